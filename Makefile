@@ -1,0 +1,138 @@
+# Each verb once; CI runs the same ones (.ci/run).
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Where the tools that are not Python packages are kept. CI puts it outside the tree, to build them only once.
+MILLRACE_CACHE ?= .cache
+CACHE := $(abspath $(MILLRACE_CACHE))
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# --- Python -----------------------------------------------------------------------------------------------------
+
+.PHONY: install lock
+install: $(VENV)/.installed ## the virtual environment .venv, from the hash-pinned lock
+
+# pip installs uv by its hash from the lock, and uv everything else: a quarter of the time that pip would take.
+$(VENV)/.installed: requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info[:2] == (3, 11) or sys.exit("Millrace is locked for Python 3.11: make PYTHON=/path/to/python3.11")'
+	[ -x $(BIN)/uv ] || { $(PYTHON) -m venv $(VENV) && \
+	  $(BIN)/pip install -q --require-hashes -r <(awk '/^uv==/ { on = 1 } on { print } on && !/\\$$/ { exit }' requirements.lock); }
+	$(BIN)/uv pip sync -q --python $(BIN)/python --require-hashes requirements.lock
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation --offline -e .
+	@touch $@
+
+lock: install ## work requirements.lock out again, after a change of dependencies
+	$(BIN)/uv pip compile -q --all-extras --generate-hashes --no-emit-index-url --no-emit-find-links \
+	  --python-version 3.11 --custom-compile-command 'make lock' pyproject.toml -o requirements.lock
+
+# --- protos -----------------------------------------------------------------------------------------------------
+
+.PHONY: gen
+GEN := protos/gen
+PROTOS = $(shell find protos -path protos/gen -prune -o -name '*.proto' -print | sort)
+SITE = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+# googleapis-common-protos names the source of operations.proto otherwise than the import that its own generated code
+# registers; the mapping gives it back its name.
+PROTOC = $(BIN)/python -m grpc_tools.protoc -Iprotos -I$(SITE) \
+	-Igoogle/longrunning/operations.proto=$(SITE)/google/longrunning/operations_proto.proto
+
+gen: install ## generated Python in protos/gen
+	@mkdir -p $(GEN)
+	@find $(GEN) -name '*_pb2*.py*' -delete
+	$(PROTOC) --python_out=$(GEN) --pyi_out=$(GEN) --grpc_python_out=$(GEN) $(PROTOS)
+
+# --- checks -----------------------------------------------------------------------------------------------------
+
+BUF_VERSION := 1.75.0
+BUF := $(CACHE)/buf-$(BUF_VERSION)/node_modules/.bin/buf
+
+$(BUF):
+	@command -v npm >/dev/null || { echo "make lint needs npm (Node.js 18 or newer) for buf, which checks the protos." >&2; exit 1; }
+	npm install --silent --no-audit --no-fund --prefix $(CACHE)/buf-$(BUF_VERSION) @bufbuild/buf@$(BUF_VERSION)
+
+.PHONY: lint lint-python lint-protos lint-generated
+lint: lint-python lint-protos lint-generated ## style, types, architecture, protos, generated code up to date
+
+lint-python: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# buf reads what protoc compiled: so the protos of googleapis need not be fetched a second time.
+lint-protos: install $(BUF)
+	@image=$$(mktemp --suffix=.binpb); trap 'rm -f "$$image"' EXIT; \
+	$(PROTOC) --include_imports --include_source_info --descriptor_set_out="$$image" $(PROTOS); \
+	$(BUF) lint "$$image" --config buf.yaml --path millrace --path inference
+
+lint-generated: install
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
+	$(MAKE) -s gen GEN="$$fresh" >/dev/null; \
+	diff -r -x __pycache__ "$$fresh" protos/gen || { echo "protos/gen is not what the protos say: run make gen" >&2; exit 1; }
+
+.PHONY: test
+test: install ## all tests; those on s3:// are skipped without a server, unless MILLRACE_REQUIRE_S3=1 or …_MINIO=1
+	@$(MAKE) s3 || echo "No S3 server: the tests that need one say so." >&2
+	MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest
+
+# --- the S3 server of the tests ---------------------------------------------------------------------------------
+
+# RELEASE.2025-10-15T17-29-55Z: MinIO is distributed as source, and Go modules name a release by its commit.
+MINIO_VERSION := v0.0.0-20251015172955-9e49d5e7a648
+VERSITYGW_VERSION := v1.8.0
+# The path of a MinIO program that is already there, instead of building one.
+MILLRACE_MINIO ?=
+
+.PHONY: minio versitygw s3
+ifneq ($(MILLRACE_MINIO),)
+minio:
+	@[ -x "$(MILLRACE_MINIO)" ] || { echo "MILLRACE_MINIO=$(MILLRACE_MINIO) is not a program." >&2; exit 1; }
+else
+minio: $(CACHE)/bin/.minio-$(MINIO_VERSION) ## the pinned MinIO server, in .cache/bin
+endif
+
+versitygw: $(CACHE)/bin/.versitygw-$(VERSITYGW_VERSION)
+
+$(CACHE)/bin/.minio-$(MINIO_VERSION): module := github.com/minio/minio@$(MINIO_VERSION)
+$(CACHE)/bin/.versitygw-$(VERSITYGW_VERSION): module := github.com/versity/versitygw/cmd/versitygw@$(VERSITYGW_VERSION)
+# The version is in the marker's name: a new pin builds anew, and leaves no other version's program behind if it fails.
+$(CACHE)/bin/.minio-$(MINIO_VERSION) $(CACHE)/bin/.versitygw-$(VERSITYGW_VERSION):
+	@command -v go >/dev/null || { echo "This needs Go 1.25 or newer; or set MILLRACE_MINIO to a minio program." >&2; exit 1; }
+	@mkdir -p $(@D)
+	@name=$(notdir $(firstword $(subst @, ,$(module)))); rm -f $(@D)/$$name $(@D)/.$$name-*
+	GOBIN=$(@D) go install $(module)
+	@touch $@
+
+# Only a refusal by the module proxy brings versitygw in. Whatever else goes wrong is an error, so that a bad moment of
+# the network never changes silently what the tests run against. Nothing remembers a refusal: asking takes a second.
+s3: ## the S3 server that tests start: MinIO, or versitygw where MinIO's module is refused
+	@said=$$(mktemp); trap 'rm -f "$$said"' EXIT; \
+	if $(MAKE) minio 2>&1 | tee "$$said" >&2; then exit 0; fi; \
+	grep -qE ': (403 Forbidden|410 Gone)$$|module version is not available' "$$said" || exit 1; \
+	echo "MinIO's module is refused on this machine (above, word for word)." >&2; \
+	echo "THE TESTS ON s3:// RUN AGAINST VERSITYGW $(VERSITYGW_VERSION), another S3 server, NOT AGAINST MINIO." >&2; \
+	$(MAKE) versitygw
+
+# --- running ----------------------------------------------------------------------------------------------------
+
+.PHONY: demo up down clean
+demo: install ## from raw data to a served model, on this machine (KEEP=1 leaves it running)
+	$(BIN)/millrace demo $(if $(filter-out 0,$(KEEP)),--keep)
+
+up: install ## the three services and Ray, on this machine
+	$(BIN)/millrace up
+
+down: install ## stop what make up started
+	$(BIN)/millrace down
+
+clean: ## remove what make built
+	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

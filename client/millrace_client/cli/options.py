@@ -1,0 +1,38 @@
+"""Options that many commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from millrace_client.connection import Millrace, connect
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def json_option(function: Function) -> Function:
+    """`--json`, handed on as `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")(function)
+
+
+def address_options(function: Function) -> Function:
+    """The three addresses, handed on as `data_address`, `train_address`, `inference_address`."""
+    for service in ("inference", "train", "data"):
+        function = click.option(
+            f"--{service}-address",
+            metavar="HOST:PORT",
+            help=f"Where the {service} service answers.",
+        )(function)
+    return function
+
+
+def connected(values: dict[str, Any]) -> Millrace:
+    """A client for the addresses that `address_options` put into a command's keyword arguments."""
+    return connect(data=values["data_address"], train=values["train_address"], inference=values["inference_address"])
+
+
+def full_name(collection: str, name: str) -> str:
+    """`datasets/digits` for `digits` as well as for `datasets/digits`."""
+    return name if name.startswith(f"{collection}/") else f"{collection}/{name}"

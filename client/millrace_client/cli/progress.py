@@ -1,0 +1,108 @@
+"""A training job as it goes on: a live bar on a terminal, now and then a line elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+
+from millrace.train.v1 import resources_pb2, train_service_pb2
+from millrace_client.cli.output import console, duration_text
+from millrace_client.train import Update
+
+# Between two lines where there is no terminal.
+LINE_EVERY_S = 5.0
+
+
+@dataclass
+class Curves:
+    """What the learning curves are drawn from: (step, loss, accuracy) each."""
+
+    training: list[tuple[int, float, float]] = field(default_factory=list)
+    validation: list[tuple[int, float, float]] = field(default_factory=list)
+
+    def add(self, event: train_service_pb2.TrainingEvent) -> None:
+        kind = event.WhichOneof("event")
+        if kind == "progress":
+            self.training.append((event.progress.step, event.progress.loss, event.progress.accuracy))
+        elif kind == "validated":
+            self.validation.append((event.validated.step, event.validated.loss, event.validated.accuracy))
+
+
+class TrainingView:
+    """Shows the updates that it is told of; use it in a `with` statement."""
+
+    def __init__(self, epochs: int) -> None:
+        self._epochs = epochs
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[numbers]}"),
+            console=console(),
+            transient=True,
+        )
+        self._task: TaskID = self._progress.add_task("waiting for workers", total=None, numbers="")
+        self._started = time.monotonic()
+        self._last_line = 0.0
+
+    def __enter__(self) -> TrainingView:
+        if console().is_terminal:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def show(self, updates: Iterable[Update], curves: Curves) -> resources_pb2.TrainingJob | None:
+        """Shows all updates; returns the job as it was last seen."""
+        job = None
+        for update in updates:
+            if isinstance(update, resources_pb2.TrainingJob):
+                job = update
+                self._on_state(job)
+            else:
+                curves.add(update)
+                self._on_event(update)
+        return job
+
+    def _on_state(self, job: resources_pb2.TrainingJob) -> None:
+        state = resources_pb2.TrainingJob.State.Name(job.state).removeprefix("STATE_").lower()
+        if state in ("pending", "recovering", "cancelling"):
+            self._progress.update(self._task, description=state)
+
+    def _on_event(self, event: train_service_pb2.TrainingEvent) -> None:
+        kind = event.WhichOneof("event")
+        if kind == "progress":
+            self._on_progress(event.progress)
+        elif kind == "validated":
+            one = event.validated
+            self._line(
+                f"epoch {one.epoch + 1}/{self._epochs}: validation accuracy [bold]{one.accuracy:.2%}[/], "
+                f"loss {one.loss:.3f} ({one.row_count:,} rows)"
+            )
+        elif kind == "attempt_started" and (event.attempt > 1 or event.attempt_started.step):
+            one_attempt: Any = event.attempt_started
+            self._line(f"attempt {event.attempt} goes on from step {one_attempt.step}")
+        elif kind == "warning":
+            self._line(f"[yellow]warning:[/] {event.warning}")
+
+    def _on_progress(self, now: resources_pb2.Progress) -> None:
+        numbers = (
+            f"step {now.step}/{now.total_steps}  loss {now.loss:.3f}  accuracy {now.accuracy:.1%}  "
+            f"{now.rows_per_second:,.0f} rows/s  {duration_text(now.seconds_left)} left"
+        )
+        epoch = f"epoch {min(now.epoch + 1, self._epochs)}/{self._epochs}"
+        self._progress.update(self._task, description=epoch, completed=now.step, total=now.total_steps, numbers=numbers)
+        if not console().is_terminal and time.monotonic() - self._last_line >= LINE_EVERY_S:
+            self._last_line = time.monotonic()
+            self._line(f"{epoch}  {numbers}")
+
+    def _line(self, text: str) -> None:
+        console().print(f"  {text}")

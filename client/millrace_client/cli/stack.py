@@ -1,0 +1,149 @@
+"""`millrace up`, `down` and `status`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import click
+
+from millrace_client.addresses import SERVICES, millrace_home
+from millrace_client.cli.exits import UNAVAILABLE, PlainCommand
+from millrace_client.cli.options import address_options, connected, json_option
+from millrace_client.cli.output import console, new_table, print_json, state_text
+from millrace_client.stack import launch
+from millrace_client.stack.plan import StackOptions, make_plan
+from millrace_client.stack.ports import answers
+from millrace_client.stack.record import Record
+from millrace_client.stack.supervisor import Supervisor, hold_home, say_with_time
+
+PARTS = ("ray", *SERVICES)
+
+
+@click.command(cls=PlainCommand)
+@click.option("--store", default="", metavar="URL", help="file:///folder or s3://bucket/prefix.  [MILLRACE_STORE]")
+@click.option(
+    "--import-root",
+    "import_roots",
+    multiple=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="A folder that imports may read; may be given again. Default: the working directory.  [MILLRACE_IMPORT_ROOTS]",
+)
+@click.option("--ray-cpus", default=0, metavar="N", help="CPUs that Ray hands out. Default: the cores, at least 4.")
+@click.option("--foreground", is_flag=True, help="Stay, and stop on Ctrl-C.")
+@json_option
+def up(store: str, import_roots: tuple[Path, ...], ray_cpus: int, foreground: bool, as_json: bool) -> None:
+    """Start Ray and the three services on this machine, on loopback.
+
+    State and logs are in MILLRACE_HOME (default: .millrace in the working directory).
+    """
+    home = millrace_home()
+    options = StackOptions(store=store, import_roots=import_roots or _default_roots(), ray_cpus=ray_cpus)
+    if foreground:
+        _run_here(home, options)
+        return
+    running = launch.running_record(home)
+    record = running or start_with_progress(home, options, quiet=as_json).record
+    if as_json:
+        print_json({"already_running": running is not None, **_as_document(home, record)})
+        return
+    console().print("It is already running." if running else "The stack is up.")
+    print_addresses(record)
+    console().print(f"\nIts logs are in {home / 'logs'}; [bold]millrace down[/] stops it.")
+
+
+@click.command(cls=PlainCommand)
+@json_option
+def down(as_json: bool) -> None:
+    """Stop what `millrace up` started, and all that it left behind."""
+    home = millrace_home()
+    if as_json:
+        print_json({"stopped": launch.stop(home)})
+        return
+    with console().status("stopping …"):
+        stopped = launch.stop(home)
+    console().print("Stopped; nothing of it is left running." if stopped else f"Nothing is running in {home}.")
+
+
+@click.command(cls=PlainCommand)
+@address_options
+@json_option
+@click.pass_context
+def status(ctx: click.Context, /, as_json: bool, **values: Any) -> None:
+    """Show whether each part answers. Exit code 5 where one does not."""
+    record = launch.running_record(millrace_home())
+    with connected(values) as millrace:
+        health = {service: millrace.health.check(service) for service in SERVICES}
+        addresses = millrace.addresses
+    rows = [(service, health[service], addresses.of(service), addresses.origins[service]) for service in SERVICES]
+    if record is not None:
+        ray = "SERVING" if answers(record.ray_address) else "UNREACHABLE"
+        rows.insert(0, ("ray", ray, record.ray_address, "stack"))
+    healthy = all(state == "SERVING" for _, state, _, _ in rows)
+    if as_json:
+        parts = [
+            {"part": part, "health": state, "address": address, "named_by": origin}
+            for part, state, address, origin in rows
+        ]
+        stack = _as_document(millrace_home(), record) if record else None
+        print_json({"healthy": healthy, "parts": parts, "stack": stack})
+    else:
+        table = new_table("part", "health", "address", "pid", "named by", numbers=("pid",))
+        for part, state, address, origin in rows:
+            pid = str(record.parts[part].pid) if record and origin == "stack" and part in record.parts else ""
+            table.add_row(part, state_text(state), address, pid, origin)
+        console().print(table)
+        if record is not None:
+            console().print(f"Ray's dashboard: {record.dashboard}\nStore: {record.store}")
+    ctx.exit(0 if healthy else UNAVAILABLE)
+
+
+def start_with_progress(
+    home: Path, options: StackOptions, *, quiet: bool = False, lifeline: bool = False
+) -> launch.Stack:
+    """Starts a stack with a line that names the parts that already answer."""
+    if quiet:
+        return launch.start(home, options, lifeline=lifeline)
+    with console().status("starting Ray …") as line:
+
+        def show(record: Record) -> None:
+            missing = [part for part in PARTS if part not in record.answering]
+            line.update(f"starting {', '.join(missing).replace('ray', 'Ray')} …" if missing else "ready")
+
+        return launch.start(home, options, lifeline=lifeline, on_progress=show)
+
+
+def print_addresses(record: Record) -> None:
+    table = new_table("service", "address")
+    for service in SERVICES:
+        table.add_row(service, record.addresses[service])
+    table.add_row("Ray's dashboard", record.dashboard)
+    console().print(table)
+
+
+def _default_roots() -> tuple[Path, ...]:
+    return () if os.environ.get("MILLRACE_IMPORT_ROOTS") else (Path.cwd(),)
+
+
+def _run_here(home: Path, options: StackOptions) -> None:
+    with hold_home(home):
+        launch.stop(home)  # what a killed supervisor left behind
+        supervisor = Supervisor(make_plan(home, options), say_with_time)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: supervisor.stop())
+        supervisor.run()
+
+
+def _as_document(home: Path, record: Record) -> dict[str, Any]:
+    return {
+        "home": str(home),
+        "state": record.state,
+        "supervisor_pid": record.supervisor.pid,
+        "addresses": dict(record.addresses),
+        "store": record.store,
+        "ray_address": record.ray_address,
+        "dashboard": record.dashboard,
+        "parts": {name: process.pid for name, process in record.parts.items()},
+    }

@@ -1,0 +1,174 @@
+"""Inference through the Open Inference Protocol: one request, or many in flight."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy.typing as npt
+
+from inference import grpc_service_pb2 as pb
+from inference import grpc_service_pb2_grpc
+from millrace.common.v1.lineage_pb2 import Lineage
+from millrace_client.calls import Caller, new_request_id
+from millrace_client.errors import REQUEST_ID_KEY, ResourceExhausted, from_rpc_error
+from millrace_client.tensors import infer_request, output_arrays
+
+# A full queue is told at once, with the time after which to try again.
+QUEUE_RETRIES = 20
+QUEUE_PAUSE_S = 0.05
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One response: its output arrays by name, and where the model that made them comes from."""
+
+    outputs: Arrays
+    lineage: Lineage
+    model: str
+    version: str
+    # From sending the request that was answered to its answer.
+    latency_s: float
+
+
+class InferenceClient:
+    """A model's name is the id of its deployment."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+        self._stub: Any = grpc_service_pb2_grpc.GRPCInferenceServiceStub(caller.channel)
+
+    def server_live(self) -> bool:
+        return bool(self._caller.unary(self._stub.ServerLive, pb.ServerLiveRequest(), pb.ServerLiveResponse).live)
+
+    def server_ready(self) -> bool:
+        return bool(self._caller.unary(self._stub.ServerReady, pb.ServerReadyRequest(), pb.ServerReadyResponse).ready)
+
+    def model_ready(self, model: str, *, version: str = "") -> bool:
+        """Whether it answers; an unknown model is not ready."""
+        request = pb.ModelReadyRequest(name=model, version=version)
+        return bool(self._caller.unary(self._stub.ModelReady, request, pb.ModelReadyResponse).ready)
+
+    def server_metadata(self) -> pb.ServerMetadataResponse:
+        return self._caller.unary(self._stub.ServerMetadata, pb.ServerMetadataRequest(), pb.ServerMetadataResponse)
+
+    def model_metadata(self, model: str, *, version: str = "") -> pb.ModelMetadataResponse:
+        """The names, types and shapes of its inputs and outputs; -1 is a free dimension."""
+        request = pb.ModelMetadataRequest(name=model, version=version)
+        return self._caller.unary(self._stub.ModelMetadata, request, pb.ModelMetadataResponse)
+
+    def infer(
+        self,
+        model: str,
+        inputs: Mapping[str, npt.ArrayLike],
+        *,
+        version: str = "",
+        timeout_s: float | None = None,
+    ) -> Answer:
+        """One request with arrays by input name, e.g. `{"image": uint8 array of shape (N, 28, 28)}`."""
+        request = infer_request(model, inputs, version=version, request_id=new_request_id())
+        started = time.perf_counter()
+        response = self._caller.unary(self._stub.ModelInfer, request, pb.ModelInferResponse, timeout_s=timeout_s)
+        return _answer(response, time.perf_counter() - started)
+
+    def infer_many(
+        self,
+        model: str,
+        requests: Iterable[Mapping[str, npt.ArrayLike]],
+        *,
+        in_flight: int = 64,
+        version: str = "",
+        timeout_s: float = 30.0,
+    ) -> Iterator[Answer]:
+        """Answers in the order of the requests, with at most `in_flight` of them on the way at once.
+
+        A request that meets a full queue is sent again after the time that the server asks for. The first other error
+        ends it.
+        """
+        room = threading.BoundedSemaphore(in_flight)
+        waiting: deque[_InFlight] = deque()
+        try:
+            for inputs in requests:
+                request = infer_request(model, inputs, version=version, request_id=new_request_id())
+                room.acquire()
+                waiting.append(_InFlight(self._stub.ModelInfer, request, timeout_s, room))
+                while waiting and waiting[0].done():
+                    yield self._settle(waiting.popleft(), timeout_s)
+            while waiting:
+                yield self._settle(waiting.popleft(), timeout_s)
+        finally:
+            for one in waiting:
+                one.cancel()
+
+    def _settle(self, one: _InFlight, timeout_s: float) -> Answer:
+        try:
+            return _answer(one.result(self._caller.address), one.latency_s())
+        except ResourceExhausted as full:
+            last = full
+        for _ in range(QUEUE_RETRIES):
+            time.sleep(QUEUE_PAUSE_S if last.retry_after_s is None else last.retry_after_s)
+            started = time.perf_counter()
+            try:
+                response = self._caller.unary(
+                    self._stub.ModelInfer, one.request, pb.ModelInferResponse, timeout_s=timeout_s
+                )
+            except ResourceExhausted as full:
+                last = full
+            else:
+                return _answer(response, time.perf_counter() - started)
+        raise last
+
+
+class _InFlight:
+    """One request on its way. It gives its place back as soon as its answer is there, whoever waits for it."""
+
+    def __init__(
+        self, method: Any, request: pb.ModelInferRequest, timeout_s: float, room: threading.BoundedSemaphore
+    ) -> None:
+        self.request = request
+        self._room = room
+        self._started = self._ended = time.perf_counter()
+        self._arrived = threading.Event()
+        self._call = method.future(request, timeout=timeout_s, metadata=((REQUEST_ID_KEY, request.id),))
+        self._call.add_done_callback(self._on_done)
+
+    def _on_done(self, _: Any) -> None:
+        self._ended = time.perf_counter()
+        self._arrived.set()
+        self._room.release()
+
+    def done(self) -> bool:
+        return self._arrived.is_set()
+
+    def latency_s(self) -> float:
+        return self._ended - self._started
+
+    def result(self, address: str) -> pb.ModelInferResponse:
+        self._arrived.wait()
+        try:
+            response = self._call.result()
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, address=address, request_id=self.request.id) from None
+        assert isinstance(response, pb.ModelInferResponse)
+        return response
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+def _answer(response: pb.ModelInferResponse, latency_s: float) -> Answer:
+    parameters = {key: value.string_param for key, value in response.parameters.items()}
+    return Answer(
+        outputs=output_arrays(response),
+        lineage=Lineage(**{field: parameters.get(field, "") for field in Lineage.DESCRIPTOR.fields_by_name}),
+        model=response.model_name,
+        version=response.model_version,
+        latency_s=latency_s,
+    )

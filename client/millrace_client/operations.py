@@ -1,0 +1,89 @@
+"""Long work that a call started: wait for it, look how far it is, cancel it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from google.longrunning import operations_pb2, operations_pb2_grpc
+from google.protobuf import empty_pb2
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+
+from millrace_client.calls import Caller
+from millrace_client.errors import DeadlineExceeded, from_status
+
+# How long one WaitOperation may hang, so that progress is seen in between.
+LOOK_EVERY_S = 1.0
+
+Result = TypeVar("Result", bound=Message)
+
+
+class Operation(Generic[Result]):
+    """One `google.longrunning.Operation` with the types of its result and metadata."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        proto: operations_pb2.Operation,
+        result_type: Callable[[], Result],
+        metadata_type: Callable[[], Message],
+    ) -> None:
+        self._caller = caller
+        self._stub: Any = operations_pb2_grpc.OperationsStub(caller.channel)
+        self._result_type = result_type
+        self._metadata_type = metadata_type
+        self.proto = proto
+
+    @property
+    def name(self) -> str:
+        return str(self.proto.name)
+
+    @property
+    def done(self) -> bool:
+        return bool(self.proto.done)
+
+    @property
+    def metadata(self) -> Any:
+        """What the server last told of its progress, e.g. an `ImportVersionMetadata`."""
+        metadata = self._metadata_type()
+        self.proto.metadata.Unpack(metadata)
+        return metadata
+
+    def refresh(self) -> None:
+        """Asks the server once."""
+        self.proto = self._caller.unary(
+            self._stub.GetOperation, operations_pb2.GetOperationRequest(name=self.name), operations_pb2.Operation
+        )
+
+    def cancel(self) -> None:
+        """Asks the server to end it; it may still succeed when it was faster."""
+        request = operations_pb2.CancelOperationRequest(name=self.name)
+        self._caller.unary(self._stub.CancelOperation, request, empty_pb2.Empty)
+
+    def wait(
+        self,
+        timeout_s: float = 3600.0,
+        on_progress: Callable[[Operation[Result]], object] | None = None,
+    ) -> Result:
+        """Its result. Raises what it failed with, or `DeadlineExceeded` after `timeout_s`; it then still goes on."""
+        until = time.monotonic() + timeout_s
+        while not self.done:
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineExceeded(
+                    f"{self.name} is not done after {timeout_s:g} s",
+                    remedy="it still goes on; wait for it again, or cancel it",
+                )
+            hang = Duration()
+            hang.FromNanoseconds(int(min(left_s, LOOK_EVERY_S) * 1e9))
+            request = operations_pb2.WaitOperationRequest(name=self.name, timeout=hang)
+            self.proto = self._caller.unary(self._stub.WaitOperation, request, operations_pb2.Operation)
+            if on_progress is not None:
+                on_progress(self)
+        if self.proto.HasField("error"):
+            raise from_status(self.proto.error)
+        result = self._result_type()
+        self.proto.response.Unpack(result)
+        return result

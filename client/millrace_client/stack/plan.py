@@ -1,0 +1,149 @@
+"""What the stack consists of: settled once, before anything is started."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace_client.addresses import DEFAULT_PORTS, SERVICES
+from millrace_client.stack.ports import HOST, free_ports, is_free
+
+# A training job's workers and a served model fit side by side on a machine of two cores; Ray's CPUs are only tickets.
+FEWEST_RAY_CPUS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackOptions:
+    """What the caller of `millrace up` chooses."""
+
+    # file:///… or s3://…; empty: MILLRACE_STORE, else a folder under the home
+    store: str = ""
+    # folders that imports may read; the home's `import` is always one
+    import_roots: tuple[Path, ...] = ()
+    # what Ray believes the machine has; 0: its cores, at least 4
+    ray_cpus: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One child of the supervisor. It is ready when `address` answers: a service by its health, Ray by its port."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    address: str
+    log: Path
+    # from SIGTERM to SIGKILL
+    grace_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Parts in the order in which they start; they stop in the reverse order."""
+
+    home: Path
+    parts: tuple[Part, ...]
+    addresses: Mapping[str, str]
+    store: str
+    ray_address: str
+    dashboard: str
+    ray_folder: str
+    import_roots: tuple[str, ...]
+
+
+def make_plan(home: Path, options: StackOptions, environ: Mapping[str, str] = os.environ) -> Plan:
+    """Chooses ports and folders. The services get their default ports where these are free."""
+    store = options.store or environ.get("MILLRACE_STORE") or (home / "store").as_uri()
+    given_roots = environ.get("MILLRACE_IMPORT_ROOTS", "").split(os.pathsep)
+    roots = [home / "import", *options.import_roots, *(Path(root) for root in given_roots if root)]
+    import_roots = tuple(dict.fromkeys(str(root.resolve()) for root in roots))
+    gcs, client, dashboard, agent, *spare = free_ports(4 + len(SERVICES))
+    ports = {
+        service: DEFAULT_PORTS[service] if is_free(DEFAULT_PORTS[service]) else spare[index]
+        for index, service in enumerate(SERVICES)
+    }
+    ray_folder = tempfile.mkdtemp(prefix="millrace-ray-")
+    ray_address = f"{HOST}:{gcs}"
+    shared = {**environ, **RAY_ENVIRONMENT}
+    ray = Part(
+        name="ray",
+        command=ray_command(gcs, client, dashboard, agent, ray_folder, options.ray_cpus),
+        environment={**shared, **RAY_HEAD_ENVIRONMENT},
+        address=ray_address,
+        log=home / "logs" / "ray.log",
+        grace_s=15.0,
+    )
+    services = tuple(
+        Part(
+            name=service,
+            command=(sys.executable, "-m", f"{service}_service"),
+            environment={
+                **shared,
+                "MILLRACE_STORE": store,
+                "MILLRACE_LISTEN": f"{HOST}:{ports[service]}",
+                "MILLRACE_IMPORT_ROOTS": os.pathsep.join(import_roots),
+                "RAY_ADDRESS": ray_address,
+            },
+            address=f"{HOST}:{ports[service]}",
+            log=home / "logs" / f"{service}.log",
+            grace_s=20.0,
+        )
+        for service in SERVICES
+    )
+    return Plan(
+        home=home,
+        parts=(ray, *services),
+        addresses={part.name: part.address for part in services},
+        store=store,
+        ray_address=ray_address,
+        dashboard=f"http://{HOST}:{dashboard}",
+        ray_folder=ray_folder,
+        import_roots=import_roots,
+    )
+
+
+RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray replaces 127.0.0.1 by the machine's outer address and then listens on all interfaces, where anyone who
+    # reaches it runs code. Without its support for clusters it stays on loopback; the variable's name is history.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Log lines, not terminals, read what the services print.
+    "RAY_COLOR_PREFIX": "0",
+    "PYTHONUNBUFFERED": "1",
+}
+RAY_HEAD_ENVIRONMENT = {
+    # Any free port, so that several stacks fit on one machine.
+    "AUTOSCALER_METRIC_PORT": "0",
+    "DASHBOARD_METRIC_PORT": "0",
+    # Nobody scrapes metrics here, and collecting them costs a small machine a noticeable share of a core.
+    "RAY_enable_metrics_collection": "0",
+}
+
+
+def ray_command(gcs: int, client: int, dashboard: int, agent: int, folder: str, cpus: int) -> tuple[str, ...]:
+    """A Ray head in the foreground. Its dashboard stays on: Ray Train asks it for the state of placement groups."""
+    return (
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--head",
+        "--block",
+        f"--node-ip-address={HOST}",
+        f"--port={gcs}",
+        f"--ray-client-server-port={client}",
+        f"--dashboard-host={HOST}",
+        f"--dashboard-port={dashboard}",
+        f"--dashboard-agent-listen-port={agent}",
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+        f"--num-cpus={cpus or max(os.cpu_count() or 1, FEWEST_RAY_CPUS)}",
+        f"--temp-dir={folder}",
+        "--disable-usage-stats",
+        "--include-log-monitor=false",
+        "--log-color=false",
+    )

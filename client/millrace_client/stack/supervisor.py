@@ -1,0 +1,152 @@
+"""Runs the stack: starts its parts in order, starts again what dies, and stops them in the reverse order."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from millrace_client.stack.child import Child
+from millrace_client.stack.plan import Plan
+from millrace_client.stack.processes import Process
+from millrace_client.stack.record import READY, STARTING, STOPPING, Record, remove_record, write_record
+
+LOOK_EVERY_S = 0.2
+START_TIMEOUT_S = 180.0
+# A service may lose the race against Ray's own start once or twice; dying more often while starting is a fault,
+# and refusing its settings is one at once.
+DEATHS_ALLOWED_AT_START = 3
+SETTINGS_REFUSED = "exit status 2"
+
+
+class StartFailed(Exception):
+    """A part of the stack did not come up; the text names its log."""
+
+
+class AlreadyRunning(Exception):
+    """Another supervisor holds this home."""
+
+
+def hold_home(home: Path) -> IO[str]:
+    """Locks `home` for this process' life; the lock goes with the process, however that ends."""
+    home.mkdir(parents=True, exist_ok=True)
+    lock = (home / "stack.lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise AlreadyRunning(f"a stack is already running in {home}") from None
+    return lock
+
+
+class Supervisor:
+    """One stack, from its first process to its last. `say` is told what happens, a line each."""
+
+    def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
+        self._plan = plan
+        self._say = say
+        self._stop = threading.Event()
+        self._children = [Child(part) for part in plan.parts]
+        supervisor = Process.of(os.getpid())
+        assert supervisor is not None
+        self._record = Record(
+            state=STARTING,
+            supervisor=supervisor,
+            addresses=plan.addresses,
+            store=plan.store,
+            ray_address=plan.ray_address,
+            dashboard=plan.dashboard,
+            import_roots=plan.import_roots,
+            ray_folder=plan.ray_folder,
+        )
+
+    def stop(self) -> None:
+        """Asks `run` to end; safe in signal handlers and other threads."""
+        self._stop.set()
+
+    def run(self) -> None:
+        """Runs until `stop`. Raises `StartFailed`; then, too, nothing is left running."""
+        for folder in ("logs", "import"):
+            (self._plan.home / folder).mkdir(parents=True, exist_ok=True)
+        _set_old_logs_aside(self._children)
+        self._save(self._record)
+        try:
+            self._start()
+            if not self._stop.is_set():
+                self._save(self._record.with_state(READY))
+                self._say("ready")
+            while not self._stop.wait(LOOK_EVERY_S):
+                self._look()
+        finally:
+            self._end()
+
+    def _start(self) -> None:
+        """Starts Ray, then, as soon as its port answers, the services side by side."""
+        until = time.monotonic() + START_TIMEOUT_S
+        ray, *services = self._children
+        for group in ([ray], services):
+            for child in group:
+                self._start_child(child)
+            while not all(child.answering for child in group):
+                self._look()
+                for child in group:
+                    self._check_start(child, until)
+                if self._stop.wait(LOOK_EVERY_S):
+                    return
+
+    def _check_start(self, child: Child, until: float) -> None:
+        if child.failures >= DEATHS_ALLOWED_AT_START or child.last_exit == SETTINGS_REFUSED:
+            raise StartFailed(f"{child.part.name} ended with {child.last_exit}; its log: {child.part.log}")
+        if not child.answering and time.monotonic() > until:
+            raise StartFailed(
+                f"{child.part.name} does not answer at {child.part.address} after {START_TIMEOUT_S:g} s; "
+                f"its log: {child.part.log}"
+            )
+
+    def _look(self) -> None:
+        """One round: who died, who may start again, who answers now."""
+        for child in self._children:
+            if child.has_died():
+                self._say(f"{child.part.name} ended with {child.last_exit}; starting it again")
+            elif child.failures and child.is_due():
+                self._start_child(child)
+            elif child.begins_to_answer():
+                self._save(self._record.with_answering(child.part.name))
+                self._say(f"{child.part.name} answers at {child.part.address}")
+
+    def _start_child(self, child: Child) -> None:
+        process = child.start()
+        self._save(self._record.with_started(child.part.name, process))
+        self._say(f"{child.part.name} started, pid {process.pid}")
+
+    def _end(self) -> None:
+        self._save(self._record.with_state(STOPPING))
+        for child in reversed(self._children):
+            if child.stop():
+                self._say(f"{child.part.name} stopped")
+            else:
+                self._say(f"{child.part.name} had to be killed")
+        shutil.rmtree(self._plan.ray_folder, ignore_errors=True)
+        remove_record(self._plan.home)
+
+    def _save(self, record: Record) -> None:
+        self._record = record
+        write_record(self._plan.home, record)
+
+
+def _set_old_logs_aside(children: list[Child]) -> None:
+    """Keeps the logs of one stack before this one."""
+    for child in children:
+        if child.part.log.exists():
+            child.part.log.replace(child.part.log.with_suffix(".log.1"))
+
+
+def say_with_time(line: str) -> None:
+    """For the supervisor's own log."""
+    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stdout, flush=True)

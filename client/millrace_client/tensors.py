@@ -1,0 +1,84 @@
+"""numpy arrays on the wire of the Open Inference Protocol, as raw contents."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from inference import grpc_service_pb2 as pb
+
+# Row-major and little-endian, as the protocol wants raw contents. BF16 has no type in numpy.
+DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype("?"),
+    "UINT8": np.dtype("u1"),
+    "UINT16": np.dtype("<u2"),
+    "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"),
+    "INT8": np.dtype("i1"),
+    "INT16": np.dtype("<i2"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "FP16": np.dtype("<f2"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LENGTH = struct.Struct("<I")
+
+
+def infer_request(
+    model: str, inputs: Mapping[str, npt.ArrayLike], *, version: str = "", request_id: str = ""
+) -> pb.ModelInferRequest:
+    """One request. Raises `TypeError` for an array of a type that the protocol does not have."""
+    request = pb.ModelInferRequest(model_name=model, model_version=version, id=request_id)
+    for name, value in inputs.items():
+        array = np.asarray(value)
+        datatype, raw = _encode(name, array)
+        request.inputs.add(name=name, datatype=datatype, shape=array.shape)
+        request.raw_input_contents.append(raw)
+    return request
+
+
+def output_arrays(response: pb.ModelInferResponse) -> dict[str, npt.NDArray[Any]]:
+    """The outputs by name. Those that came as raw contents are read-only views of the message."""
+    arrays = {}
+    for index, tensor in enumerate(response.outputs):
+        shape = tuple(tensor.shape)
+        if response.raw_output_contents:
+            arrays[tensor.name] = _decode(tensor.datatype, response.raw_output_contents[index], shape)
+        else:
+            arrays[tensor.name] = _typed(tensor).reshape(shape)
+    return arrays
+
+
+def _encode(name: str, array: npt.NDArray[Any]) -> tuple[str, bytes]:
+    if array.dtype.kind in "OSU":
+        elements = [one.encode() if isinstance(one, str) else bytes(one) for one in array.reshape(-1)]
+        return "BYTES", b"".join(_LENGTH.pack(len(one)) + one for one in elements)
+    little = array.dtype.newbyteorder("<")
+    datatype = _NAMES.get(little)
+    if datatype is None:
+        raise TypeError(f"input {name!r}: the protocol has no type for {array.dtype}; use one of {', '.join(DTYPES)}")
+    return datatype, array.astype(little, copy=False).tobytes()
+
+
+def _decode(datatype: str, raw: bytes, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    if datatype == "BYTES":
+        elements, at = [], 0
+        while at < len(raw):
+            (length,) = _LENGTH.unpack_from(raw, at)
+            elements.append(raw[at + _LENGTH.size : at + _LENGTH.size + length])
+            at += _LENGTH.size + length
+        return np.array(elements, dtype=object).reshape(shape)
+    return np.frombuffer(raw, dtype=DTYPES[datatype]).reshape(shape)
+
+
+def _typed(tensor: pb.ModelInferResponse.InferOutputTensor) -> npt.NDArray[Any]:
+    """Contents that came in typed fields, as servers other than ours may send them."""
+    dtype = DTYPES.get(tensor.datatype, np.dtype(object))
+    (values,) = (value for _, value in tensor.contents.ListFields()) if tensor.contents.ListFields() else ([],)
+    return np.array(list(values), dtype=dtype)

@@ -1,0 +1,1 @@
+"""The data service: datasets and their immutable versions."""

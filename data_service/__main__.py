@@ -1,0 +1,78 @@
+"""The composition root: settings → store → domain → servicers → server, and the reconciler beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from google.longrunning import operations_pb2, operations_pb2_grpc
+from grpc import aio
+
+from data_service.datasets import Datasets
+from data_service.import_operations import ImportOperations
+from data_service.servicer import DataServicer
+from data_service.settings import DataSettings, data_settings
+from data_service.versions import Versions
+from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc
+from shared.dataset_version.version import IMPORT_KIND
+from shared.errors import MillraceError
+from shared.grpc_server import serve
+from shared.jobs import Jobs
+from shared.jobs.supervisor import supervise
+from shared.operations import OperationsServicer
+from shared.settings import SettingsError
+from shared.storage import ObjectStore, open_store, probe
+from shared.storage.opening import ensure_bucket
+from shared.storage.probe import StoreRefused
+from shared.telemetry import configure_logging
+
+logger = logging.getLogger("data_service")
+
+RECONCILER = "data_service.reconciler"
+
+
+async def run(settings: DataSettings, store: ObjectStore) -> None:
+    jobs = Jobs(store, IMPORT_KIND)
+    datasets = Datasets(store)
+    versions = Versions(store, jobs, datasets, settings.import_roots)
+    operations = ImportOperations(store, jobs, versions)
+
+    def register(server: aio.Server) -> Sequence[str]:
+        data_service_pb2_grpc.add_DataServiceServicer_to_server(DataServicer(datasets, versions, operations), server)
+        operations_pb2_grpc.add_OperationsServicer_to_server(OperationsServicer(operations), server)
+        return (
+            data_service_pb2.DESCRIPTOR.services_by_name["DataService"].full_name,
+            operations_pb2.DESCRIPTOR.services_by_name["Operations"].full_name,
+        )
+
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        if settings.service.ray_address:
+            tasks.create_task(supervise(RECONCILER, stop))
+        else:
+            logger.warning("RAY_ADDRESS is not set: imports wait until the service is started with one")
+        try:
+            await serve(settings.service.listen, register, stop=stop)
+        finally:
+            stop.set()
+
+
+def main() -> int:
+    try:
+        settings = data_settings(os.environ)
+        configure_logging("data", settings.service.log_level)
+        ensure_bucket(settings.service.store)
+        store = open_store(settings.service.store)
+        probe(store)
+    except (SettingsError, StoreRefused, MillraceError) as error:
+        print(f"data_service: {error}", file=sys.stderr)
+        return 2
+    asyncio.run(run(settings, store))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Pure rules of the data service: no transport, no cluster, no store, no generated code."""

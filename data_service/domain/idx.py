@@ -1,0 +1,102 @@
+"""IDX, the file format of MNIST: a magic of two zeros, a value type and a rank, the dimensions, then the values.
+
+Source: http://yann.lecun.com/exdb/mnist ("The IDX file format"). All numbers are big-endian. A header is never
+believed: memory is taken for bytes that were read, not for bytes that it claims.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+
+VALUE_TYPES: dict[int, np.dtype[Any]] = {
+    0x08: np.dtype("u1"),
+    0x09: np.dtype("i1"),
+    0x0B: np.dtype(">i2"),
+    0x0C: np.dtype(">i4"),
+    0x0D: np.dtype(">f4"),
+    0x0E: np.dtype(">f8"),
+}
+MAX_RANK = 5
+MAX_ROW_BYTES = 16 * 1024 * 1024
+
+
+class IdxError(ValueError):
+    """The bytes are not a whole IDX file; the text says what is wrong with them."""
+
+
+@dataclass(frozen=True)
+class IdxHeader:
+    """`row_shape` is the shape of one row, () where rows are scalars."""
+
+    value_type: np.dtype[Any]
+    row_count: int
+    row_shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.value_type.itemsize * math.prod(self.row_shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole file that this header begins."""
+        return 4 + 4 * (1 + len(self.row_shape)) + self.row_count * self.row_bytes
+
+
+def read_header(stream: BinaryIO) -> IdxHeader:
+    """Raises `IdxError`."""
+    magic = _read_exactly(stream, 4)
+    if len(magic) < 4:
+        raise IdxError(f"it ends after {len(magic)} bytes, within its magic number")
+    if magic[:2] != b"\0\0" or magic[2] not in VALUE_TYPES:
+        raise IdxError(f"its magic number is 0x{magic.hex()}, which no IDX file has")
+    rank = magic[3]
+    if not 1 <= rank <= MAX_RANK:
+        raise IdxError(f"it has {rank} dimensions; 1 to {MAX_RANK} are read")
+    raw = _read_exactly(stream, 4 * rank)
+    if len(raw) < 4 * rank:
+        raise IdxError("it ends within its header")
+    row_count, *row_shape = struct.unpack(f">{rank}I", raw)
+    header = IdxHeader(VALUE_TYPES[magic[2]], row_count, tuple(row_shape))
+    if 0 in row_shape:
+        raise IdxError(f"its rows have the shape {list(row_shape)}, which holds nothing")
+    if header.row_bytes > MAX_ROW_BYTES:
+        raise IdxError(f"a row takes {header.row_bytes} bytes; at most {MAX_ROW_BYTES} are read")
+    return header
+
+
+def read_rows(stream: BinaryIO, header: IdxHeader, rows_per_chunk: int) -> Iterator[np.ndarray[Any, Any]]:
+    """The rows behind the header as native (N, *row_shape) arrays, `rows_per_chunk` at a time.
+
+    Raises `IdxError` where the bytes end too early or go on after the last row.
+    """
+    done = 0
+    while done < header.row_count:
+        wanted = min(rows_per_chunk, header.row_count - done)
+        data = _read_exactly(stream, wanted * header.row_bytes)
+        if len(data) < wanted * header.row_bytes:
+            have = done + len(data) // header.row_bytes
+            raise IdxError(f"its header claims {header.row_count} rows, but it ends after {have}")
+        rows = np.frombuffer(data, header.value_type).reshape(wanted, *header.row_shape)
+        yield rows.astype(header.value_type.newbyteorder("="), copy=False)
+        done += wanted
+    if _read_exactly(stream, 1):
+        raise IdxError(f"it goes on after the {header.row_count} rows that its header claims")
+
+
+def rows_per_chunk(header: IdxHeader, chunk_bytes: int) -> int:
+    return max(1, chunk_bytes // header.row_bytes)
+
+
+def _read_exactly(stream: BinaryIO, size: int) -> bytes:
+    """`size` bytes, or as many as there are: a stream may give fewer at a time."""
+    pieces = []
+    while size > 0 and (piece := stream.read(size)):
+        pieces.append(piece)
+        size -= len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)

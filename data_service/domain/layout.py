@@ -1,0 +1,102 @@
+"""Which row goes into which split, and which ids its rows get."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from data_service.domain.import_spec import HoldOut
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class LayoutError(ValueError):
+    """The splits cannot be cut as asked; the text says why. `hold_out` is the index of the one at fault, or None."""
+
+    def __init__(self, message: str, hold_out: int | None = None) -> None:
+        super().__init__(message)
+        self.hold_out = hold_out
+
+
+@dataclass(frozen=True)
+class SplitRange:
+    """A split owns the row ids from `first_row_id` on, `row_count` of them."""
+
+    name: str
+    first_row_id: int
+    row_count: int
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where an imported split's rows go: row i belongs to `targets[choice[i]]`; targets[0] is the split itself."""
+
+    targets: list[str]
+    choice: np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def held_out_count(row_count: int, fraction: float) -> int:
+    """The nearest whole number, halves up, at least 1."""
+    return max(1, math.floor(row_count * fraction + 0.5))
+
+
+def route(split: str, row_count: int, hold_outs: Sequence[HoldOut]) -> Routing:
+    """Cuts `hold_outs`, in order, off an imported split of `row_count` rows.
+
+    Each fraction is of the split as it was imported. A hold-out takes the rows, among those still there, with the
+    smallest hash of (its seed, the row's ordinal): no generator whose stream a new release may change.
+    Raises `LayoutError` unless at least one row stays behind.
+    """
+    choice = np.zeros(row_count, np.uint8)
+    left = row_count
+    own = [(index, one) for index, one in enumerate(hold_outs) if one.from_split == split]
+    for target, (index, hold_out) in enumerate(own, start=1):
+        wanted = held_out_count(row_count, hold_out.fraction)
+        if wanted >= left:
+            raise LayoutError(
+                f"the hold-out {hold_out.to_split!r} takes {wanted} rows of {split!r}, which has {left} left; at least "
+                "one must stay",
+                index,
+            )
+        hashes = ordinal_hashes(hold_out.seed, row_count)
+        # The hash is a bijection of the ordinal, so no two rows tie; rows already taken come last.
+        hashes[choice != 0] = np.iinfo(np.uint64).max
+        choice[np.argpartition(hashes, wanted - 1)[:wanted]] = target
+        left -= wanted
+    return Routing([split, *(one.to_split for _, one in own)], choice)
+
+
+def lay_out(row_counts: Mapping[str, int], routings: Mapping[str, Routing], order: Sequence[str]) -> list[SplitRange]:
+    """Contiguous row ids: the imported splits in their order, then the hold-outs in theirs (`order` names all).
+
+    Raises `LayoutError` for a split without rows.
+    """
+    counts = dict.fromkeys(order, 0)
+    for split, routing in routings.items():
+        for target, rows in zip(routing.targets, np.bincount(routing.choice, minlength=256), strict=False):
+            counts[target] += int(rows)
+        if row_counts[split] == 0:
+            raise LayoutError(f"the split {split!r} has no rows")
+    ranges = []
+    first = 0
+    for name in order:
+        ranges.append(SplitRange(name, first, counts[name]))
+        first += counts[name]
+    return ranges
+
+
+def ordinal_hashes(seed: int, row_count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """SplitMix64 (Steele, Lea and Flood 2014) of each ordinal, in a stream that the seed begins. Overflow is meant."""
+    begin = _mix(np.array([seed], np.uint64) + _GOLDEN)
+    return _mix(begin + np.arange(1, row_count + 1, dtype=np.uint64) * _GOLDEN)
+
+
+def _mix(z: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray[Any, np.dtype[np.uint64]] = z ^ (z >> np.uint64(31))
+    return mixed

@@ -1,0 +1,22 @@
+"""The service's one process that talks to Ray: `python -m data_service.reconciler`, supervised by the server."""
+
+from __future__ import annotations
+
+import os
+
+from data_service.settings import data_settings
+from shared.dataset_version.version import IMPORT_KIND
+from shared.jobs.reconciler import run_reconciler
+from shared.telemetry import configure_logging
+
+ENTRY = "data_service.pipeline:run"
+
+
+def main() -> None:
+    settings = data_settings(os.environ).service
+    configure_logging("data-reconciler", settings.log_level)
+    run_reconciler(settings, IMPORT_KIND, ENTRY)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""What an import reads rows from: a pair of IDX files or a Parquet file, as tables of logical columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_service.domain.decompression import DecompressionError, decompressed
+from data_service.domain.idx import IdxError, IdxHeader, read_header, read_rows, rows_per_chunk
+from data_service.source_files import SourceFile
+from shared.dataset_version.columns import ROW_ID, is_tensor, logical_field, refuse_nulls, tensor_array, tensor_field
+from shared.errors import InvalidArgument, Unavailable
+
+CHUNK_BYTES = 4 * 1024 * 1024
+PARQUET_BATCH_ROWS = 1024
+# A Parquet page may be tiny and decode to anything; so much of one batch is believed.
+MAX_BATCH_BYTES = 256 * 1024 * 1024
+
+
+class RowSource(Protocol):
+    @property
+    def schema(self) -> pa.Schema:
+        """The logical columns."""
+
+    def scan(self) -> Iterator[int]:
+        """Checks how many rows there are; yields numbers that add up to it. Raises `InvalidArgument`."""
+
+    def tables(self) -> Iterator[pa.Table]:
+        """All rows in their order, a bounded number at a time. Raises `InvalidArgument`."""
+
+
+class IdxPair:
+    """Images (N, …) of uint8 and labels (N) of any integer, as the columns `image` and `label`."""
+
+    def __init__(self, images: SourceFile, labels: SourceFile) -> None:
+        self._images, self._labels = images, labels
+        self._header = self._checked_headers()
+        self.schema = pa.schema(
+            [
+                tensor_field("image", pa.uint8(), self._header.row_shape),
+                pa.field("label", pa.int64(), nullable=False),
+            ]
+        )
+
+    def scan(self) -> Iterator[int]:
+        # Without this pass a lying header would set the ids of all rows that follow.
+        for images, _ in self._chunks():
+            yield len(images)
+
+    def tables(self) -> Iterator[pa.Table]:
+        for images, labels in self._chunks():
+            columns = [tensor_array(images), pa.array(labels.astype(np.int64))]
+            yield pa.Table.from_arrays(columns, schema=self.schema)
+
+    def _checked_headers(self) -> IdxHeader:
+        with _content(self._images) as stream, _blaming(self._images):
+            images = read_header(stream)
+        with _content(self._labels) as stream, _blaming(self._labels):
+            labels = read_header(stream)
+        if images.value_type != np.uint8 or len(images.row_shape) < 2:
+            raise self._images.corrupt(
+                f"it holds {images.value_type} of shape {[images.row_count, *images.row_shape]}; images are uint8 of "
+                "shape [rows, height, width] or [rows, height, width, channels]"
+            )
+        if labels.row_shape or labels.value_type.kind not in "iu":
+            raise self._labels.corrupt(
+                f"it holds {labels.value_type} of shape {[labels.row_count, *labels.row_shape]}; labels are integers "
+                "of shape [rows]"
+            )
+        if images.row_count != labels.row_count:
+            raise self._labels.corrupt(f"it has {labels.row_count} labels for {images.row_count} images")
+        return images
+
+    def _chunks(self) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+        rows = rows_per_chunk(self._header, CHUNK_BYTES)
+        with _content(self._images) as image_stream, _content(self._labels) as label_stream:
+            images = _blamed(self._images, image_stream, self._header, rows)
+            labels = _blamed(self._labels, label_stream, self._header, rows)
+            # Both are run to their ends: what follows the last row is looked at there.
+            yield from zip(images, labels, strict=True)
+
+
+class ParquetRows:
+    """One Parquet file; its columns keep their types as far as a version has them (`logical_field`)."""
+
+    def __init__(self, file: SourceFile) -> None:
+        self._file = file
+        with closing(file.open()) as opened, _blaming(file):
+            parquet = _parquet(opened)
+            given = parquet.schema_arrow
+            self._row_count = parquet.metadata.num_rows
+        self.schema = self._checked(given)
+
+    def scan(self) -> Iterator[int]:
+        yield self._row_count
+
+    def tables(self) -> Iterator[pa.Table]:
+        seen = 0
+        with closing(self._file.open()) as opened, _blaming(self._file):
+            for batch in _parquet(opened).iter_batches(PARQUET_BATCH_ROWS, use_threads=False):
+                if batch.nbytes > MAX_BATCH_BYTES:
+                    raise self._file.corrupt(f"{batch.num_rows} of its rows decode to {batch.nbytes} bytes")
+                seen += batch.num_rows
+                yield self._logical(pa.Table.from_batches([batch]))
+        if seen != self._row_count:
+            raise self._file.corrupt(f"its footer claims {self._row_count} rows, but it holds {seen}")
+
+    def _checked(self, given: pa.Schema) -> pa.Schema:
+        if ROW_ID in given.names:
+            raise self._file.corrupt(f"it has a column {ROW_ID!r}, the name that row ids have; rename it")
+        if not given.names or len(set(given.names)) < len(given.names) or "" in given.names:
+            raise self._file.corrupt("it needs columns, each with a name of its own")
+        try:
+            return pa.schema([logical_field(field) for field in given])
+        except InvalidArgument as error:
+            raise self._file.corrupt(error.message) from None
+
+    def _logical(self, table: pa.Table) -> pa.Table:
+        columns = []
+        for field, column in zip(self.schema, table.columns, strict=True):
+            if is_tensor(field.type):
+                self._refuse_nulls(field.name, column)
+            given = column.type.storage_type if isinstance(column.type, pa.BaseExtensionType) else column.type
+            wanted = field.type.storage_type if isinstance(field.type, pa.BaseExtensionType) else field.type
+            plain = column.cast(given) if given != column.type else column
+            plain = plain.cast(wanted) if given != wanted else plain
+            columns.append(plain.cast(field.type) if wanted != field.type else plain)
+        return pa.Table.from_arrays(columns, schema=self.schema)
+
+    def _refuse_nulls(self, name: str, column: pa.ChunkedArray) -> None:
+        try:
+            refuse_nulls(name, column)
+        except InvalidArgument as error:
+            raise self._file.corrupt(error.message) from None
+
+
+def _parquet(opened: BinaryIO) -> pq.ParquetFile:
+    # Unbuffered would hold whole column chunks, however large the writer made its row groups.
+    return pq.ParquetFile(
+        opened,
+        buffer_size=1024 * 1024,
+        pre_buffer=False,
+        page_checksum_verification=True,
+        thrift_string_size_limit=100_000_000,
+        thrift_container_size_limit=1_000_000,
+    )
+
+
+@contextmanager
+def _content(file: SourceFile) -> Iterator[BinaryIO]:
+    with closing(file.open()) as opened:
+        yield decompressed(opened, file.size_bytes)
+
+
+def _blamed(file: SourceFile, stream: BinaryIO, images: IdxHeader, rows: int) -> Iterator[np.ndarray[Any, Any]]:
+    """The rows behind a header that must still be the one that was checked."""
+    with _blaming(file):
+        header = read_header(stream)
+        if header.row_count != images.row_count:
+            raise file.corrupt("it changed while it was read")
+        yield from read_rows(stream, header, rows)
+
+
+@contextmanager
+def _blaming(file: SourceFile) -> Iterator[None]:
+    """Turns whatever a reader says about the bytes into an error that names the source."""
+    try:
+        yield
+    except (IdxError, DecompressionError) as error:
+        raise file.corrupt(str(error)) from None
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if (isinstance(error, OSError) and error.errno) or "AWS Error" in str(error):
+            raise Unavailable(f"{file.field}: {file.uri} cannot be read at present", retry_after_s=1.0) from error
+        raise file.corrupt(f"it is not a whole Parquet file: {str(error).splitlines()[0][:200]}") from None

@@ -1,0 +1,1 @@
+"""Checkpoints served over the Open Inference Protocol, on Ray Serve."""

@@ -1,0 +1,88 @@
+"""Starts the inference service: `python -m inference_service`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from google.longrunning import operations_pb2, operations_pb2_grpc
+from grpc import aio
+
+from inference import grpc_service_pb2, grpc_service_pb2_grpc
+from inference_service.deployment_servicer import DeploymentServicer
+from inference_service.domain.deployment import Deployment
+from inference_service.front import Front
+from inference_service.manager import DeploymentManager
+from inference_service.models import Models
+from inference_service.open_inference_servicer import OpenInferenceServicer
+from inference_service.operations import DeploymentOperations
+from inference_service.ray_serve import ServeApplications
+from inference_service.reconciler import Reconciler
+from inference_service.registry import Deployments
+from inference_service.settings import InferenceSettings, settings_from
+from millrace.inference.v1 import deployment_service_pb2, deployment_service_pb2_grpc
+from shared.grpc_server import Health, serve
+from shared.operations import OperationsServicer
+from shared.settings import SettingsError
+from shared.storage import open_store, probe
+from shared.storage.opening import ensure_bucket
+from shared.telemetry import configure_logging
+
+logger = logging.getLogger("inference_service")
+
+
+async def run(settings: InferenceSettings) -> int:
+    """Serves until told to stop. Returns the process's exit status."""
+    ensure_bucket(settings.service.store)
+    store = open_store(settings.service.store)
+    probe(store)
+    deployments = Deployments(store)
+    operations = DeploymentOperations(store, deployments)
+    applications = ServeApplications(settings.service.store.url)
+    models, health, stop = Models(), Health(), asyncio.Event()
+    reconciler = Reconciler(deployments, applications, models, settings)
+    front = Front(applications, reconciler, models, health, stop)
+
+    def changed(deployment: Deployment) -> None:
+        models.put(deployment)
+        reconciler.nudge()
+
+    def register(server: aio.Server) -> Sequence[str]:
+        manager = DeploymentManager(store, deployments, operations)
+        deployment_service_pb2_grpc.add_DeploymentServiceServicer_to_server(
+            DeploymentServicer(manager, changed), server
+        )
+        grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(OpenInferenceServicer(models), server)
+        operations_pb2_grpc.add_OperationsServicer_to_server(OperationsServicer(operations), server)
+        return [
+            deployment_service_pb2.DESCRIPTOR.services_by_name["DeploymentService"].full_name,
+            grpc_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name,
+            operations_pb2.DESCRIPTOR.services_by_name["Operations"].full_name,
+        ]
+
+    await health.set(False)  # until Ray is joined
+    serving = serve(settings.service.listen, register, health=health, ready=False, stop=stop)
+    async with asyncio.TaskGroup() as tasks:
+        background = tasks.create_task(front.run(settings.service.ray_address))
+        await serving
+        background.cancel()
+    return front.exit_status
+
+
+def main() -> None:
+    try:
+        settings = settings_from(os.environ)
+    except SettingsError as error:
+        sys.exit(str(error))
+    configure_logging("inference", settings.service.log_level)
+    status = asyncio.run(run(settings))
+    logging.shutdown()
+    # Not sys.exit: threads that wait for a Ray that is gone would keep the process for ever.
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

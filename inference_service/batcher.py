@@ -1,0 +1,197 @@
+"""The batcher of one model version: gathers rows of many requests into one call of the model.
+
+It stands in front of Ray, so that Ray's cost per call is paid once a batch. `domain.batching` decides; this keeps the
+queue, the clock and the batches in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from itertools import islice
+from typing import Protocol
+
+import numpy as np
+
+from inference_service.domain.batch_times import BatchTimes
+from inference_service.domain.batching import Limits, Waiting, admit, decide, pieces, too_late
+from inference_service.domain.signature import Rows
+from inference_service.domain.tensors import Array
+from shared.errors import Unavailable
+
+logger = logging.getLogger(__name__)
+
+Outputs = Sequence[Array]  # one array an output, rows along the first axis
+
+
+class Model(Protocol):
+    """What runs a batch. Cancelling the call gives the batch up."""
+
+    async def forward(self, rows: Rows) -> Outputs: ...
+
+
+class _Entry:
+    """Rows that wait, and the future of their outputs."""
+
+    def __init__(self, rows: Rows, waiting: Waiting, future: asyncio.Future[Outputs]) -> None:
+        self.rows = rows
+        self.waiting = waiting
+        self.future = future
+
+
+class Batcher:
+    """Lives on one event loop. `times` says how long batches take and learns from each."""
+
+    def __init__(self, model: Model, limits: Limits, times: BatchTimes) -> None:
+        self._model = model
+        self._limits = limits
+        self._times = times
+        self._loop = asyncio.get_running_loop()
+        self._queue: dict[_Entry, None] = {}  # in order of arrival; leaving from the middle is cheap
+        self._queued_rows = 0
+        self._batches: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed: str | None = None
+
+    async def submit(self, rows: Rows, remaining_s: float | None) -> Outputs:
+        """The outputs of these rows, any number of them, in their order; `remaining_s` is the caller's time left.
+
+        Raises `ResourceExhausted` (the queue is full), `DeadlineExceeded` (it would come too late; no row reached the
+        model), `Unavailable` (draining, or the replica died twice) and what the model raises. Cancelled: rows that
+        still wait leave the queue, and a batch that nobody waits for any longer is given up.
+        """
+        if self._closed is not None:
+            raise _draining(self._closed)
+        now_s = self._loop.time()
+        deadline_s = now_s + remaining_s if remaining_s is not None else float("inf")
+        admit(
+            len(rows),
+            deadline_s,
+            queued_rows=self._queued_rows,
+            in_flight=len(self._batches),
+            now_s=now_s,
+            batch_s=self._batch_s(self._queued_rows + len(rows)),
+            limits=self._limits,
+        )
+        entries = [
+            self._enqueue(Rows(rows.form, rows.values[start:stop]), now_s, deadline_s)
+            for start, stop in pieces(len(rows), self._limits.max_rows)
+        ]
+        self._pump()
+        try:
+            answers = await asyncio.gather(*(entry.future for entry in entries))
+        finally:
+            for entry in entries:
+                self._leave(entry)
+                entry.future.cancel()
+        if len(answers) == 1:
+            return answers[0]
+        return [np.concatenate(parts) for parts in zip(*answers, strict=True)]
+
+    async def drain(self, within_s: float) -> None:
+        """Takes no more rows and returns when all that it has are answered; gives up what is left after `within_s`."""
+        self.close("the model is being taken out of service")
+        work = {*self._batches, *(entry.future for entry in self._queue)}
+        if work:
+            await asyncio.wait(work, timeout=within_s)
+        left = list(self._queue)
+        self._queue.clear()
+        self._queued_rows = 0
+        self._fail(left, _draining("the model was taken out of service"))
+        for batch in self._batches:
+            batch.cancel()
+
+    def close(self, why: str) -> None:
+        """Refuses rows that come from now on."""
+        self._closed = why
+
+    def _batch_s(self, rows: int) -> float:
+        return self._times.expected_s(min(max(rows, 1), self._limits.max_rows))
+
+    def _enqueue(self, rows: Rows, now_s: float, deadline_s: float) -> _Entry:
+        waiting = Waiting(len(rows), rows.form, now_s, deadline_s)
+        entry = _Entry(rows, waiting, self._loop.create_future())
+        self._queue[entry] = None
+        self._queued_rows += waiting.rows
+        return entry
+
+    def _leave(self, entry: _Entry) -> None:
+        if entry in self._queue:
+            del self._queue[entry]
+            self._queued_rows -= entry.waiting.rows
+
+    def _pump(self) -> None:
+        """Sends and refuses whatever is due, until the policy says to wait."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._queue:
+            now_s = self._loop.time()
+            decision = decide(
+                (entry.waiting for entry in self._queue),
+                in_flight=len(self._batches),
+                now_s=now_s,
+                batch_s=self._batch_s(self._queued_rows),
+                limits=self._limits,
+            )
+            positions = {*decision.late, *decision.batch}
+            if not positions:
+                if decision.wake_s is not None:
+                    self._timer = self._loop.call_at(decision.wake_s, self._pump)
+                return
+            chosen = {i: entry for i, entry in enumerate(islice(self._queue, max(positions) + 1)) if i in positions}
+            for entry in chosen.values():
+                self._leave(entry)
+            for position in decision.late:
+                late = chosen[position]
+                if not late.future.done():
+                    late.future.set_exception(too_late(late.waiting.deadline_s - now_s))
+            if decision.batch:
+                self._send([chosen[position] for position in decision.batch])
+
+    def _send(self, entries: list[_Entry]) -> None:
+        task = self._loop.create_task(self._run(entries))
+        self._batches.add(task)
+
+        def give_up_if_unwanted(_: object) -> None:
+            if all(entry.future.done() for entry in entries):
+                task.cancel()
+
+        def done(_: object) -> None:
+            self._batches.discard(task)
+            self._pump()
+
+        for entry in entries:
+            entry.future.add_done_callback(give_up_if_unwanted)
+        task.add_done_callback(done)
+
+    async def _run(self, entries: list[_Entry]) -> None:
+        # One request alone is handed on as it came, without a copy.
+        values = (
+            entries[0].rows.values if len(entries) == 1 else np.concatenate([entry.rows.values for entry in entries])
+        )
+        started_s = self._loop.time()
+        try:
+            outputs = await self._model.forward(Rows(entries[0].rows.form, values))
+            self._times.learn(len(values), self._loop.time() - started_s)
+            stop = 0
+            for entry in entries:
+                start, stop = stop, stop + entry.waiting.rows
+                if not entry.future.done():
+                    entry.future.set_result([output[start:stop] for output in outputs])
+        except asyncio.CancelledError:
+            self._fail(entries, _draining(self._closed or "the batch was given up"))
+            raise
+        except Exception as error:
+            self._fail(entries, error)
+
+    @staticmethod
+    def _fail(entries: list[_Entry], error: Exception) -> None:
+        for entry in entries:
+            if not entry.future.done():
+                entry.future.set_exception(error)
+
+
+def _draining(why: str) -> Unavailable:
+    return Unavailable(why, reason="MODEL_DRAINING", retry_after_s=1.0)

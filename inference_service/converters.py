@@ -1,0 +1,87 @@
+"""Between the messages of `DeploymentService` and plain values."""
+
+from __future__ import annotations
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from inference_service.domain.deployment import Creation, Deployment, ModelVersion, Spec, check_spec
+from inference_service.domain.routing import find_version
+from millrace.common.v1 import lineage_pb2
+from millrace.inference.v1 import deployment_service_pb2 as pb
+from shared.errors import invalid_field
+from shared.grpc_errors import status_proto_from_record
+from shared.requests import body_digest
+
+
+def creation_from_proto(request: pb.CreateDeploymentRequest) -> Creation:
+    """Raises `InvalidArgument` for the spec's numbers."""
+    if not request.HasField("spec"):
+        raise invalid_field("spec", None, "say at least which checkpoint to serve")
+    spec = request.spec
+    delay_s = spec.max_batch_delay.ToTimedelta().total_seconds() if spec.HasField("max_batch_delay") else None
+    return Creation(
+        deployment_id=request.deployment_id,
+        spec=check_spec(
+            checkpoint=spec.checkpoint,
+            num_replicas=spec.num_replicas,
+            threads_per_replica=spec.threads_per_replica,
+            max_batch_size=spec.max_batch_size,
+            max_batch_delay_s=delay_s,
+            max_queued_rows=spec.max_queued_rows,
+        ),
+        request_id=request.request_id,
+        digest=body_digest(request),
+        validate_only=request.validate_only,
+    )
+
+
+def deployment_to_proto(deployment: Deployment) -> pb.Deployment:
+    version = find_version(deployment, "")
+    assert version is not None
+    message = pb.Deployment(
+        name=deployment.name,
+        uid=deployment.uid,
+        spec=_spec_to_proto(deployment.spec),
+        state=getattr(pb.Deployment, f"STATE_{deployment.state}"),
+        operation=deployment.operation,
+        lineage=lineage_to_proto(deployment, version),
+        create_time=_timestamp(deployment.create_time),
+        update_time=_timestamp(deployment.update_time),
+        etag=deployment.etag,
+    )
+    if deployment.error is not None:
+        message.error.CopyFrom(status_proto_from_record(deployment.error))
+    return message
+
+
+def lineage_to_proto(deployment: Deployment, version: ModelVersion) -> lineage_pb2.Lineage:
+    return lineage_pb2.Lineage(
+        dataset_version=version.dataset_version,
+        training_job=version.training_job,
+        checkpoint=version.checkpoint,
+        checkpoint_sha256=version.checkpoint_sha256,
+        deployment=deployment.name,
+        model_version=version.number,
+    )
+
+
+def metadata_to_proto(deployment: Deployment) -> pb.DeploymentMetadata:
+    return pb.DeploymentMetadata(deployment=deployment.name, create_time=_timestamp(deployment.create_time))
+
+
+def _spec_to_proto(spec: Spec) -> pb.DeploymentSpec:
+    message = pb.DeploymentSpec(
+        checkpoint=spec.checkpoint,
+        num_replicas=spec.num_replicas,
+        threads_per_replica=spec.threads_per_replica,
+        max_batch_size=spec.max_batch_size,
+        max_queued_rows=spec.max_queued_rows,
+    )
+    message.max_batch_delay.FromMicroseconds(round(spec.max_batch_delay_s * 1e6))
+    return message
+
+
+def _timestamp(seconds: float) -> Timestamp:
+    stamp = Timestamp()
+    stamp.FromMicroseconds(round(seconds * 1e6))
+    return stamp

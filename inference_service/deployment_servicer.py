@@ -1,0 +1,47 @@
+"""`millrace.inference.v1.DeploymentService`: which checkpoints are served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from google.longrunning import operations_pb2
+from grpc import aio
+
+from inference_service.converters import creation_from_proto, deployment_to_proto
+from inference_service.domain.deployment import Deployment
+from inference_service.manager import DeploymentManager
+from inference_service.operations import checked_operation, operation_of
+from millrace.inference.v1 import deployment_service_pb2 as pb
+from millrace.inference.v1 import deployment_service_pb2_grpc as pb_grpc
+
+Context = aio.ServicerContext[Any, Any]
+
+
+class DeploymentServicer(pb_grpc.DeploymentServiceServicer):
+    """`changed` is told each deployment whose log was written, so that it takes effect at once."""
+
+    def __init__(self, manager: DeploymentManager, changed: Callable[[Deployment], None]) -> None:
+        self._manager = manager
+        self._changed = changed
+
+    async def CreateDeployment(self, request: pb.CreateDeploymentRequest, context: Context) -> operations_pb2.Operation:
+        deployment = await asyncio.to_thread(self._manager.create, creation_from_proto(request))
+        if request.validate_only:
+            return checked_operation(deployment)
+        self._changed(deployment)
+        return operation_of(deployment)
+
+    async def GetDeployment(self, request: pb.GetDeploymentRequest, context: Context) -> pb.Deployment:
+        return deployment_to_proto(await asyncio.to_thread(self._manager.get, request.name))
+
+    async def ListDeployments(self, request: pb.ListDeploymentsRequest, context: Context) -> pb.ListDeploymentsResponse:
+        found, token = await asyncio.to_thread(self._manager.page, request.page_size, request.page_token)
+        return pb.ListDeploymentsResponse(deployments=map(deployment_to_proto, found), next_page_token=token)
+
+    async def DeleteDeployment(
+        self, request: pb.DeleteDeploymentRequest, context: Context
+    ) -> pb.DeleteDeploymentResponse:
+        self._changed(await asyncio.to_thread(self._manager.delete, request.name, request.etag))
+        return pb.DeleteDeploymentResponse()

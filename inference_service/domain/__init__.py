@@ -1,0 +1,1 @@
+"""The rules of serving, on plain values: no transport, no cluster, no store."""

@@ -1,0 +1,36 @@
+"""How long a batch takes, learned from those that came back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+WEIGHT = 0.2  # of the newest batch in the moving average
+
+
+class BatchTimes:
+    """Moving averages by batch size, in buckets of powers of two."""
+
+    def __init__(self, measured_s: Mapping[int, float] | None = None) -> None:
+        """`measured_s`: rows → seconds, from the replica's warm-up."""
+        self._mean_s = {bucket(rows): seconds for rows, seconds in (measured_s or {}).items()}
+
+    def learn(self, rows: int, seconds: float) -> None:
+        key = bucket(rows)
+        before = self._mean_s.get(key, seconds)
+        self._mean_s[key] = before + WEIGHT * (seconds - before)
+
+    def expected_s(self, rows: int) -> float:
+        """What a batch of so many rows takes; where that size was never seen, what the next smaller one known takes, so
+        that the estimate is rather too low. 0 while nothing is known."""
+        known = [size for size in self._mean_s if size <= bucket(rows)]
+        return self._mean_s[max(known)] if known else 0.0
+
+
+def bucket(rows: int) -> int:
+    """The power of two at or above `rows`."""
+    return 1 << (rows - 1).bit_length()
+
+
+def buckets(max_rows: int) -> list[int]:
+    """Batch sizes to warm: the powers of two below `max_rows`, and `max_rows` itself."""
+    return [*(1 << power for power in range((max_rows - 1).bit_length())), max_rows]

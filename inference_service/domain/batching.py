@@ -1,0 +1,111 @@
+"""When to send which waiting rows to the model, and what to refuse at once.
+
+All times are seconds on one monotonic clock; `batch_s` is how long a full batch takes from here and back, 0 while
+nobody knows. The rules, in order of weight: never run what comes too late, never exceed the model's share of batches in
+flight, never let the model idle while rows wait, fill batches otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shared.errors import DeadlineExceeded, ResourceExhausted
+
+MIN_RETRY_AFTER_S = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """`max_in_flight` counts batches: one at work in each replica and one on its way there."""
+
+    max_rows: int
+    max_delay_s: float
+    max_queued_rows: int
+    max_in_flight: int
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Rows that stay together in one batch, at most `max_rows`; only rows of one `form` share a batch."""
+
+    rows: int
+    form: str
+    arrived_s: float
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Positions in the queue: `late` is to be refused, `batch` to be sent now. `wake_s`: decide again then, if nothing
+    happens before."""
+
+    late: tuple[int, ...] = ()
+    batch: tuple[int, ...] = ()
+    wake_s: float | None = None
+
+
+def pieces(rows: int, max_rows: int) -> list[tuple[int, int]]:
+    """A request's rows as [start, stop) pieces that each fit a batch."""
+    return [(start, min(start + max_rows, rows)) for start in range(0, rows, max_rows)]
+
+
+def admit(
+    rows: int, deadline_s: float, *, queued_rows: int, in_flight: int, now_s: float, batch_s: float, limits: Limits
+) -> None:
+    """Raises `DeadlineExceeded` or `ResourceExhausted` if rows that come now cannot be served."""
+    per_batch_s = batch_s / limits.max_in_flight
+    if queued_rows + rows > limits.max_queued_rows:
+        full_batches = math.ceil(queued_rows / limits.max_rows)
+        raise ResourceExhausted(
+            f"{queued_rows} rows wait already and at most {limits.max_queued_rows} may",
+            reason="QUEUE_FULL",
+            metadata={"queued_rows": str(queued_rows), "max_queued_rows": str(limits.max_queued_rows)},
+            retry_after_s=max(MIN_RETRY_AFTER_S, full_batches * per_batch_s / 2),
+        )
+    wait_s = queued_rows / limits.max_rows * per_batch_s
+    if _hopeless(deadline_s, now_s + wait_s, in_flight, batch_s):
+        raise too_late(deadline_s - now_s)
+
+
+def decide(queue: Iterable[Waiting], *, in_flight: int, now_s: float, batch_s: float, limits: Limits) -> Decision:
+    """What to do with the queue, oldest first, now.
+
+    It looks no further than one batch, so its cost does not grow with the queue.
+    """
+    if in_flight >= limits.max_in_flight:
+        return Decision()
+    late: list[int] = []
+    batch: list[int] = []
+    rows, form, oldest_s, full = 0, "", math.inf, False
+    for position, waiting in enumerate(queue):
+        if _hopeless(waiting.deadline_s, now_s, in_flight, batch_s):
+            late.append(position)
+            continue
+        if batch and (waiting.form != form or rows + waiting.rows > limits.max_rows):
+            full = True
+            break
+        batch.append(position)
+        rows, form = rows + waiting.rows, waiting.form
+        oldest_s = min(oldest_s, waiting.arrived_s)
+        full = rows >= limits.max_rows
+        if full:
+            break
+    # An idle model takes what there is: waiting for company would only add to the latency.
+    due_s = oldest_s + limits.max_delay_s
+    if batch and not full and in_flight and due_s > now_s:
+        return Decision(tuple(late), (), due_s)
+    return Decision(tuple(late), tuple(batch), None)
+
+
+def too_late(remaining_s: float) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"the model cannot answer in the {max(remaining_s, 0) * 1000:.0f} ms that are left; it never saw the request",
+        reason="DEADLINE_CANNOT_BE_MET",
+    )
+
+
+def _hopeless(deadline_s: float, start_s: float, in_flight: int, batch_s: float) -> bool:
+    # An idle model always tries: an estimate that is too high could otherwise never be put right.
+    return start_s + (batch_s if in_flight else 0.0) >= deadline_s

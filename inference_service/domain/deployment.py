@@ -1,0 +1,200 @@
+"""A deployment: what is to be served, and how far it is. Transitions are functions from one value to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from inference_service.domain.signature import Signature
+from shared.errors import Conflict, MillraceError, invalid_fields, not_found
+
+MAX_REPLICAS = 64
+MAX_THREADS = 256
+MAX_BATCH_SIZE = 1024
+MAX_BATCH_DELAY_S = 1.0
+MAX_QUEUED_ROWS = 1_000_000
+DEFAULT_BATCH_SIZE = 32
+DEFAULT_BATCH_DELAY_S = 0.002
+DEFAULT_QUEUED_ROWS = 4096
+FIRST_VERSION = "1"
+
+
+#  LOADING ──▶ READY ──▶ DELETING ──▶ GONE
+#     ├──────▶ FAILED ─────▲ │          │ the same id may be created again, with a new uid
+#     └────────────────────┘            └──▶ LOADING
+class State(StrEnum):
+    """Only `GONE` has no counterpart on the wire: such a deployment is NOT_FOUND."""
+
+    LOADING = "LOADING"
+    READY = "READY"
+    FAILED = "FAILED"
+    DELETING = "DELETING"
+    GONE = "GONE"
+
+
+LIVE = frozenset({State.LOADING, State.READY})  # these have an application in Ray Serve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """`checkpoint` is as the client named it, a job or a checkpoint; everything else has its default filled in."""
+
+    checkpoint: str
+    num_replicas: int
+    threads_per_replica: int
+    max_batch_size: int
+    max_batch_delay_s: float
+    max_queued_rows: int
+
+
+def check_spec(
+    *,
+    checkpoint: str,
+    num_replicas: int,
+    threads_per_replica: int,
+    max_batch_size: int,
+    max_batch_delay_s: float | None,
+    max_queued_rows: int,
+) -> Spec:
+    """The spec with its defaults, or `InvalidArgument` naming every number that is out of range."""
+    spec = Spec(
+        checkpoint=checkpoint,
+        num_replicas=num_replicas or 1,
+        threads_per_replica=threads_per_replica or 1,
+        max_batch_size=max_batch_size or DEFAULT_BATCH_SIZE,
+        max_batch_delay_s=DEFAULT_BATCH_DELAY_S if max_batch_delay_s is None else max_batch_delay_s,
+        max_queued_rows=max_queued_rows or DEFAULT_QUEUED_ROWS,
+    )
+    problems: list[tuple[str, object, str]] = [
+        (f"spec.{field}", value, f"use {low} to {high}{unit}")
+        for field, value, low, high, unit in (
+            ("num_replicas", spec.num_replicas, 1, MAX_REPLICAS, ""),
+            ("threads_per_replica", spec.threads_per_replica, 1, MAX_THREADS, ""),
+            ("max_batch_size", spec.max_batch_size, 1, MAX_BATCH_SIZE, ""),
+            ("max_batch_delay", spec.max_batch_delay_s, 0, MAX_BATCH_DELAY_S, " s"),
+            ("max_queued_rows", spec.max_queued_rows, 1, MAX_QUEUED_ROWS, ""),
+        )
+        if not low <= value <= high
+    ]
+    if problems:
+        raise invalid_fields(problems)
+    return spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Creation:
+    """A checked request to create. `digest` is that of the request's body without its `request_id`."""
+
+    deployment_id: str
+    spec: Spec
+    request_id: str
+    digest: str
+    validate_only: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelVersion:
+    """One checkpoint under one number. `folder` is where its files lie; `weight` its share of the traffic that names no
+    version; `dataset_version` and `signature` are known once a replica has loaded it."""
+
+    number: str
+    checkpoint: str
+    folder: str
+    checkpoint_sha256: str
+    training_job: str
+    dataset_version: str = ""
+    weight: int = 1
+    signature: Signature | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """`generation` counts the wishes of clients and is the etag; times are seconds since the epoch."""
+
+    name: str
+    uid: str
+    spec: Spec
+    state: State
+    generation: int
+    operation: str
+    request_id: str
+    versions: tuple[ModelVersion, ...]
+    create_time: float
+    update_time: float
+    error: dict[str, Any] | None = None
+
+    @property
+    def model_name(self) -> str:
+        return self.name.removeprefix("deployments/")
+
+    @property
+    def etag(self) -> str:
+        return f"{self.uid[:8]}-{self.generation}"
+
+    @property
+    def was_loaded(self) -> bool:
+        """Whether it was ever READY, though it may be going by now."""
+        return all(version.signature for version in self.versions)
+
+    def as_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_record(record: Mapping[str, Any]) -> Deployment:
+        versions = tuple(
+            ModelVersion(
+                **{**version, "signature": version["signature"] and Signature.from_record(version["signature"])}
+            )
+            for version in record["versions"]
+        )
+        return Deployment(
+            **{**record, "spec": Spec(**record["spec"]), "state": State(record["state"]), "versions": versions}
+        )
+
+
+def is_live(deployment: Deployment | None, uid: str) -> bool:
+    """Whether this is still that deployment, wanted and not failed."""
+    return deployment is not None and deployment.uid == uid and deployment.state in LIVE
+
+
+def with_loaded(deployment: Deployment, loaded: ModelVersion, now_s: float) -> Deployment | None:
+    """After a version was loaded, its signature known; None if that is no news (it was READY, or is going)."""
+    if deployment.state is not State.LOADING:
+        return None
+    versions = tuple(loaded if version.number == loaded.number else version for version in deployment.versions)
+    after = replace(deployment, versions=versions, update_time=now_s)
+    return replace(after, state=State.READY) if after.was_loaded else after
+
+
+def with_failure(deployment: Deployment, error: MillraceError, now_s: float) -> Deployment | None:
+    """After a version could not be loaded for good; None if the deployment is no longer loading."""
+    if deployment.state is not State.LOADING:
+        return None
+    return replace(deployment, state=State.FAILED, error=error.as_record(), update_time=now_s)
+
+
+def with_deletion(deployment: Deployment | None, name: str, etag: str, now_s: float) -> Deployment | None:
+    """After a client's wish to delete it; None if that was wished before.
+
+    Raises `NotFound` and `Conflict` (`etag` is not the present one).
+    """
+    if deployment is None or deployment.state is State.GONE:
+        raise not_found(name)
+    if etag and etag != deployment.etag:
+        raise Conflict(
+            f"{name} has changed: its etag is {deployment.etag!r} now; read it again",
+            reason="ETAG_MISMATCH",
+            metadata={"resource": name, "etag": deployment.etag},
+        )
+    if deployment.state is State.DELETING:
+        return None
+    return replace(deployment, state=State.DELETING, generation=deployment.generation + 1, update_time=now_s)
+
+
+def with_removal(deployment: Deployment, now_s: float) -> Deployment | None:
+    """After its applications are gone; None unless it was being deleted."""
+    if deployment.state is not State.DELETING:
+        return None
+    return replace(deployment, state=State.GONE, update_time=now_s)

@@ -1,0 +1,48 @@
+"""Which version of a model answers a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inference_service.domain.deployment import Deployment, ModelVersion, State
+from shared.errors import NotFound, Unavailable
+
+
+def find_version(deployment: Deployment, wanted: str) -> ModelVersion | None:
+    """The version with that number, in whatever state; without a number the one with the most traffic."""
+    if wanted:
+        return next((version for version in deployment.versions if version.number == wanted), None)
+    return max(deployment.versions, key=lambda version: (version.weight, int(version.number)))
+
+
+def choose_version(deployment: Deployment, wanted: str, draw: float) -> ModelVersion:
+    """The version that answers. `draw` in [0, 1) shares requests that name none out by the versions' weights.
+
+    Raises `NotFound` (no such version) and `Unavailable` (the deployment is loading, failed or going).
+    """
+    if wanted and find_version(deployment, wanted) is None:
+        numbers = ", ".join(version.number for version in deployment.versions)
+        raise NotFound(
+            f"{deployment.name} has no version {wanted[:100]!r}; it has {numbers}",
+            metadata={"resource": deployment.name, "model_version": wanted[:100]},
+        )
+    if deployment.state is not State.READY:
+        raise Unavailable(
+            f"{deployment.name} is {deployment.state}, not READY",
+            reason="MODEL_NOT_READY",
+            metadata={"resource": deployment.name, "state": str(deployment.state)},
+        )
+    if wanted:
+        found = find_version(deployment, wanted)
+        assert found is not None
+        return found
+    return _by_weight(deployment.versions, draw)
+
+
+def _by_weight(versions: Sequence[ModelVersion], draw: float) -> ModelVersion:
+    point = draw * sum(version.weight for version in versions)
+    for version in versions:
+        point -= version.weight
+        if point < 0:
+            return version
+    return versions[-1]

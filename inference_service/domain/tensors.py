@@ -1,0 +1,174 @@
+"""Tensors of the Open Inference Protocol: between their two wire forms and numpy, refusing whatever is malformed.
+
+A tensor is sent either *raw* (row-major little-endian bytes; each BYTES element behind its 4-byte length) or *typed* (a
+repeated field of its own kind). Raw numbers become arrays that look into the message's own bytes, without a copy.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from inference_service.domain.datatypes import DATATYPES, Datatype, bfloat16_to_float32, float32_to_bfloat16
+from shared.errors import InvalidArgument, invalid_field
+
+Array = npt.NDArray[Any]
+
+MAX_DIMENSIONS = 32  # numpy allows 64
+MAX_ELEMENTS = 2**40  # far above any message, far below where sizes would overflow
+MAX_SHOWN_SHAPE = 8
+
+
+@dataclass(frozen=True)
+class WireTensor:
+    """One tensor as it came: `raw` its bytes or None, `typed` its non-empty typed fields; `field` is its path in the
+    request, for errors."""
+
+    field: str
+    name: str
+    datatype: str
+    shape: Sequence[int]
+    raw: bytes | None
+    typed: Mapping[str, Sequence[Any]]
+
+
+def decode(tensor: WireTensor) -> Array:
+    """The tensor as an array of its shape; read-only where it looks into the message.
+
+    BOOL is bool, BF16 float32, BYTES an object array of bytes. Refuses with `InvalidArgument`, naming the tensor: an
+    unknown datatype, dimensions below zero or overflowing, both contents at once, contents of another kind, too few or
+    too many elements, numbers beyond the datatype, and BYTES lengths that do not fit the bytes.
+    """
+    datatype = DATATYPES.get(tensor.datatype)
+    if datatype is None:
+        raise _bad(tensor, "datatype", tensor.datatype, f"use one of {', '.join(DATATYPES)}")
+    elements = _elements(tensor)
+    if tensor.raw is not None:
+        if tensor.typed:
+            raise _bad(tensor, "contents", sorted(tensor.typed), "send contents or raw_input_contents, not both")
+        flat = _decode_raw(tensor, datatype, elements, tensor.raw)
+    else:
+        flat = _decode_typed(tensor, datatype, elements)
+    return flat.reshape(tuple(tensor.shape))
+
+
+def encode_raw(datatype: str, values: Array) -> bytes:
+    """The array in raw form. `values` has the datatype's own dtype: float32 for BF16, bytes objects for BYTES."""
+    kind = DATATYPES[datatype]
+    if datatype == "BYTES":
+        return b"".join(struct.pack("<I", len(item)) + item for item in values.ravel())
+    if datatype == "BF16":
+        return float32_to_bfloat16(values).tobytes()
+    return np.ascontiguousarray(values, kind.dtype).tobytes()
+
+
+def encode_typed(datatype: str, values: Array) -> tuple[str, list[Any]]:
+    """The array as (field of InferTensorContents, its elements in row-major order). FP16 and BF16 have no such form."""
+    kind = DATATYPES[datatype]
+    if not kind.contents_field:
+        raise ValueError(f"{datatype} has only a raw form")
+    return kind.contents_field, values.ravel().tolist()
+
+
+def has_typed_form(datatype: str) -> bool:
+    return bool(DATATYPES[datatype].contents_field)
+
+
+def _elements(tensor: WireTensor) -> int:
+    shape = tensor.shape
+    shown = list(shape[:MAX_SHOWN_SHAPE])
+    if len(shape) > MAX_DIMENSIONS:
+        raise _bad(tensor, "shape", shown, f"{len(shape)} dimensions are more than {MAX_DIMENSIONS}")
+    if any(size < 0 for size in shape):
+        raise _bad(tensor, "shape", shown, "every dimension must be 0 or more")
+    # Zeros count as ones here: numpy refuses a shape whose other dimensions overflow, even if it holds nothing.
+    if math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
+        raise _bad(tensor, "shape", shown, f"it names more than {MAX_ELEMENTS} elements")
+    return math.prod(shape)
+
+
+def _decode_raw(tensor: WireTensor, datatype: Datatype, elements: int, raw: bytes) -> Array:
+    if datatype.name == "BYTES":
+        return _objects(_split_bytes(tensor, raw, elements))
+    wanted = elements * datatype.item_bytes
+    if len(raw) != wanted:
+        raise _bad(
+            tensor,
+            "raw_input_contents",
+            f"{len(raw)} bytes",
+            f"shape {list(tensor.shape)} of {datatype.name} takes {wanted} bytes",
+        )
+    if datatype.name == "BF16":
+        return bfloat16_to_float32(np.frombuffer(raw, "<u2"))
+    if datatype.name == "BOOL":
+        # A byte other than 0 and 1 would make a bool that compares equal to neither.
+        flags = np.frombuffer(raw, "u1")
+        if flags.size and flags.max() > 1:
+            raise _bad(tensor, "raw_input_contents", int(flags.max()), "a BOOL is the byte 0 or 1")
+    return np.frombuffer(raw, datatype.dtype)
+
+
+def _split_bytes(tensor: WireTensor, raw: bytes, elements: int) -> list[bytes]:
+    items: list[bytes] = []
+    offset = 0
+    while offset < len(raw):
+        if offset + 4 > len(raw):
+            raise _bad(tensor, "raw_input_contents", f"{len(raw)} bytes", "they end inside the length of an element")
+        (length,) = struct.unpack_from("<I", raw, offset)
+        offset += 4
+        if offset + length > len(raw):
+            raise _bad(
+                tensor,
+                "raw_input_contents",
+                f"length {length}",
+                f"element {len(items)} reaches beyond the {len(raw)} bytes that were sent",
+            )
+        if len(items) == elements:
+            raise _bad(tensor, "raw_input_contents", f"{len(raw)} bytes", f"there are more than {elements} elements")
+        items.append(raw[offset : offset + length])
+        offset += length
+    if len(items) != elements:
+        raise _bad(
+            tensor, "raw_input_contents", f"{len(items)} elements", f"shape {list(tensor.shape)} takes {elements}"
+        )
+    return items
+
+
+def _decode_typed(tensor: WireTensor, datatype: Datatype, elements: int) -> Array:
+    field = datatype.contents_field
+    if not field:
+        raise _bad(tensor, "contents", datatype.name, "this datatype has no typed contents: use raw_input_contents")
+    strangers = sorted(set(tensor.typed) - {field})
+    if strangers:
+        raise _bad(tensor, "contents", strangers, f"{datatype.name} goes into {field}")
+    values = tensor.typed.get(field, ())
+    if len(values) != elements:
+        raise _bad(
+            tensor, f"contents.{field}", f"{len(values)} elements", f"shape {list(tensor.shape)} takes {elements}"
+        )
+    if datatype.name == "BYTES":
+        return _objects([bytes(value) for value in values])
+    if not datatype.is_integer:
+        return np.fromiter(values, datatype.dtype, elements)
+    wide = np.fromiter(values, "<u8" if datatype.dtype.kind == "u" else "<i8", elements)
+    limits = np.iinfo(np.dtype(datatype.dtype.str))
+    if elements and (wide.min() < limits.min or wide.max() > limits.max):
+        outlier = wide.min() if wide.min() < limits.min else wide.max()
+        raise _bad(tensor, f"contents.{field}", int(outlier), f"{datatype.name} holds {limits.min} to {limits.max}")
+    return wide.astype(datatype.dtype)
+
+
+def _objects(items: list[bytes]) -> Array:
+    array = np.empty(len(items), object)
+    array[:] = items
+    return array
+
+
+def _bad(tensor: WireTensor, part: str, value: object, remedy: str) -> InvalidArgument:
+    return invalid_field(f"{tensor.field}.{part}", value, f"tensor {tensor.name[:100]!r}: {remedy}")

@@ -1,0 +1,85 @@
+"""Creating and deleting deployments: checks, the checkpoint that a name means, and the record that makes it durable."""
+
+from __future__ import annotations
+
+import time
+
+from inference_service.domain.deployment import FIRST_VERSION, Creation, Deployment, ModelVersion, Spec, State
+from inference_service.operations import DeploymentOperations, operation_name
+from inference_service.registry import Deployments, new_uid
+from shared import names
+from shared.checkpoint import resolve
+from shared.errors import already_exists
+from shared.requests import claimed
+from shared.storage import ObjectStore
+
+SERVICE = "inference"
+
+
+class DeploymentManager:
+    """Blocking; safe to call from several threads."""
+
+    def __init__(self, store: ObjectStore, deployments: Deployments, operations: DeploymentOperations) -> None:
+        self._store = store
+        self._deployments = deployments
+        self._operations = operations
+
+    def create(self, creation: Creation) -> Deployment:
+        """The durable deployment, LOADING; or, for a `request_id` seen before, what its first call made.
+
+        Raises `InvalidArgument`, `NotFound` (job or checkpoint), `FailedPrecondition` (the job has no checkpoint) and
+        `AlreadyExists`.
+        """
+        wanted_name = f"deployments/{names.check_id('deployment_id', creation.deployment_id)}"
+        request_id = names.check_request_id("request_id", creation.request_id)
+        if creation.validate_only:
+            if self._deployments.exists(wanted_name):
+                raise already_exists(wanted_name)
+            return self._new(wanted_name, request_id, creation.spec)
+        with claimed(self._store, SERVICE, request_id, creation.digest, wanted_name) as claim:
+            if claim.repeated and (made := self._deployments.made_by(claim.name, request_id)):
+                return made
+            if self._deployments.exists(wanted_name):
+                raise already_exists(wanted_name)
+            deployment = self._new(wanted_name, request_id, creation.spec)
+            # The pointer first: an operation that was answered must be found, whatever dies in between.
+            self._operations.record(deployment)
+            return self._deployments.create(deployment)
+
+    def delete(self, name: str, etag: str) -> Deployment:
+        """Raises `InvalidArgument`, `NotFound` and `Conflict`."""
+        names.parse("name", name, "deployments/{m}")
+        return self._deployments.delete(name, etag, time.time())
+
+    def get(self, name: str) -> Deployment:
+        """Raises `InvalidArgument` and `NotFound`."""
+        names.parse("name", name, "deployments/{m}")
+        return self._deployments.get(name)
+
+    def page(self, size: int, token: str) -> tuple[list[Deployment], str]:
+        """Raises `InvalidArgument`."""
+        return self._deployments.page(size, token)
+
+    def _new(self, name: str, request_id: str, spec: Spec) -> Deployment:
+        entry = resolve(self._store, "spec.checkpoint", spec.checkpoint)
+        uid = new_uid()
+        version = ModelVersion(
+            number=FIRST_VERSION,
+            checkpoint=entry.name,
+            folder=entry.folder,
+            checkpoint_sha256=entry.manifest_sha256,
+            training_job=entry.name.partition("/checkpoints/")[0],
+        )
+        now_s = time.time()
+        return Deployment(
+            name=name,
+            uid=uid,
+            spec=spec,
+            state=State.LOADING,
+            generation=1,
+            operation=operation_name(uid),
+            request_id=request_id,
+            versions=(version,),
+            create_time=now_s,
+            update_time=now_s,
+        )

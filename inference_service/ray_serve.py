@@ -1,0 +1,131 @@
+"""Ray Serve, as far as this service uses it: applications by name, and calls of one.
+
+Nothing of Serve's listens: its proxies are off, requests come through our own front and a `DeploymentHandle`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.config import ProxyLocation
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus, LoggingConfig
+
+from inference_service.domain.signature import Rows
+from inference_service.domain.tensors import Array
+from inference_service.replica import Loaded, ModelReplica, ReplicaSpec
+from shared.errors import MillraceError, Unavailable
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "millrace"
+ANSWER_WITHIN_S = 10.0
+CONSTRUCTOR_RETRIES = 3
+CALLS_PER_REPLICA = 4  # more than the front sends, so that Serve never queues
+
+
+@dataclass(frozen=True)
+class Application:
+    """`running`: every replica is up. `failed`: Serve has given up; `message` says why."""
+
+    running: bool
+    failed: bool
+    message: str
+
+
+class ServeApplications:
+    """The applications of one Millrace: those whose names begin with `millrace-` and a digest of its store's URL, so
+    that two of them, or somebody else's applications, can share a Ray cluster.
+
+    Blocking; call it in threads. Every method raises Ray's own errors when Ray does not answer.
+    """
+
+    def __init__(self, store_url: str) -> None:
+        self._prefix = f"millrace-{hashlib.sha256(store_url.encode()).hexdigest()[:8]}-"
+
+    def connect(self, address: str) -> None:
+        """Joins the cluster at host:port, and starts Serve there if it is not running."""
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+        serve.start(proxy_location=ProxyLocation.Disabled)
+
+    def statuses(self) -> dict[str, Application]:
+        """Our applications by name, the prefix left out here and everywhere."""
+        return {
+            name.removeprefix(self._prefix): Application(
+                running=app.status is ApplicationStatus.RUNNING,
+                failed=app.status is ApplicationStatus.DEPLOY_FAILED,
+                message=app.message,
+            )
+            for name, app in serve.status().applications.items()
+            if name.startswith(self._prefix)
+        }
+
+    def deploy(self, name: str, spec: ReplicaSpec, num_replicas: int) -> None:
+        """Asks for an application and returns without waiting for its replicas."""
+        deployment = serve.deployment(
+            name="model",
+            num_replicas=num_replicas,
+            max_ongoing_requests=CALLS_PER_REPLICA,
+            ray_actor_options={"num_cpus": spec.threads},
+            max_constructor_retry_count=CONSTRUCTOR_RETRIES,
+            health_check_period_s=2.0,
+            # The front drains before it deletes.
+            graceful_shutdown_wait_loop_s=0.1,
+            graceful_shutdown_timeout_s=5.0,
+            logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
+        )(ModelReplica)
+        target = serve.RunTarget(target=deployment.bind(spec), name=self._prefix + name, route_prefix=None)
+        serve.run_many([target], wait_for_applications_running=False)
+
+    def delete(self, name: str) -> None:
+        """Returns when it is gone; no error if it was not there."""
+        serve.delete(self._prefix + name)
+
+    def describe(self, name: str) -> tuple[ServeModel, Loaded]:
+        """A running application's model. Raises what kept a replica from loading it."""
+        handle: DeploymentHandle[Any] = serve.get_app_handle(self._prefix + name)
+        try:
+            loaded: Loaded = handle.describe.remote().result(timeout_s=ANSWER_WITHIN_S)
+        except RayTaskError as error:
+            raise _cause(error) from None
+        return ServeModel(handle), loaded
+
+
+class ServeModel:
+    """Runs batches on whichever replica is free. A batch whose replica dies is sent once more."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+
+    async def forward(self, rows: Rows) -> list[Array]:
+        """Raises `Unavailable` when the second replica dies as well, and what the replica raises."""
+        try:
+            return await self._call(rows)
+        except RayActorError:
+            logger.warning("a replica died with a batch of %d rows; sending it once more", len(rows))
+        try:
+            return await self._call(rows)
+        except RayActorError:
+            raise Unavailable(
+                "two replicas died while they worked on this request; try again",
+                reason="REPLICA_LOST",
+                retry_after_s=1.0,
+            ) from None
+
+    async def _call(self, rows: Rows) -> list[Array]:
+        try:
+            outputs: list[Array] = await self._handle.forward.remote(rows.form, rows.values)
+        except RayTaskError as error:
+            raise _cause(error) from None
+        return outputs
+
+
+def _cause(error: RayTaskError) -> BaseException:
+    """Our own error out of Ray's wrapping."""
+    return error.cause if isinstance(error.cause, MillraceError) else error

@@ -1,0 +1,205 @@
+"""Makes Ray Serve run what the resource logs say, on start-up and every few seconds.
+
+So a restarted service finds its replicas, a new Ray head gets all deployments back, and an application that no log
+names goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from inference_service.batcher import Batcher
+from inference_service.domain.batch_times import BatchTimes
+from inference_service.domain.batching import Limits
+from inference_service.domain.deployment import (
+    LIVE,
+    Deployment,
+    ModelVersion,
+    State,
+    with_failure,
+    with_loaded,
+    with_removal,
+)
+from inference_service.models import Models, application_name
+from inference_service.ray_serve import Application, ServeApplications
+from inference_service.registry import Deployments
+from inference_service.replica import Loaded, ReplicaSpec
+from inference_service.settings import InferenceSettings
+from shared.errors import DataLoss, FailedPrecondition, MillraceError, Unavailable
+
+logger = logging.getLogger(__name__)
+
+# Longer than any healthy answer of Serve's controller; deploying waits for it to have taken note.
+SERVE_WITHIN_S = 30.0
+BATCHES_PER_REPLICA = 2  # one at work, one on its way: the replica never waits for the wire
+
+T = TypeVar("T")
+
+
+class RayLost(Exception):
+    """Ray has not answered for too long. Ray's own client cannot be trusted to recover: the process must start anew."""
+
+
+class Reconciler:
+    def __init__(
+        self, deployments: Deployments, applications: ServeApplications, models: Models, settings: InferenceSettings
+    ) -> None:
+        self._deployments = deployments
+        self._applications = applications
+        self._models = models
+        self._settings = settings
+        self._changed = asyncio.Event()
+        self._removing: dict[str, asyncio.Task[None]] = {}
+
+    def nudge(self) -> None:
+        """Something changed: look now."""
+        self._changed.set()
+
+    async def run(self, on_first: Callable[[], object]) -> None:
+        """Reconciles for ever; calls `on_first` after the first time. Raises `RayLost`."""
+        well_at = time.monotonic()
+        first = True
+        while True:
+            self._changed.clear()
+            try:
+                await self.reconcile()
+                well_at = time.monotonic()
+                if first:
+                    on_first()
+                    first = False
+            except Unavailable as error:  # the store; what is served goes on being served
+                logger.warning("%s", error.message)
+                well_at = time.monotonic()
+            except Exception as error:
+                logger.warning("Ray Serve does not answer: %s", str(error).partition("\n")[0])
+                if time.monotonic() - well_at > self._settings.ray_lost_after_s:
+                    raise RayLost from error
+            await self._pause()
+
+    async def reconcile(self) -> None:
+        """One comparison of the logs with Serve, and the steps that follow from it."""
+        # Serve first: what it runs was in a log before, so a log read later names it unless it is to go.
+        running = await self._serve(self._applications.statuses)
+        deployments = await asyncio.to_thread(self._deployments.all)
+        self._models.replace(deployments)
+        wanted = {
+            application_name(deployment, version): (deployment, version)
+            for deployment in deployments
+            if deployment.state in LIVE
+            for version in deployment.versions
+        }
+        for deployment in deployments:
+            if deployment.state is State.DELETING and deployment.uid not in self._removing:
+                self._removing[deployment.uid] = asyncio.create_task(self._remove(deployment))
+        going = {
+            application_name(deployment, version)
+            for deployment in deployments
+            if deployment.state is State.DELETING
+            for version in deployment.versions
+        }
+        for name in running.keys() - wanted.keys() - going:
+            logger.info("deleting application %s, which no log names", name)
+            self._models.detach(name)
+            await self._serve(self._applications.delete, name)
+        for name, (deployment, version) in wanted.items():
+            await self._keep(name, deployment, version, running.get(name))
+
+    async def _keep(
+        self, name: str, deployment: Deployment, version: ModelVersion, application: Application | None
+    ) -> None:
+        """One step towards a loaded version."""
+        if application is None:
+            logger.info("%s: starting version %s as %s", deployment.name, version.number, name)
+            self._models.detach(name)
+            spec = ReplicaSpec(
+                store=self._settings.service.store,
+                folder=version.folder,
+                manifest_sha256=version.checkpoint_sha256,
+                threads=deployment.spec.threads_per_replica,
+                max_batch_size=deployment.spec.max_batch_size,
+            )
+            await self._serve(self._applications.deploy, name, spec, deployment.spec.num_replicas)
+        elif application.running and not self._models.has_batcher(name):
+            await self._attach(name, deployment, version)
+        elif application.failed:
+            why = application.message.strip().splitlines()[-1:] or ["Ray Serve gives no reason"]
+            failure = FailedPrecondition(f"the model does not start: {why[0]}", reason="MODEL_DOES_NOT_START")
+            await self._fail(name, deployment, failure)
+
+    async def _attach(self, name: str, deployment: Deployment, version: ModelVersion) -> None:
+        try:
+            model, loaded = await self._serve(self._applications.describe, name)
+        except (DataLoss, FailedPrecondition) as error:
+            await self._fail(name, deployment, error)
+            return
+        spec = deployment.spec
+        limits = Limits(
+            max_rows=spec.max_batch_size,
+            max_delay_s=spec.max_batch_delay_s,
+            max_queued_rows=spec.max_queued_rows,
+            max_in_flight=BATCHES_PER_REPLICA * spec.num_replicas,
+        )
+        self._models.attach(name, Batcher(model, limits, BatchTimes(loaded.batch_s)))
+        newest = await asyncio.to_thread(
+            self._deployments.transition, deployment.name, deployment.uid, _loaded(version, loaded)
+        )
+        if newest is not None:
+            self._models.put(newest)
+            logger.info("%s: version %s answers", deployment.name, version.number)
+
+    async def _fail(self, name: str, deployment: Deployment, error: MillraceError) -> None:
+        """Ends a first roll-out for good. A deployment that was READY before stays so, and Serve goes on trying."""
+        logger.error("%s: %s", deployment.name, error.message)
+        newest = await asyncio.to_thread(
+            self._deployments.transition,
+            deployment.name,
+            deployment.uid,
+            lambda before: with_failure(before, error, time.time()),
+        )
+        if newest is not None and newest.state not in LIVE:
+            self._models.put(newest)
+            await self._serve(self._applications.delete, name)
+
+    async def _remove(self, deployment: Deployment) -> None:
+        """Answers what is in flight, then takes it out of Serve and ends its log."""
+        try:
+            for version in deployment.versions:
+                name = application_name(deployment, version)
+                batcher = self._models.detach(name)
+                if batcher is not None:
+                    await batcher.drain(self._settings.drain_within_s)
+                await self._serve(self._applications.delete, name)
+            await asyncio.to_thread(
+                self._deployments.transition,
+                deployment.name,
+                deployment.uid,
+                lambda before: with_removal(before, time.time()),
+            )
+            logger.info("%s is gone", deployment.name)
+            self.nudge()
+        except Exception as error:
+            logger.warning("%s is not gone yet: %s", deployment.name, error)
+        finally:
+            del self._removing[deployment.uid]
+
+    async def _serve(self, call: Callable[..., T], *arguments: object) -> T:
+        """A blocking call of Serve in a thread; raises `TimeoutError` rather than wait for a Ray that is gone."""
+        async with asyncio.timeout(SERVE_WITHIN_S):
+            return await asyncio.to_thread(call, *arguments)
+
+    async def _pause(self) -> None:
+        try:
+            async with asyncio.timeout(self._settings.reconcile_every_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+
+def _loaded(version: ModelVersion, loaded: Loaded) -> Callable[[Deployment], Deployment | None]:
+    known = replace(version, signature=loaded.signature, dataset_version=loaded.dataset_version)
+    return lambda before: with_loaded(before, known, time.time())

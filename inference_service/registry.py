@@ -1,0 +1,123 @@
+"""Deployments in the object store: one resource log each, below `deployments/{m}/log`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+
+from inference_service.domain.deployment import Deployment, State, with_deletion
+from shared import paging
+from shared.errors import already_exists, not_found
+from shared.log import Record, ResourceLog
+from shared.storage import ObjectStore
+
+ROOT = "deployments"
+
+Step = Callable[[Deployment], Deployment | None]
+
+
+class Deployments:
+    """Safe to call from several threads."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def create(self, wanted: Deployment) -> Deployment:
+        """Makes it durable and returns it, or returns what is there if that came from the same `request_id`.
+
+        Raises `AlreadyExists` where the id is taken. An id whose deployment is gone is free again.
+        """
+
+        def decide(record: Record | None) -> dict[str, object] | None:
+            there = _deployment(record)
+            if there is None or there.state is State.GONE:
+                return wanted.as_record()
+            if wanted.request_id and there.request_id == wanted.request_id:
+                return None
+            raise already_exists(wanted.name)
+
+        made = _deployment(self._log(wanted.name).update(decide))
+        assert made is not None
+        return made
+
+    def find(self, name: str) -> Deployment | None:
+        """What the log says now, also of a deployment that is gone."""
+        return _deployment(self._log(name).head())
+
+    def get(self, name: str) -> Deployment:
+        """Raises `NotFound`."""
+        found = self.find(name)
+        if found is None or found.state is State.GONE:
+            raise not_found(name)
+        return found
+
+    def exists(self, name: str) -> bool:
+        found = self.find(name)
+        return found is not None and found.state is not State.GONE
+
+    def history(self, name: str, uid: str) -> Deployment | None:
+        """The last known state of the deployment that had this uid, though its id may be another's by now."""
+        return self._newest(name, lambda deployment: deployment.uid == uid)
+
+    def made_by(self, name: str, request_id: str) -> Deployment | None:
+        """The last known state of the deployment that this request created."""
+        return self._newest(name, lambda deployment: deployment.request_id == request_id)
+
+    def _newest(self, name: str, fits: Callable[[Deployment], bool]) -> Deployment | None:
+        log = self._log(name)
+        record = log.head()
+        while record is not None:
+            deployment = Deployment.from_record(record.state)
+            if fits(deployment):
+                return deployment
+            record = log.read(record.number - 1)
+        return None
+
+    def page(self, size: int, token: str) -> tuple[list[Deployment], str]:
+        """In the order of names; those that are gone are left out, so a page may be short."""
+        names, next_token = paging.page(self._store.folders(ROOT), size, token)
+        return [one for one in map(self._find_id, names) if one and one.state is not State.GONE], next_token
+
+    def all(self) -> list[Deployment]:
+        """Every deployment that is not gone."""
+        found = map(self._find_id, self._store.folders(ROOT))
+        return [one for one in found if one and one.state is not State.GONE]
+
+    def delete(self, name: str, etag: str, now_s: float) -> Deployment:
+        """Writes the wish. Raises `NotFound` and `Conflict`."""
+
+        def decide(record: Record | None) -> dict[str, object] | None:
+            after = with_deletion(_deployment(record), name, etag, now_s)
+            return after.as_record() if after is not None else None
+
+        deleted = _deployment(self._log(name).update(decide))
+        assert deleted is not None
+        return deleted
+
+    def transition(self, name: str, uid: str, step: Step) -> Deployment | None:
+        """Appends what `step` makes of the newest state of the deployment with this uid; nothing where it returns None.
+
+        Returns the newest state, None where the uid is no longer there.
+        """
+
+        def decide(record: Record | None) -> dict[str, object] | None:
+            before = _deployment(record)
+            after = step(before) if before is not None and before.uid == uid else None
+            return after.as_record() if after is not None else None
+
+        newest = _deployment(self._log(name).update(decide))
+        return newest if newest is not None and newest.uid == uid else None
+
+    def _find_id(self, deployment_id: str) -> Deployment | None:
+        return self.find(f"{ROOT}/{deployment_id}")
+
+    def _log(self, name: str) -> ResourceLog:
+        return ResourceLog(self._store, f"{name}/log")
+
+
+def new_uid() -> str:
+    return uuid.uuid4().hex
+
+
+def _deployment(record: Record | None) -> Deployment | None:
+    return Deployment.from_record(record.state) if record else None

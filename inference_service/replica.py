@@ -1,0 +1,90 @@
+"""The Ray Serve replica: one model in one process, on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from inference_service.domain.signature import Rows, Signature
+from inference_service.domain.tensors import Array
+from shared.checkpoint import load_checkpoint
+from shared.errors import Internal, MillraceError, Unavailable
+from shared.settings import StoreSettings
+from shared.storage import open_store
+
+if TYPE_CHECKING:
+    from inference_service.served_model import ServedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSpec:
+    """What a replica is started with. It says all: a replica that Serve starts again needs nobody's help."""
+
+    store: StoreSettings
+    folder: str
+    manifest_sha256: str
+    threads: int
+    max_batch_size: int
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a replica says of the checkpoint that it serves. `batch_s`: rows → seconds."""
+
+    signature: Signature
+    dataset_version: str
+    batch_s: dict[int, float]
+
+
+class ModelReplica:
+    """Serves one checkpoint.
+
+    A checkpoint that can never be served does not raise here, since Serve would only try again: `describe` and
+    `forward` raise it instead. A store that does not answer does raise, and Serve tries again.
+    """
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self._spec = spec
+        # One thread: torch works on one batch while the event loop unpacks the next. Threads of torch's own are set
+        # inside it, since OpenMP keeps their number per calling thread.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._model: ServedModel | None = None
+        self._loaded: Loaded | None = None
+        self._failure: MillraceError | None = None
+        try:
+            self._model, self._loaded = self._thread.submit(_load, spec).result()
+        except Unavailable:
+            raise
+        except MillraceError as error:
+            self._failure = error
+
+    async def describe(self) -> Loaded:
+        """Raises `DataLoss` or `FailedPrecondition` when the checkpoint cannot be served."""
+        if self._loaded is None:
+            raise self._why()
+        return self._loaded
+
+    async def forward(self, form: str, values: Array) -> list[Array]:
+        """The model's outputs for one batch, in the order of the signature; rows along the first axis."""
+        if self._model is None:
+            raise self._why()
+        loop = asyncio.get_running_loop()
+        # A batch that was cancelled while it waited for the thread is never run.
+        return await loop.run_in_executor(self._thread, self._model.forward, Rows(form, values))
+
+    def _why(self) -> MillraceError:
+        return self._failure or Internal("the model is not loaded")
+
+
+def _load(spec: ReplicaSpec) -> tuple[Any, Loaded]:
+    import torch
+
+    torch.set_num_threads(spec.threads)
+    from inference_service.served_model import ServedModel
+
+    checkpoint = load_checkpoint(open_store(spec.store), spec.folder, spec.manifest_sha256)
+    model = ServedModel(checkpoint)
+    batch_s = model.warm_up(spec.max_batch_size)
+    return model, Loaded(model.signature, checkpoint.content.dataset_version, batch_s)

@@ -1,0 +1,30 @@
+"""What the inference service is started with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shared.settings import ServiceSettings, SettingsError, service_settings
+
+DEFAULT_LISTEN = "127.0.0.1:50053"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceSettings:
+    service: ServiceSettings
+    # How often the logs are compared with what Ray Serve runs, in seconds.
+    reconcile_every_s: float = 2.0
+    # Ray is given up, and this process with it, after so many seconds without an answer.
+    ray_lost_after_s: float = 10.0
+    # How long a deployment that is being deleted may take to answer what it has, in seconds.
+    drain_within_s: float = 30.0
+
+
+def settings_from(environ: Mapping[str, str]) -> InferenceSettings:
+    """Raises `SettingsError`."""
+    service = service_settings(environ, DEFAULT_LISTEN)
+    host, _, port = service.ray_address.rpartition(":")
+    if not host or not port.isdigit():
+        raise SettingsError(f"RAY_ADDRESS={service.ray_address!r}: use host:port of a running Ray head")
+    return InferenceSettings(service=service)

@@ -1,0 +1,106 @@
+import datetime
+
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.rpc import status_pb2 as _status_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Dataset(_message.Message):
+    __slots__ = ("name", "uid", "display_name", "description", "create_time", "etag")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    DISPLAY_NAME_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    ETAG_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    uid: str
+    display_name: str
+    description: str
+    create_time: _timestamp_pb2.Timestamp
+    etag: str
+    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., display_name: _Optional[str] = ..., description: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., etag: _Optional[str] = ...) -> None: ...
+
+class DatasetVersion(_message.Message):
+    __slots__ = ("name", "uid", "state", "operation", "create_time", "commit_time", "columns", "splits", "files", "row_count", "size_bytes", "manifest_sha256", "error", "etag")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[DatasetVersion.State]
+        STATE_CREATING: _ClassVar[DatasetVersion.State]
+        STATE_ACTIVE: _ClassVar[DatasetVersion.State]
+        STATE_FAILED: _ClassVar[DatasetVersion.State]
+        STATE_CANCELLED: _ClassVar[DatasetVersion.State]
+    STATE_UNSPECIFIED: DatasetVersion.State
+    STATE_CREATING: DatasetVersion.State
+    STATE_ACTIVE: DatasetVersion.State
+    STATE_FAILED: DatasetVersion.State
+    STATE_CANCELLED: DatasetVersion.State
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    OPERATION_FIELD_NUMBER: _ClassVar[int]
+    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_TIME_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    SPLITS_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_SHA256_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    ETAG_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    uid: str
+    state: DatasetVersion.State
+    operation: str
+    create_time: _timestamp_pb2.Timestamp
+    commit_time: _timestamp_pb2.Timestamp
+    columns: _containers.RepeatedCompositeFieldContainer[Column]
+    splits: _containers.RepeatedCompositeFieldContainer[Split]
+    files: _containers.RepeatedCompositeFieldContainer[File]
+    row_count: int
+    size_bytes: int
+    manifest_sha256: str
+    error: _status_pb2.Status
+    etag: str
+    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., state: _Optional[_Union[DatasetVersion.State, str]] = ..., operation: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., commit_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., splits: _Optional[_Iterable[_Union[Split, _Mapping]]] = ..., files: _Optional[_Iterable[_Union[File, _Mapping]]] = ..., row_count: _Optional[int] = ..., size_bytes: _Optional[int] = ..., manifest_sha256: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., etag: _Optional[str] = ...) -> None: ...
+
+class Column(_message.Message):
+    __slots__ = ("name", "arrow_type", "shape")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARROW_TYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    arrow_type: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., arrow_type: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Split(_message.Message):
+    __slots__ = ("name", "first_row_id", "row_count")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ROW_ID_FIELD_NUMBER: _ClassVar[int]
+    ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    first_row_id: int
+    row_count: int
+    def __init__(self, name: _Optional[str] = ..., first_row_id: _Optional[int] = ..., row_count: _Optional[int] = ...) -> None: ...
+
+class File(_message.Message):
+    __slots__ = ("path", "split", "row_count", "size_bytes", "sha256")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
+    ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    split: str
+    row_count: int
+    size_bytes: int
+    sha256: str
+    def __init__(self, path: _Optional[str] = ..., split: _Optional[str] = ..., row_count: _Optional[int] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,121 @@
+import datetime
+
+from google.longrunning import operations_pb2 as _operations_pb2
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.rpc import status_pb2 as _status_pb2
+from millrace.common.v1 import lineage_pb2 as _lineage_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Deployment(_message.Message):
+    __slots__ = ("name", "uid", "spec", "state", "operation", "lineage", "create_time", "update_time", "error", "etag")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Deployment.State]
+        STATE_LOADING: _ClassVar[Deployment.State]
+        STATE_READY: _ClassVar[Deployment.State]
+        STATE_FAILED: _ClassVar[Deployment.State]
+        STATE_DELETING: _ClassVar[Deployment.State]
+    STATE_UNSPECIFIED: Deployment.State
+    STATE_LOADING: Deployment.State
+    STATE_READY: Deployment.State
+    STATE_FAILED: Deployment.State
+    STATE_DELETING: Deployment.State
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    OPERATION_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    ETAG_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    uid: str
+    spec: DeploymentSpec
+    state: Deployment.State
+    operation: str
+    lineage: _lineage_pb2.Lineage
+    create_time: _timestamp_pb2.Timestamp
+    update_time: _timestamp_pb2.Timestamp
+    error: _status_pb2.Status
+    etag: str
+    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., spec: _Optional[_Union[DeploymentSpec, _Mapping]] = ..., state: _Optional[_Union[Deployment.State, str]] = ..., operation: _Optional[str] = ..., lineage: _Optional[_Union[_lineage_pb2.Lineage, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., etag: _Optional[str] = ...) -> None: ...
+
+class DeploymentSpec(_message.Message):
+    __slots__ = ("checkpoint", "num_replicas", "threads_per_replica", "max_batch_size", "max_batch_delay", "max_queued_rows")
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    NUM_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    THREADS_PER_REPLICA_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_DELAY_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: str
+    num_replicas: int
+    threads_per_replica: int
+    max_batch_size: int
+    max_batch_delay: _duration_pb2.Duration
+    max_queued_rows: int
+    def __init__(self, checkpoint: _Optional[str] = ..., num_replicas: _Optional[int] = ..., threads_per_replica: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_batch_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_queued_rows: _Optional[int] = ...) -> None: ...
+
+class CreateDeploymentRequest(_message.Message):
+    __slots__ = ("deployment_id", "spec", "request_id", "validate_only")
+    DEPLOYMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    deployment_id: str
+    spec: DeploymentSpec
+    request_id: str
+    validate_only: bool
+    def __init__(self, deployment_id: _Optional[str] = ..., spec: _Optional[_Union[DeploymentSpec, _Mapping]] = ..., request_id: _Optional[str] = ..., validate_only: _Optional[bool] = ...) -> None: ...
+
+class DeploymentMetadata(_message.Message):
+    __slots__ = ("deployment", "create_time")
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    deployment: str
+    create_time: _timestamp_pb2.Timestamp
+    def __init__(self, deployment: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class GetDeploymentRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class ListDeploymentsRequest(_message.Message):
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListDeploymentsResponse(_message.Message):
+    __slots__ = ("deployments", "next_page_token")
+    DEPLOYMENTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    deployments: _containers.RepeatedCompositeFieldContainer[Deployment]
+    next_page_token: str
+    def __init__(self, deployments: _Optional[_Iterable[_Union[Deployment, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class DeleteDeploymentRequest(_message.Message):
+    __slots__ = ("name", "etag")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ETAG_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    etag: str
+    def __init__(self, name: _Optional[str] = ..., etag: _Optional[str] = ...) -> None: ...
+
+class DeleteDeploymentResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,173 @@
+import datetime
+
+from google.protobuf import struct_pb2 as _struct_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.rpc import status_pb2 as _status_pb2
+from millrace.common.v1 import transform_pb2 as _transform_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class TrainingJob(_message.Message):
+    __slots__ = ("name", "uid", "spec", "state", "attempt", "create_time", "update_time", "error", "progress", "latest_checkpoint", "best_checkpoint", "etag")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[TrainingJob.State]
+        STATE_PENDING: _ClassVar[TrainingJob.State]
+        STATE_RUNNING: _ClassVar[TrainingJob.State]
+        STATE_RECOVERING: _ClassVar[TrainingJob.State]
+        STATE_CANCELLING: _ClassVar[TrainingJob.State]
+        STATE_SUCCEEDED: _ClassVar[TrainingJob.State]
+        STATE_FAILED: _ClassVar[TrainingJob.State]
+        STATE_CANCELLED: _ClassVar[TrainingJob.State]
+    STATE_UNSPECIFIED: TrainingJob.State
+    STATE_PENDING: TrainingJob.State
+    STATE_RUNNING: TrainingJob.State
+    STATE_RECOVERING: TrainingJob.State
+    STATE_CANCELLING: TrainingJob.State
+    STATE_SUCCEEDED: TrainingJob.State
+    STATE_FAILED: TrainingJob.State
+    STATE_CANCELLED: TrainingJob.State
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    LATEST_CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    BEST_CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    ETAG_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    uid: str
+    spec: TrainingSpec
+    state: TrainingJob.State
+    attempt: int
+    create_time: _timestamp_pb2.Timestamp
+    update_time: _timestamp_pb2.Timestamp
+    error: _status_pb2.Status
+    progress: Progress
+    latest_checkpoint: str
+    best_checkpoint: str
+    etag: str
+    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., spec: _Optional[_Union[TrainingSpec, _Mapping]] = ..., state: _Optional[_Union[TrainingJob.State, str]] = ..., attempt: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., latest_checkpoint: _Optional[str] = ..., best_checkpoint: _Optional[str] = ..., etag: _Optional[str] = ...) -> None: ...
+
+class TrainingSpec(_message.Message):
+    __slots__ = ("dataset_version", "train_split", "validation_split", "input_column", "label_column", "transform", "model", "optimizer", "epochs", "global_batch_size", "seed", "num_workers", "threads_per_worker", "checkpoint_every_steps", "max_failures", "lanes")
+    DATASET_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRAIN_SPLIT_FIELD_NUMBER: _ClassVar[int]
+    VALIDATION_SPLIT_FIELD_NUMBER: _ClassVar[int]
+    INPUT_COLUMN_FIELD_NUMBER: _ClassVar[int]
+    LABEL_COLUMN_FIELD_NUMBER: _ClassVar[int]
+    TRANSFORM_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    GLOBAL_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    THREADS_PER_WORKER_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_EVERY_STEPS_FIELD_NUMBER: _ClassVar[int]
+    MAX_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
+    dataset_version: str
+    train_split: str
+    validation_split: str
+    input_column: str
+    label_column: str
+    transform: _transform_pb2.Transform
+    model: Model
+    optimizer: Optimizer
+    epochs: int
+    global_batch_size: int
+    seed: int
+    num_workers: int
+    threads_per_worker: int
+    checkpoint_every_steps: int
+    max_failures: int
+    lanes: int
+    def __init__(self, dataset_version: _Optional[str] = ..., train_split: _Optional[str] = ..., validation_split: _Optional[str] = ..., input_column: _Optional[str] = ..., label_column: _Optional[str] = ..., transform: _Optional[_Union[_transform_pb2.Transform, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., epochs: _Optional[int] = ..., global_batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., num_workers: _Optional[int] = ..., threads_per_worker: _Optional[int] = ..., checkpoint_every_steps: _Optional[int] = ..., max_failures: _Optional[int] = ..., lanes: _Optional[int] = ...) -> None: ...
+
+class Model(_message.Message):
+    __slots__ = ("builder", "kwargs", "in_channels", "num_classes")
+    BUILDER_FIELD_NUMBER: _ClassVar[int]
+    KWARGS_FIELD_NUMBER: _ClassVar[int]
+    IN_CHANNELS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CLASSES_FIELD_NUMBER: _ClassVar[int]
+    builder: str
+    kwargs: _struct_pb2.Struct
+    in_channels: int
+    num_classes: int
+    def __init__(self, builder: _Optional[str] = ..., kwargs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., in_channels: _Optional[int] = ..., num_classes: _Optional[int] = ...) -> None: ...
+
+class Optimizer(_message.Message):
+    __slots__ = ("name", "learning_rate", "kwargs", "schedule")
+    class Schedule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        SCHEDULE_UNSPECIFIED: _ClassVar[Optimizer.Schedule]
+        SCHEDULE_CONSTANT: _ClassVar[Optimizer.Schedule]
+        SCHEDULE_COSINE_WITH_WARMUP: _ClassVar[Optimizer.Schedule]
+    SCHEDULE_UNSPECIFIED: Optimizer.Schedule
+    SCHEDULE_CONSTANT: Optimizer.Schedule
+    SCHEDULE_COSINE_WITH_WARMUP: Optimizer.Schedule
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    KWARGS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    learning_rate: float
+    kwargs: _struct_pb2.Struct
+    schedule: Optimizer.Schedule
+    def __init__(self, name: _Optional[str] = ..., learning_rate: _Optional[float] = ..., kwargs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., schedule: _Optional[_Union[Optimizer.Schedule, str]] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("step", "total_steps", "epoch", "loss", "accuracy", "rows_per_second", "seconds_left")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    ACCURACY_FIELD_NUMBER: _ClassVar[int]
+    ROWS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    total_steps: int
+    epoch: int
+    loss: float
+    accuracy: float
+    rows_per_second: float
+    seconds_left: float
+    def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., epoch: _Optional[int] = ..., loss: _Optional[float] = ..., accuracy: _Optional[float] = ..., rows_per_second: _Optional[float] = ..., seconds_left: _Optional[float] = ...) -> None: ...
+
+class Checkpoint(_message.Message):
+    __slots__ = ("name", "step", "epoch", "metrics", "size_bytes", "manifest_sha256", "create_time", "attempt")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_SHA256_FIELD_NUMBER: _ClassVar[int]
+    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    step: int
+    epoch: int
+    metrics: _containers.ScalarMap[str, float]
+    size_bytes: int
+    manifest_sha256: str
+    create_time: _timestamp_pb2.Timestamp
+    attempt: int
+    def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., size_bytes: _Optional[int] = ..., manifest_sha256: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., attempt: _Optional[int] = ...) -> None: ...

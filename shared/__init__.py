@@ -1,0 +1,1 @@
+"""What two or more services need, one concept a file."""

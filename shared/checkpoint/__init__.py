@@ -1,0 +1,14 @@
+"""The checkpoint format, and the registry that says which checkpoints count."""
+
+from shared.checkpoint.format import Checkpoint, CheckpointContent, load_checkpoint, write_checkpoint
+from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry, resolve
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointContent",
+    "CheckpointEntry",
+    "CheckpointRegistry",
+    "load_checkpoint",
+    "resolve",
+    "write_checkpoint",
+]

@@ -1,0 +1,135 @@
+"""A checkpoint's files: written first, and then the manifest that names each with its size and SHA-256.
+
+    model.safetensors   weights and buffers
+    optimizer.pt        optimizer and scheduler state, loaded only after its digest holds
+    manifest.json       position, metrics, model, preprocessing and lineage; canonical JSON
+
+A checkpoint counts once the registry names it with its manifest's digest, never before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from shared.errors import DataLoss
+from shared.models import ModelSpec
+from shared.storage import ObjectMissing, ObjectStore
+from shared.transforms import Pipeline, TensorSpec
+
+FORMAT = "millrace.checkpoint/1"
+WEIGHTS = "model.safetensors"
+OPTIMIZER = "optimizer.pt"
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointContent:
+    """What a checkpoint says of itself.
+
+    `step` counts the optimiser steps that are in it, `epoch` is that of the next step. `model_input` is one raw row as
+    the dataset has it, before `transform`.
+    """
+
+    training_job: str
+    dataset_version: str
+    dataset_manifest_sha256: str
+    step: int
+    epoch: int
+    seed: int
+    metrics: dict[str, float]
+    model: ModelSpec
+    transform: dict[str, Any]
+    model_input: TensorSpec
+
+    def pipeline(self) -> Pipeline:
+        return Pipeline.from_config(self.transform, self.model_input.name)
+
+    def as_manifest(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "training_job": self.training_job,
+            "dataset_version": self.dataset_version,
+            "dataset_manifest_sha256": self.dataset_manifest_sha256,
+            "step": self.step,
+            "epoch": self.epoch,
+            "seed": self.seed,
+            "metrics": self.metrics,
+            "model": self.model.as_config(),
+            "transform": self.transform,
+            "model_input": {
+                "name": self.model_input.name,
+                "dtype": self.model_input.dtype,
+                "shape": list(self.model_input.shape),
+            },
+        }
+
+    @classmethod
+    def from_manifest(cls, manifest: dict[str, Any]) -> CheckpointContent:
+        given = manifest["model_input"]
+        return cls(
+            **{key: manifest[key] for key in ("training_job", "dataset_version", "dataset_manifest_sha256")},
+            **{key: manifest[key] for key in ("step", "epoch", "seed", "metrics", "transform")},
+            model=ModelSpec.from_config(manifest["model"]),
+            model_input=TensorSpec(given["name"], given["dtype"], tuple(given["shape"])),
+        )
+
+
+class Checkpoint:
+    """A checkpoint whose manifest was verified. Files are verified as they are read."""
+
+    def __init__(self, store: ObjectStore, folder: str, manifest: dict[str, Any]) -> None:
+        self._store = store
+        self._folder = folder
+        self._files = {file["path"]: file for file in manifest["files"]}
+        self.content = CheckpointContent.from_manifest(manifest)
+
+    def read(self, path: str) -> bytes:
+        """A file's bytes. Raises `DataLoss` when it is missing or not what the manifest names."""
+        expected = self._files[path]
+        try:
+            data = self._store.get(f"{self._folder}/{path}")
+        except ObjectMissing:
+            raise _lost(self._folder, path, "is missing") from None
+        if len(data) != expected["size_bytes"] or sha256(data) != expected["sha256"]:
+            raise _lost(self._folder, path, "does not have the digest that its manifest names")
+        return data
+
+    def verify(self) -> None:
+        """Reads every file once. Raises `DataLoss`."""
+        for path in self._files:
+            self.read(path)
+
+
+def write_checkpoint(
+    store: ObjectStore, folder: str, content: CheckpointContent, files: dict[str, bytes]
+) -> tuple[str, int]:
+    """Writes files, then the manifest, below `folder`. Returns the manifest's digest and the size of all in bytes."""
+    for path, data in files.items():
+        store.put(f"{folder}/{path}", data)
+    named = [{"path": path, "size_bytes": len(data), "sha256": sha256(data)} for path, data in sorted(files.items())]
+    manifest = {**content.as_manifest(), "files": named}
+    encoded = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+    store.put(f"{folder}/{MANIFEST}", encoded)
+    return sha256(encoded), len(encoded) + sum(len(data) for data in files.values())
+
+
+def load_checkpoint(store: ObjectStore, folder: str, manifest_sha256: str) -> Checkpoint:
+    """Opens a checkpoint that the registry names. Raises `DataLoss` when its manifest is missing or another."""
+    try:
+        encoded = store.get(f"{folder}/{MANIFEST}")
+    except ObjectMissing:
+        raise _lost(folder, MANIFEST, "is missing") from None
+    if sha256(encoded) != manifest_sha256:
+        raise _lost(folder, MANIFEST, "does not have the digest that its job's log names")
+    return Checkpoint(store, folder, json.loads(encoded))
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _lost(folder: str, path: str, what: str) -> DataLoss:
+    return DataLoss(f"{folder}/{path} {what}", metadata={"file": f"{folder}/{path}"})

@@ -1,0 +1,9 @@
+"""The format of a dataset version: Parquet files, and a manifest that names each with its digest."""
+
+from shared.dataset_version.columns import ROW_ID
+from shared.dataset_version.manifest import Manifest
+from shared.dataset_version.reader import RowGroup, VersionReader
+from shared.dataset_version.version import DatasetVersion, load_version
+from shared.dataset_version.writer import SplitWriter
+
+__all__ = ["ROW_ID", "DatasetVersion", "Manifest", "RowGroup", "SplitWriter", "VersionReader", "load_version"]

@@ -1,0 +1,188 @@
+"""The columns of a version: the logical Arrow type that readers see, and how Parquet stores it.
+
+A tensor column is logically a `fixed_shape_tensor` and is stored as FIXED_LEN_BYTE_ARRAY, row-major and little-endian,
+with value type and shape in the field's metadata: eight times faster to read than Parquet's nested lists
+(docs/decisions/0004). Everything else is stored as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.types as kinds
+
+from shared.errors import InvalidArgument
+
+ROW_ID = "_row_id"
+ROW_ID_FIELD = pa.field(ROW_ID, pa.int64(), nullable=False)
+TENSOR_KEY = b"millrace.tensor"
+
+_SCALARS = (
+    kinds.is_boolean,
+    kinds.is_integer,
+    kinds.is_floating,
+    kinds.is_string,
+    kinds.is_binary,
+    kinds.is_date32,
+    kinds.is_timestamp,
+    kinds.is_time,
+    kinds.is_decimal128,
+)
+
+
+def logical_field(field: pa.Field) -> pa.Field:
+    """The field under which a version keeps a source's column; the values must be cast to its type.
+
+    Dictionaries and large strings lose their encoding, fixed-size lists of numbers become tensors. Raises
+    `InvalidArgument` naming the column where its type has no place in a version.
+    """
+    kept = _logical_type(field.name, field.type)
+    return pa.field(field.name, kept, nullable=field.nullable and not is_tensor(kept))
+
+
+def is_tensor(arrow_type: pa.DataType) -> bool:
+    return isinstance(arrow_type, pa.FixedShapeTensorType)
+
+
+def tensor_field(name: str, value_type: pa.DataType, shape: tuple[int, ...]) -> pa.Field:
+    """A column of tensors; `shape` is that of one row."""
+    return pa.field(name, pa.fixed_shape_tensor(value_type, list(shape)), nullable=False)
+
+
+def tensor_array(values: np.ndarray[Any, Any]) -> pa.Array:
+    """(N, *shape) → N tensors, without a copy where `values` is contiguous."""
+    flat = pa.array(np.ascontiguousarray(values).reshape(-1))
+    storage = pa.FixedSizeListArray.from_arrays(flat, math.prod(values.shape[1:]))
+    return pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(flat.type, list(values.shape[1:])), storage)
+
+
+def shape_of(arrow_type: pa.DataType) -> list[int]:
+    """The shape of one row: [] for a scalar."""
+    return list(arrow_type.shape) if is_tensor(arrow_type) else []
+
+
+def row_bytes(schema: pa.Schema) -> int | None:
+    """Bytes of a row with logical or stored types; None where a column has no fixed width."""
+    total_bits = 0
+    for field in schema:
+        width = _bits(field.type)
+        if width is None:
+            return None
+        total_bits += width
+    return math.ceil(total_bits / 8)
+
+
+def stored_schema(schema: pa.Schema) -> pa.Schema:
+    """How Parquet stores columns of these logical types."""
+    return pa.schema([_stored_field(field) for field in schema])
+
+
+def logical_schema(stored: pa.Schema) -> pa.Schema:
+    """The inverse of `stored_schema`."""
+    fields = []
+    for field in stored:
+        described = (field.metadata or {}).get(TENSOR_KEY)
+        if described is None:
+            fields.append(field.remove_metadata())
+        else:
+            tensor = json.loads(described)
+            value_type = pa.type_for_alias(tensor["value_type"])
+            fields.append(tensor_field(field.name, value_type, tuple(tensor["shape"])))
+    return pa.schema(fields)
+
+
+def to_stored(table: pa.Table) -> pa.Table:
+    """Logical → stored columns, without copying values. Raises `InvalidArgument` for a tensor column with nulls."""
+    columns = []
+    for field, column in zip(table.schema, table.columns, strict=True):
+        if is_tensor(field.type):
+            refuse_nulls(field.name, column)
+            column = pa.chunked_array([_as_bytes(chunk) for chunk in column.chunks], type=_binary(field.type))
+        columns.append(column)
+    return pa.Table.from_arrays(columns, schema=stored_schema(table.schema))
+
+
+def to_logical(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Stored → the logical columns of `schema`, each in one chunk."""
+    columns = []
+    for field, column in zip(schema, table.columns, strict=True):
+        array = column.combine_chunks()
+        if isinstance(array, pa.ChunkedArray):
+            array = array.chunk(0) if array.num_chunks else pa.array([], column.type)
+        columns.append(_as_tensors(array, field.type) if is_tensor(field.type) else array.cast(field.type))
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def refuse_nulls(name: str, tensors: pa.ChunkedArray) -> None:
+    """Raises `InvalidArgument` where a row, or a value within one, is null. `tensors` may be plain fixed-size lists."""
+    lists = [chunk.storage if isinstance(chunk, pa.ExtensionArray) else chunk for chunk in tensors.chunks]
+    if any(one.null_count or one.flatten().null_count for one in lists):
+        raise InvalidArgument(
+            f"column {name!r} has nulls, and a tensor has no place for them; fill them before importing",
+            reason="NULL_TENSOR",
+            metadata={"column": name},
+        )
+
+
+def _logical_type(name: str, given: pa.DataType) -> pa.DataType:
+    if kinds.is_dictionary(given):
+        return _logical_type(name, given.value_type)
+    if kinds.is_large_string(given) or kinds.is_string_view(given):
+        return pa.string()
+    if kinds.is_large_binary(given) or kinds.is_binary_view(given):
+        return pa.binary()
+    if is_tensor(given) and given.permutation is None and _is_number(given.value_type):
+        return pa.fixed_shape_tensor(given.value_type, given.shape)
+    if kinds.is_fixed_size_list(given) and given.list_size > 0 and _is_number(given.value_type):
+        return pa.fixed_shape_tensor(given.value_type, [given.list_size])
+    if any(check(given) for check in _SCALARS) or kinds.is_fixed_size_binary(given):
+        return given
+    raise InvalidArgument(
+        f"column {name!r} has the type {given}, which a version cannot keep; use scalars, strings, binary, or "
+        "fixed-size lists of numbers",
+        reason="UNSUPPORTED_COLUMN",
+        metadata={"column": name, "arrow_type": str(given)},
+    )
+
+
+def _is_number(value_type: pa.DataType) -> bool:
+    return bool(kinds.is_integer(value_type) or kinds.is_floating(value_type))
+
+
+def _binary(tensor: pa.FixedShapeTensorType) -> pa.DataType:
+    return pa.binary(math.prod(tensor.shape) * tensor.value_type.bit_width // 8)
+
+
+def _bits(arrow_type: pa.DataType) -> int | None:
+    if is_tensor(arrow_type):
+        return int(_binary(arrow_type).byte_width) * 8
+    try:
+        return int(arrow_type.bit_width)
+    except ValueError:
+        return None
+
+
+def _stored_field(field: pa.Field) -> pa.Field:
+    if not is_tensor(field.type):
+        return field.remove_metadata()
+    described = {"value_type": str(field.type.value_type), "shape": list(field.type.shape)}
+    return pa.field(field.name, _binary(field.type), nullable=False, metadata={TENSOR_KEY: json.dumps(described)})
+
+
+def _as_bytes(tensors: pa.ExtensionArray) -> pa.Array:
+    values = tensors.storage.flatten()
+    width = values.type.bit_width // 8
+    data = values.buffers()[1].slice(values.offset * width, len(values) * width) if len(values) else pa.py_buffer(b"")
+    return pa.Array.from_buffers(_binary(tensors.type), len(tensors), [None, data])
+
+
+def _as_tensors(binary: pa.Array, tensor: pa.FixedShapeTensorType) -> pa.ExtensionArray:
+    per_row = math.prod(tensor.shape)
+    values = pa.Array.from_buffers(
+        tensor.value_type, len(binary) * per_row, [None, binary.buffers()[1]], offset=binary.offset * per_row
+    )
+    return pa.ExtensionArray.from_storage(tensor, pa.FixedSizeListArray.from_arrays(values, per_row))

@@ -1,0 +1,93 @@
+"""The manifest of a dataset version: every file with its size and SHA-256, as canonical JSON.
+
+It names nothing that differs between two imports of the same rows, so equal inputs give equal digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shared.errors import DataLoss
+
+FORMAT = "millrace.dataset-version/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """`arrow_type` is the logical type in Arrow's own spelling; `shape` is that of one row, empty for a scalar."""
+
+    name: str
+    arrow_type: str
+    shape: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Owns the row ids from `first_row_id` on, `row_count` of them."""
+
+    name: str
+    first_row_id: int
+    row_count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFile:
+    """A Parquet file. `path` is relative to the manifest's folder; `row_groups` counts the rows of each."""
+
+    path: str
+    split: str
+    first_row_id: int
+    row_count: int
+    row_groups: list[int]
+    size_bytes: int
+    sha256: str
+    # Of the last `footer_bytes` of the file: what page checksums do not cover.
+    footer_bytes: int
+    footer_sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    columns: list[Column]
+    splits: list[Split]
+    # In the order of row ids.
+    files: list[DataFile]
+
+    @property
+    def row_count(self) -> int:
+        return sum(split.row_count for split in self.splits)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files together."""
+        return sum(file.size_bytes for file in self.files)
+
+    def to_json(self) -> bytes:
+        record = {**asdict(self), "format": FORMAT, "row_count": self.row_count, "size_bytes": self.size_bytes}
+        return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, expected_sha256: str) -> Manifest:
+        """Raises `DataLoss` unless the bytes have that digest (hex)."""
+        if sha256_hex(data) != expected_sha256:
+            raise DataLoss(
+                "the manifest does not have the digest that its commit names",
+                reason="MANIFEST_DIGEST",
+                metadata={"expected_sha256": expected_sha256, "found_sha256": sha256_hex(data)},
+            )
+        record: Mapping[str, Any] = json.loads(data)
+        if record["format"] != FORMAT:
+            raise DataLoss(f"the manifest has the format {record['format']!r}; this program reads {FORMAT!r}")
+        return cls(
+            columns=[Column(**column) for column in record["columns"]],
+            splits=[Split(**split) for split in record["splits"]],
+            files=[DataFile(**file) for file in record["files"]],
+        )
+
+
+def sha256_hex(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,60 @@
+"""Finding a committed version: the log of the job that made it names its manifest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared import names
+from shared.dataset_version.manifest import Column, Manifest, Split
+from shared.errors import DataLoss, FailedPrecondition, invalid_field
+from shared.jobs import JobRecord, Jobs, JobState
+from shared.storage import ObjectMissing, ObjectStore
+
+# The kind of the durable job whose log is a version's log.
+IMPORT_KIND = "import"
+NAME_PATTERN = "datasets/{d}/versions/{v}"
+
+
+@dataclass(frozen=True)
+class DatasetVersion:
+    """A committed version, immutable. `folder` is the store's key prefix of its files."""
+
+    name: str
+    manifest: Manifest
+    manifest_sha256: str
+    folder: str
+
+    @property
+    def columns(self) -> list[Column]:
+        return self.manifest.columns
+
+    def split(self, name: str) -> Split:
+        """Raises `InvalidArgument` naming the splits there are."""
+        for split in self.manifest.splits:
+            if split.name == name:
+                return split
+        raise invalid_field("split", name, f"use one of {', '.join(split.name for split in self.manifest.splits)}")
+
+
+def load_version(store: ObjectStore, name: str) -> DatasetVersion:
+    """Raises `InvalidArgument` (malformed name), `NotFound`, `FailedPrecondition` unless the version is ACTIVE, and
+    `DataLoss` when its manifest is not the one that was committed."""
+    names.parse("name", name, NAME_PATTERN)
+    return committed_version(store, Jobs(store, IMPORT_KIND).get(name, name))
+
+
+def committed_version(store: ObjectStore, job: JobRecord) -> DatasetVersion:
+    """The version that `job` committed."""
+    if job.state is not JobState.SUCCEEDED:
+        why = "its import has not finished" if not job.state.final else f"its import {job.state.lower()}"
+        raise FailedPrecondition(
+            f"{job.name} is not ACTIVE: {why}", reason="VERSION_NOT_ACTIVE", metadata={"resource": job.name}
+        )
+    key, digest = job.result["manifest"], job.result["manifest_sha256"]
+    try:
+        data = store.get(key)
+    except ObjectMissing:
+        raise DataLoss(
+            f"the manifest of {job.name} is gone", reason="MANIFEST_MISSING", metadata={"resource": job.name}
+        ) from None
+    return DatasetVersion(job.name, Manifest.from_json(data, digest), digest, key.rsplit("/", 1)[0])

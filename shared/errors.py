@@ -1,0 +1,178 @@
+"""The errors that domain code raises.
+
+They know nothing of gRPC: `shared.grpc_errors` holds the one table that turns each kind into a status. They can be
+written into a resource log and read back, so that a failed job tells later what went wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+MAX_SHOWN_VALUE = 200
+
+
+class MillraceError(Exception):
+    """Base of all errors that a caller may see.
+
+    `reason` is a constant in UPPER_SNAKE_CASE that programs can switch on; `metadata` names ids and values;
+    `fields` are (field path, description) pairs for input that was refused.
+    """
+
+    reason: ClassVar[str] = "UNKNOWN"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        fields: Iterable[tuple[str, str]] = (),
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.specific_reason = reason or self.reason
+        self.metadata = dict(metadata or {})
+        self.fields = [tuple(field) for field in fields]
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Keyword-only state does not survive Exception's own pickling, and these errors cross Ray.
+        return (error_from_record, (self.as_record(),))
+
+    def as_record(self) -> dict[str, Any]:
+        """The error as JSON-able values, for a resource log."""
+        return {
+            "kind": type(self).__name__,
+            "message": self.message,
+            "reason": self.specific_reason,
+            "metadata": self.metadata,
+            "fields": [list(field) for field in self.fields],
+            "retry_after_s": self.retry_after_s,
+        }
+
+
+class InvalidArgument(MillraceError):
+    """The request can never succeed as it stands."""
+
+    reason = "INVALID_ARGUMENT"
+
+
+class NotFound(MillraceError):
+    reason = "NOT_FOUND"
+
+
+class AlreadyExists(MillraceError):
+    reason = "ALREADY_EXISTS"
+
+
+class Conflict(MillraceError):
+    """Somebody else changed it first; read again and decide again."""
+
+    reason = "CONFLICT"
+
+
+class FailedPrecondition(MillraceError):
+    """The request is fine, but not in this state of things."""
+
+    reason = "FAILED_PRECONDITION"
+
+
+class OutOfRange(MillraceError):
+    reason = "OUT_OF_RANGE"
+
+
+class DataLoss(MillraceError):
+    """Stored bytes are not those that were committed."""
+
+    reason = "DATA_LOSS"
+
+
+class ResourceExhausted(MillraceError):
+    reason = "RESOURCE_EXHAUSTED"
+
+
+class Unavailable(MillraceError):
+    """Something that we depend on does not answer at present."""
+
+    reason = "UNAVAILABLE"
+
+
+class DeadlineExceeded(MillraceError):
+    reason = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(MillraceError):
+    reason = "CANCELLED"
+
+
+class Unimplemented(MillraceError):
+    reason = "UNIMPLEMENTED"
+
+
+class Internal(MillraceError):
+    """A fault of ours, told without its internals."""
+
+    reason = "INTERNAL"
+
+
+KINDS: dict[str, type[MillraceError]] = {
+    kind.__name__: kind
+    for kind in (
+        InvalidArgument,
+        NotFound,
+        AlreadyExists,
+        Conflict,
+        FailedPrecondition,
+        OutOfRange,
+        DataLoss,
+        ResourceExhausted,
+        Unavailable,
+        DeadlineExceeded,
+        Cancelled,
+        Unimplemented,
+        Internal,
+    )
+}
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: quoted, and cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_VALUE else text[:MAX_SHOWN_VALUE] + "…"
+
+
+def invalid_field(field: str, value: object, remedy: str) -> InvalidArgument:
+    """Refuses one field of a request. `field` is its path, e.g. `spec.optimizer.name`."""
+    return invalid_fields([(field, value, remedy)])
+
+
+def invalid_fields(problems: Iterable[tuple[str, object, str]]) -> InvalidArgument:
+    """Refuses several fields of one request at once: (path, value, remedy) each."""
+    described = [(field, f"{shown(value)}: {remedy}") for field, value, remedy in problems]
+    return InvalidArgument(
+        "; ".join(f"{field}: {text}" for field, text in described),
+        reason="INVALID_FIELD",
+        metadata={"field": described[0][0]},
+        fields=described,
+    )
+
+
+def not_found(name: str, remedy: str = "") -> NotFound:
+    return NotFound(f"{name} does not exist{remedy and '; ' + remedy}", metadata={"resource": name})
+
+
+def already_exists(name: str, remedy: str = "choose another id") -> AlreadyExists:
+    return AlreadyExists(f"{name} exists already; {remedy}", metadata={"resource": name})
+
+
+def error_from_record(record: Mapping[str, Any]) -> MillraceError:
+    """The inverse of `MillraceError.as_record`."""
+    return KINDS.get(record["kind"], Internal)(
+        record["message"],
+        reason=record["reason"],
+        metadata=record["metadata"],
+        fields=[(field, text) for field, text in record["fields"]],
+        retry_after_s=record.get("retry_after_s"),
+    )

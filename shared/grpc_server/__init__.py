@@ -1,0 +1,5 @@
+"""What every gRPC server here has: errors, identity, deadlines, limits, health, reflection and a graceful stop."""
+
+from shared.grpc_server.server import Health, serve
+
+__all__ = ["Health", "serve"]

@@ -1,0 +1,155 @@
+"""The one interceptor: identity, deadline, malformed bytes, errors and the access log of every call."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from shared.errors import DeadlineExceeded, Internal, InvalidArgument, MillraceError
+from shared.grpc_errors import status_code, status_proto
+from shared.telemetry import identity
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = "x-request-id"
+DEFAULT_DEADLINE_S = 60.0
+# Health and reflection come from grpc itself and keep their own manners.
+FOREIGN = "/grpc."
+
+Context = aio.ServicerContext[Any, Any]
+
+
+class Malformed:
+    """Stands for a message whose bytes could not be parsed; grpc itself would answer UNKNOWN."""
+
+
+class CallInterceptor(aio.ServerInterceptor):
+    """Wraps every handler. Unary calls without a deadline get `default_deadline_s`; streams have none of their own."""
+
+    def __init__(self, default_deadline_s: float = DEFAULT_DEADLINE_S) -> None:
+        self._default_deadline_s = default_deadline_s
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method.startswith(FOREIGN):
+            return handler
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        request_id = _request_id(metadata.get(REQUEST_ID))
+        deserializer = _tolerant(handler.request_deserializer)
+        serializer = handler.response_serializer
+        if handler.response_streaming:
+            stream = self._stream(handler.stream_stream or handler.unary_stream, method, request_id)
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else (grpc.unary_stream_rpc_method_handler)
+            )
+            return make(stream, deserializer, serializer)
+        unary = self._unary(handler.stream_unary or handler.unary_unary, method, request_id)
+        make = (
+            grpc.stream_unary_rpc_method_handler if handler.request_streaming else (grpc.unary_unary_rpc_method_handler)
+        )
+        return make(unary, deserializer, serializer)
+
+    def _unary(self, behaviour: Any, method: str, request_id: str) -> Callable[[Any, Context], Awaitable[Any]]:
+        async def call(request: Any, context: Context) -> Any:
+            async with _call(context, method, request_id):
+                remaining = context.time_remaining()
+                # A call with a deadline is cancelled by grpc itself when it passes.
+                limit = self._default_deadline_s if remaining is None else None
+                try:
+                    async with asyncio.timeout(limit):
+                        return await behaviour(_well_formed(request), context)
+                except TimeoutError:
+                    raise DeadlineExceeded(f"not done within the default deadline of {limit} s") from None
+
+        return call
+
+    def _stream(self, behaviour: Any, method: str, request_id: str) -> Callable[[Any, Context], AsyncIterator[Any]]:
+        async def call(request: Any, context: Context) -> AsyncIterator[Any]:
+            async with _call(context, method, request_id):
+                async for response in behaviour(_well_formed(request), context):
+                    yield response
+
+        return call
+
+
+@asynccontextmanager
+async def _call(context: Context, method: str, request_id: str) -> AsyncIterator[None]:
+    """One call's identity, access log, and the translation of whatever it raises."""
+    started = time.perf_counter()
+    context.set_trailing_metadata(((REQUEST_ID, request_id),))
+    with identity(request_id=request_id, method=method):
+        error: MillraceError | None = None
+        outcome = "CANCELLED"
+        try:
+            yield
+            outcome = "OK"
+        except MillraceError as raised:
+            error = raised
+        except (aio.AbortError, asyncio.CancelledError):
+            raise
+        except Exception:
+            correlation_id = uuid.uuid4().hex
+            logger.exception("unexpected exception; correlation_id=%s", correlation_id)
+            error = Internal(
+                f"internal error; quote the correlation id {correlation_id}",
+                metadata={"correlation_id": correlation_id},
+            )
+        finally:
+            if error is not None:
+                outcome = status_code(error).name
+            duration_ms = (time.perf_counter() - started) * 1000
+            logger.info("%s %s %.1f ms%s", method, outcome, duration_ms, f": {error.message}" if error else "")
+        if error is not None:
+            details = ("grpc-status-details-bin", status_proto(error).SerializeToString())
+            await context.abort(status_code(error), _header_safe(error.message), ((REQUEST_ID, request_id), details))
+
+
+def _request_id(given: str | bytes | None) -> str:
+    if isinstance(given, str) and re.fullmatch(r"[A-Za-z0-9._-]{1,64}", given):
+        return given
+    return uuid.uuid4().hex
+
+
+def _header_safe(message: str) -> str:
+    """Long messages do not fit into trailing headers; the status details are cut alike."""
+    return message if len(message) <= 1000 else message[:999] + "…"
+
+
+def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    if deserialize is None:
+        return None
+
+    def parse(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except Exception:  # whatever protobuf raises on malformed bytes
+            return Malformed()
+
+    return parse
+
+
+def _well_formed(request: Any) -> Any:
+    if isinstance(request, Malformed):
+        raise InvalidArgument("the request's bytes are not a valid protobuf message", reason="MALFORMED_MESSAGE")
+    return _each_well_formed(request) if hasattr(request, "__aiter__") else request
+
+
+async def _each_well_formed(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _well_formed(request)

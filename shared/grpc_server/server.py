@@ -1,0 +1,82 @@
+"""Builds, runs and gracefully stops a server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from shared.grpc_server.interceptor import CallInterceptor
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_CONCURRENT_CALLS = 2048
+# Blocking calls of the object store run in threads; each waits mostly for the network.
+BLOCKING_THREADS = 32
+GRACE_S = 5.0
+
+
+class Health:
+    """What `grpc.health.v1` answers for the whole server (the empty service name)."""
+
+    def __init__(self) -> None:
+        self.servicer = HealthServicer()
+
+    async def set(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self.servicer.set("", status)
+
+    async def leave(self) -> None:
+        await self.servicer.enter_graceful_shutdown()
+
+
+async def serve(
+    listen: str,
+    register: Callable[[aio.Server], Sequence[str]],
+    *,
+    health: Health | None = None,
+    ready: bool = True,
+    stop: asyncio.Event | None = None,
+    grace_s: float = GRACE_S,
+) -> None:
+    """Serves on `listen` (host:port) until SIGTERM, SIGINT or `stop`, then drains for at most `grace_s` seconds.
+
+    `register` adds servicers to the server and returns their full names for reflection. With `ready=False` the caller
+    says through `health` when it serves. Raises `RuntimeError` where the port cannot be bound.
+    """
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(BLOCKING_THREADS, thread_name_prefix="blocking"))
+    health = health or Health()
+    stop = stop or asyncio.Event()
+    server = aio.server(
+        interceptors=[CallInterceptor()],
+        maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
+        options=[
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            # Two services by mistake on one port would each get half of the calls.
+            ("grpc.so_reuseport", 0),
+        ],
+    )
+    names = list(register(server))
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+    reflection.enable_server_reflection((*names, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)
+    server.add_insecure_port(listen)
+    await server.start()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stop.set)
+    if ready:
+        await health.set(True)
+    logger.info("serving on %s", listen)
+    await stop.wait()
+    logger.info("stopping: draining calls for at most %.0f s", grace_s)
+    await health.leave()
+    await server.stop(grace_s)

@@ -1,0 +1,137 @@
+"""One attempt at a job: runs its entry function and writes into the log how it ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from shared.errors import Cancelled, Internal, MillraceError, ResourceExhausted, Unavailable
+from shared.jobs.record import JobRecord, JobState, confirm_cancel, fail, lose_attempt, succeed
+from shared.jobs.registry import Jobs, progress_key
+from shared.log import StaleAttempt
+from shared.storage import ObjectStore
+from shared.telemetry import identity
+
+logger = logging.getLogger(__name__)
+
+WISH_INTERVAL_S = 1.0
+COMMIT_PATIENCE_S = 300.0
+# Errors that another attempt may not meet.
+TRANSIENT = (Unavailable, ResourceExhausted, Internal)
+
+
+class AttemptContext:
+    """What an entry function gets. It must call `raise_if_stopped` often, and write only below `folder`."""
+
+    def __init__(self, store: ObjectStore, jobs: Jobs, folder: str, job: JobRecord) -> None:
+        self.store = store
+        self.folder = folder
+        self.job = job
+        self.attempt = job.attempt
+        self._jobs = jobs
+        self._newest = job
+        self._ended = threading.Event()
+
+    def report(self, **progress: Any) -> None:
+        """Replaces the progress that clients see."""
+        self.store.put(progress_key(self.folder), json.dumps(progress).encode())
+
+    def raise_if_stopped(self, *, fresh: bool = False) -> None:
+        """Raises `Cancelled` when a client wishes it, `StaleAttempt` when a later attempt has taken over.
+
+        Cheap: it looks at what was read within the last second. With `fresh` it reads the log now.
+        """
+        if fresh:
+            self._newest = self._jobs.get(self.folder, self.job.name)
+        newest = self._newest
+        if newest.attempt != self.attempt or newest.state.final:
+            raise StaleAttempt(f"{newest.name} is at attempt {newest.attempt}, {newest.state}")
+        if newest.state is JobState.CANCELLING:
+            raise Cancelled(f"{newest.name} was cancelled", metadata={"resource": newest.name})
+
+    @contextmanager
+    def watching_wishes(self) -> Iterator[None]:
+        """Reads the log once a second while the body runs."""
+        thread = threading.Thread(target=self._watch, name="wishes", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(WISH_INTERVAL_S):
+            try:
+                self._newest = self._jobs.get(self.folder, self.job.name)
+            except Unavailable:
+                logger.warning("the store does not answer; the wish stays as last read")
+
+
+Entry = Callable[[AttemptContext], dict[str, Any]]
+
+
+def run_attempt(entry: Entry, store: ObjectStore, kind: str, folder: str, attempt: int) -> None:
+    """Runs `entry` as attempt number `attempt` of the job in `folder`. Whatever it raises becomes a transition."""
+    jobs = Jobs(store, kind)
+    job = jobs.find(folder)
+    if job is None or job.attempt != attempt or job.state.final:
+        logger.warning("attempt %d of %s is no longer wanted", attempt, folder)
+        return
+    context = AttemptContext(store, jobs, folder, job)
+    with identity(job=job.name, attempt=str(attempt)):
+        try:
+            with context.watching_wishes():
+                result = entry(context)
+            _conclude(jobs, folder, attempt, lambda newest: succeed(newest, result, time.time()))
+        except StaleAttempt:
+            logger.warning("a later attempt has taken over; this one stops")
+        except Cancelled:
+            _conclude(jobs, folder, attempt, lambda newest: confirm_cancel(newest, time.time()))
+        except MillraceError as raised:
+            error = raised
+            if isinstance(error, TRANSIENT):
+                logger.warning("attempt lost: %s", error.message)
+                _conclude(jobs, folder, attempt, lambda newest: lose_attempt(newest, error, time.time()))
+            else:
+                logger.info("failed: %s", error.message)
+                _conclude(jobs, folder, attempt, lambda newest: fail(newest, error, time.time()))
+        except Exception:
+            hidden = _hidden()
+            _conclude(jobs, folder, attempt, lambda newest: lose_attempt(newest, hidden, time.time()))
+
+
+def _hidden() -> Internal:
+    """An unexpected exception, told without its internals; the log has them under the correlation id."""
+    correlation_id = uuid.uuid4().hex
+    logger.exception("attempt lost; correlation_id=%s", correlation_id)
+    return Internal(
+        f"unexpected error; quote the correlation id {correlation_id}",
+        metadata={"correlation_id": correlation_id},
+    )
+
+
+def _conclude(jobs: Jobs, folder: str, attempt: int, decide: Callable[[JobRecord], JobRecord]) -> None:
+    """Writes the end into the log; an outage of the store is waited out, for the work is done."""
+    give_up_at = time.monotonic() + COMMIT_PATIENCE_S
+
+    def unless_final(newest: JobRecord) -> JobRecord:
+        return newest if newest.state.final else decide(newest)
+
+    while True:
+        try:
+            jobs.transition(folder, unless_final, attempt)
+            return
+        except StaleAttempt:
+            logger.warning("a later attempt has taken over; nothing is committed")
+            return
+        except Unavailable:
+            if time.monotonic() > give_up_at:
+                raise
+            time.sleep(1.0)

@@ -1,0 +1,115 @@
+"""A job's state and its legal transitions: pure functions on plain values."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from shared.errors import Internal, MillraceError
+
+
+class JobState(enum.StrEnum):
+    #  PENDING ──▶ RUNNING ◀──▶ RECOVERING
+    #     │          │  └──▶ SUCCEEDED │
+    #     │          └─────────────────┴──▶ FAILED
+    #     └──────────┴── CANCELLING ──▶ CANCELLED
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    RECOVERING = "RECOVERING"
+    CANCELLING = "CANCELLING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def final(self) -> bool:
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """The whole state of a job after one transition. Times are seconds since the epoch."""
+
+    uid: str
+    # The resource that the job is or makes, e.g. `trainingJobs/j`.
+    name: str
+    # What was asked for, as JSON-able values; fixed for ever.
+    spec: dict[str, Any]
+    create_time: float
+    update_time: float
+    body_sha256: str = ""
+    state: JobState = JobState.PENDING
+    # The number of the attempt at work, or of the last; 0 before the first.
+    attempt: int = 0
+    failures: int = 0
+    max_failures: int = 3
+    # Counts wishes, not progress: 1 for the creation, 2 once a cancel was asked for.
+    generation: int = 1
+    # `MillraceError.as_record` of what ended or last disturbed it.
+    error: dict[str, Any] | None = None
+    # What the attempt that succeeded committed.
+    result: dict[str, Any] = field(default_factory=dict)
+
+    def as_state(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> JobRecord:
+        return cls(**{**state, "state": JobState(state["state"])})
+
+
+def begin_attempt(job: JobRecord, now: float) -> JobRecord:
+    """PENDING, RECOVERING → RUNNING under the next attempt number."""
+    _expect(job, JobState.PENDING, JobState.RECOVERING)
+    return replace(job, state=JobState.RUNNING, attempt=job.attempt + 1, update_time=now)
+
+
+def lose_attempt(job: JobRecord, cause: MillraceError, now: float) -> JobRecord:
+    """The attempt ended without a result: → RECOVERING, or FAILED once more were lost than allowed.
+
+    A job that is being cancelled has nothing left to recover: → CANCELLED.
+    """
+    if job.state is JobState.CANCELLING:
+        return confirm_cancel(job, now)
+    _expect(job, JobState.RUNNING)
+    failures = job.failures + 1
+    if failures > job.max_failures:
+        error = Internal(
+            f"{failures} attempts were lost, {job.max_failures} may be; the last: {cause.message}",
+            reason="TOO_MANY_FAILURES",
+            metadata={**cause.metadata, "failures": str(failures)},
+        )
+        return replace(job, state=JobState.FAILED, failures=failures, error=error.as_record(), update_time=now)
+    return replace(job, state=JobState.RECOVERING, failures=failures, error=cause.as_record(), update_time=now)
+
+
+def succeed(job: JobRecord, result: dict[str, Any], now: float) -> JobRecord:
+    """The commit: any live state → SUCCEEDED. A cancel that came too late does not undo it."""
+    _expect(job, JobState.RUNNING, JobState.RECOVERING, JobState.CANCELLING)
+    return replace(job, state=JobState.SUCCEEDED, result=result, error=None, update_time=now)
+
+
+def fail(job: JobRecord, error: MillraceError, now: float) -> JobRecord:
+    """Any live state → FAILED: another attempt would meet the same error."""
+    _expect(job, JobState.PENDING, JobState.RUNNING, JobState.RECOVERING, JobState.CANCELLING)
+    return replace(job, state=JobState.FAILED, error=error.as_record(), update_time=now)
+
+
+def request_cancel(job: JobRecord, now: float) -> JobRecord:
+    """A client's wish: any live state → CANCELLING. Final states and repeated wishes stay as they are."""
+    if job.state.final or job.state is JobState.CANCELLING:
+        return job
+    return replace(job, state=JobState.CANCELLING, generation=job.generation + 1, update_time=now)
+
+
+def confirm_cancel(job: JobRecord, now: float) -> JobRecord:
+    """CANCELLING → CANCELLED, once nothing works on it any more."""
+    _expect(job, JobState.CANCELLING)
+    return replace(job, state=JobState.CANCELLED, error=None, update_time=now)
+
+
+def _expect(job: JobRecord, *states: JobState) -> None:
+    if job.state not in states:
+        raise ValueError(f"{job.name} is {job.state}, not one of {', '.join(states)}")

@@ -1,0 +1,119 @@
+"""The jobs of one kind in the store: creating, reading, cancelling, and finding those still to be done.
+
+A job's log lives in the folder of the resource that it makes (`{folder}/log`). A marker below `live/{kind}` names every
+job that may not be final, so that a reconciler need not read all the history there is.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shared.errors import Conflict, already_exists, not_found
+from shared.jobs.record import JobRecord, request_cancel
+from shared.log import ResourceLog
+from shared.storage import ObjectMissing, ObjectStore
+
+
+@dataclass(frozen=True)
+class LiveJob:
+    """`folder` is that of the resource; `marked_at` is in seconds since the epoch."""
+
+    uid: str
+    folder: str
+    marked_at: float
+
+
+class Jobs:
+    """Jobs of one `kind`, e.g. `import` or `train`."""
+
+    def __init__(self, store: ObjectStore, kind: str) -> None:
+        self._store = store
+        self.kind = kind
+
+    def create(self, folder: str, job: JobRecord) -> JobRecord:
+        """Makes the job durable. Raises `AlreadyExists` when the folder has a log."""
+        # The marker first: a job without one would never be done.
+        self._store.put(self._marker(job.uid), json.dumps({"folder": folder, "marked_at": time.time()}).encode())
+        log = ResourceLog(self._store, log_prefix(folder))
+        if log.head() is not None or log.append(None, job.as_state()) is None:
+            self._store.delete(self._marker(job.uid))
+            raise already_exists(job.name)
+        return job
+
+    def get(self, folder: str, name: str) -> JobRecord:
+        """Raises `NotFound` naming `name`."""
+        job = self.find(folder)
+        if job is None:
+            raise not_found(name)
+        return job
+
+    def find(self, folder: str) -> JobRecord | None:
+        record = ResourceLog(self._store, log_prefix(folder)).head()
+        return JobRecord.from_state(record.state) if record else None
+
+    def cancel(self, folder: str, name: str, etag: str = "") -> JobRecord:
+        """Writes the wish. Raises `NotFound`, and `Conflict` when `etag` is given and not the present generation."""
+
+        def decide(job: JobRecord) -> JobRecord:
+            if etag and etag != str(job.generation):
+                raise Conflict(
+                    f"{name} has etag {job.generation}, not {etag}; read it again",
+                    reason="STALE_ETAG",
+                    metadata={"resource": name},
+                )
+            return request_cancel(job, time.time())
+
+        self.get(folder, name)
+        return self.transition(folder, decide)
+
+    def transition(
+        self, folder: str, decide: Callable[[JobRecord], JobRecord], attempt: int | None = None
+    ) -> JobRecord:
+        """Appends what `decide` makes of the newest state; nothing where it returns that state itself."""
+
+        def step(record: Any) -> dict[str, Any] | None:
+            before = JobRecord.from_state(record.state)
+            after = decide(before)
+            return None if after is before else after.as_state()
+
+        record = ResourceLog(self._store, log_prefix(folder)).update(step, attempt)
+        assert record is not None
+        return JobRecord.from_state(record.state)
+
+    def live(self) -> list[LiveJob]:
+        found = []
+        for info in self._store.list(f"live/{self.kind}"):
+            try:
+                marker = json.loads(self._store.get(info.key))
+            except ObjectMissing:  # another reconciler was faster
+                continue
+            uid = info.key.rsplit("/", 1)[-1].removesuffix(".json")
+            found.append(LiveJob(uid, marker["folder"], marker["marked_at"]))
+        return sorted(found, key=lambda job: job.marked_at)
+
+    def forget(self, uid: str) -> None:
+        """Removes the marker of a job that is final."""
+        self._store.delete(self._marker(uid))
+
+    def progress(self, folder: str) -> dict[str, Any]:
+        """What the attempt last reported; empty before the first report."""
+        try:
+            progress: dict[str, Any] = json.loads(self._store.get(progress_key(folder)))
+        except ObjectMissing:
+            return {}
+        return progress
+
+    def _marker(self, uid: str) -> str:
+        return f"live/{self.kind}/{uid}.json"
+
+
+def log_prefix(folder: str) -> str:
+    return f"{folder}/log"
+
+
+def progress_key(folder: str) -> str:
+    return f"{folder}/progress.json"

@@ -1,0 +1,52 @@
+"""Keeps a child process running: starts it again, later and later, whenever it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+
+logger = logging.getLogger(__name__)
+
+FIRST_DELAY_S = 0.5
+LONGEST_DELAY_S = 5.0
+# A child that lived so long was well: the next delay is the first one again.
+WELL_AFTER_S = 30.0
+STOP_WITHIN_S = 5.0
+
+
+async def supervise(module: str, stop: asyncio.Event) -> None:
+    """Runs `python -m module` until `stop`. The child reads its standard input to learn that we are gone."""
+    delay_s = FIRST_DELAY_S
+    while not stop.is_set():
+        started = time.monotonic()
+        child = await asyncio.create_subprocess_exec(sys.executable, "-m", module, stdin=PIPE)
+        ended = asyncio.create_task(child.wait())
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if stop.is_set():
+            await _end(child)
+            return
+        if time.monotonic() - started > WELL_AFTER_S:
+            delay_s = FIRST_DELAY_S
+        logger.warning("%s ended with %s; again in %.1f s", module, child.returncode, delay_s)
+        try:
+            async with asyncio.timeout(delay_s):
+                await stop.wait()
+        except TimeoutError:
+            delay_s = min(delay_s * 2, LONGEST_DELAY_S)
+
+
+async def _end(child: Process) -> None:
+    if child.returncode is not None:
+        return
+    child.terminate()
+    try:
+        async with asyncio.timeout(STOP_WITHIN_S):
+            await child.wait()
+    except TimeoutError:
+        child.kill()
+        await child.wait()

@@ -1,0 +1,122 @@
+"""The resource log: the state of one resource as immutable numbered records, appended with put-if-absent.
+
+Each record holds the whole state after one transition. Appending record n is a put-if-absent on its key, so each
+number has exactly one winner; who loses reads the winner's record and decides again. Attempts fence one another:
+once a record carries attempt a, no writer of an earlier attempt can append.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shared.storage import ObjectExists, ObjectMissing, ObjectStore
+
+State = dict[str, Any]
+
+
+class StaleAttempt(Exception):
+    """A later attempt has taken over: whoever gets this must stop and must not write."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """`number` counts from 1; `time` is seconds since the epoch by the writer's clock, for people only."""
+
+    number: int
+    nonce: str
+    attempt: int
+    time: float
+    state: State
+
+
+class ResourceLog:
+    """One resource's log below the folder `prefix`. Not shared between threads; open one each."""
+
+    def __init__(self, store: ObjectStore, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix.rstrip("/")
+        self._head: Record | None = None
+
+    def read(self, number: int) -> Record | None:
+        """The record with that number; None where it has not been written."""
+        try:
+            return Record(**json.loads(self._store.get(self._key(number))))
+        except ObjectMissing:
+            return None
+
+    def head(self) -> Record | None:
+        """The newest record, None for a resource that never was.
+
+        Records are contiguous and never deleted, so it gallops on from the last head seen and then halves the gap:
+        about 2·log2(new records) reads, and one where nothing is new.
+        """
+        known = self._head.number if self._head else 0
+        step = 1
+        best = self._head
+        while (found := self.read(known + step)) is not None:
+            best, known, step = found, found.number, step * 2
+        low, high = known, known + step
+        while high - low > 1:
+            middle = (low + high) // 2
+            if (found := self.read(middle)) is not None:
+                best, low = found, middle
+            else:
+                high = middle
+        self._head = best
+        return best
+
+    def append(self, previous: Record | None, state: State, attempt: int = 0) -> Record | None:
+        """Writes the record after `previous`. None if another writer was faster; raises `StaleAttempt` if that one, or
+        `previous`, belongs to a later attempt."""
+        if previous and previous.attempt > attempt:
+            raise StaleAttempt(f"{self._prefix}: attempt {attempt} is fenced by attempt {previous.attempt}")
+        number = previous.number + 1 if previous else 1
+        record = Record(number, uuid.uuid4().hex, attempt, time.time(), state)
+        try:
+            self._store.put_if_absent(self._key(number), json.dumps(asdict(record)).encode())
+        except ObjectExists:
+            winner = self.read(number)
+            # A PUT that was retried inside the client can meet its own first write.
+            if winner is None or winner.nonce != record.nonce:
+                if winner is not None and winner.attempt > attempt:
+                    raise StaleAttempt(
+                        f"{self._prefix}: attempt {attempt} is fenced by attempt {winner.attempt}"
+                    ) from None
+                return None
+        self._head = record
+        return record
+
+    def update(self, decide: Callable[[Record | None], State | None], attempt: int | None = None) -> Record | None:
+        """Appends what `decide` makes of the newest record, deciding again each time another writer was faster.
+
+        `decide` returns None to leave things as they are. Without `attempt` the record keeps the attempt that it
+        follows: that is for wishes of clients, which must not fence the attempt at work. Returns the newest record.
+        """
+        while True:
+            previous = self.head()
+            state = decide(previous)
+            if state is None:
+                return previous
+            own = attempt if attempt is not None else (previous.attempt if previous else 0)
+            record = self.append(previous, state, own)
+            if record is not None:
+                return record
+
+    def fence(self, attempt: int, initial: State) -> Record:
+        """Opens the log for `attempt`: from here on no earlier attempt can append. Returns the newest record."""
+        opened = self.update(
+            lambda previous: (
+                None if previous and previous.attempt == attempt else (previous.state if previous else initial)
+            ),
+            attempt=attempt,
+        )
+        assert opened is not None
+        return opened
+
+    def _key(self, number: int) -> str:
+        return f"{self._prefix}/{number:012d}.json"

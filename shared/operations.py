@@ -1,0 +1,86 @@
+"""`google.longrunning.Operations`, served from whatever keeps the operations (here: durable jobs)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+from google.longrunning import operations_pb2, operations_pb2_grpc
+from google.protobuf import empty_pb2
+from grpc import aio
+
+from shared import names, paging
+from shared.errors import NotFound, Unimplemented, invalid_field
+
+POLL_S = 0.1
+LONGEST_WAIT_S = 60.0
+
+Context = aio.ServicerContext[Any, Any]
+
+
+class OperationSource(Protocol):
+    """Where a service's operations live. Called in threads. Names are `operations/{o}`."""
+
+    def get(self, name: str) -> operations_pb2.Operation:
+        """Raises `NotFound`."""
+
+    def list_ids(self) -> list[str]:
+        """The ids of all operations of this service."""
+
+    def cancel(self, name: str) -> None:
+        """Asks it to end. Raises `NotFound`."""
+
+
+class OperationsServicer(operations_pb2_grpc.OperationsServicer):  # type: ignore[misc]
+    """Get, List, Wait and Cancel. Deleting is UNIMPLEMENTED: an operation is the history of a resource."""
+
+    def __init__(self, source: OperationSource) -> None:
+        self._source = source
+
+    async def GetOperation(self, request: Any, context: Context) -> operations_pb2.Operation:
+        return await asyncio.to_thread(self._source.get, _checked(request.name))
+
+    async def ListOperations(self, request: Any, context: Context) -> operations_pb2.ListOperationsResponse:
+        if request.name not in ("", "operations"):
+            raise invalid_field("name", request.name, "use operations")
+        if request.filter:
+            raise invalid_field("filter", request.filter, "leave it empty; filters are not served")
+        return await asyncio.to_thread(self._list, request.page_size, request.page_token)
+
+    async def WaitOperation(self, request: Any, context: Context) -> operations_pb2.Operation:
+        """Answers when it is done, or with its present state after `timeout` (at most, and by default, 60 s)."""
+        name = _checked(request.name)
+        given = request.timeout.ToTimedelta().total_seconds() if request.HasField("timeout") else LONGEST_WAIT_S
+        # Answer before the caller's own deadline cuts the call off.
+        remaining = (context.time_remaining() or LONGEST_WAIT_S) - 2 * POLL_S
+        until = asyncio.get_running_loop().time() + min(given, remaining, LONGEST_WAIT_S - 1)
+        while True:
+            operation = await asyncio.to_thread(self._source.get, name)
+            if operation.done or asyncio.get_running_loop().time() >= until:
+                return operation
+            await asyncio.sleep(POLL_S)
+
+    async def CancelOperation(self, request: Any, context: Context) -> empty_pb2.Empty:
+        await asyncio.to_thread(self._source.cancel, _checked(request.name))
+        return empty_pb2.Empty()
+
+    async def DeleteOperation(self, request: Any, context: Context) -> empty_pb2.Empty:
+        raise Unimplemented("operations are kept as history; delete the resource that it made")
+
+    def _list(self, page_size: int, page_token: str) -> operations_pb2.ListOperationsResponse:
+        ids, next_page_token = paging.page(self._source.list_ids(), page_size, page_token)
+        found = [self._find(f"operations/{one}") for one in ids]
+        return operations_pb2.ListOperationsResponse(
+            operations=[operation for operation in found if operation], next_page_token=next_page_token
+        )
+
+    def _find(self, name: str) -> operations_pb2.Operation | None:
+        try:
+            return self._source.get(name)
+        except NotFound:  # whoever was to start it died before it did
+            return None
+
+
+def _checked(name: str) -> str:
+    names.parse("name", name, "operations/{o}")
+    return name

@@ -1,0 +1,66 @@
+"""`request_id`: the same id with the same body gets the first answer; with another body it is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+
+from shared.errors import AlreadyExists, MillraceError
+from shared.storage import ObjectExists, ObjectStore
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`name` is what the first call chose; `repeated` tells that this call is not the first."""
+
+    name: str
+    repeated: bool
+
+
+def body_digest(request: Message) -> str:
+    """SHA-256 in hex of a request without its `request_id`, the same for equal messages."""
+    body = type(request)()
+    body.CopyFrom(request)
+    body.ClearField("request_id")
+    return hashlib.sha256(body.SerializeToString(deterministic=True)).hexdigest()
+
+
+@contextmanager
+def claimed(store: ObjectStore, service: str, request_id: str, digest: str, name: str) -> Iterator[Claim]:
+    """Claims a request id for the creation of `name` while the body runs; lets it go again if the creation is refused.
+
+    A repeated call must return the resource that the claim names, or, where the first call died before it was made,
+    make it. Raises `AlreadyExists` when the id was used with another body. An empty id claims nothing.
+    """
+    if not request_id:
+        yield Claim(name, repeated=False)
+        return
+    key = f"requests/{service}/{request_id}.json"
+    claim = _claim(store, key, request_id, digest, name)
+    try:
+        yield claim
+    except MillraceError:
+        if not claim.repeated:
+            store.delete(key)
+        raise
+
+
+def _claim(store: ObjectStore, key: str, request_id: str, digest: str, name: str) -> Claim:
+    try:
+        store.put_if_absent(key, json.dumps({"body_sha256": digest, "name": name}).encode())
+    except ObjectExists:
+        first = json.loads(store.get(key))
+        if first["body_sha256"] != digest:
+            raise AlreadyExists(
+                f"request_id {request_id} was used with another body, for {first['name']}; use a new UUID4",
+                reason="REQUEST_ID_REUSED",
+                metadata={"request_id": request_id, "resource": first["name"]},
+                fields=[("request_id", "used before with another body; use a new UUID4")],
+            ) from None
+        return Claim(first["name"], repeated=True)
+    return Claim(name, repeated=False)

@@ -1,0 +1,84 @@
+"""Settings that every service has, read once from the environment in `__main__` and handed on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+
+class SettingsError(ValueError):
+    """A setting is missing or malformed; the text names the variable and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreSettings:
+    """Where every byte that must last is kept. It travels to Ray's workers, so it is plain values."""
+
+    # file:///absolute/folder, or s3://bucket/prefix
+    url: str
+    # http(s)://host:port of the S3 server; empty: AWS's own
+    s3_endpoint: str = ""
+    s3_access_key: str = ""
+    s3_secret_key: str = ""
+    s3_region: str = "us-east-1"
+    # The endpoint as clients outside the stack see it; only presigned URLs name it.
+    public_s3_endpoint: str = ""
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme == "file":
+            if parts.netloc or not Path(parts.path).is_absolute():
+                raise SettingsError(f"MILLRACE_STORE={self.url!r}: use file:///absolute/folder")
+        elif parts.scheme == "s3":
+            if not parts.netloc:
+                raise SettingsError(f"MILLRACE_STORE={self.url!r}: name the bucket, s3://bucket/prefix")
+            if not (self.s3_access_key and self.s3_secret_key):
+                raise SettingsError(
+                    f"MILLRACE_STORE={self.url!r} needs MILLRACE_S3_ACCESS_KEY and MILLRACE_S3_SECRET_KEY"
+                )
+        else:
+            raise SettingsError(f"MILLRACE_STORE={self.url!r}: use file:///folder or s3://bucket/prefix")
+
+    def __repr__(self) -> str:
+        return f"StoreSettings(url={self.url!r}, s3_endpoint={self.s3_endpoint!r})"  # never the secret
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceSettings:
+    """What a service process is started with."""
+
+    listen: str
+    store: StoreSettings
+    # host:port of the Ray head; empty: long work waits until a service is started with one
+    ray_address: str = ""
+    log_level: str = "INFO"
+
+
+def store_settings(environ: Mapping[str, str]) -> StoreSettings:
+    """Reads MILLRACE_STORE and MILLRACE_S3_*."""
+    if not environ.get("MILLRACE_STORE"):
+        raise SettingsError("MILLRACE_STORE is not set: use file:///absolute/folder or s3://bucket/prefix")
+    return StoreSettings(
+        url=environ["MILLRACE_STORE"].rstrip("/"),
+        s3_endpoint=environ.get("MILLRACE_S3_ENDPOINT", ""),
+        s3_access_key=environ.get("MILLRACE_S3_ACCESS_KEY", ""),
+        s3_secret_key=environ.get("MILLRACE_S3_SECRET_KEY", ""),
+        s3_region=environ.get("MILLRACE_S3_REGION", "us-east-1"),
+        public_s3_endpoint=environ.get("MILLRACE_PUBLIC_S3_ENDPOINT", ""),
+    )
+
+
+def service_settings(environ: Mapping[str, str], default_listen: str) -> ServiceSettings:
+    """Reads what every service needs; `default_listen` is host:port."""
+    listen = environ.get("MILLRACE_LISTEN") or default_listen
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise SettingsError(f"MILLRACE_LISTEN={listen!r}: use host:port")
+    return ServiceSettings(
+        listen=listen,
+        store=store_settings(environ),
+        ray_address=environ.get("RAY_ADDRESS", ""),
+        log_level=environ.get("MILLRACE_LOG_LEVEL", "INFO").upper(),
+    )

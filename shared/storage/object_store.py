@@ -1,0 +1,160 @@
+"""`ObjectStore`: whole objects by key, over S3 or a local directory; put-if-absent is its one way to coordinate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import obstore
+from obstore import exceptions
+from obstore.store import LocalStore, S3Store
+from pyarrow import fs
+
+from shared.errors import DataLoss, MillraceError, Unavailable
+from shared.settings import StoreSettings
+
+
+class ObjectExists(Exception):
+    """put-if-absent found the key taken. A retried PUT may have met its own first write: compare what is there."""
+
+
+class ObjectMissing(Exception):
+    """No object has that key."""
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    key: str
+    size_bytes: int
+
+
+class ObjectStore:
+    """Objects below one root. Keys are relative and '/'-separated; writes are atomic and, once returned, durable.
+
+    On a local directory that means: durable against the death of processes, not against loss of power.
+    Every method raises `Unavailable` when the store does not answer, after its own retries.
+    """
+
+    def __init__(self, backend: LocalStore | S3Store, filesystem: fs.FileSystem, settings: StoreSettings) -> None:
+        self._backend = backend
+        self._filesystem = filesystem
+        # What it was opened with, to open it elsewhere: an open store does not travel.
+        self.settings = settings
+
+    def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        """Writes the object, over another if there is one."""
+        with _errors(key):
+            obstore.put(self._backend, key, data, mode="overwrite")
+
+    def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        """Writes the object; of any number of racing writers exactly one returns, the others get `ObjectExists`."""
+        with _errors(key):
+            # Never multipart: only a single PUT is conditional.
+            obstore.put(self._backend, key, data, mode="create", use_multipart=False)
+
+    def get(self, key: str) -> bytes:
+        with _errors(key):
+            return bytes(obstore.get(self._backend, key).bytes())
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """`length` bytes from `start`. Raises `DataLoss` if the object ends before, and never returns fewer."""
+        if length == 0:
+            return b""
+        with _errors(key):
+            try:
+                data = bytes(obstore.get_range(self._backend, key, start=start, length=length))
+            except exceptions.GenericError as error:
+                if not _beyond_end(error):
+                    raise
+                data = b""
+        if len(data) != length:
+            raise DataLoss(f"{key} ends before byte {start + length}", metadata={"object": key})
+        return data
+
+    def size(self, key: str) -> int | None:
+        """In bytes; None where no object has that key."""
+        try:
+            with _errors(key):
+                return obstore.head(self._backend, key)["size"]
+        except ObjectMissing:
+            return None
+
+    def exists(self, key: str) -> bool:
+        return self.size(key) is not None
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Every object below the folder `prefix`, in no promised order."""
+        with _errors(prefix):
+            for chunk in obstore.list(self._backend, _folder(prefix)):
+                for meta in chunk:
+                    yield ObjectInfo(meta["path"], meta["size"])
+
+    def folders(self, prefix: str) -> Sequence[str]:
+        """The names of the folders directly below `prefix` that hold an object at any depth, sorted."""
+        with _errors(prefix):
+            found = obstore.list_with_delimiter(self._backend, _folder(prefix))["common_prefixes"]
+        if isinstance(self._backend, LocalStore):
+            # A directory outlives its last object; a prefix does not.
+            found = [path for path in found if any(True for _ in self.list(path))]
+        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found)
+
+    def delete(self, key: str) -> None:
+        """Removes the object; it is no error if there is none."""
+        try:
+            with _errors(key):
+                obstore.delete(self._backend, key)
+        except ObjectMissing:
+            return
+
+    def delete_folder(self, prefix: str) -> None:
+        """Removes every object below `prefix`."""
+        for key in [info.key for info in self.list(prefix)]:
+            self.delete(key)
+
+    def upload_file(self, path: Path, key: str) -> None:
+        """Writes a local file as an object, in parts where it is large. Raises `FileNotFoundError` without one."""
+        path.stat()
+        with _errors(key):
+            obstore.put(self._backend, key, path, mode="overwrite")
+
+    def filesystem(self) -> fs.FileSystem:
+        """The same objects for Arrow and Ray Data; its paths are this store's keys."""
+        return self._filesystem
+
+
+def _folder(prefix: str) -> str | None:
+    return prefix.rstrip("/") + "/" if prefix else None
+
+
+def _beyond_end(error: exceptions.GenericError) -> bool:
+    """The library has no class of its own for a range that begins after the last byte."""
+    return "416 Range Not Satisfiable" in str(error) or "StartTooLarge" in str(error)
+
+
+@contextmanager
+def _errors(key: str) -> Iterator[None]:
+    """Turns the library's errors into ours. A missing bucket or refused credentials are an outage for the caller."""
+    try:
+        yield
+    except exceptions.AlreadyExistsError:
+        raise ObjectExists(key) from None
+    except (exceptions.NotFoundError, FileNotFoundError) as error:
+        if "NoSuchBucket" in str(error):  # else every object would seem to be missing
+            raise _refused("its bucket is not there") from error
+        raise ObjectMissing(key) from None
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError) as error:
+        raise _refused("it does not accept our credentials") from error
+    except MillraceError:
+        raise
+    except (exceptions.BaseError, OSError) as error:
+        if "NoSuchBucket" in str(error):
+            raise _refused("its bucket is not there") from error
+        raise Unavailable(
+            "the object store does not answer; try again", reason="STORE_UNAVAILABLE", retry_after_s=1.0
+        ) from error
+
+
+def _refused(why: str) -> Unavailable:
+    return Unavailable(f"the object store cannot be used: {why}", reason="STORE_REFUSED", retry_after_s=30.0)

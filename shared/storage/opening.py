@@ -1,0 +1,104 @@
+"""Opens a store from its settings: the one place that knows the backends."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import urllib3
+from minio import Minio
+from minio.error import MinioException, S3Error
+from obstore.store import LocalStore, S3Store
+from pyarrow import fs
+
+from shared.errors import Unavailable
+from shared.settings import StoreSettings
+from shared.storage.object_store import ObjectStore
+from shared.storage.probe import StoreRefused
+
+# Short enough that an RPC can still answer UNAVAILABLE before its deadline.
+RETRY_FOR = timedelta(seconds=10)
+CONNECT_TIMEOUT = timedelta(seconds=5)
+# A server that accepts and then says nothing for so long is given up.
+SILENCE_TIMEOUT = timedelta(seconds=10)
+# One request with all its bytes; large objects are written in parts.
+REQUEST_TIMEOUT = timedelta(seconds=30)
+
+
+def open_store(settings: StoreSettings) -> ObjectStore:
+    """Makes the store's directory if it is not there; a bucket must exist (`ensure_bucket`)."""
+    parts = urlsplit(settings.url)
+    return _open_local(Path(parts.path), settings) if parts.scheme == "file" else _open_s3(settings)
+
+
+def ensure_bucket(settings: StoreSettings) -> None:
+    """Makes the bucket of an `s3://` store if it is not there; nothing to do on `file://`.
+
+    Raises `StoreRefused` when the server does not let us, `Unavailable` when it does not answer.
+    """
+    parts = urlsplit(settings.url)
+    if parts.scheme != "s3":
+        return
+    endpoint = urlsplit(settings.s3_endpoint or "https://s3.amazonaws.com")
+    client = Minio(
+        endpoint=endpoint.netloc,
+        access_key=settings.s3_access_key,
+        secret_key=settings.s3_secret_key,
+        region=settings.s3_region,
+        secure=endpoint.scheme == "https",
+        http_client=urllib3.PoolManager(
+            timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT.total_seconds(), read=SILENCE_TIMEOUT.total_seconds()),
+            retries=urllib3.Retry(total=2, backoff_factor=0.2),
+        ),
+    )
+    try:
+        if not client.bucket_exists(parts.netloc):
+            client.make_bucket(parts.netloc)
+    except S3Error as error:
+        if error.code != "BucketAlreadyOwnedByYou":  # another service was faster
+            raise StoreRefused(f"{settings.url} on {endpoint.netloc}: {error.code}: {error.message}") from None
+    except (MinioException, ValueError) as error:  # which it raises for a name that no bucket can have
+        raise StoreRefused(f"{settings.url} on {endpoint.netloc}: {error}") from None
+    except urllib3.exceptions.HTTPError as error:
+        raise Unavailable(
+            f"no S3 server answers at {endpoint.netloc}", reason="STORE_UNAVAILABLE", retry_after_s=1.0
+        ) from error
+
+
+def _open_local(root: Path, settings: StoreSettings) -> ObjectStore:
+    root.mkdir(parents=True, exist_ok=True)
+    return ObjectStore(LocalStore(root), fs.SubTreeFileSystem(str(root), fs.LocalFileSystem()), settings)
+
+
+def _open_s3(settings: StoreSettings) -> ObjectStore:
+    parts = urlsplit(settings.url)
+    prefix = parts.path.strip("/")
+    endpoint = urlsplit(settings.s3_endpoint)
+    backend = S3Store(
+        parts.netloc,
+        prefix=prefix or None,
+        endpoint=settings.s3_endpoint or None,
+        access_key_id=settings.s3_access_key,
+        secret_access_key=settings.s3_secret_key,
+        region=settings.s3_region,
+        virtual_hosted_style_request=False,
+        client_options={
+            "allow_http": endpoint.scheme == "http",
+            "connect_timeout": CONNECT_TIMEOUT,
+            "read_timeout": SILENCE_TIMEOUT,
+            "timeout": REQUEST_TIMEOUT,
+        },
+        retry_config={"max_retries": 5, "retry_timeout": RETRY_FOR},
+    )
+    filesystem = fs.S3FileSystem(
+        access_key=settings.s3_access_key,
+        secret_key=settings.s3_secret_key,
+        region=settings.s3_region,
+        endpoint_override=endpoint.netloc or None,
+        scheme=endpoint.scheme or "https",
+        connect_timeout=5,
+        request_timeout=30,
+    )
+    root = f"{parts.netloc}/{prefix}" if prefix else parts.netloc
+    return ObjectStore(backend, fs.SubTreeFileSystem(root, filesystem), settings)

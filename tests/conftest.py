@@ -1,0 +1,47 @@
+"""Fixtures of all suites: the stores to test on, one S3 server a session."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shared.settings import StoreSettings
+from shared.storage.opening import ensure_bucket
+from tests.support.s3_server import NoS3Server, S3Server, find_program, name_under_test, running
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """MinIO, or versitygw, on a loopback port. Without either: fails if the environment demands one, else skips."""
+    try:
+        program = find_program()
+    except NoS3Server as absent:
+        if absent.required:
+            pytest.fail(str(absent), pytrace=False)
+        pytest.skip(str(absent))
+    with running(program, tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def file_store(tmp_path: Path) -> StoreSettings:
+    """An empty store in a directory of the test's own."""
+    return StoreSettings(url=(tmp_path / "store").as_uri())
+
+
+@pytest.fixture
+def s3_store(s3_server: S3Server) -> StoreSettings:
+    """An empty store on the S3 server, below a prefix of the test's own."""
+    settings = s3_server.settings(f"s3://millrace/{uuid.uuid4().hex}")
+    ensure_bucket(settings)
+    return settings
+
+
+@pytest.fixture(params=["file", pytest.param("s3", id=f"s3-{name_under_test()}")])
+def store_settings(request: pytest.FixtureRequest) -> StoreSettings:
+    """An empty store of either kind: a test that takes it runs once on each."""
+    settings: StoreSettings = request.getfixturevalue(f"{request.param}_store")
+    return settings

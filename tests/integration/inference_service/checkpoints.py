@@ -1,0 +1,84 @@
+"""A real checkpoint, written as training writes it: ResNet-18 with one channel, ten classes and seeded weights."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from safetensors.torch import save
+from torch import nn
+
+from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry, write_checkpoint
+from shared.checkpoint.format import WEIGHTS
+from shared.log import ResourceLog
+from shared.models import ModelSpec, build_model
+from shared.storage import ObjectStore
+from shared.transforms import TensorSpec
+
+JOB = "trainingJobs/digits"
+DATASET_VERSION = "datasets/digits/versions/v1"
+MODEL = ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10)
+TRANSFORM = {"steps": [{"toFloat": {}}, {"normalize": {"mean": [0.1307], "std": [0.3081]}}]}
+
+
+@dataclass(frozen=True)
+class Written:
+    entry: CheckpointEntry
+    content: CheckpointContent
+    module: nn.Module
+
+
+def content(accuracy: float, job: str = JOB) -> CheckpointContent:
+    return CheckpointContent(
+        training_job=job,
+        dataset_version=DATASET_VERSION,
+        dataset_manifest_sha256="0" * 64,
+        step=100,
+        epoch=1,
+        seed=7,
+        metrics={"validation_accuracy": accuracy},
+        model=MODEL,
+        transform=TRANSFORM,
+        model_input=TensorSpec("image", "uint8", (28, 28)),
+    )
+
+
+def make_module(seed: int) -> nn.Module:
+    """Seeded weights, and running statistics of a few batches of noise, so that no layer is an identity."""
+    torch.manual_seed(seed)
+    module = build_model(MODEL)
+    with torch.no_grad():
+        for _ in range(3):
+            module(torch.randn(16, 1, 28, 28))
+    return module.eval()
+
+
+def write(
+    store: ObjectStore, name: str = "c1", *, job: str = JOB, accuracy: float = 0.9, weights: bytes | None = None
+) -> Written:
+    """Commits a checkpoint of `job`. `weights` replaces the file's bytes by others, with a digest that fits them."""
+    module = make_module(seed=int(accuracy * 1000))
+    registry = CheckpointRegistry(store, job)
+    registry.fence(1)
+    folder = f"{registry.data_folder}/{name}-a00001-test"
+    files = {WEIGHTS: save(module.state_dict()) if weights is None else weights}
+    said = content(accuracy, job)
+    digest, size_bytes = write_checkpoint(store, folder, said, files)
+    entry = CheckpointEntry(
+        name=f"{job}/checkpoints/{name}",
+        folder=folder,
+        manifest_sha256=digest,
+        step=said.step,
+        epoch=said.epoch,
+        attempt=1,
+        size_bytes=size_bytes,
+        create_time=time.time(),
+        metrics=said.metrics,
+    )
+    registry.commit(entry)
+    return Written(entry, said, module)
+
+
+def write_job_without_checkpoint(store: ObjectStore, job: str) -> None:
+    ResourceLog(store, f"{job}/log").append(None, {"state": "RUNNING"})

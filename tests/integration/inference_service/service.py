@@ -1,0 +1,224 @@
+"""The inference service as a process, and a client of it that knows only the protos."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+from google.longrunning import operations_pb2, operations_pb2_grpc
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from inference import grpc_service_pb2 as oip
+from inference import grpc_service_pb2_grpc as oip_grpc
+from millrace.inference.v1 import deployment_service_pb2 as pb
+from millrace.inference.v1 import deployment_service_pb2_grpc as pb_grpc
+from shared.settings import StoreSettings
+from tests.support.ray_head import free_port
+
+READY_WITHIN_S = 60.0
+STOP_WITHIN_S = 20.0
+LOADED_WITHIN_S = 120.0
+
+T = TypeVar("T")
+Array = npt.NDArray[Any]
+
+
+def eventually(look: Callable[[], T | None], within_s: float, what: str) -> T:
+    """The first answer of `look` that is not None or False."""
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        found = look()
+        if found is not None and found is not False:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"not within {within_s} s: {what}")
+
+
+def environment(store: StoreSettings, ray_address: str, listen: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "MILLRACE_STORE": store.url,
+        "MILLRACE_S3_ENDPOINT": store.s3_endpoint,
+        "MILLRACE_S3_ACCESS_KEY": store.s3_access_key,
+        "MILLRACE_S3_SECRET_KEY": store.s3_secret_key,
+        "RAY_ADDRESS": ray_address,
+        "MILLRACE_LISTEN": listen,
+        "MILLRACE_LOG_LEVEL": "WARNING",
+    }
+
+
+class Service:
+    """`python -m inference_service` on a free port. Started again, it keeps the port."""
+
+    def __init__(self, store: StoreSettings, ray_address: str, log: Path) -> None:
+        self.listen = f"127.0.0.1:{free_port()}"
+        self._environment = environment(store, ray_address, self.listen)
+        self._log = log
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "inference_service"],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return self.process
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(STOP_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+
+@contextmanager
+def running(store: StoreSettings, ray_address: str, log: Path) -> Iterator[tuple[Service, Client]]:
+    service = Service(store, ray_address, log)
+    try:
+        with Client(service.listen) as client:
+            client.wait_until_healthy()
+            yield service, client
+    finally:
+        service.stop()
+
+
+class Client:
+    """Stubs over one channel."""
+
+    def __init__(self, target: str) -> None:
+        options = [("grpc.max_reconnect_backoff_ms", 500), ("grpc.initial_reconnect_backoff_ms", 100)]
+        self.channel = grpc.insecure_channel(target, options=options)
+        self.inference = oip_grpc.GRPCInferenceServiceStub(self.channel)
+        self.deployments = pb_grpc.DeploymentServiceStub(self.channel)
+        self.operations = operations_pb2_grpc.OperationsStub(self.channel)
+        self._health = health_pb2_grpc.HealthStub(self.channel)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.channel.close()
+
+    def is_healthy(self) -> bool:
+        try:
+            answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=2)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def wait_until_healthy(self) -> None:
+        eventually(self.is_healthy, READY_WITHIN_S, "health is SERVING")
+
+    def create(self, deployment_id: str, checkpoint: str, **spec: Any) -> operations_pb2.Operation:
+        request_id = spec.pop("request_id", "")
+        return self.deployments.CreateDeployment(
+            pb.CreateDeploymentRequest(
+                deployment_id=deployment_id,
+                spec=pb.DeploymentSpec(checkpoint=checkpoint, **spec),
+                request_id=request_id,
+            ),
+            timeout=10,
+        )
+
+    def wait(self, operation: operations_pb2.Operation) -> operations_pb2.Operation:
+        """The operation when it is done."""
+
+        def done() -> operations_pb2.Operation | None:
+            now = self.operations.WaitOperation(
+                operations_pb2.WaitOperationRequest(name=operation.name), timeout=30
+            )
+            return now if now.done else None
+
+        return eventually(done, LOADED_WITHIN_S, f"{operation.name} is done")
+
+    def deploy(self, deployment_id: str, checkpoint: str, **spec: Any) -> pb.Deployment:
+        operation = self.wait(self.create(deployment_id, checkpoint, **spec))
+        assert not operation.HasField("error"), operation.error
+        deployment = pb.Deployment()
+        assert operation.response.Unpack(deployment)
+        return deployment
+
+    def get(self, name: str) -> pb.Deployment:
+        return self.deployments.GetDeployment(pb.GetDeploymentRequest(name=name), timeout=10)
+
+    def delete(self, name: str) -> None:
+        """Deletes it, and waits until it is gone."""
+        self.deployments.DeleteDeployment(pb.DeleteDeploymentRequest(name=name), timeout=10)
+
+        def gone() -> bool:
+            try:
+                self.get(name)
+            except grpc.RpcError as error:
+                return bool(error.code() is grpc.StatusCode.NOT_FOUND)
+            return False
+
+        eventually(gone, 60, f"{name} is gone")
+
+    def infer(self, model: str, image: Array, timeout_s: float = 20) -> oip.ModelInferResponse:
+        return self.inference.ModelInfer(infer_request(model, image), timeout=timeout_s)
+
+
+def infer_request(model: str, image: Array, **fields: Any) -> oip.ModelInferRequest:
+    datatype = {"uint8": "UINT8", "float32": "FP32"}[image.dtype.name]
+    tensor = oip.ModelInferRequest.InferInputTensor(name="image", datatype=datatype, shape=image.shape)
+    return oip.ModelInferRequest(model_name=model, inputs=[tensor], raw_input_contents=[image.tobytes()], **fields)
+
+
+def outputs(response: oip.ModelInferResponse) -> Mapping[str, Array]:
+    dtypes = {"FP32": "<f4", "INT64": "<i8"}
+    return {
+        output.name: np.frombuffer(raw, dtypes[output.datatype]).reshape(output.shape)
+        for output, raw in zip(response.outputs, response.raw_output_contents, strict=True)
+    }
+
+
+class Refusal:
+    """A call's status with its details."""
+
+    def __init__(self, error: grpc.RpcError | status_pb2.Status) -> None:
+        status = rpc_status.from_call(error) if isinstance(error, grpc.RpcError) else error
+        assert status is not None
+        self.code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
+        self.message: str = status.message
+        self.reason = ""
+        self.fields: list[str] = []
+        self.retry_after_s: float | None = None
+        for detail in status.details:
+            info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+            if detail.Unpack(info):
+                self.reason = info.reason
+            elif detail.Unpack(bad):
+                self.fields = [violation.field for violation in bad.field_violations]
+            elif detail.Unpack(retry):
+                self.retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
+
+
+def refused(call: Callable[[], object]) -> Refusal:
+    """What the call is refused with."""
+    try:
+        answer = call()
+    except grpc.RpcError as error:
+        return Refusal(error)
+    raise AssertionError(f"it was not refused: {answer}")

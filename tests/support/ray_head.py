@@ -1,0 +1,122 @@
+"""A Ray head of the test's own, started by itself on free loopback ports, with its own folder and session."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 20.0
+STARTED = "This command will now block"
+
+
+@dataclass(frozen=True)
+class RayHead:
+    """`pid` is that of `ray start`; all that it started is in its session."""
+
+    address: str
+    dashboard: str
+    pid: int
+    folder: Path
+
+    def processes(self, title: str = "") -> list[int]:
+        """The pids of this head's processes whose title begins with `title`, e.g. `ray::ServeReplica`."""
+        return [pid for pid in _session(self.pid) if _title(pid).startswith(title)]
+
+    def kill(self) -> None:
+        """SIGKILLs the head and every worker, as when the machine goes."""
+        until = time.monotonic() + STOP_TIMEOUT_S
+        # Again until none is left: a dying raylet may have one more worker under way.
+        while (pids := _session(self.pid)) and time.monotonic() < until:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(self.pid, os.WNOHANG)
+            time.sleep(0.05)
+
+
+@contextmanager
+def ray_head(*, num_cpus: int = 4, port: int | None = None) -> Iterator[RayHead]:
+    """Runs a head with so many logical CPUs; on `port`, where another one lived before. The dashboard is kept, since
+    Ray Train's cleaner asks it."""
+    # Not below pytest's folder: Ray's unix sockets lie in here, and their paths may have 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    head = _start(folder, num_cpus, port or free_port())
+    try:
+        yield head
+    finally:
+        head.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _start(folder: Path, num_cpus: int, port: int) -> RayHead:
+    dashboard_port = free_port()
+    options = {
+        "node-ip-address": HOST,
+        "port": port,
+        "num-cpus": num_cpus,
+        "temp-dir": folder,
+        "dashboard-host": HOST,
+        "dashboard-port": dashboard_port,
+        "dashboard-agent-listen-port": free_port(),
+        "ray-client-server-port": free_port(),
+    }
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
+    log = folder / "start.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *(f"--{name}={value}" for name, value in options.items())],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    head = RayHead(f"{HOST}:{port}", f"http://{HOST}:{dashboard_port}", process.pid, folder)
+    until = time.monotonic() + START_TIMEOUT_S
+    while STARTED not in log.read_text(errors="replace"):
+        if process.poll() is not None or time.monotonic() > until:
+            said = log.read_text(errors="replace")
+            head.kill()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise RuntimeError(f"Ray did not start:\n{said}")
+        time.sleep(0.1)
+    return head
+
+
+def _session(leader: int) -> list[int]:
+    """The live processes of a session; Ray's workers have process groups of their own, but no sessions."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with suppress(OSError):
+            # pid (name) state ppid pgrp session …; a name may hold spaces and brackets
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == leader and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def _title(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return ""

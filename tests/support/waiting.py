@@ -1,0 +1,17 @@
+"""Waiting for a condition, instead of sleeping and hoping."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+INTERVAL_S = 0.02
+
+
+def wait_until(holds: Callable[[], bool], what: str, within_s: float = 30.0) -> None:
+    """Returns once `holds()`; fails the test, naming `what`, if it does not in time."""
+    deadline = time.monotonic() + within_s
+    while not holds():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {within_s:g} s for {what}")
+        time.sleep(INTERVAL_S)

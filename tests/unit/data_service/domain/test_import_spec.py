@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import PurePosixPath
+
+import pytest
+
+from data_service.domain.import_spec import HoldOut, ImportSpec, Source, check
+from shared.errors import InvalidArgument
+
+ROOTS = [PurePosixPath("/in")]
+TRAIN = Source(
+    split="train", format="idx", uris={"idx.images_uri": "file:///in/images", "idx.labels_uri": "file:///in/labels"}
+)
+TEST = Source(split="test", format="parquet", uris={"parquet.uri": "s3://bucket/test.parquet"})
+CUT = HoldOut(from_split="train", to_split="validation", fraction=0.1, seed=1)
+SPEC = ImportSpec(sources=[TRAIN, TEST, replace(TRAIN)], hold_outs=[CUT])
+
+
+def refused_fields(spec: ImportSpec) -> list[str]:
+    with pytest.raises(InvalidArgument) as refused:
+        check(spec, ROOTS, s3=True)
+    return [field for field, _ in refused.value.fields]
+
+
+def test_a_whole_spec_is_accepted() -> None:
+    check(SPEC, ROOTS, s3=True)
+
+
+def test_imported_splits_come_first_in_the_order_of_their_sources() -> None:
+    assert SPEC.splits == ["train", "test", "validation"]
+
+
+def test_a_spec_survives_the_log() -> None:
+    assert ImportSpec.from_record(json.loads(json.dumps(SPEC.as_record()))) == SPEC
+
+
+def test_every_wrong_field_is_named_at_once() -> None:
+    spec = ImportSpec(
+        sources=[
+            replace(TRAIN, split="Train"),
+            replace(TEST, uris={"parquet.uri": "file:///etc/passwd"}),
+            Source(split="x", format="", uris={}),
+        ],
+        hold_outs=[
+            HoldOut(from_split="nowhere", to_split="v", fraction=0.1, seed=0),
+            HoldOut(from_split="x", to_split="test", fraction=1.0, seed=0),
+            HoldOut(from_split="x", to_split="v", fraction=float("nan"), seed=0),
+        ],
+    )
+    assert refused_fields(spec) == [
+        "sources[0].split",
+        "sources[1].parquet.uri",
+        "sources[2]",
+        "hold_outs[0].from_split",
+        "hold_outs[1].to_split",
+        "hold_outs[1].fraction",
+        "hold_outs[2].to_split",
+        "hold_outs[2].fraction",
+    ]
+
+
+@pytest.mark.parametrize("sources", [[], [TRAIN] * 65], ids=["none", "too many"])
+def test_a_version_has_1_to_64_sources(sources: list[Source]) -> None:
+    assert refused_fields(ImportSpec(sources=sources, hold_outs=[])) == ["sources"]
+
+
+def test_there_are_at_most_64_hold_outs() -> None:
+    assert refused_fields(ImportSpec(sources=[TRAIN], hold_outs=[CUT] * 65)) == ["hold_outs"]

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+import pytest
+
+from data_service.domain.uris import FileSource, S3Source, UriRefused, check_allowed, parse_uri
+
+ROOTS = [PurePosixPath("/data/in")]
+
+
+def test_files_and_objects_are_told_apart() -> None:
+    assert parse_uri("file:///data/in/a%20b.gz") == FileSource(PurePosixPath("/data/in/a b.gz"))
+    assert parse_uri("s3://bucket/deep/key.parquet") == S3Source("bucket", "deep/key.parquet")
+
+
+@pytest.mark.parametrize(
+    ("uri", "remedy"),
+    [
+        ("", "1 to 2048"),
+        ("x" * 3000, "1 to 2048"),
+        ("/data/in/a", "scheme file or s3"),
+        ("http://host/a", "scheme file or s3"),
+        ("file://host/data/in/a", "no host"),
+        ("file:data/in/a", "absolute path"),
+        ("file:///data/in/../../etc/passwd", "without '..'"),
+        ("file:///data/in/%2e%2e/%2e%2e/etc/passwd", "without '..'"),
+        ("file:///data/in/a%00b", "zero byte"),
+        ("file:///data/in/a?b", "leave out"),
+        ("s3://bucket", "s3://bucket/key"),
+        ("s3://B!/key", "s3://bucket/key"),
+        ("s3://bucket/../key", "s3://bucket/key"),
+        ("file://[/a", "file:///absolute/path"),
+    ],
+)
+def test_a_malformed_uri_is_refused_with_the_remedy(uri: str, remedy: str) -> None:
+    with pytest.raises(UriRefused, match=remedy):
+        parse_uri(uri)
+
+
+def test_files_below_a_root_are_allowed() -> None:
+    check_allowed(parse_uri("file:///data/in/deep/a"), ROOTS, s3=False)
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "/data", "/data/into/a", "/data/in2/a"])
+def test_files_elsewhere_are_refused(path: str) -> None:
+    with pytest.raises(UriRefused, match="MILLRACE_IMPORT_ROOTS"):
+        check_allowed(parse_uri(f"file://{path}"), ROOTS, s3=True)
+
+
+def test_without_roots_no_file_is_read() -> None:
+    with pytest.raises(UriRefused, match="MILLRACE_IMPORT_ROOTS set"):
+        check_allowed(parse_uri("file:///data/in/a"), [], s3=True)
+
+
+def test_without_an_endpoint_no_object_is_read() -> None:
+    check_allowed(parse_uri("s3://bucket/key"), [], s3=True)
+    with pytest.raises(UriRefused, match="no S3 endpoint"):
+        check_allowed(parse_uri("s3://bucket/key"), [], s3=False)

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import pytest
+
+from inference_service.domain.batch_times import BatchTimes, bucket, buckets
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, 1), (2, 2), (3, 4), (32, 32), (33, 64)])
+def test_buckets_are_powers_of_two(rows: int, expected: int) -> None:
+    assert bucket(rows) == expected
+
+
+@pytest.mark.parametrize(("max_rows", "expected"), [(1, [1]), (2, [1, 2]), (32, [1, 2, 4, 8, 16, 32]), (24, [1, 2, 4, 8, 16, 24])])
+def test_warm_sizes_end_with_the_largest_batch(max_rows: int, expected: list[int]) -> None:
+    assert buckets(max_rows) == expected
+
+
+def test_nothing_known_expects_nothing() -> None:
+    assert BatchTimes().expected_s(8) == 0.0
+
+
+def test_an_unseen_size_is_estimated_from_the_next_smaller() -> None:
+    times = BatchTimes({1: 0.005, 8: 0.010})
+    assert times.expected_s(4) == 0.005
+    assert times.expected_s(32) == 0.010
+
+
+def test_estimates_follow_what_is_measured() -> None:
+    times = BatchTimes({8: 0.010})
+    for _ in range(50):
+        times.learn(7, 0.020)
+    assert times.expected_s(8) == pytest.approx(0.020, rel=0.01)

@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference_service.batcher import Batcher
+from inference_service.domain.batch_times import BatchTimes
+from inference_service.domain.batching import Limits
+from inference_service.domain.signature import Rows
+from inference_service.domain.tensors import Array
+from shared.errors import DataLoss, DeadlineExceeded, MillraceError, ResourceExhausted, Unavailable
+
+
+class Doubler:
+    """A model of one number a row that works when it is told to; remembers the sizes of its batches."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.given_up = 0
+        self.may_work = asyncio.Event()
+        self.error: MillraceError | None = None
+
+    async def forward(self, rows: Rows) -> list[Array]:
+        self.sizes.append(len(rows))
+        try:
+            await self.may_work.wait()
+        except asyncio.CancelledError:
+            self.given_up += 1
+            raise
+        if self.error is not None:
+            raise self.error
+        return [rows.values * 2, -rows.values]
+
+
+def rows(*values: int, form: str = "raw") -> Rows:
+    return Rows(form, np.array(values))
+
+
+def batcher(model: Doubler, **limits: Any) -> Batcher:
+    defaults: dict[str, Any] = {"max_rows": 4, "max_delay_s": 0.0, "max_queued_rows": 100, "max_in_flight": 1}
+    return Batcher(model, Limits(**{**defaults, **limits}), BatchTimes())
+
+
+def on_a_loop(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(10):
+            await scenario()
+
+    asyncio.run(bounded())
+
+
+async def settle() -> None:
+    """Lets everything run that can run without the model."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def submit(one: Batcher, what: Rows, remaining_s: float | None = None) -> asyncio.Task[Any]:
+    return asyncio.create_task(one.submit(what, remaining_s))
+
+
+def test_each_request_gets_its_own_rows_back() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        one = batcher(model)
+        first = submit(one, rows(1))
+        await settle()  # it occupies the model; the others gather behind it
+        others = [submit(one, rows(2, 3)), submit(one, rows(4)), submit(one, rows(5, 6))]
+        await settle()
+        model.may_work.set()
+        answers = [[output.tolist() for output in await task] for task in (first, *others)]
+        assert answers == [[[2], [-1]], [[4, 6], [-2, -3]], [[8], [-4]], [[10, 12], [-5, -6]]]
+        assert model.sizes == [1, 3, 2]
+
+    on_a_loop(scenario)
+
+
+def test_a_request_larger_than_a_batch_is_cut_and_put_together_again() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        model.may_work.set()
+        doubled, negated = await batcher(model).submit(rows(*range(10)), None)
+        assert doubled.tolist() == [2 * value for value in range(10)]
+        assert negated.tolist() == [-value for value in range(10)]
+        assert model.sizes == [4, 4, 2]
+
+    on_a_loop(scenario)
+
+
+def test_a_request_alone_reaches_the_model_without_a_copy() -> None:
+    async def scenario() -> None:
+        seen: list[Array] = []
+
+        class Watcher:
+            async def forward(self, given: Rows) -> list[Array]:
+                seen.append(given.values)
+                return [given.values]
+
+        sent = rows(1, 2)
+        await Batcher(Watcher(), Limits(max_rows=4, max_delay_s=0, max_queued_rows=9, max_in_flight=1), BatchTimes()).submit(
+            sent, None
+        )
+        assert np.shares_memory(seen[0], sent.values)
+
+    on_a_loop(scenario)
+
+
+def test_a_cancelled_request_never_reaches_the_model() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        one = batcher(model)
+        first = submit(one, rows(1))
+        await settle()
+        second = submit(one, rows(2, 3, 4))
+        third = submit(one, rows(5))
+        await settle()
+        second.cancel()
+        await settle()
+        model.may_work.set()
+        await asyncio.gather(first, third)
+        assert model.sizes == [1, 1]
+
+    on_a_loop(scenario)
+
+
+def test_a_batch_that_nobody_waits_for_is_given_up() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        one = batcher(model)
+        task = submit(one, rows(1))
+        await settle()
+        task.cancel()
+        await settle()
+        assert model.given_up == 1
+        model.may_work.set()
+        assert (await one.submit(rows(7), None))[0].tolist() == [14]  # its place is free again
+
+    on_a_loop(scenario)
+
+
+def test_a_batch_that_somebody_still_waits_for_goes_on() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        one = batcher(model)
+        blocker = submit(one, rows(0))
+        await settle()
+        gone, staying = submit(one, rows(1)), submit(one, rows(2))
+        await settle()
+        model.may_work.set()
+        await blocker
+        model.may_work.clear()
+        await settle()
+        gone.cancel()
+        await settle()
+        model.may_work.set()
+        assert (await staying)[0].tolist() == [4]
+        assert (model.sizes, model.given_up) == ([1, 2], 0)
+
+    on_a_loop(scenario)
+
+
+def test_a_full_queue_refuses_and_empties_when_its_callers_leave() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        one = batcher(model, max_queued_rows=4)
+        tasks = [submit(one, rows(0))]
+        await settle()
+        tasks += [submit(one, rows(1, 2, 3, 4))]
+        await settle()
+        with pytest.raises(ResourceExhausted) as refused:
+            await one.submit(rows(5), None)
+        assert refused.value.retry_after_s is not None
+        for task in tasks:
+            task.cancel()
+        await settle()
+        model.may_work.set()
+        assert (await one.submit(rows(6, 7, 8, 9), None))[0].tolist() == [12, 14, 16, 18]
+
+    on_a_loop(scenario)
+
+
+def test_a_deadline_that_has_passed_is_refused_before_the_model() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        with pytest.raises(DeadlineExceeded):
+            await batcher(model).submit(rows(1), 0.0)
+        assert model.sizes == []
+
+    on_a_loop(scenario)
+
+
+def test_rows_that_expire_in_the_queue_are_refused_when_their_turn_comes() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        one = batcher(model)
+        first = submit(one, rows(1))
+        await settle()
+        second = submit(one, rows(2), 0.02)
+        await asyncio.sleep(0.05)
+        model.may_work.set()
+        await first
+        with pytest.raises(DeadlineExceeded):
+            await second
+        assert model.sizes == [1]
+
+    on_a_loop(scenario)
+
+
+def test_an_error_of_the_model_reaches_every_request_of_the_batch() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        one = batcher(model)
+        tasks = [submit(one, rows(1))]
+        await settle()
+        tasks += [submit(one, rows(2)), submit(one, rows(3))]
+        await settle()
+        model.error = DataLoss("the weights are damaged")
+        model.may_work.set()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [DataLoss] * 3
+
+    on_a_loop(scenario)
+
+
+def test_draining_answers_what_is_there_and_refuses_what_comes() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        one = batcher(model)
+        tasks = [submit(one, rows(1)), submit(one, rows(2))]
+        await settle()
+        draining = asyncio.create_task(one.drain(5))
+        await settle()
+        with pytest.raises(Unavailable):
+            await one.submit(rows(3), None)
+        model.may_work.set()
+        await draining
+        assert [(await task)[0].tolist() for task in tasks] == [[2], [4]]
+
+    on_a_loop(scenario)
+
+
+def test_draining_gives_up_what_takes_too_long() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        one = batcher(model)
+        tasks = [submit(one, rows(1)), submit(one, rows(2))]
+        await settle()
+        await one.drain(0.02)
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [Unavailable, Unavailable]
+
+    on_a_loop(scenario)

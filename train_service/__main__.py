@@ -1,0 +1,58 @@
+"""Composition root of the train service: settings, store, domain, servicer, server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from grpc import aio
+
+from millrace.train.v1 import train_service_pb2, train_service_pb2_grpc
+from shared.grpc_server import serve
+from shared.jobs.supervisor import supervise
+from shared.settings import ServiceSettings, SettingsError, service_settings
+from shared.storage import open_store, probe
+from shared.storage.opening import ensure_bucket
+from shared.storage.probe import StoreRefused
+from shared.telemetry import configure_logging
+from train_service.servicer import TrainServicer
+from train_service.training_jobs import TrainingJobs, warm_up
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_LISTEN = "127.0.0.1:50052"
+
+
+async def main(settings: ServiceSettings) -> None:
+    ensure_bucket(settings.store)
+    store = open_store(settings.store)
+    probe(store)
+    jobs = TrainingJobs(store)
+    stop = asyncio.Event()
+
+    def register(server: aio.Server) -> Sequence[str]:
+        train_service_pb2_grpc.add_TrainServiceServicer_to_server(TrainServicer(jobs), server)
+        return [train_service_pb2.DESCRIPTOR.services_by_name["TrainService"].full_name]
+
+    tasks = [asyncio.create_task(asyncio.to_thread(warm_up))]
+    if settings.ray_address:
+        tasks.append(asyncio.create_task(supervise("train_service.reconciler", stop)))
+    await serve(settings.listen, register, stop=stop)
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.gather(*tasks)
+
+
+if __name__ == "__main__":
+    try:
+        chosen = service_settings(os.environ, DEFAULT_LISTEN)
+    except SettingsError as error:
+        sys.exit(f"train_service: {error}")
+    configure_logging("train", chosen.log_level)
+    try:
+        asyncio.run(main(chosen))
+    except StoreRefused as error:
+        sys.exit(f"train_service: {error}")

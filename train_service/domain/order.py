@@ -1,0 +1,111 @@
+"""The order of rows in an epoch: a pure function of position, over a fixed number of lanes.
+
+The blocks of a split (its row groups, or ranges of rows where there are few) are permuted; the permuted sequence is cut
+into L lanes of equal length, and each lane is shuffled within windows of its own. Positions are dealt out to lanes like
+cards: position p is row p div L of lane p mod L. So any position is found without walking to it, a step takes rows from
+every lane, and whoever owns whole lanes reads whole stretches of the files.
+
+After the canonical-node order of MosaicML Streaming (`base/shuffle/py1s.py`), with lanes independent of the number of
+workers. N = rows of the split, L = lanes, n = rows of one lane.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+# So many blocks a lane at least, where the rows allow: fewer would leave neighbours together.
+BLOCKS_PER_LANE = 4
+WINDOW_ROWS = 1024
+
+# What a permutation is for; part of its key.
+BLOCKS, WINDOW = 0, 1
+
+
+def permutation(count: int, *key: int) -> Ints:
+    """A permutation of range(count) that depends on nothing but `key`.
+
+    The sort of a counter-based stream (Philox 4x64-10, Salmon et al. 2011): numpy promises that stream for ever, but
+    not how its own `permutation` uses one.
+    """
+    stream: Any = np.random.Philox(np.random.SeedSequence(key))
+    return np.argsort(stream.random_raw(count), kind="stable").astype(np.int64)
+
+
+def blocks_of(row_groups: Sequence[int], lanes: int) -> Ints:
+    """Cuts row groups, given as row counts, into blocks: an (blocks, 2) array of first row and row count.
+
+    A block never crosses a row group. Row groups stay whole when there are enough of them.
+    """
+    total = sum(row_groups)
+    longest = max(1, -(-total // (lanes * BLOCKS_PER_LANE)))
+    whole = len(row_groups) >= lanes * BLOCKS_PER_LANE
+    blocks, first = [], 0
+    for rows in row_groups:
+        pieces = 1 if whole else -(-rows // longest)
+        cuts = [first + rows * piece // pieces for piece in range(pieces + 1)]
+        blocks += [(start, end - start) for start, end in itertools.pairwise(cuts) if end > start]
+        first += rows
+    return np.asarray(blocks, np.int64).reshape(-1, 2)
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """One epoch's order. Rows are counted from 0 at the beginning of the split."""
+
+    starts: Ints
+    """The first row of each block, in the permuted sequence."""
+    ends: Ints
+    """Where each block ends in the permuted sequence."""
+    lanes: int
+    seed: int
+    epoch: int
+    window_rows: int = WINDOW_ROWS
+
+    @property
+    def row_count(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def lane_rows(self, lane: int) -> int:
+        """n: the first N mod L lanes have one row more."""
+        return self.row_count // self.lanes + (lane < self.row_count % self.lanes)
+
+    def windows(self, lane: int) -> int:
+        return -(-self.lane_rows(lane) // self.window_rows)
+
+    def window(self, lane: int, number: int) -> Ints:
+        """The rows of one window of a lane, in their order."""
+        share, extra = divmod(self.row_count, self.lanes)
+        lane_start = lane * share + min(lane, extra)
+        begin = number * self.window_rows
+        end = min(begin + self.window_rows, self.lane_rows(lane))
+        shuffled = permutation(end - begin, self.seed, self.epoch, WINDOW, lane, number)
+        return self._rows_at(lane_start + begin + shuffled)
+
+    def rows(self, positions: Ints) -> Ints:
+        """The rows at these positions of the epoch."""
+        lanes, indices = positions % self.lanes, positions // self.lanes
+        result = np.empty_like(positions)
+        for lane, number in {*zip(lanes.tolist(), (indices // self.window_rows).tolist(), strict=True)}:
+            mine = (lanes == lane) & (indices // self.window_rows == number)
+            result[mine] = self.window(lane, number)[indices[mine] % self.window_rows]
+        return result
+
+    def _rows_at(self, sequence: Ints) -> Ints:
+        block = np.searchsorted(self.ends, sequence, side="right")
+        begins = np.where(block > 0, self.ends[block - 1], 0)
+        rows: Ints = self.starts[block] + sequence - begins
+        return rows
+
+
+def epoch_order(blocks: Ints, lanes: int, seed: int, epoch: int, window_rows: int = WINDOW_ROWS) -> EpochOrder:
+    """The order of `epoch` over `blocks` (from `blocks_of`)."""
+    permuted = blocks[permutation(len(blocks), seed, epoch, BLOCKS)]
+    return EpochOrder(permuted[:, 0], np.cumsum(permuted[:, 1]), lanes, seed, epoch, window_rows)

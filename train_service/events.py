@@ -1,0 +1,60 @@
+"""What happened in a run, numbered without gaps: a log of its own beside the job's, fenced by attempts like it."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shared.log import Record, ResourceLog
+from shared.storage import ObjectStore
+
+
+class EventKind(enum.StrEnum):
+    """Named as the fields of `millrace.train.v1.TrainingEvent`."""
+
+    ATTEMPT_STARTED = "attempt_started"
+    PROGRESS = "progress"
+    VALIDATED = "validated"
+    CHECKPOINT_COMMITTED = "checkpoint_committed"
+    WARNING = "warning"
+
+
+@dataclass(frozen=True)
+class Event:
+    """`sequence` counts from 1; `time` is in seconds since the epoch; `payload` fits the message of its kind."""
+
+    sequence: int
+    time: float
+    attempt: int
+    kind: EventKind
+    payload: dict[str, Any]
+
+
+class EventLog:
+    """The events of `trainingJobs/{j}`. One writer or reader each; not shared between threads."""
+
+    def __init__(self, store: ObjectStore, job_name: str) -> None:
+        self._log = ResourceLog(store, f"{job_name}/events/log")
+
+    def append(self, attempt: int, kind: EventKind, payload: dict[str, Any]) -> None:
+        """Raises `StaleAttempt` once a later attempt has written."""
+        state = {"time": time.time(), "kind": kind, "payload": payload}
+        self._log.update(lambda _: state, attempt=attempt)
+
+    def last_sequence(self) -> int:
+        head = self._log.head()
+        return head.number if head else 0
+
+    def after(self, sequence: int) -> Iterator[Event]:
+        """The events written so far behind `sequence`."""
+        while (record := self._log.read(sequence + 1)) is not None:
+            yield _event(record)
+            sequence += 1
+
+
+def _event(record: Record) -> Event:
+    state = record.state
+    return Event(record.number, state["time"], record.attempt, EventKind(state["kind"]), state["payload"])

@@ -1,0 +1,224 @@
+"""The training loop of one rank. Ray Train runs it on every worker of an attempt."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ray.train
+import ray.train.torch
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry
+from shared.dataset_version import VersionReader, load_version
+from shared.models import build_model
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
+from shared.telemetry import configure_logging, identity
+from shared.transforms import Pipeline, TensorSpec
+from train_service.domain.schedule import learning_rate
+from train_service.domain.seeds import noise_seed
+from train_service.domain.slices import loss_scale
+from train_service.domain.spec import TrainingSpec
+from train_service.evaluation import evaluate
+from train_service.events import EventKind
+from train_service.loader import Batch, Loader, Plan
+from train_service.progress import ProgressMeter
+from train_service.ranks import PendingSum, Ranks, settle_buckets
+from train_service.reporting import CANCEL, GO_ON, Reporter
+from train_service.row_cache import RowCache
+from train_service.snapshots import CheckpointWriter, as_message, newest_good, restore
+
+logger = logging.getLogger(__name__)
+
+CACHE_BYTES = 512 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """What an attempt tells its workers; plain values, for they travel."""
+
+    store: StoreSettings
+    job_name: str
+    attempt: int
+    spec: TrainingSpec
+    model_input: TensorSpec
+
+
+def train_loop(config: dict[str, Any]) -> None:
+    """Entry point of a worker. Returns when the run is done, or when it was asked to end; the job's log says which."""
+    loop_config: LoopConfig = config["loop"]
+    context = ray.train.get_context()
+    configure_logging("train-worker", "INFO")
+    torch.set_num_threads(loop_config.spec.threads_per_worker)
+    ranks = Ranks(context.get_world_rank(), context.get_world_size(), ray.train.torch.get_device())
+    with identity(job=loop_config.job_name, attempt=str(loop_config.attempt), rank=str(ranks.rank)):
+        try:
+            Run(loop_config, ranks).run()
+        except Stopped as stopped:
+            logger.info("stopped early: %s", stopped)
+
+
+class Stopped(Exception):
+    """The run should end before its last step."""
+
+
+class Run:
+    """One rank's part of one attempt."""
+
+    def __init__(self, config: LoopConfig, ranks: Ranks) -> None:
+        self._config = config
+        self._spec = config.spec
+        self._ranks = ranks
+        self._store: ObjectStore = open_store(config.store)
+        self._version = load_version(self._store, self._spec.dataset_version)
+        self._pipeline = Pipeline.from_config(self._spec.transform, self._spec.input_column)
+        self._loader = Loader(self._row_cache(self._spec.train_split), self._pipeline, self._plan())
+        self._registry = CheckpointRegistry(self._store, config.job_name)
+        torch.manual_seed(self._spec.seed)
+        self._model = build_model(self._spec.model).to(ranks.device)
+        self._optimizer = self._build_optimizer()
+
+    def run(self) -> None:
+        with contextlib.ExitStack() as stack:
+            reporter = None
+            if self._ranks.rank == 0:
+                reporter = Reporter(self._store, self._config.job_name, self._config.attempt)
+                stack.enter_context(reporter)
+            self._run(reporter)
+
+    def _run(self, reporter: Reporter | None) -> None:
+        first_step = self._resume(reporter)
+        model = self._ranks.wrap(self._model)
+        if model is not self._model:
+            settle_buckets(model, self._model, self._example())
+        writer = self._writer(reporter) if reporter else None
+        meter = ProgressMeter(reporter, self._loader.total_steps, self._loader.steps_per_epoch)
+        pending: PendingSum | None = None
+        for batch in self._loader.batches(first_step):
+            local = self._step(model, batch)
+            if pending is not None:
+                self._stop_if_asked(meter.add(pending.result()))
+            # Taken up after the next step, so that no step waits for the sum.
+            pending = self._ranks.add([*local, float(reporter.stop_reason) if reporter else 0.0])
+            meter.done(batch)
+            self._after_step(batch, writer, reporter)
+        if pending is not None:
+            meter.add(pending.result())
+        if writer is not None:
+            writer.wait()
+            writer.close()
+
+    def _step(self, model: nn.Module, batch: Batch) -> list[float]:
+        """One optimiser step. Returns this rank's summed loss, right answers and rows."""
+        spec, step = self._spec, batch.step
+        # All noise of the step depends on where it is, not on what ran before.
+        torch.manual_seed(noise_seed(spec.seed, step, self._ranks.rank))
+        model.train()
+        inputs_BCHW = torch.from_numpy(batch.inputs).to(self._ranks.device, non_blocking=True)
+        labels_B = torch.from_numpy(batch.labels).to(self._ranks.device, non_blocking=True)
+        logits_BK = model(inputs_BCHW)
+        loss_sum = F.cross_entropy(logits_BK, labels_B, reduction="sum")
+        self._optimizer.zero_grad(set_to_none=True)
+        (loss_sum * loss_scale(self._ranks.world_size, batch.step_rows)).backward()  # type: ignore[no-untyped-call]
+        rate = learning_rate(spec.optimizer.schedule, spec.optimizer.learning_rate, step, self._loader.total_steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        right = (logits_BK.argmax(1) == labels_B).sum()
+        return [loss_sum.item(), right.item(), float(len(batch.labels))]
+
+    def _after_step(self, batch: Batch, writer: CheckpointWriter | None, reporter: Reporter | None) -> None:
+        done = batch.step + 1
+        epoch_done = done % self._loader.steps_per_epoch == 0
+        metrics: dict[str, float] = {}
+        if epoch_done and self._spec.validation_split:
+            metrics = self._validate(batch.epoch, done, reporter)
+        every = self._spec.checkpoint_every_steps
+        if writer is not None and (epoch_done or (every and done % every == 0)):
+            writer.save(self._content(done, metrics), self._model, self._optimizer)
+
+    def _validate(self, epoch: int, step: int, reporter: Reporter | None) -> dict[str, float]:
+        cache = self._row_cache(self._spec.validation_split)
+        loss, accuracy, rows = evaluate(self._model, cache, self._pipeline, self._ranks)
+        if reporter:
+            reporter.tell(EventKind.VALIDATED, step=step, epoch=epoch, loss=loss, accuracy=accuracy, row_count=rows)
+        return {"validation_loss": loss, "validation_accuracy": accuracy}
+
+    def _resume(self, reporter: Reporter | None) -> int:
+        """Restores the newest good checkpoint, which rank 0 chooses for all. Returns the first step to do."""
+        chosen: dict[str, Any] | None = None
+        if reporter:
+            entries = self._registry.fence(self._config.attempt)
+            entry = newest_good(self._store, entries, lambda text: reporter.tell(EventKind.WARNING, text=text))
+            chosen = as_message(entry)
+            reporter.tell(
+                EventKind.ATTEMPT_STARTED,
+                num_workers=self._ranks.world_size,
+                step=entry.step if entry else 0,
+                checkpoint=entry.name if entry else "",
+            )
+        chosen = self._ranks.share(chosen)
+        if chosen is None:
+            return 0
+        entry = CheckpointEntry(**chosen)
+        restore(self._store, entry, self._model, self._optimizer, self._ranks.device)
+        logger.info("resuming from %s at step %d", entry.name, entry.step)
+        return entry.step
+
+    def _stop_if_asked(self, stop_reason: int) -> None:
+        """Every rank has the same sum, so all end after the same step."""
+        if stop_reason == GO_ON:
+            return
+        self._loader.close()
+        raise Stopped("cancelled" if stop_reason == CANCEL else "a later attempt has taken over")
+
+    def _writer(self, reporter: Reporter) -> CheckpointWriter:
+        def told(entry: CheckpointEntry) -> None:
+            reporter.tell(EventKind.CHECKPOINT_COMMITTED, **asdict(entry))
+
+        return CheckpointWriter(self._store, self._registry, self._config.attempt, told)
+
+    def _content(self, step: int, metrics: dict[str, float]) -> CheckpointContent:
+        return CheckpointContent(
+            training_job=self._config.job_name,
+            dataset_version=self._spec.dataset_version,
+            dataset_manifest_sha256=self._version.manifest_sha256,
+            step=step,
+            epoch=step // self._loader.steps_per_epoch,
+            seed=self._spec.seed,
+            metrics=metrics,
+            model=self._spec.model,
+            transform=self._spec.transform,
+            model_input=self._config.model_input,
+        )
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._spec.optimizer
+        kind = getattr(torch.optim, optimizer.name)
+        built: torch.optim.Optimizer = kind(self._model.parameters(), lr=optimizer.learning_rate, **optimizer.kwargs)
+        return built
+
+    def _row_cache(self, split: str) -> RowCache:
+        spec = self._spec
+        reader = VersionReader(self._store, self._version)
+        return RowCache(reader, split, spec.input_column, spec.label_column, spec.model.num_classes, CACHE_BYTES)
+
+    def _plan(self) -> Plan:
+        spec = self._spec
+        return Plan(
+            seed=spec.seed,
+            lanes=spec.lanes,
+            global_batch=spec.global_batch_size,
+            epochs=spec.epochs,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+        )
+
+    def _example(self) -> torch.Tensor:
+        prepared = self._pipeline.output(self._config.model_input)
+        return torch.zeros((2, *prepared.shape), device=self._ranks.device)

@@ -1,0 +1,67 @@
+"""What the ranks of one attempt do together: wrapping the model, agreeing, adding up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Ranks:
+    """The process group of an attempt, which Ray Train has set up; a group of one needs none."""
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model with its gradients averaged over ranks in backward."""
+        if self.world_size == 1:
+            return model
+        return DistributedDataParallel(model, device_ids=[self.device] if self.device.type == "cuda" else None)
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        box = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def add(self, values: list[float]) -> PendingSum:
+        """Starts adding up over ranks, in float64; the answer may be taken later, and is the same on every rank."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        work = dist.all_reduce(tensor, async_op=True) if self.world_size > 1 else None
+        return PendingSum(tensor, work)
+
+
+class PendingSum:
+    def __init__(self, tensor: torch.Tensor, work: Any) -> None:
+        self._tensor = tensor
+        self._work = work
+
+    def result(self) -> list[float]:
+        if self._work is not None:
+            self._work.wait()
+        values: list[float] = self._tensor.tolist()
+        return values
+
+
+def settle_buckets(wrapped: nn.Module, model: nn.Module, example_BCHW: torch.Tensor) -> None:
+    """Two throw-away passes, then gradients and buffers as before.
+
+    DDP reduces an attempt's first step in one bucket and rebuilds its buckets after it, which changes the last bits of
+    sums over three ranks and more. So a resumed run would differ from an undisturbed one in its first step. After these
+    passes every real step of every attempt uses the rebuilt buckets.
+    """
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    wrapped.train()
+    for _ in range(2):
+        wrapped(example_BCHW).sum().backward()
+    wrapped.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])

@@ -1,0 +1,91 @@
+"""How rank 0 tells the world: events and progress are written by a thread, so that no step waits for the store."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import time
+from typing import Any
+
+from shared.errors import Unavailable
+from shared.jobs import Jobs, JobState
+from shared.jobs.registry import progress_key
+from shared.log import StaleAttempt
+from shared.storage import ObjectStore
+from train_service.events import EventKind, EventLog
+
+logger = logging.getLogger(__name__)
+
+TRAIN_KIND = "train"
+REPORT_INTERVAL_S = 1.0
+WISH_INTERVAL_S = 1.0
+
+# Why a run should end early; ranks agree on the highest.
+GO_ON, CANCEL, STALE = 0, 1, 2
+
+
+class Reporter:
+    """Writes events in order, and reads the job's wish. Use as a context: leaving it writes what is left."""
+
+    def __init__(self, store: ObjectStore, job_name: str, attempt: int) -> None:
+        self._store = store
+        self._job_name = job_name
+        self._attempt = attempt
+        self._waiting: queue.Queue[tuple[EventKind, dict[str, Any]] | None] = queue.Queue()
+        self._ended = threading.Event()
+        self._stop_reason = GO_ON
+        self._threads = [
+            threading.Thread(target=self._write, name="events", daemon=True),
+            threading.Thread(target=self._watch, name="wishes", daemon=True),
+        ]
+
+    def __enter__(self) -> Reporter:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._waiting.put(None)
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+    def tell(self, kind: EventKind, **payload: Any) -> None:
+        """Queues an event; it is durable once the context is left."""
+        self._waiting.put((kind, payload))
+
+    @property
+    def stop_reason(self) -> int:
+        """GO_ON, CANCEL (a client wishes it) or STALE (a later attempt has taken over)."""
+        return self._stop_reason
+
+    def _write(self) -> None:
+        log = EventLog(self._store, self._job_name)
+        while (item := self._waiting.get()) is not None:
+            kind, payload = item
+            while True:
+                try:
+                    log.append(self._attempt, kind, payload)
+                    if kind is EventKind.PROGRESS:
+                        self._store.put(progress_key(self._job_name), json.dumps(payload).encode())
+                    break
+                except StaleAttempt:
+                    self._stop_reason = STALE
+                    return
+                except Unavailable as error:
+                    logger.warning("%s; the event waits", error.message)
+                    time.sleep(1.0)
+
+    def _watch(self) -> None:
+        jobs = Jobs(self._store, TRAIN_KIND)
+        while not self._ended.wait(WISH_INTERVAL_S):
+            try:
+                job = jobs.get(self._job_name, self._job_name)
+            except Unavailable:
+                continue
+            if job.attempt != self._attempt or job.state.final:
+                self._stop_reason = STALE
+            elif job.state is JobState.CANCELLING:
+                self._stop_reason = max(self._stop_reason, CANCEL)

@@ -1,0 +1,74 @@
+"""`millrace.train.v1.TrainService`: convert, delegate, convert."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from grpc import aio
+
+from millrace.train.v1 import resources_pb2, train_service_pb2, train_service_pb2_grpc
+from shared.requests import body_digest
+from train_service.converters import checkpoint_to_proto, event_to_proto, job_to_proto, spec_from_proto
+from train_service.training_jobs import JobView, TrainingJobs
+
+WATCH_INTERVAL_S = 0.25
+
+Context = aio.ServicerContext[Any, Any]
+
+
+class TrainServicer(train_service_pb2_grpc.TrainServiceServicer):
+    def __init__(self, jobs: TrainingJobs) -> None:
+        self._jobs = jobs
+
+    async def CreateTrainingJob(self, request: Any, context: Context) -> resources_pb2.TrainingJob:
+        spec = spec_from_proto(request.spec)
+        digest = body_digest(request)
+        view = await asyncio.to_thread(
+            self._jobs.create, request.training_job_id, spec, request.request_id, digest, request.validate_only
+        )
+        return job_to_proto(view)
+
+    async def GetTrainingJob(self, request: Any, context: Context) -> resources_pb2.TrainingJob:
+        return job_to_proto(await asyncio.to_thread(self._jobs.get, request.name))
+
+    async def ListTrainingJobs(self, request: Any, context: Context) -> train_service_pb2.ListTrainingJobsResponse:
+        views, token = await asyncio.to_thread(self._jobs.page, request.page_size, request.page_token)
+        return train_service_pb2.ListTrainingJobsResponse(
+            training_jobs=[job_to_proto(view) for view in views], next_page_token=token
+        )
+
+    async def CancelTrainingJob(self, request: Any, context: Context) -> resources_pb2.TrainingJob:
+        return job_to_proto(await asyncio.to_thread(self._jobs.cancel, request.name, request.etag))
+
+    async def WatchTrainingJob(
+        self, request: Any, context: Context
+    ) -> AsyncIterator[train_service_pb2.WatchTrainingJobResponse]:
+        sequence = request.after_sequence
+        view = await asyncio.to_thread(self._jobs.get, request.name)
+        await asyncio.to_thread(self._jobs.check_sequence, request.name, sequence)
+        sent: JobView | None = None
+        while True:
+            if sent is None or view.record != sent.record:
+                yield train_service_pb2.WatchTrainingJobResponse(job=job_to_proto(view))
+                sent = view
+            events = await asyncio.to_thread(self._jobs.events, request.name, sequence)
+            for event in events:
+                yield train_service_pb2.WatchTrainingJobResponse(event=event_to_proto(event))
+                sequence = event.sequence
+            if events:
+                continue
+            # The record was read before the events: once it is final and none are left, none will come.
+            if view.record.state.final:
+                return
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            view = await asyncio.to_thread(self._jobs.get, request.name)
+
+    async def ListCheckpoints(self, request: Any, context: Context) -> train_service_pb2.ListCheckpointsResponse:
+        entries, token = await asyncio.to_thread(
+            self._jobs.checkpoints, request.parent, request.page_size, request.page_token
+        )
+        return train_service_pb2.ListCheckpointsResponse(
+            checkpoints=[checkpoint_to_proto(entry) for entry in entries], next_page_token=token
+        )

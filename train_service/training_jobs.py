@@ -1,0 +1,142 @@
+"""Training jobs in the store: creating, reading, cancelling and watching them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from shared import names, paging
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry
+from shared.dataset_version import load_version
+from shared.errors import MillraceError, OutOfRange
+from shared.jobs import JobRecord, Jobs
+from shared.requests import claimed
+from shared.storage import ObjectStore
+from train_service.domain import spec as specs
+from train_service.domain.spec import TrainingSpec
+from train_service.events import Event, EventLog
+from train_service.model_check import check_model
+from train_service.reporting import TRAIN_KIND
+from train_service.version_fit import check_fits, with_defaults
+
+COLLECTION = "trainingJobs"
+PATTERN = "trainingJobs/{j}"
+# So many events in one look of a watcher.
+EVENTS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class JobView:
+    """A job as clients see it: its record, its progress so far and its checkpoints, oldest first."""
+
+    record: JobRecord
+    progress: dict[str, Any]
+    checkpoints: list[CheckpointEntry]
+
+
+class TrainingJobs:
+    """All methods block on the store, so call them from threads. Names are `trainingJobs/{j}`."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._jobs = Jobs(store, TRAIN_KIND)
+        # The first call imports torch, and first imports must not race.
+        self._checking = threading.Lock()
+
+    def create(self, job_id: str, spec: TrainingSpec, request_id: str, digest: str, validate_only: bool) -> JobView:
+        """The job is durable when this returns. Raises what the RPC's comment says; `digest` is the body's."""
+        names.check_id("training_job_id", job_id)
+        request_id = names.check_request_id("request_id", request_id)
+        spec = self._checked(spec)
+        now = time.time()
+        job = JobRecord(
+            uid=uuid.uuid4().hex,
+            name=f"{COLLECTION}/{job_id}",
+            spec={"training": spec.as_config()},
+            body_sha256=digest,
+            create_time=now,
+            update_time=now,
+            max_failures=spec.max_failures,
+        )
+        if validate_only:
+            return JobView(job, {}, [])
+        with claimed(self._store, TRAIN_KIND, request_id, digest, job.name) as claim:
+            if claim.repeated and (first := self._jobs.find(claim.name)):
+                return self._view(first)
+            with self._using(spec.dataset_version, job):
+                return JobView(self._jobs.create(job.name, job), {}, [])
+
+    def get(self, name: str) -> JobView:
+        names.parse("name", name, PATTERN)
+        return self._view(self._jobs.get(name, name))
+
+    def page(self, page_size: int, page_token: str) -> tuple[list[JobView], str]:
+        ids, token = paging.page(self._store.folders(COLLECTION), page_size, page_token)
+        found = [self._jobs.find(f"{COLLECTION}/{one}") for one in ids]
+        return [self._view(job) for job in found if job], token
+
+    def cancel(self, name: str, etag: str) -> JobView:
+        names.parse("name", name, PATTERN)
+        return self._view(self._jobs.cancel(name, name, etag))
+
+    def checkpoints(self, name: str, page_size: int, page_token: str) -> tuple[list[CheckpointEntry], str]:
+        names.parse("parent", name, PATTERN)
+        self._jobs.get(name, name)
+        entries = {entry.name: entry for entry in CheckpointRegistry(self._store, name).entries()}
+        chosen, token = paging.page(list(entries), page_size, page_token)
+        return [entries[one] for one in chosen], token
+
+    def events(self, name: str, after_sequence: int) -> list[Event]:
+        """The next ones that are written, at most `EVENTS_AT_ONCE`."""
+        return list(itertools.islice(EventLog(self._store, name).after(after_sequence), EVENTS_AT_ONCE))
+
+    def check_sequence(self, name: str, after_sequence: int) -> None:
+        """Raises `OutOfRange` for a sequence number that no event has."""
+        last = EventLog(self._store, name).last_sequence()
+        if not 0 <= after_sequence <= last:
+            raise OutOfRange(
+                f"after_sequence {after_sequence} is beyond the last event, {last}; use 0 to {last}",
+                reason="SEQUENCE_OUT_OF_RANGE",
+                metadata={"resource": name, "last_sequence": str(last)},
+                fields=[("after_sequence", f"use 0 to {last}")],
+            )
+
+    def _checked(self, spec: TrainingSpec) -> TrainingSpec:
+        names.parse("spec.dataset_version", spec.dataset_version, "datasets/{d}/versions/{v}")
+        specs.check(spec)
+        version = load_version(self._store, spec.dataset_version)
+        spec = with_defaults(spec, version)
+        model_input = check_fits(spec, version)
+        with self._checking:
+            check_model(spec, model_input)
+        return spec
+
+    @contextmanager
+    def _using(self, version_name: str, job: JobRecord) -> Iterator[None]:
+        """Marks the version as used, then looks again that it is ACTIVE: a deletion does it the other way round, so
+        whichever comes second sees the other."""
+        key = f"{version_name}/users/{TRAIN_KIND}-{job.uid}.json"
+        self._store.put(key, json.dumps({"user": job.name}).encode())
+        try:
+            load_version(self._store, version_name)
+            yield
+        except MillraceError:
+            self._store.delete(key)
+            raise
+
+    def _view(self, record: JobRecord) -> JobView:
+        return JobView(record, self._jobs.progress(record.name), CheckpointRegistry(self._store, record.name).entries())
+
+
+def warm_up() -> None:
+    """Imports what the first `create` needs, ahead of it."""
+    from shared.models import known_builders
+
+    known_builders()
