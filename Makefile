@@ -123,6 +123,11 @@ s3: ## the S3 server that tests start: MinIO, or versitygw where MinIO's module 
 
 # --- running ----------------------------------------------------------------------------------------------------
 
+# Ours beside the peers in one run; the last line is one JSON object.
+.PHONY: bench-loader
+bench-loader: install ## rows/s of ready training tensors, over torch's DataLoader
+	$(BIN)/python -m benchmarks.loader
+
 .PHONY: demo up down clean
 demo: install ## from raw data to a served model, on this machine (KEEP=1 leaves it running)
 	$(BIN)/millrace demo $(if $(filter-out 0,$(KEEP)),--keep)

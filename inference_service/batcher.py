@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -92,7 +92,7 @@ class Batcher:
     async def drain(self, within_s: float) -> None:
         """Takes no more rows and returns when all that it has are answered; gives up what is left after `within_s`."""
         self.close("the model is being taken out of service")
-        work = {*self._batches, *(entry.future for entry in self._queue)}
+        work: set[asyncio.Future[Any]] = {*self._batches, *(entry.future for entry in self._queue)}
         if work:
             await asyncio.wait(work, timeout=within_s)
         left = list(self._queue)

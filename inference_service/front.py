@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 
 from inference_service.models import Models
 from inference_service.ray_serve import ServeApplications
@@ -59,6 +60,10 @@ class Front:
                 await asyncio.to_thread(self._applications.connect, ray_address)
         except Exception as error:  # Ray's client raises half a dozen kinds here
             raise RayLost from error
+        # Ray's library put handlers of its own over ours, which print a stack as if SIGTERM were a crash.
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
         logger.info("joined Ray at %s", ray_address)
 
     def _serving(self) -> None:

@@ -60,7 +60,7 @@ class ServeApplications:
             name.removeprefix(self._prefix): Application(
                 running=app.status is ApplicationStatus.RUNNING,
                 failed=app.status is ApplicationStatus.DEPLOY_FAILED,
-                message=app.message,
+                message="\n".join([app.message, *(one.message for one in app.deployments.values())]),
             )
             for name, app in serve.status().applications.items()
             if name.startswith(self._prefix)

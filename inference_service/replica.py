@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from inference_service.domain.signature import Rows, Signature
 from inference_service.domain.tensors import Array
 from shared.checkpoint import load_checkpoint
+from shared.checkpoint.format import WEIGHTS
 from shared.errors import Internal, MillraceError, Unavailable
 from shared.settings import StoreSettings
 from shared.storage import open_store
@@ -79,12 +80,14 @@ class ModelReplica:
 
 
 def _load(spec: ReplicaSpec) -> tuple[Any, Loaded]:
+    # Before torch is imported, which takes seconds: a damaged checkpoint is told at once.
+    checkpoint = load_checkpoint(open_store(spec.store), spec.folder, spec.manifest_sha256)
+    weights = checkpoint.read(WEIGHTS)
     import torch
 
-    torch.set_num_threads(spec.threads)
     from inference_service.served_model import ServedModel
 
-    checkpoint = load_checkpoint(open_store(spec.store), spec.folder, spec.manifest_sha256)
-    model = ServedModel(checkpoint)
+    torch.set_num_threads(spec.threads)
+    model = ServedModel(checkpoint.content, weights)
     batch_s = model.warm_up(spec.max_batch_size)
     return model, Loaded(model.signature, checkpoint.content.dataset_version, batch_s)

@@ -9,13 +9,13 @@ import time
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 
 from inference_service.domain.batch_times import buckets
 from inference_service.domain.signature import FREE, Rows, Signature, TensorSpec
 from inference_service.domain.tensors import Array
-from shared.checkpoint import Checkpoint
-from shared.checkpoint.format import WEIGHTS
+from shared.checkpoint import CheckpointContent
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.models import build_model
 
@@ -24,20 +24,16 @@ WARM_UP_RUNS = 2  # the first pays for what the kernels prepare once per shape; 
 
 
 class ServedModel:
-    """Raises `DataLoss` (the weights are not what the manifest names) and `FailedPrecondition` (it does not load).
+    """Raises `FailedPrecondition` when the weights do not fit the model. Not for several threads at once."""
 
-    Not for several threads at once.
-    """
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        content = checkpoint.content
-        weights = checkpoint.read(WEIGHTS)
+    def __init__(self, content: CheckpointContent, weights: bytes) -> None:
+        """`weights` are the bytes of a safetensors file, verified."""
         try:
             self._pipeline = content.pipeline()
             prepared = self._pipeline.output(content.model_input)
             self.module = build_model(content.model)
             self.module.load_state_dict(load_safetensors(weights), strict=True)
-        except (InvalidArgument, RuntimeError, ValueError) as error:
+        except (InvalidArgument, RuntimeError, SafetensorError, ValueError) as error:
             raise FailedPrecondition(
                 f"the model of {content.training_job} does not load: {error}", reason="MODEL_DOES_NOT_LOAD"
             ) from error

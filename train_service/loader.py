@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,7 +49,7 @@ class Batch:
 
 
 class Loader:
-    """Batches of the train split. Its thread ends with `close`, or when all steps are taken."""
+    """Batches of the train split, any number of times; not shared between threads, since its cache is not."""
 
     def __init__(self, cache: RowCache, pipeline: Pipeline, plan: Plan) -> None:
         self._cache = cache
@@ -57,16 +57,19 @@ class Loader:
         self._plan = plan
         self._blocks = blocks_of(cache.row_groups, plan.lanes)
         self._rows = sum(cache.row_groups)
-        self._closed = threading.Event()
         self.steps_per_epoch = steps_per_epoch(self._rows, plan.global_batch)
         self.total_steps = self.steps_per_epoch * plan.epochs
 
-    def batches(self, first_step: int) -> Iterator[Batch]:
-        """From `first_step` to the end of the run. Whatever the reading raises is raised here."""
+    def batches(self, first_step: int) -> Generator[Batch, None, None]:
+        """From `first_step` to the end of the run. Whatever the reading raises is raised here.
+
+        The thread that reads ahead ends with the generator: close it where the last batch is not taken.
+        """
         ahead: queue.Queue[Batch | BaseException | None] = queue.Queue(BATCHES_AHEAD)
+        closed = threading.Event()
 
         def offer(item: Batch | BaseException | None) -> None:
-            while not self._closed.is_set():
+            while not closed.is_set():
                 try:
                     ahead.put(item, timeout=0.2)
                     return
@@ -77,7 +80,7 @@ class Loader:
             try:
                 for batch in self._read(first_step):
                     offer(batch)
-                    if self._closed.is_set():
+                    if closed.is_set():
                         return
                 offer(None)
             except BaseException as error:  # handed to the consumer, whose thread it stops
@@ -91,11 +94,8 @@ class Loader:
                     raise item
                 yield item
         finally:
-            self.close()
+            closed.set()
             thread.join()
-
-    def close(self) -> None:
-        self._closed.set()
 
     def _read(self, first_step: int) -> Iterator[Batch]:
         plan = self._plan

@@ -85,33 +85,34 @@ class Run:
 
     def run(self) -> None:
         with contextlib.ExitStack() as stack:
-            reporter = None
+            reporter, writer = None, None
             if self._ranks.rank == 0:
                 reporter = Reporter(self._store, self._config.job_name, self._config.attempt)
                 stack.enter_context(reporter)
-            self._run(reporter)
+                # Left first: a checkpoint under way is committed and told however the run ends.
+                writer = stack.enter_context(self._writer(reporter))
+            self._run(reporter, writer)
 
-    def _run(self, reporter: Reporter | None) -> None:
+    def _run(self, reporter: Reporter | None, writer: CheckpointWriter | None) -> None:
         first_step = self._resume(reporter)
         model = self._ranks.wrap(self._model)
         if model is not self._model:
             settle_buckets(model, self._model, self._example())
-        writer = self._writer(reporter) if reporter else None
         meter = ProgressMeter(reporter, self._loader.total_steps, self._loader.steps_per_epoch)
         pending: PendingSum | None = None
-        for batch in self._loader.batches(first_step):
-            local = self._step(model, batch)
-            if pending is not None:
-                self._stop_if_asked(meter.add(pending.result()))
-            # Taken up after the next step, so that no step waits for the sum.
-            pending = self._ranks.add([*local, float(reporter.stop_reason) if reporter else 0.0])
-            meter.done(batch)
-            self._after_step(batch, writer, reporter)
+        with contextlib.closing(self._loader.batches(first_step)) as batches:
+            for batch in batches:
+                local = self._step(model, batch)
+                if pending is not None:
+                    self._stop_if_asked(meter.add(pending.result()))
+                # Taken up after the next step, so that no step waits for the sum.
+                pending = self._ranks.add([*local, float(reporter.stop_reason) if reporter else 0.0])
+                meter.done(batch)
+                self._after_step(batch, writer, reporter)
         if pending is not None:
             meter.add(pending.result())
         if writer is not None:
             writer.wait()
-            writer.close()
 
     def _step(self, model: nn.Module, batch: Batch) -> list[float]:
         """One optimiser step. Returns this rank's summed loss, right answers and rows."""
@@ -174,7 +175,6 @@ class Run:
         """Every rank has the same sum, so all end after the same step."""
         if stop_reason == GO_ON:
             return
-        self._loader.close()
         raise Stopped("cancelled" if stop_reason == CANCEL else "a later attempt has taken over")
 
     def _writer(self, reporter: Reporter) -> CheckpointWriter:

@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from shared.errors import Unavailable
@@ -63,20 +64,14 @@ class Reporter:
 
     def _write(self) -> None:
         log = EventLog(self._store, self._job_name)
-        while (item := self._waiting.get()) is not None:
-            kind, payload = item
-            while True:
-                try:
-                    log.append(self._attempt, kind, payload)
-                    if kind is EventKind.PROGRESS:
-                        self._store.put(progress_key(self._job_name), json.dumps(payload).encode())
-                    break
-                except StaleAttempt:
-                    self._stop_reason = STALE
-                    return
-                except Unavailable as error:
-                    logger.warning("%s; the event waits", error.message)
-                    time.sleep(1.0)
+        try:
+            while (item := self._waiting.get()) is not None:
+                kind, payload = item
+                _patiently(log.append, self._attempt, kind, payload)
+                if kind is EventKind.PROGRESS:
+                    _patiently(self._store.put, progress_key(self._job_name), json.dumps(payload).encode())
+        except StaleAttempt:
+            self._stop_reason = STALE
 
     def _watch(self) -> None:
         jobs = Jobs(self._store, TRAIN_KIND)
@@ -89,3 +84,13 @@ class Reporter:
                 self._stop_reason = STALE
             elif job.state is JobState.CANCELLING:
                 self._stop_reason = max(self._stop_reason, CANCEL)
+
+
+def _patiently(write: Callable[..., None], *arguments: Any) -> None:
+    """Writes as soon as the store answers, each thing by itself, so that none is written twice."""
+    while True:
+        try:
+            return write(*arguments)
+        except Unavailable as error:
+            logger.warning("%s; what happened waits to be written", error.message)
+            time.sleep(1.0)

@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time; a step waits only for the copy, and for the one before if it is still going."""
+    """Writes one checkpoint at a time; a step waits only for the copy, and for the one before if it is still going.
+
+    Use as a context: leaving it lets the one under way finish, and hides the error that it may meet.
+    """
 
     def __init__(
         self, store: ObjectStore, registry: CheckpointRegistry, attempt: int, told: Callable[[CheckpointEntry], None]
@@ -51,7 +54,10 @@ class CheckpointWriter:
             self._writing.result()
             self._writing = None
 
-    def close(self) -> None:
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True)
 
     def _write(self, content: CheckpointContent, weights: dict[str, torch.Tensor], optimizer: bytes) -> None:

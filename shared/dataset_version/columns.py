@@ -135,7 +135,7 @@ def _logical_type(name: str, given: pa.DataType) -> pa.DataType:
         return pa.string()
     if kinds.is_large_binary(given) or kinds.is_binary_view(given):
         return pa.binary()
-    if is_tensor(given) and given.permutation is None and _is_number(given.value_type):
+    if is_tensor(given) and _is_row_major(given) and _is_number(given.value_type):
         return pa.fixed_shape_tensor(given.value_type, given.shape)
     if kinds.is_fixed_size_list(given) and given.list_size > 0 and _is_number(given.value_type):
         return pa.fixed_shape_tensor(given.value_type, [given.list_size])
@@ -147,6 +147,10 @@ def _logical_type(name: str, given: pa.DataType) -> pa.DataType:
         reason="UNSUPPORTED_COLUMN",
         metadata={"column": name, "arrow_type": str(given)},
     )
+
+
+def _is_row_major(tensor: pa.FixedShapeTensorType) -> bool:
+    return tensor.permutation is None or list(tensor.permutation) == list(range(len(tensor.shape)))
 
 
 def _is_number(value_type: pa.DataType) -> bool:

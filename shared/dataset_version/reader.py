@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from shared.dataset_version.columns import ROW_ID, logical_schema, to_logical
 from shared.dataset_version.manifest import DataFile, sha256_hex
 from shared.dataset_version.version import DatasetVersion
-from shared.errors import DataLoss, Unavailable, invalid_field
+from shared.errors import DataLoss, invalid_field
 from shared.storage import ObjectMissing, ObjectStore
 
 
@@ -122,11 +122,8 @@ class VersionReader:
             return self._store.get_range(key, start, length)
         except ObjectMissing:
             raise _lost(self.version, file, "is gone") from None
-        except Unavailable:
-            # A range beyond the end looks like any other refusal of the store.
-            if self._store.size(key) != file.size_bytes:
-                raise _lost(self.version, file, "does not have the size that its manifest names") from None
-            raise
+        except DataLoss:
+            raise _lost(self.version, file, "does not have the size that its manifest names") from None
 
     def _open(self, file_index: int, data: bytes, start: int) -> pq.ParquetFile:
         source = pa.PythonFile(_Window(data, start, self._files[file_index].size_bytes), mode="r")

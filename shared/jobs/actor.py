@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import threading
+from typing import Any
 
 import ray
 
-from shared.jobs.attempt import Entry, run_attempt
+from shared.jobs.attempt import AttemptContext, Entry, run_attempt
 from shared.jobs.record import JobRecord
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from shared.telemetry import configure_logging
+
+logger = logging.getLogger(__name__)
 
 NAMESPACE = "millrace"
 # The reconciler starts an actor and then calls it. If it dies in between, nobody would ever call.
@@ -30,8 +34,18 @@ class AttemptActor:
     def run(self, entry: str, settings: StoreSettings, kind: str, folder: str, attempt: int) -> None:
         self._unclaimed.cancel()
         configure_logging(f"{kind}-attempt", "INFO")
-        run_attempt(_load(entry), open_store(settings), kind, folder, attempt)
-        ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+
+        def load_and_run(context: AttemptContext) -> dict[str, Any]:
+            # Inside the attempt: an entry function that cannot be imported is a lost attempt like any other.
+            return _load(entry)(context)
+
+        try:
+            run_attempt(load_and_run, open_store(settings), kind, folder, attempt)
+        except Exception:
+            logger.exception("attempt %d of %s ended without saying so", attempt, folder)
+        finally:
+            # In any case: the job would wait for ever for an actor that stays.
+            ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
 
 def actor_name(kind: str, job: JobRecord) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shared.errors import Cancelled, Internal, MillraceError, ResourceExhausted, Unavailable
-from shared.jobs.record import JobRecord, JobState, confirm_cancel, fail, lose_attempt, succeed
+from shared.errors import Cancelled, DeadlineExceeded, Internal, MillraceError, ResourceExhausted, Unavailable
+from shared.jobs.record import JobRecord, JobState, fail, lose_attempt, succeed
 from shared.jobs.registry import Jobs, progress_key
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
@@ -22,8 +22,9 @@ logger = logging.getLogger(__name__)
 
 WISH_INTERVAL_S = 1.0
 COMMIT_PATIENCE_S = 300.0
-# Errors that another attempt may not meet.
-TRANSIENT = (Unavailable, ResourceExhausted, Internal)
+COMMIT_RETRY_S = 1.0
+# Errors that another attempt may not meet. Of a job that a client wishes to end, `Cancelled` is the end itself.
+TRANSIENT = (Unavailable, ResourceExhausted, DeadlineExceeded, Internal, Cancelled)
 
 
 class AttemptContext:
@@ -39,8 +40,13 @@ class AttemptContext:
         self._ended = threading.Event()
 
     def report(self, **progress: Any) -> None:
-        """Replaces the progress that clients see."""
-        self.store.put(progress_key(self.folder), json.dumps(progress).encode())
+        """Replaces the progress that clients see. An outage of the store costs the report, never the attempt."""
+        if self._newest.attempt != self.attempt:
+            return  # the progress is a later attempt's
+        try:
+            self.store.put(progress_key(self.folder), json.dumps(progress).encode())
+        except Unavailable as error:
+            logger.warning("a report of progress is lost: %s", error.message)
 
     def raise_if_stopped(self, *, fresh: bool = False) -> None:
         """Raises `Cancelled` when a client wishes it, `StaleAttempt` when a later attempt has taken over.
@@ -70,8 +76,8 @@ class AttemptContext:
         while not self._ended.wait(WISH_INTERVAL_S):
             try:
                 self._newest = self._jobs.get(self.folder, self.job.name)
-            except Unavailable:
-                logger.warning("the store does not answer; the wish stays as last read")
+            except MillraceError as error:
+                logger.warning("the wish stays as last read: %s", error.message)
 
 
 Entry = Callable[[AttemptContext], dict[str, Any]]
@@ -92,19 +98,22 @@ def run_attempt(entry: Entry, store: ObjectStore, kind: str, folder: str, attemp
             _conclude(jobs, folder, attempt, lambda newest: succeed(newest, result, time.time()))
         except StaleAttempt:
             logger.warning("a later attempt has taken over; this one stops")
-        except Cancelled:
-            _conclude(jobs, folder, attempt, lambda newest: confirm_cancel(newest, time.time()))
         except MillraceError as raised:
             error = raised
             if isinstance(error, TRANSIENT):
                 logger.warning("attempt lost: %s", error.message)
-                _conclude(jobs, folder, attempt, lambda newest: lose_attempt(newest, error, time.time()))
+                _conclude(jobs, folder, attempt, lambda newest: _lose(newest, error))
             else:
                 logger.info("failed: %s", error.message)
                 _conclude(jobs, folder, attempt, lambda newest: fail(newest, error, time.time()))
         except Exception:
             hidden = _hidden()
-            _conclude(jobs, folder, attempt, lambda newest: lose_attempt(newest, hidden, time.time()))
+            _conclude(jobs, folder, attempt, lambda newest: _lose(newest, hidden))
+
+
+def _lose(newest: JobRecord, cause: MillraceError) -> JobRecord:
+    # RECOVERING: a reconciler took this attempt for dead, and has counted it.
+    return newest if newest.state is JobState.RECOVERING else lose_attempt(newest, cause, time.time())
 
 
 def _hidden() -> Internal:
@@ -121,12 +130,12 @@ def _conclude(jobs: Jobs, folder: str, attempt: int, decide: Callable[[JobRecord
     """Writes the end into the log; an outage of the store is waited out, for the work is done."""
     give_up_at = time.monotonic() + COMMIT_PATIENCE_S
 
-    def unless_final(newest: JobRecord) -> JobRecord:
-        return newest if newest.state.final else decide(newest)
+    def unless_over(newest: JobRecord) -> JobRecord:
+        return newest if newest.state.final or newest.attempt != attempt else decide(newest)
 
     while True:
         try:
-            jobs.transition(folder, unless_final, attempt)
+            jobs.transition(folder, unless_over, attempt)
             return
         except StaleAttempt:
             logger.warning("a later attempt has taken over; nothing is committed")
@@ -134,4 +143,4 @@ def _conclude(jobs: Jobs, folder: str, attempt: int, decide: Callable[[JobRecord
         except Unavailable:
             if time.monotonic() > give_up_at:
                 raise
-            time.sleep(1.0)
+            time.sleep(COMMIT_RETRY_S)

@@ -103,7 +103,12 @@ class ResourceLog:
             if state is None:
                 return previous
             own = attempt if attempt is not None else (previous.attempt if previous else 0)
-            record = self.append(previous, state, own)
+            try:
+                record = self.append(previous, state, own)
+            except StaleAttempt:
+                if attempt is not None:
+                    raise
+                continue  # a wish belongs to no attempt: it follows the new one
             if record is not None:
                 return record
 

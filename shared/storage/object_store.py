@@ -140,21 +140,25 @@ def _errors(key: str) -> Iterator[None]:
         yield
     except exceptions.AlreadyExistsError:
         raise ObjectExists(key) from None
-    except (exceptions.NotFoundError, FileNotFoundError) as error:
-        if "NoSuchBucket" in str(error):  # else every object would seem to be missing
-            raise _refused("its bucket is not there") from error
-        raise ObjectMissing(key) from None
-    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError) as error:
-        raise _refused("it does not accept our credentials") from error
     except MillraceError:
         raise
     except (exceptions.BaseError, OSError) as error:
-        if "NoSuchBucket" in str(error):
-            raise _refused("its bucket is not there") from error
+        if refusal := _refusal(error):
+            raise Unavailable(
+                f"the object store cannot be used: {refusal}", reason="STORE_REFUSED", retry_after_s=30.0
+            ) from error
+        if isinstance(error, (exceptions.NotFoundError, FileNotFoundError)):
+            raise ObjectMissing(key) from None
         raise Unavailable(
             "the object store does not answer; try again", reason="STORE_UNAVAILABLE", retry_after_s=1.0
         ) from error
 
 
-def _refused(why: str) -> Unavailable:
-    return Unavailable(f"the object store cannot be used: {why}", reason="STORE_REFUSED", retry_after_s=30.0)
+def _refusal(error: Exception) -> str | None:
+    """What an operator has to put right. Only some of it has a class of its own in the library."""
+    if "NoSuchBucket" in str(error):  # else every object of a lost bucket would merely seem to be missing
+        return "its bucket is not there"
+    denied = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError)
+    if isinstance(error, denied) or "403 Forbidden" in str(error):
+        return "it does not accept our credentials"
+    return None

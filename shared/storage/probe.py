@@ -25,7 +25,7 @@ def probe(store: ObjectStore) -> None:
         _race(store)
     except Unavailable as error:
         if error.specific_reason == "STORE_REFUSED":
-            raise StoreRefused(f"{store.url}: {error.message}") from error
+            raise StoreRefused(f"{store.settings.url}: {error.message}") from error
         raise
 
 

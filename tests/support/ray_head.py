@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.support.ports import free_ports
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 90.0
@@ -53,7 +54,7 @@ def ray_head(*, num_cpus: int = 4, port: int | None = None) -> Iterator[RayHead]
     Ray Train's cleaner asks it."""
     # Not below pytest's folder: Ray's unix sockets lie in here, and their paths may have 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
-    head = _start(folder, num_cpus, port or free_port())
+    head = _start(folder, num_cpus, port)
     try:
         yield head
     finally:
@@ -61,15 +62,9 @@ def ray_head(*, num_cpus: int = 4, port: int | None = None) -> Iterator[RayHead]
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def _start(folder: Path, num_cpus: int, port: int) -> RayHead:
-    dashboard_port = free_port()
+def _start(folder: Path, num_cpus: int, port: int | None) -> RayHead:
+    free, dashboard_port, agent_port, client_port = free_ports(4)
+    port = port or free
     options = {
         "node-ip-address": HOST,
         "port": port,
@@ -77,8 +72,8 @@ def _start(folder: Path, num_cpus: int, port: int) -> RayHead:
         "temp-dir": folder,
         "dashboard-host": HOST,
         "dashboard-port": dashboard_port,
-        "dashboard-agent-listen-port": free_port(),
-        "ray-client-server-port": free_port(),
+        "dashboard-agent-listen-port": agent_port,
+        "ray-client-server-port": client_port,
     }
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     log = folder / "start.log"

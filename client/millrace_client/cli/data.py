@@ -130,7 +130,7 @@ def _print_version(version: resources_pb2.DatasetVersion) -> None:
     console().print(f"[bold]{version.name}[/]  {state}  {version.row_count:,} rows  {size_text(version.size_bytes)}")
     columns = new_table("column", "type", "shape")
     for column in version.columns:
-        columns.add_row(column.name, column.arrow_type, " × ".join(map(str, column.shape)) or "scalar")
+        columns.add_row(column.name, column.arrow_type, _shape(column) or "scalar")
     splits = new_table("split", "rows", "row ids", numbers=("rows",))
     for split in version.splits:
         last = split.first_row_id + split.row_count - 1
@@ -141,23 +141,21 @@ def _print_version(version: resources_pb2.DatasetVersion) -> None:
 def _rows(preview: data_service_pb2.PreviewVersionResponse) -> list[dict[str, Any]]:
     import pyarrow as pa
 
-    rows: list[dict[str, Any]] = pa.ipc.open_stream(preview.arrow_ipc).read_all().to_pylist()
-    return [{name: _brief(value) for name, value in row.items()} for row in rows]
+    table = pa.ipc.open_stream(preview.arrow_ipc).read_all()
+    tensors = {column.name: _shape(column) for column in preview.version.columns if column.shape}
+    return [
+        {name: f"<{tensors[name]}>" if name in tensors else _brief(value) for name, value in row.items()}
+        for row in table.to_pylist()
+    ]
+
+
+def _shape(column: resources_pb2.Column) -> str:
+    """E.g. `28 × 28`: nobody reads pixels in a table."""
+    return " × ".join(map(str, column.shape))
 
 
 def _brief(value: Any) -> Any:
-    """An image as how many numbers or bytes it has: nobody reads its pixels in a table."""
-    if isinstance(value, bytes):
-        return f"<{len(value)} bytes>"
-    if isinstance(value, list):
-        return f"<{_count(value)} values>"
-    if hasattr(value, "shape"):
-        return f"<{' × '.join(map(str, value.shape))}>"
-    return value
-
-
-def _count(value: Any) -> int:
-    return sum(_count(one) for one in value) if isinstance(value, list) else 1
+    return f"<{len(value)} bytes>" if isinstance(value, bytes) else value
 
 
 def _print_rows(preview: data_service_pb2.PreviewVersionResponse) -> None:
@@ -188,6 +186,8 @@ def _hold_out(text: str, seed: int) -> data_service_pb2.HoldOut:
     splits, _, fraction = text.partition("=")
     from_split, _, to_split = splits.partition(":")
     try:
+        if not (from_split and to_split):
+            raise ValueError("both splits need a name")
         return hold_out(from_split, to_split, float(fraction), seed=seed)
     except ValueError:
         raise click.BadParameter(

@@ -11,7 +11,7 @@ import click
 from millrace_client.addresses import millrace_home
 from millrace_client.cli.exits import CommandFailed, PlainCommand
 from millrace_client.cli.options import address_options, connected, json_option
-from millrace_client.cli.output import console, print_json
+from millrace_client.cli.output import console, print_json, silent
 from millrace_client.demo import place, run
 from millrace_client.demo.digits import Digits, NoDigits, find_digits
 from millrace_client.demo.story import Story
@@ -40,7 +40,16 @@ def demo(keep: bool, mnist_uri: str | None, epochs: int, output: Path, as_json: 
     Starts a stack with an empty store of its own and stops it at the end, unless one runs already, here or at the
     addresses that arguments or the environment name.
     """
-    story = Story(quiet=as_json)
+    with silent(as_json):
+        story = Story()
+        figures = _run(story, keep, mnist_uri, epochs, output, values)
+    if as_json:
+        print_json({**figures, "wall_s": story.wall_s, "total_s": story.total_s()})
+
+
+def _run(
+    story: Story, keep: bool, mnist_uri: str | None, epochs: int, output: Path, values: dict[str, Any]
+) -> dict[str, Any]:
     console().print("[bold]Millrace[/]: from raw digits to a served model")
     elsewhere = place.is_elsewhere(values["data_address"], values["train_address"], values["inference_address"])
     digits = None if mnist_uri else _find(story)
@@ -57,8 +66,7 @@ def demo(keep: bool, mnist_uri: str | None, epochs: int, output: Path, as_json: 
     console().print()
     story.print_wall_times()
     console().print(f"[bold]{run.summary(figures, story.total_s())}[/]")
-    if as_json:
-        print_json({**figures, "wall_s": story.wall_s, "total_s": story.total_s()})
+    return figures
 
 
 def _find(story: Story) -> Digits:

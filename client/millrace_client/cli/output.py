@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,16 @@ def console() -> Console:
 
     found = Console(highlight=False)
     return found if found.is_terminal else Console(highlight=False, width=160)
+
+
+@contextmanager
+def silent(silent: bool) -> Iterator[None]:
+    """Holds back what is meant for people while JSON is asked for."""
+    console().quiet = silent
+    try:
+        yield
+    finally:
+        console().quiet = False
 
 
 def print_json(document: Any) -> None:

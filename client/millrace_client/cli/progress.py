@@ -58,7 +58,8 @@ class TrainingView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        if console().is_terminal:
+            self._progress.stop()
 
     def show(self, updates: Iterable[Update], curves: Curves) -> resources_pb2.TrainingJob | None:
         """Shows all updates; returns the job as it was last seen."""
@@ -105,4 +106,4 @@ class TrainingView:
             self._line(f"{epoch}  {numbers}")
 
     def _line(self, text: str) -> None:
-        console().print(f"  {text}")
+        console().print(f"   {text}", soft_wrap=True)

@@ -130,7 +130,7 @@ def _default_roots() -> tuple[Path, ...]:
 def _run_here(home: Path, options: StackOptions) -> None:
     with hold_home(home):
         launch.stop(home)  # what a killed supervisor left behind
-        supervisor = Supervisor(make_plan(home, options), say_with_time)
+        supervisor = Supervisor(make_plan(home, options), say_with_time, owns_process=True)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: supervisor.stop())
         supervisor.run()

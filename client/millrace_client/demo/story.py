@@ -12,8 +12,7 @@ from millrace_client.cli.output import console, duration_text, new_table
 class Story:
     """Prints a heading for each stage and keeps how long it took."""
 
-    def __init__(self, *, quiet: bool) -> None:
-        console().quiet = quiet
+    def __init__(self) -> None:
         self.wall_s: dict[str, float] = {}
         self._started = time.monotonic()
 

@@ -29,7 +29,7 @@ def main() -> int:
     )
     try:
         with hold_home(home):
-            supervisor = Supervisor(make_plan(home, options), say_with_time)
+            supervisor = Supervisor(make_plan(home, options), say_with_time, owns_process=True)
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: supervisor.stop())
             # The terminal that started it may close.

@@ -121,6 +121,8 @@ RAY_HEAD_ENVIRONMENT = {
     "DASHBOARD_METRIC_PORT": "0",
     # Nobody scrapes metrics here, and collecting them costs a small machine a noticeable share of a core.
     "RAY_enable_metrics_collection": "0",
+    # On SIGTERM end at once: the services that would be drained for have stopped before.
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
 }
 
 

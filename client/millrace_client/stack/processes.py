@@ -72,6 +72,11 @@ def _all() -> Iterator[_Entry]:
             yield entry
 
 
+def children(pid: int) -> list[Process]:
+    """The direct children of a process, also those that wait to be reaped."""
+    return [Process(entry.pid, entry.start_ticks) for entry in _all() if entry.parent == pid]
+
+
 def family(roots: Iterable[Process]) -> set[Process]:
     """The roots that are alive, all their descendants, and whoever is in a session that a root leads.
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from millrace_client.stack.child import Child
+from millrace_client.stack.orphans import adopt_orphans, end_orphans, reap_orphans
 from millrace_client.stack.plan import Plan
 from millrace_client.stack.processes import Process
 from millrace_client.stack.record import READY, STARTING, STOPPING, Record, remove_record, write_record
@@ -46,9 +47,13 @@ def hold_home(home: Path) -> IO[str]:
 
 
 class Supervisor:
-    """One stack, from its first process to its last. `say` is told what happens, a line each."""
+    """One stack, from its first process to its last. `say` is told what happens, a line each.
 
-    def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
+    With `owns_process` all children of this process are the stack's, and so are their orphans.
+    """
+
+    def __init__(self, plan: Plan, say: Callable[[str], None], *, owns_process: bool = False) -> None:
+        self._owns_process = owns_process
         self._plan = plan
         self._say = say
         self._stop = threading.Event()
@@ -76,6 +81,8 @@ class Supervisor:
             (self._plan.home / folder).mkdir(parents=True, exist_ok=True)
         _set_old_logs_aside(self._children)
         self._save(self._record)
+        if self._owns_process:
+            adopt_orphans()
         try:
             self._start()
             if not self._stop.is_set():
@@ -83,6 +90,8 @@ class Supervisor:
                 self._say("ready")
             while not self._stop.wait(LOOK_EVERY_S):
                 self._look()
+                if self._owns_process:
+                    reap_orphans({process.pid for process in self._record.parts.values()})
         finally:
             self._end()
 
@@ -132,6 +141,8 @@ class Supervisor:
                 self._say(f"{child.part.name} stopped")
             else:
                 self._say(f"{child.part.name} had to be killed")
+        if self._owns_process:
+            end_orphans()
         shutil.rmtree(self._plan.ray_folder, ignore_errors=True)
         remove_record(self._plan.home)
 

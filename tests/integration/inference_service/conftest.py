@@ -1,10 +1,12 @@
-"""One Ray head for all; for each kind of store a service, a checkpoint, and a deployment of it."""
+"""One Ray head for all; on it a service for each kind of store, with a checkpoint."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +15,10 @@ from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.storage.opening import ensure_bucket
 from tests.integration.inference_service.checkpoints import Written, write
-from tests.integration.inference_service.service import Client, Service, running
+from tests.integration.inference_service.client import Client, environment
 from tests.support.ray_head import RayHead, ray_head
-from tests.support.s3_server import S3Server, name_under_test
+from tests.support.s3_server import S3Server
+from tests.support.service_process import ServiceProcess, running_service
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Stack:
 
     head: RayHead
     store: ObjectStore
-    service: Service
+    service: ServiceProcess
     client: Client
     checkpoint: Written
 
@@ -35,21 +38,32 @@ def inference_ray() -> Iterator[RayHead]:
         yield head
 
 
-@pytest.fixture(scope="session", params=["file", pytest.param("s3", id=f"s3-{name_under_test()}")])
-def stack(
-    request: pytest.FixtureRequest, inference_ray: RayHead, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Stack]:
+@pytest.fixture(scope="session")
+def stack(inference_ray: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """On a store in a directory."""
     folder = tmp_path_factory.mktemp("inference")
-    if request.param == "file":
-        settings = StoreSettings(url=(folder / "store").as_uri())
-    else:
-        server: S3Server = request.getfixturevalue("s3_server")
-        settings = server.settings(f"s3://millrace/{uuid.uuid4().hex}")
-        ensure_bucket(settings)
+    with running_stack(inference_ray, StoreSettings(url=(folder / "store").as_uri()), folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def s3_stack(inference_ray: RayHead, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """On a real S3 server; beside the other stack, on the same Ray."""
+    settings = s3_server.settings(f"s3://millrace/{uuid.uuid4().hex}")
+    ensure_bucket(settings)
+    with running_stack(inference_ray, settings, tmp_path_factory.mktemp("inference-s3")) as running:
+        yield running
+
+
+@contextmanager
+def running_stack(head: RayHead, settings: StoreSettings, folder: Path) -> Iterator[Stack]:
     store = open_store(settings)
     checkpoint = write(store)
-    with running(settings, inference_ray.address, folder / "service.log") as (service, client):
-        yield Stack(inference_ray, store, service, client, checkpoint)
+    with (
+        running_service("inference_service", environment(settings, head.address), folder / "service.log") as service,
+        Client(service.address) as client,
+    ):
+        yield Stack(head, store, service, client, checkpoint)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Drives a server with the real `tritonclient`, and prints what it saw as one JSON object.
 
-Run as a process of its own: tritonclient registers the protocol's messages too, and they clash with ours in one process.
+Run as a process of its own: tritonclient registers the protocol's messages too, and in one process they clash with
+ours.
 
     python triton_session.py HOST:PORT MODEL IMAGES.npy
 """
@@ -8,6 +9,7 @@ Run as a process of its own: tritonclient registers the protocol's messages too,
 from __future__ import annotations
 
 import json
+import queue
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -67,9 +69,11 @@ def image_input(images: Any, name: str = "image") -> triton.InferInput:
 
 
 def asynchronous(client: triton.InferenceServerClient, model: str, tensor: triton.InferInput) -> list[int]:
-    """The labels by way of `async_infer`."""
-    contexts = [client.async_infer(model, [tensor]) for _ in range(3)]
-    labels = [context.get_result(timeout=20).as_numpy("label").tolist() for context in contexts]
+    """The labels by way of `async_infer`, three calls at once."""
+    answers: queue.Queue[Any] = queue.Queue()
+    for _ in range(3):
+        client.async_infer(model, [tensor], callback=lambda result, error: answers.put(error or result))
+    labels = [answers.get(timeout=20).as_numpy("label").tolist() for _ in range(3)]
     assert labels[0] == labels[1] == labels[2]
     return list(labels[0])
 

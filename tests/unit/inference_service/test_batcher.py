@@ -101,9 +101,9 @@ def test_a_request_alone_reaches_the_model_without_a_copy() -> None:
                 return [given.values]
 
         sent = rows(1, 2)
-        await Batcher(Watcher(), Limits(max_rows=4, max_delay_s=0, max_queued_rows=9, max_in_flight=1), BatchTimes()).submit(
-            sent, None
-        )
+        await Batcher(
+            Watcher(), Limits(max_rows=4, max_delay_s=0, max_queued_rows=9, max_in_flight=1), BatchTimes()
+        ).submit(sent, None)
         assert np.shares_memory(seen[0], sent.values)
 
     on_a_loop(scenario)

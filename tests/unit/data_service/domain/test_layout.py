@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_service.domain.import_spec import HoldOut
-from data_service.domain.layout import LayoutError, held_out_count, lay_out, ordinal_hashes, route
+from data_service.domain.layout import _GOLDEN, LayoutError, _mix, held_out_count, lay_out, ordinal_hashes, route
 
 
 def hold_out(to_split: str, fraction: float, seed: int = 0, from_split: str = "train") -> HoldOut:
@@ -58,8 +58,6 @@ def test_the_hashes_are_splitmix64_and_stay_so() -> None:
     rows between splits when an import is done again."""
     begin = np.uint64(1234567)
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    from data_service.domain.layout import _GOLDEN, _mix  # noqa: PLC0415
-
     with np.errstate(over="ignore"):
         states = begin + np.arange(1, 4, dtype=np.uint64) * _GOLDEN
     assert _mix(states).tolist() == expected

@@ -10,7 +10,9 @@ def test_buckets_are_powers_of_two(rows: int, expected: int) -> None:
     assert bucket(rows) == expected
 
 
-@pytest.mark.parametrize(("max_rows", "expected"), [(1, [1]), (2, [1, 2]), (32, [1, 2, 4, 8, 16, 32]), (24, [1, 2, 4, 8, 16, 24])])
+@pytest.mark.parametrize(
+    ("max_rows", "expected"), [(1, [1]), (2, [1, 2]), (32, [1, 2, 4, 8, 16, 32]), (24, [1, 2, 4, 8, 16, 24])]
+)
 def test_warm_sizes_end_with_the_largest_batch(max_rows: int, expected: list[int]) -> None:
     assert buckets(max_rows) == expected
 

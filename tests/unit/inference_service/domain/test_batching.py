@@ -62,17 +62,13 @@ def test_an_idle_model_tries_whatever_the_estimate_says() -> None:
     assert now(waiting(deadline_s=1.4), now_s=1.0, batch_s=0.5).batch == (0,)
 
 
-@pytest.mark.parametrize(
-    ("rows", "expected"), [(1, [(0, 1)]), (4, [(0, 4)]), (9, [(0, 4), (4, 8), (8, 9)])]
-)
+@pytest.mark.parametrize(("rows", "expected"), [(1, [(0, 1)]), (4, [(0, 4)]), (9, [(0, 4), (4, 8), (8, 9)])])
 def test_large_requests_are_cut_into_batches(rows: int, expected: list[tuple[int, int]]) -> None:
     assert pieces(rows, 4) == expected
 
 
 def enter(rows: int = 1, deadline_s: float = NEVER, queued_rows: int = 0, in_flight: int = 1) -> None:
-    admit(
-        rows, deadline_s, queued_rows=queued_rows, in_flight=in_flight, now_s=1.0, batch_s=0.5, limits=LIMITS
-    )
+    admit(rows, deadline_s, queued_rows=queued_rows, in_flight=in_flight, now_s=1.0, batch_s=0.5, limits=LIMITS)
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:

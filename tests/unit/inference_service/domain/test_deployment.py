@@ -151,7 +151,9 @@ def test_requests_are_shared_out_by_weight(draw: float, number: str) -> None:
 
 
 def test_a_named_version_is_taken_whatever_its_weight() -> None:
-    assert choose_version(deployment(State.READY, version("1", weight=1), version("2", weight=0)), "2", 0.0).number == "2"
+    assert (
+        choose_version(deployment(State.READY, version("1", weight=1), version("2", weight=0)), "2", 0.0).number == "2"
+    )
 
 
 def test_an_unknown_version_is_not_found_in_any_state() -> None:

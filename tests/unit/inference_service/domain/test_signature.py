@@ -14,7 +14,9 @@ SIGNATURE = Signature(
 )
 
 
-def image(name: str = "image", datatype: str = "UINT8", shape: tuple[int, ...] = (3, 2, 2), index: int = 0) -> WireTensor:
+def image(
+    name: str = "image", datatype: str = "UINT8", shape: tuple[int, ...] = (3, 2, 2), index: int = 0
+) -> WireTensor:
     itemsize = 1 if datatype == "UINT8" else 4
     return WireTensor(f"inputs[{index}]", name, datatype, shape, bytes(abs(int(np.prod(shape))) * itemsize), {})
 
@@ -53,7 +55,9 @@ def test_outputs_come_in_the_order_asked_for_and_all_when_none_is() -> None:
     assert outputs_wanted(SIGNATURE, []) == SIGNATURE.outputs
 
 
-@pytest.mark.parametrize(("requested", "field"), [(["score"], "outputs[0].name"), (["label", "label"], "outputs[1].name")])
+@pytest.mark.parametrize(
+    ("requested", "field"), [(["score"], "outputs[0].name"), (["label", "label"], "outputs[1].name")]
+)
 def test_an_unknown_or_doubled_output_is_refused(requested: list[str], field: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         outputs_wanted(SIGNATURE, requested)

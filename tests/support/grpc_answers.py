@@ -1,4 +1,4 @@
-"""Real gRPC servers with the smallest servicers that show how the client behaves."""
+"""Real gRPC servers for the client's tests, and the errors that they answer with, as our services send them."""
 
 from __future__ import annotations
 

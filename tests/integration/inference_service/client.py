@@ -1,16 +1,10 @@
-"""The inference service as a process, and a client of it that knows only the protos."""
+"""A client of the inference service that knows only the protos."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import grpc
 import numpy as np
@@ -25,10 +19,9 @@ from inference import grpc_service_pb2_grpc as oip_grpc
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import deployment_service_pb2_grpc as pb_grpc
 from shared.settings import StoreSettings
-from tests.support.ray_head import free_port
+from tests.support.service_process import store_environ
 
 READY_WITHIN_S = 60.0
-STOP_WITHIN_S = 20.0
 LOADED_WITHIN_S = 120.0
 
 T = TypeVar("T")
@@ -46,62 +39,8 @@ def eventually(look: Callable[[], T | None], within_s: float, what: str) -> T:
     raise AssertionError(f"not within {within_s} s: {what}")
 
 
-def environment(store: StoreSettings, ray_address: str, listen: str) -> dict[str, str]:
-    return {
-        **os.environ,
-        "MILLRACE_STORE": store.url,
-        "MILLRACE_S3_ENDPOINT": store.s3_endpoint,
-        "MILLRACE_S3_ACCESS_KEY": store.s3_access_key,
-        "MILLRACE_S3_SECRET_KEY": store.s3_secret_key,
-        "RAY_ADDRESS": ray_address,
-        "MILLRACE_LISTEN": listen,
-        "MILLRACE_LOG_LEVEL": "WARNING",
-    }
-
-
-class Service:
-    """`python -m inference_service` on a free port. Started again, it keeps the port."""
-
-    def __init__(self, store: StoreSettings, ray_address: str, log: Path) -> None:
-        self.listen = f"127.0.0.1:{free_port()}"
-        self._environment = environment(store, ray_address, self.listen)
-        self._log = log
-        self.process = self.start()
-
-    def start(self) -> subprocess.Popen[bytes]:
-        with self._log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "inference_service"],
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        return self.process
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-        try:
-            return self.process.wait(STOP_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
-
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
-
-
-@contextmanager
-def running(store: StoreSettings, ray_address: str, log: Path) -> Iterator[tuple[Service, Client]]:
-    service = Service(store, ray_address, log)
-    try:
-        with Client(service.listen) as client:
-            client.wait_until_healthy()
-            yield service, client
-    finally:
-        service.stop()
+def environment(store: StoreSettings, ray_address: str) -> dict[str, str]:
+    return {**store_environ(store), "RAY_ADDRESS": ray_address, "MILLRACE_LOG_LEVEL": "WARNING"}
 
 
 class Client:
@@ -123,7 +62,7 @@ class Client:
 
     def is_healthy(self) -> bool:
         try:
-            answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=2)
+            answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=2)  # type: ignore[attr-defined]
         except grpc.RpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
@@ -146,9 +85,7 @@ class Client:
         """The operation when it is done."""
 
         def done() -> operations_pb2.Operation | None:
-            now = self.operations.WaitOperation(
-                operations_pb2.WaitOperationRequest(name=operation.name), timeout=30
-            )
+            now = self.operations.WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name), timeout=30)
             return now if now.done else None
 
         return eventually(done, LOADED_WITHIN_S, f"{operation.name} is done")
@@ -161,7 +98,8 @@ class Client:
         return deployment
 
     def get(self, name: str) -> pb.Deployment:
-        return self.deployments.GetDeployment(pb.GetDeploymentRequest(name=name), timeout=10)
+        found: pb.Deployment = self.deployments.GetDeployment(pb.GetDeploymentRequest(name=name), timeout=10)
+        return found
 
     def delete(self, name: str) -> None:
         """Deletes it, and waits until it is gone."""
@@ -177,7 +115,9 @@ class Client:
         eventually(gone, 60, f"{name} is gone")
 
     def infer(self, model: str, image: Array, timeout_s: float = 20) -> oip.ModelInferResponse:
-        return self.inference.ModelInfer(infer_request(model, image), timeout=timeout_s)
+        request = infer_request(model, image)
+        answer: oip.ModelInferResponse = self.inference.ModelInfer(request, timeout=timeout_s)
+        return answer
 
 
 def infer_request(model: str, image: Array, **fields: Any) -> oip.ModelInferRequest:
@@ -198,7 +138,7 @@ class Refusal:
     """A call's status with its details."""
 
     def __init__(self, error: grpc.RpcError | status_pb2.Status) -> None:
-        status = rpc_status.from_call(error) if isinstance(error, grpc.RpcError) else error
+        status = error if isinstance(error, status_pb2.Status) else rpc_status.from_call(cast("grpc.Call", error))
         assert status is not None
         self.code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
         self.message: str = status.message
@@ -206,7 +146,8 @@ class Refusal:
         self.fields: list[str] = []
         self.retry_after_s: float | None = None
         for detail in status.details:
-            info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+            info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+            retry = error_details_pb2.RetryInfo()
             if detail.Unpack(info):
                 self.reason = info.reason
             elif detail.Unpack(bad):

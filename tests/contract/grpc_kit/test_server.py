@@ -1,0 +1,131 @@
+"""The server's life: health, reflection, and a stop that lets calls finish."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc
+from tests.contract.grpc_kit.conftest import Kit, told, with_kit
+from tests.support.ports import free_ports
+from tests.support.waiting import wait_until
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def test_a_server_that_is_ready_is_serving() -> None:
+    async def scenario(kit: Kit) -> Any:
+        stub = health_pb2_grpc.HealthStub(kit.channel)  # type: ignore[no-untyped-call]
+        return await stub.Check(health_pb2.HealthCheckRequest())
+
+    assert with_kit(scenario).status == SERVING
+
+
+def test_reflection_names_the_services_and_their_messages() -> None:
+    async def scenario(kit: Kit) -> tuple[set[str], list[str]]:
+        def ask() -> tuple[set[str], list[str]]:
+            with grpc.insecure_channel(kit.address) as channel:
+                database = ProtoReflectionDescriptorDatabase(channel)
+                file = database.FindFileContainingSymbol("millrace.data.v1.DataService")
+                return set(database.get_services()), [service.name for service in file.service]
+
+        return await asyncio.to_thread(ask)
+
+    services, in_file = with_kit(scenario)
+
+    assert services == {
+        "millrace.data.v1.DataService",
+        "inference.GRPCInferenceService",
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
+    assert in_file == ["DataService"]
+
+
+def test_a_taken_port_is_an_error_and_not_shared() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        from shared.grpc_server import serve
+
+        with pytest.raises(RuntimeError, match=str(port)):
+            asyncio.run(serve(f"127.0.0.1:{port}", lambda _: []))
+
+
+def test_stopping_answers_calls_under_way_and_cuts_off_those_that_stay() -> None:
+    async def scenario(kit: Kit) -> tuple[str, grpc.StatusCode]:
+        quick = asyncio.create_task(kit.get("quick"))
+        stays = asyncio.create_task(told(kit.get("stays")))
+        await asyncio.wait_for(begun.wait(), 10)
+        kit.stop.set()
+        await asyncio.sleep(0.05)
+        let_go.set()
+        return (await quick).name, (await stays).code
+
+    begun, let_go = asyncio.Event(), asyncio.Event()
+    under_way: set[str] = set()
+
+    async def unary(request: Any, _: Any) -> Any:
+        under_way.add(request.name)
+        if len(under_way) == 2:
+            begun.set()
+        await (let_go if request.name == "quick" else asyncio.Event()).wait()
+        from millrace.data.v1 import resources_pb2
+
+        return resources_pb2.Dataset(name=request.name)
+
+    name, code = with_kit(scenario, unary=unary, grace_s=0.5)
+
+    assert name == "quick"
+    assert code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_process_after_its_calls_with_status_0(ending: signal.Signals, tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.kit_server", address, str(tmp_path)],
+            stdin=subprocess.DEVNULL,
+            stderr=output,
+        )
+    try:
+        with grpc.insecure_channel(address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+            watched = health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=60)
+            assert next(watched).status == SERVING
+            data = data_service_pb2_grpc.DataServiceStub(channel)
+            call = data.GetDataset.future(
+                data_service_pb2.GetDatasetRequest(name="under-way"), metadata=(("x-request-id", "r1"),)
+            )
+            wait_until((tmp_path / "began").exists, "the call to begin")
+
+            process.send_signal(ending)
+            assert next(watched).status == NOT_SERVING
+            (tmp_path / "go").touch()
+
+            assert call.result(timeout=10).name == "under-way"
+            watched.cancel()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    (access,) = [line for line in lines if "GetDataset OK" in line["message"]]
+    assert (access["request_id"], access["method"]) == ("r1", "/millrace.data.v1.DataService/GetDataset")
+    assert access["service"] == "kit"
+    assert threading.active_count() < 50

@@ -1,0 +1,100 @@
+"""A store that does not answer: `Unavailable`, soon enough that a call can still say so before its deadline."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shared.errors import Unavailable
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store, probe
+from shared.storage.opening import ensure_bucket
+
+SETTINGS = StoreSettings(url="s3://millrace/x", s3_access_key="someone", s3_secret_key="their-secret")
+SOON_S = 15.0
+
+DOINGS: dict[str, Callable[[ObjectStore, Path], object]] = {
+    "get": lambda store, _: store.get("key"),
+    "size": lambda store, _: store.size("key"),
+    "put": lambda store, _: store.put("key", b"value"),
+    "put_if_absent": lambda store, _: store.put_if_absent("key", b"value"),
+    "list": lambda store, _: list(store.list()),
+    "folders": lambda store, _: store.folders("a"),
+    "delete": lambda store, _: store.delete("key"),
+    "upload_file": lambda store, path: store.upload_file(path, "key"),
+}
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """An endpoint where connections are refused."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))  # never listens
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """An endpoint that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("doing", DOINGS)
+def test_an_unreachable_store_is_unavailable(nobody: str, doing: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"value")
+    started = time.monotonic()
+
+    with pytest.raises(Unavailable) as raised:
+        DOINGS[doing](open_store(replace(SETTINGS, s3_endpoint=nobody)), path)
+
+    assert time.monotonic() - started < SOON_S
+    assert raised.value.specific_reason == "STORE_UNAVAILABLE"
+    assert raised.value.retry_after_s
+    # The message goes to clients; endpoints and keys are none of their business.
+    assert "127.0.0.1" not in raised.value.message
+    assert "their-secret" not in repr(raised.value.__cause__)
+
+
+def test_a_store_that_accepts_and_keeps_silent_is_unavailable(silent: str, tmp_path: Path) -> None:
+    started = time.monotonic()
+
+    with pytest.raises(Unavailable):
+        DOINGS["get"](open_store(replace(SETTINGS, s3_endpoint=silent)), tmp_path)
+
+    assert time.monotonic() - started < SOON_S
+
+
+def test_starting_on_an_unreachable_store_names_its_endpoint(nobody: str) -> None:
+    settings = replace(SETTINGS, s3_endpoint=nobody)
+
+    with pytest.raises(Unavailable, match=nobody.removeprefix("http://")):
+        ensure_bucket(settings)
+    with pytest.raises(Unavailable):
+        probe(open_store(settings))
+
+
+@pytest.mark.parametrize("doing", ["get", "put", "put_if_absent", "delete", "list"])
+def test_wrong_credentials_are_an_outage_to_callers_and_never_a_missing_object(
+    s3_store: StoreSettings, doing: str, tmp_path: Path
+) -> None:
+    with pytest.raises(Unavailable) as raised:
+        DOINGS[doing](open_store(replace(s3_store, s3_secret_key="wrong")), tmp_path)
+
+    assert raised.value.specific_reason == "STORE_REFUSED"
+
+
+@pytest.mark.parametrize("doing", ["get", "put", "put_if_absent", "list"])
+def test_a_lost_bucket_is_an_outage_and_never_a_missing_object(
+    s3_store: StoreSettings, doing: str, tmp_path: Path
+) -> None:
+    with pytest.raises(Unavailable) as raised:
+        DOINGS[doing](open_store(replace(s3_store, url="s3://no-such-bucket/x")), tmp_path)
+
+    assert raised.value.specific_reason == "STORE_REFUSED"

@@ -1,0 +1,191 @@
+"""All three services and Ray, started by `millrace up`: from IDX files to a served model, through the SDK."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from millrace.data.v1.resources_pb2 import DatasetVersion
+from millrace.inference.v1.deployment_service_pb2 import Deployment
+from millrace.train.v1 import resources_pb2, train_service_pb2
+from millrace_client import Millrace, connect, hold_out, idx_source, normalize, optimizer, to_float, training_spec
+from millrace_client.images import image_rows
+from millrace_client.stack.processes import family
+from millrace_client.stack.record import read_record
+from tests.support.idx import write_idx
+
+pytestmark = pytest.mark.timeout(300)
+
+TRAIN_ROWS, TEST_ROWS = 1280, 200
+SIDE = 28
+
+
+def patterns(rows: int, seed: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """Ten kinds of noisy images, each with a bright square at a place of its own: learnt in seconds."""
+    random = np.random.default_rng(seed)
+    labels = random.integers(0, 10, rows).astype(np.uint8)
+    images = random.integers(0, 90, (rows, SIDE, SIDE)).astype(np.uint8)
+    for image, label in zip(images, labels, strict=True):
+        top, left = 3 + 12 * (label // 5), 1 + 5 * (label % 5)
+        image[top : top + 6, left : left + 5] = random.integers(150, 256, (6, 5))
+    return images, labels
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one pass through all services made."""
+
+    millrace: Millrace
+    version: DatasetVersion
+    job: resources_pb2.TrainingJob
+    events: list[train_service_pb2.TrainingEvent]
+    deployment: Deployment
+    test_images: npt.NDArray[np.uint8]
+    test_labels: npt.NDArray[np.uint8]
+
+
+def millrace_command(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "MILLRACE_HOME": str(home)}
+    for name in ("MILLRACE_STORE", "MILLRACE_IMPORT_ROOTS", "RAY_ADDRESS"):
+        environment.pop(name, None)
+    command = (sys.executable, "-m", "millrace_client.cli", *arguments)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A running stack; its home. Stopped at the end, and nothing of it is left."""
+    home = tmp_path_factory.mktemp("home")
+    up = millrace_command(home, "up", "--json")
+    assert up.returncode == 0, up.stderr
+    record = read_record(home)
+    assert record is not None
+    roots = [record.supervisor, *record.parts.values()]
+    members = family(roots)
+    assert len(members) > len(roots), "Ray alone has several processes"
+    yield home
+    members |= family(roots)
+    down = millrace_command(home, "down", "--json")
+    assert json.loads(down.stdout) == {"stopped": True}, down.stderr
+    assert not any(one.is_alive() for one in members)
+    assert not Path(record.ray_folder).exists()
+
+
+@pytest.fixture(scope="module")
+def run(home: Path) -> Iterator[Run]:
+    record = read_record(home)
+    assert record is not None
+    addresses = record.addresses
+    with connect(data=addresses["data"], train=addresses["train"], inference=addresses["inference"]) as millrace:
+        yield from_digits_to_model(millrace, home / "import")
+
+
+def from_digits_to_model(millrace: Millrace, folder: Path) -> Run:
+    train_images, train_labels = patterns(TRAIN_ROWS, seed=1)
+    test_images, test_labels = patterns(TEST_ROWS, seed=2)
+    uris = {
+        name: write_idx(folder / name, values)
+        for name, values in (
+            ("train-images.gz", train_images),
+            ("train-labels.gz", train_labels),
+            ("test-images", test_images),
+            ("test-labels", test_labels),
+        )
+    }
+    millrace.data.create_dataset("patterns")
+    version = millrace.data.import_version(
+        "datasets/patterns",
+        [
+            idx_source("train", uris["train-images.gz"], uris["train-labels.gz"]),
+            idx_source("test", uris["test-images"], uris["test-labels"]),
+        ],
+        hold_outs=[hold_out("train", "validation", 0.2, seed=3)],
+    ).wait(timeout_s=60)
+    spec = training_spec(
+        version.name,
+        model="torchvision.resnet18",
+        in_channels=1,
+        num_classes=10,
+        transform=[to_float(), normalize(0.2, 0.25)],
+        optimizer=optimizer("AdamW", 0.002),
+        epochs=1,
+        global_batch_size=64,
+        num_workers=2,
+        seed=4,
+    )
+    created = millrace.train.create_training_job("patterns", spec)
+    updates = list(millrace.train.watch_training_job(created.name))
+    job = millrace.train.get_training_job(created.name)
+    assert job.state == resources_pb2.TrainingJob.STATE_SUCCEEDED, job.error
+    deployment = millrace.deployments.create_deployment("patterns", job.name).wait(timeout_s=120)
+    return Run(
+        millrace=millrace,
+        version=version,
+        job=job,
+        events=[one for one in updates if isinstance(one, train_service_pb2.TrainingEvent)],
+        deployment=deployment,
+        test_images=test_images,
+        test_labels=test_labels,
+    )
+
+
+def test_the_version_holds_the_rows_that_the_files_held(run: Run) -> None:
+    assert {split.name: split.row_count for split in run.version.splits} == {
+        "train": 1024,
+        "validation": 256,
+        "test": TEST_ROWS,
+    }
+    images, labels = image_rows(run.millrace.data.read_table(run.version.name, split="test"))
+    assert labels is not None
+    np.testing.assert_array_equal(images, run.test_images)
+    np.testing.assert_array_equal(labels, run.test_labels)
+
+
+def test_the_events_are_numbered_without_gaps_and_tell_of_the_run(run: Run) -> None:
+    assert [event.sequence for event in run.events] == list(range(1, len(run.events) + 1))
+    kinds = {event.WhichOneof("event") for event in run.events}
+    assert {"attempt_started", "progress", "validated", "checkpoint_committed"} <= kinds
+    assert run.job.progress.step == run.job.progress.total_steps == 16
+
+
+def test_raw_images_are_classified_far_better_than_by_chance(run: Run) -> None:
+    answers = list(run.millrace.inference.infer_many("patterns", ({"image": image[None]} for image in run.test_images)))
+    labels = np.array([answer.outputs["label"][0] for answer in answers])
+    assert (labels == run.test_labels).mean() > 0.5
+    probabilities = np.concatenate([answer.outputs["probabilities"] for answer in answers])
+    np.testing.assert_allclose(probabilities.sum(axis=1), 1.0, atol=1e-4)
+    np.testing.assert_array_equal(probabilities.argmax(axis=1), labels)
+
+
+def test_every_answer_carries_the_lineage_that_the_services_tell(run: Run) -> None:
+    checkpoints = {one.name: one for one in run.millrace.train.list_checkpoints(run.job.name)}
+    answer = run.millrace.inference.infer("patterns", {"image": run.test_images[:3]})
+    lineage = answer.lineage
+    assert lineage.dataset_version == run.version.name == run.job.spec.dataset_version
+    assert lineage.training_job == run.job.name
+    assert lineage.checkpoint == run.job.best_checkpoint
+    assert lineage.checkpoint_sha256 == checkpoints[run.job.best_checkpoint].manifest_sha256
+    assert lineage.deployment == run.deployment.name
+    assert lineage.model_version == answer.version
+    assert lineage == run.deployment.lineage
+
+
+def test_the_command_sees_the_same_stack(run: Run, home: Path) -> None:
+    status = millrace_command(home, "status", "--json")
+    assert status.returncode == 0, status.stdout
+    assert json.loads(status.stdout)["healthy"]
+    predicted = millrace_command(home, "predict", "patterns", "--dataset", run.version.name, "--limit", "5", "--json")
+    document = json.loads(predicted.stdout)
+    assert [one["truth"] for one in document["predictions"]] == run.test_labels[:5].tolist()
+    assert document["lineage"]["checkpoint"] == run.job.best_checkpoint
+    again = millrace_command(home, "up", "--json")
+    assert json.loads(again.stdout)["already_running"] is True

@@ -1,0 +1,113 @@
+"""The service as a foreign client sees it: generated stubs, and nothing of ours behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import grpc
+import pyarrow as pa
+import pytest
+from google.longrunning import operations_pb2, operations_pb2_grpc
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from millrace.data.v1 import data_service_pb2 as pb
+from millrace.data.v1 import data_service_pb2_grpc
+from millrace.data.v1.resources_pb2 import DatasetVersion
+
+IMPORT_WITHIN_S = 120.0
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An error as it came over the wire; `fields` maps the bad fields to what is wrong with them."""
+
+    code: grpc.StatusCode
+    message: str
+    reason: str
+    metadata: dict[str, str] = field(default_factory=dict)
+    fields: dict[str, str] = field(default_factory=dict)
+
+
+class DataClient:
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address)
+        self.data = data_service_pb2_grpc.DataServiceStub(self._channel)
+        self.operations = operations_pb2_grpc.OperationsStub(self._channel)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def send_raw(self, method: str, data: bytes) -> bytes:
+        """Calls a unary method of the data service with these bytes for a request."""
+        call: Callable[..., bytes] = self._channel.unary_unary(f"/millrace.data.v1.DataService/{method}")
+        return call(data, timeout=10)
+
+    def wait(self, operation: Any, within_s: float = IMPORT_WITHIN_S) -> Any:
+        """The operation once it is done."""
+        request = operations_pb2.WaitOperationRequest(name=operation.name)
+        request.timeout.FromSeconds(int(within_s))
+        done = self.operations.WaitOperation(request, timeout=within_s + 5)
+        assert done.done, done
+        return done
+
+    def import_version(self, request: pb.ImportVersionRequest) -> DatasetVersion:
+        """Imports and waits; fails unless the version became ACTIVE."""
+        return imported(self.wait(self.data.ImportVersion(request, timeout=30)))
+
+    def read(self, name: str, **selection: Any) -> pa.Table:
+        return table_of(self.stream(name, **selection))
+
+    def stream(self, name: str, **selection: Any) -> list[bytes]:
+        request = pb.ReadVersionRequest(name=name, **selection)
+        return [message.arrow_ipc for message in self.data.ReadVersion(request, timeout=60)]
+
+
+def table_of(pieces: Sequence[bytes]) -> pa.Table:
+    return pa.ipc.open_stream(b"".join(pieces)).read_all()
+
+
+def idx(split: str, images_uri: str, labels_uri: str) -> pb.ImportSource:
+    return pb.ImportSource(split=split, idx=pb.IdxSource(images_uri=images_uri, labels_uri=labels_uri))
+
+
+def parquet(split: str, uri: str) -> pb.ImportSource:
+    return pb.ImportSource(split=split, parquet=pb.ParquetSource(uri=uri))
+
+
+def imported(operation: Any) -> DatasetVersion:
+    assert operation.WhichOneof("result") == "response", operation
+    version = DatasetVersion()
+    assert operation.response.Unpack(version)
+    return version
+
+
+def metadata_of(operation: Any) -> pb.ImportVersionMetadata:
+    metadata = pb.ImportVersionMetadata()
+    assert operation.metadata.Unpack(metadata)
+    return metadata
+
+
+def refused(call: Callable[[], Any]) -> Refusal:
+    """What `call` is refused with; a stream is read to its end."""
+    with pytest.raises(grpc.RpcError) as raised:
+        _whole(call())
+    status = rpc_status.from_call(cast(grpc.Call, raised.value))
+    assert status is not None, raised.value
+    return refusal_of(status)
+
+
+def _whole(answer: Any) -> Any:
+    return list(answer) if isinstance(answer, Iterable) and not isinstance(answer, bytes) else answer
+
+
+def refusal_of(status: status_pb2.Status) -> Refusal:
+    info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    for detail in status.details:
+        detail.Unpack(info) or detail.Unpack(bad)
+    assert info.domain == "millrace", status
+    code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
+    fields = {violation.field: violation.description for violation in bad.field_violations}
+    return Refusal(code, status.message, info.reason, dict(info.metadata), fields)

@@ -1,0 +1,117 @@
+"""One Ray head for all, and for each kind of store a data service that all tests share."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from google.longrunning import operations_pb2
+
+from millrace.data.v1 import data_service_pb2 as pb
+from millrace.data.v1.resources_pb2 import DatasetVersion
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
+from shared.storage.opening import ensure_bucket
+from tests.integration.data_service.client import DataClient, idx, imported
+from tests.support.idx import digits, write_idx
+from tests.support.ray_head import RayHead, ray_head
+from tests.support.s3_server import S3Server, name_under_test
+from tests.support.service_process import running_service, store_environ
+
+TRAIN_ROWS, TEST_ROWS = 1300, 300
+KINDS = ["file", pytest.param("s3", id=f"s3-{name_under_test()}")]
+
+
+@dataclass(frozen=True)
+class DataStack:
+    """A running service; `inputs` is the folder below which it may read files, `store` what it keeps."""
+
+    client: DataClient
+    store: ObjectStore
+    settings: StoreSettings
+    inputs: Path
+
+    def keys(self) -> list[str]:
+        """Everything in the store, to see that nothing was left behind."""
+        return sorted(info.key for info in self.store.list())
+
+    def new_dataset(self) -> str:
+        dataset_id = f"d{uuid.uuid4().hex[:12]}"
+        return str(self.client.data.CreateDataset(pb.CreateDatasetRequest(dataset_id=dataset_id), timeout=10).name)
+
+
+@pytest.fixture(scope="session")
+def data_ray() -> Iterator[RayHead]:
+    with ray_head(num_cpus=4) as head:
+        yield head
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def stack(
+    request: pytest.FixtureRequest, data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DataStack]:
+    folder = tmp_path_factory.mktemp("data")
+    if request.param == "file":
+        settings = StoreSettings(url=(folder / "store").as_uri())
+    else:
+        server: S3Server = request.getfixturevalue("s3_server")
+        settings = server.settings(f"s3://millrace/{uuid.uuid4().hex}")
+        ensure_bucket(settings)
+    inputs = folder / "inputs"
+    inputs.mkdir()
+    environ = {
+        **store_environ(settings),
+        "RAY_ADDRESS": data_ray.address,
+        "MILLRACE_IMPORT_ROOTS": str(inputs),
+    }
+    with running_service("data_service", environ, folder / "service.log") as service:
+        client = DataClient(service.address)
+        yield DataStack(client, open_store(settings), settings, inputs)
+        client.close()
+
+
+@dataclass(frozen=True)
+class Digits:
+    """1,300 training rows, 130 of them held out for validation, and 300 test rows; made by `request` and `started`."""
+
+    request: pb.ImportVersionRequest
+    started: operations_pb2.Operation
+    done: operations_pb2.Operation
+    version: DatasetVersion
+
+
+@pytest.fixture(scope="session")
+def digits_version(stack: DataStack) -> Digits:
+    """For tests that only read it: an import takes seconds."""
+    request = digits_request(stack, stack.new_dataset())
+    started = stack.client.data.ImportVersion(request, timeout=10)
+    done = stack.client.wait(started)
+    return Digits(request, started, done, imported(done))
+
+
+def digits_request(stack: DataStack, parent: str) -> pb.ImportVersionRequest:
+    """A gzipped training pair and a plain test pair, the same each time."""
+    sources = []
+    for split, rows, suffix in (("train", TRAIN_ROWS, ".gz"), ("test", TEST_ROWS, "")):
+        images, labels = digits(rows, seed=rows)
+        uris = [
+            write_idx(stack.inputs / f"{split}-{kind}{suffix}", values)
+            for kind, values in (("images", images), ("labels", labels))
+        ]
+        sources.append(idx(split, *uris))
+    hold_out = pb.HoldOut(from_split="train", to_split="validation", fraction=0.1, seed=7)
+    return pb.ImportVersionRequest(parent=parent, sources=sources, hold_outs=[hold_out])
+
+
+@pytest.fixture
+def client(stack: DataStack) -> DataClient:
+    return stack.client
+
+
+@pytest.fixture
+def dataset(stack: DataStack) -> str:
+    """The name of a new, empty dataset."""
+    return stack.new_dataset()

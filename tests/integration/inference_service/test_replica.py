@@ -1,0 +1,110 @@
+"""The replica's own code, without Ray around it: what it loads, what it refuses, and what enters the model."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+
+from inference_service.domain.signature import Rows
+from inference_service.replica import Loaded, ModelReplica, ReplicaSpec
+from inference_service.served_model import ServedModel
+from shared.checkpoint import load_checkpoint
+from shared.checkpoint.format import WEIGHTS
+from shared.errors import DataLoss, FailedPrecondition
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
+from tests.integration.inference_service.checkpoints import MODEL, Written, make_module, write
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (5, 28, 28), dtype=np.uint8)
+
+
+@pytest.fixture
+def store(file_store: StoreSettings) -> ObjectStore:
+    return open_store(file_store)
+
+
+def replica(settings: StoreSettings, written: Written) -> ModelReplica:
+    return ModelReplica(
+        ReplicaSpec(
+            store=settings,
+            folder=written.entry.folder,
+            manifest_sha256=written.entry.manifest_sha256,
+            threads=1,
+            max_batch_size=4,
+        )
+    )
+
+
+def describe(one: ModelReplica) -> Loaded:
+    return asyncio.run(one.describe())
+
+
+def test_the_tensor_that_enters_the_model_is_bit_for_bit_that_of_the_transform(store: ObjectStore) -> None:
+    written = write(store)
+    checkpoint = load_checkpoint(store, written.entry.folder, written.entry.manifest_sha256)
+    model = ServedModel(checkpoint.content, checkpoint.read(WEIGHTS))
+    entered: list[torch.Tensor] = []
+    model.module.register_forward_pre_hook(lambda _module, inputs: entered.append(inputs[0].clone()))
+    model.forward(Rows("raw", IMAGES))
+    expected = written.content.pipeline()(IMAGES)
+    assert entered[0].dtype == torch.float32
+    assert entered[0].numpy().tobytes() == expected.tobytes()
+
+
+def test_a_loaded_replica_knows_its_signature_its_data_and_the_time_of_each_batch_size(
+    store: ObjectStore, file_store: StoreSettings
+) -> None:
+    one = replica(file_store, write(store))
+    loaded = describe(one)
+    assert str(loaded.signature.raw) == "UINT8 [-1, 28, 28]"
+    assert str(loaded.signature.prepared) == "FP32 [-1, 1, 28, 28]"
+    assert loaded.dataset_version == "datasets/digits/versions/v1"
+    assert sorted(loaded.batch_s) == [1, 2, 4]
+    logits, probabilities, label = asyncio.run(one.forward("raw", IMAGES))
+    assert (logits.shape, probabilities.shape, label.shape) == ((5, 10), (5, 10), (5,))
+    assert (logits.dtype, probabilities.dtype, label.dtype) == (np.float32, np.float32, np.int64)
+
+
+def test_rows_in_memory_that_may_not_be_written_are_served(store: ObjectStore, file_store: StoreSettings) -> None:
+    prepared = np.zeros((1, 1, 28, 28), np.float32)
+    prepared.flags.writeable = False
+    assert asyncio.run(replica(file_store, write(store)).forward("prepared", prepared))
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, "manifest.json"])
+def test_a_file_that_is_damaged_or_missing_is_data_loss(
+    store: ObjectStore, file_store: StoreSettings, file: str
+) -> None:
+    written = write(store, weights=b"some weights")
+    key = f"{written.entry.folder}/{file}"
+    store.put(key, store.get(key)[:-1] + b"?")
+    with pytest.raises(DataLoss, match="digest"):
+        describe(replica(file_store, written))
+    store.delete(key)
+    one = replica(file_store, written)
+    with pytest.raises(DataLoss, match="missing"):
+        describe(one)
+    with pytest.raises(DataLoss, match="missing"):
+        asyncio.run(one.forward("raw", IMAGES))
+
+
+def test_weights_that_are_no_weights_or_of_another_model_do_not_load(
+    store: ObjectStore, file_store: StoreSettings
+) -> None:
+    state = dict(make_module().state_dict())
+    state["fc.bias"] = torch.zeros(11)
+    for name, weights in (("c1", b"no weights"), ("c2", save(state)), ("c3", save({"x": torch.zeros(1)}))):
+        with pytest.raises(FailedPrecondition, match="does not load"):
+            describe(replica(file_store, write(store, name, weights=weights)))
+
+
+def test_a_builder_that_is_unknown_does_not_load(store: ObjectStore) -> None:
+    written = write(store)
+    strange = replace(written.content, model=replace(MODEL, builder="torchvision.resnet17"))
+    with pytest.raises(FailedPrecondition, match="resnet17"):
+        ServedModel(strange, save(make_module().state_dict()))

@@ -1,0 +1,63 @@
+"""A kind of job that does as its spec says, and leaves traces in the store of who did it.
+
+    `python -m tests.support.toy_jobs reconcile`   its reconciler
+    `python -m tests.support.toy_jobs serve`       the supervisor of one, as a service is
+
+Both write their pid into the folder TOY_PIDS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from shared.jobs import AttemptContext
+from shared.jobs.reconciler import run_reconciler
+from shared.jobs.supervisor import supervise
+from shared.settings import service_settings
+from shared.storage import ObjectStore
+from shared.telemetry import configure_logging
+
+KIND = "toy"
+ENTRY = "tests.support.toy_jobs:run"
+
+
+def run(context: AttemptContext) -> dict[str, Any]:
+    """The entry function: leaves a trace, then waits to be let through."""
+    if context.job.spec.get("kill_itself"):
+        os._exit(1)
+    trace = f"{context.folder}/began/{context.attempt}-{os.getpid()}-{uuid.uuid4().hex}"
+    context.store.put(trace, b"")
+    while context.job.spec.get("waits") and not context.store.exists(f"{context.folder}/go"):
+        context.raise_if_stopped()
+        time.sleep(0.02)
+    return {"attempt": context.attempt, "pid": os.getpid()}
+
+
+def let_go(store: ObjectStore, folder: str) -> None:
+    store.put(f"{folder}/go", b"")
+
+
+def beginnings(store: ObjectStore, folder: str) -> list[tuple[int, int]]:
+    """(attempt, pid of its actor), one each time that the entry function was called."""
+    traces = sorted(info.key.rsplit("/", 1)[-1] for info in store.list(f"{folder}/began"))
+    return [(int(trace.split("-")[0]), int(trace.split("-")[1])) for trace in traces]
+
+
+def main(role: str) -> None:
+    (Path(os.environ["TOY_PIDS"]) / f"{role}-{os.getpid()}").touch()
+    configure_logging(role, "INFO")
+    if role == "serve":
+        asyncio.run(supervise("tests.support.toy_jobs", asyncio.Event()))
+    else:
+        run_reconciler(service_settings(os.environ, "127.0.0.1:0"), KIND, ENTRY)
+
+
+if __name__ == "__main__":
+    # The supervisor gives its child no arguments.
+    main(sys.argv[1] if len(sys.argv) > 1 else "reconcile")

@@ -1,0 +1,214 @@
+"""The `millrace` command: exit codes, plain errors, `--json`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from click.testing import CliRunner, Result
+
+from millrace.train.v1 import train_service_pb2_grpc
+from millrace_client.cli import COMMANDS, millrace
+from millrace_client.stack import launch
+from tests.support.fake_servicers import BreakingStreams, Job, Refusing
+from tests.support.grpc_answers import bad_field, error_info, serving, status
+
+NOBODY = "127.0.0.1:1"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    for service in ("DATA", "TRAIN", "INFERENCE"):
+        monkeypatch.setenv(f"MILLRACE_{service}_ADDRESS", NOBODY)
+    return tmp_path
+
+
+def run(*arguments: str) -> Result:
+    result = CliRunner().invoke(millrace, arguments)
+    assert "Traceback" not in result.output
+    return result
+
+
+def watched(servicer: Any, *arguments: str) -> Result:
+    def register(server: grpc.Server) -> None:
+        train_service_pb2_grpc.add_TrainServiceServicer_to_server(servicer, server)
+
+    with serving(register) as address:
+        return run("train", "watch", "j", "--train-address", address, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [
+        (grpc.StatusCode.INTERNAL, 1),
+        (grpc.StatusCode.DATA_LOSS, 1),
+        (grpc.StatusCode.NOT_FOUND, 3),
+        (grpc.StatusCode.INVALID_ARGUMENT, 4),
+        (grpc.StatusCode.ALREADY_EXISTS, 4),
+        (grpc.StatusCode.FAILED_PRECONDITION, 4),
+        (grpc.StatusCode.ABORTED, 4),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, 5),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, 5),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_each_kind_of_failure_has_its_exit_code(code: grpc.StatusCode, exit_code: int) -> None:
+    result = watched(Refusing(status(code, "no")))
+    assert result.exit_code == exit_code
+    assert result.stderr.startswith("error: no\n")
+
+
+def test_an_error_names_field_remedy_and_request_id() -> None:
+    told = status(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "the name is malformed",
+        error_info("INVALID_FIELD", remedy="use trainingJobs/{j}"),
+        bad_field("name", "'x': use trainingJobs/{j}"),
+    )
+    servicer = Refusing(told)
+    lines = watched(servicer).stderr.splitlines()
+    assert lines == [
+        "error: the name is malformed",
+        "  name: 'x': use trainingJobs/{j}",
+        "  remedy: use trainingJobs/{j}",
+        f"  request id: {servicer.called_with['x-request-id']}",
+    ]
+
+
+def test_nobody_at_the_address_is_exit_code_5_with_a_remedy() -> None:
+    result = run("data", "list")
+    assert result.exit_code == 5
+    assert f"nobody answers at {NOBODY} (Connection refused)" in result.stderr
+    assert "millrace up" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("data", "list"),
+        ("data", "show", "datasets/d/versions/v"),
+        ("data", "import", "d", "--parquet", "train=x"),
+        ("train", "create", "j", "--dataset-version", "datasets/d/versions/v"),
+        ("train", "watch", "j"),
+        ("train", "list"),
+        ("train", "cancel", "j"),
+        ("deploy", "m", "j"),
+        ("predict", "m", "--dataset", "datasets/d/versions/v"),
+        ("demo", "--mnist-uri", "file:///nowhere"),
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+def test_with_json_a_failure_too_is_one_document(arguments: tuple[str, ...]) -> None:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 5
+    assert json.loads(result.stdout)["error"]["status"] == "UNAVAILABLE"
+
+
+def test_watching_with_json_prints_a_line_for_each_update() -> None:
+    result = watched(Succeeding(), "--json")
+    assert result.exit_code == 0, result.output
+    updates = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [one["event"]["sequence"] for one in updates if "event" in one] == ["1", "2", "3"]
+    assert updates[-1]["job"]["state"] == "STATE_SUCCEEDED"
+
+
+def test_watching_a_job_that_fails_is_exit_code_1() -> None:
+    result = watched(Succeeding(Job.STATE_FAILED))
+    assert result.exit_code == 1
+    assert "error: trainingJobs/j failed" in result.stderr
+
+
+class Succeeding(BreakingStreams):
+    """A job of three events that ends as it is told to."""
+
+    def __init__(self, final: Any = Job.STATE_SUCCEEDED) -> None:
+        super().__init__(events=3, per_stream=2, final=final)
+
+    def GetTrainingJob(self, request: Any, _context: grpc.ServicerContext) -> Job:  # noqa: N802
+        return Job(name=request.name, state=self._final)
+
+
+def test_status_and_down_without_a_stack(home: Path) -> None:
+    status_result = run("status", "--json")
+    assert status_result.exit_code == 5
+    document = json.loads(status_result.stdout)
+    assert document["stack"] is None
+    assert {part["health"] for part in document["parts"]} == {"UNREACHABLE"}
+    assert json.loads(run("down", "--json").stdout) == {"stopped": False}
+    assert str(home) in run("down").stdout.replace("\n", "")
+
+
+def test_up_says_when_it_is_running_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    from millrace_client.stack.processes import Process
+    from millrace_client.stack.record import Record
+
+    me = Process.of(os.getpid())
+    assert me is not None
+    addresses = dict.fromkeys(("data", "train", "inference"), NOBODY)
+    record = Record(
+        state="ready",
+        supervisor=me,
+        addresses=addresses,
+        store="file:///s",
+        ray_address=NOBODY,
+        dashboard="http://d",
+        import_roots=(),
+        ray_folder="",
+    )
+    monkeypatch.setattr(launch, "running_record", lambda _: record)
+    document = json.loads(run("up", "--json").stdout)
+    assert document["already_running"] is True
+    assert document["addresses"] == addresses
+    assert "already running" in run("up").stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("nonsense",),
+        ("data", "import", "d"),
+        ("data", "import", "d", "--idx", "train=only-one"),
+        ("data", "import", "d", "--parquet", "t=x", "--hold-out", "train=0.1"),
+        ("train", "create", "j"),
+        ("predict", "m"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+def test_every_command_has_help_that_says_where_the_exit_codes_are() -> None:
+    listed = run("--help").stdout
+    assert "Exit codes" in listed
+    for name, (_, text) in COMMANDS.items():
+        assert text in listed
+        assert run(name, "--help").exit_code == 0
+
+
+def test_a_file_that_is_no_image_is_refused_by_name(tmp_path: Path) -> None:
+    from millrace_client.cli.exits import CommandFailed
+    from millrace_client.cli.predict import _decoded
+
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(CommandFailed, match=r"notes\.txt"):
+        list(_decoded([tmp_path / "notes.txt"], (28, 28)))
+
+
+def test_pictures_come_in_the_shape_and_the_colours_that_the_model_wants(tmp_path: Path) -> None:
+    from PIL import Image
+
+    from millrace_client.cli.predict import _decoded
+
+    Image.new("RGB", (56, 40), "white").save(tmp_path / "white.jpg")
+    (grey,) = _decoded([tmp_path / "white.jpg"], (28, 28))
+    (colour,) = _decoded([tmp_path / "white.jpg"], (28, 28, 3))
+    assert grey.image.shape == (28, 28)
+    assert colour.image.shape == (28, 28, 3)
+    assert int(grey.image.min()) >= 250

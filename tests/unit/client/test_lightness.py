@@ -1,0 +1,52 @@
+"""The client stays light: no Ray, no torch, and heavy modules only where they are used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+HEAVY = ("ray", "torch", "torchvision", "obstore", "minio", "sklearn", "shared")
+LATER = ("grpc", "numpy", "pyarrow", "matplotlib", "rich")
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import millrace_client
+for module in pkgutil.walk_packages(millrace_client.__path__, "millrace_client."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+print(" ".join({name.partition(".")[0] for name in sys.modules}))
+"""
+
+
+def python(*arguments: str) -> str:
+    return subprocess.run((sys.executable, *arguments), capture_output=True, text=True, check=True).stdout
+
+
+def test_no_module_of_the_client_imports_ray_torch_or_a_service() -> None:
+    loaded = set(python("-c", IMPORT_ALL).split())
+    assert loaded.isdisjoint(HEAVY)
+    assert loaded.isdisjoint({"data_service", "train_service", "inference_service"})
+
+
+def test_connecting_needs_neither_pyarrow_nor_matplotlib() -> None:
+    code = "import millrace_client, sys; millrace_client.connect(); print(*sys.modules)"
+    assert {"pyarrow", "matplotlib", "rich"}.isdisjoint(python("-c", code).split())
+
+
+def test_help_imports_nothing_that_it_does_not_need() -> None:
+    code = (
+        "import sys; from millrace_client.cli import millrace\n"
+        "millrace(['--help'], standalone_mode=False); print(*sys.modules)"
+    )
+    assert set(LATER).isdisjoint(python("-c", code).split())
+
+
+@pytest.mark.skipif(os.getloadavg()[0] > 2 * (os.cpu_count() or 1), reason="the machine is too busy to time anything")
+def test_help_answers_at_once() -> None:
+    started = time.perf_counter()
+    python("-c", "from millrace_client.cli import millrace; millrace(['--help'])")
+    assert time.perf_counter() - started < 0.4

@@ -1,0 +1,140 @@
+"""The supervisor, with light processes in place of Ray and the services."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from millrace_client.stack import launch
+from millrace_client.stack.processes import Process
+from millrace_client.stack.record import READY, Record, read_record, write_record
+from millrace_client.stack.supervisor import AlreadyRunning, StartFailed, Supervisor, hold_home
+from tests.support.fake_stack import NAMES, fake_plan
+
+TIMEOUT_S = 30.0
+
+# A supervisor that can be killed: a process of its own.
+SUPERVISE = """
+import sys
+from pathlib import Path
+from millrace_client.stack.supervisor import Supervisor, hold_home
+from tests.support.fake_stack import fake_plan
+home = Path(sys.argv[1])
+with hold_home(home):
+    Supervisor(fake_plan(home), print).run()
+"""
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def ready_record(home: Path) -> Record | None:
+    record = read_record(home)
+    return record if record is not None and record.state == READY and len(record.answering) == len(NAMES) else None
+
+
+def now_ready(home: Path) -> Record:
+    wait_until(lambda: ready_record(home) is not None)
+    record = ready_record(home)
+    assert record is not None
+    return record
+
+
+@contextmanager
+def running(home: Path) -> Iterator[list[str]]:
+    """A supervisor in a thread; yields what it says."""
+    said: list[str] = []
+    supervisor = Supervisor(fake_plan(home), said.append)
+    thread = threading.Thread(target=supervisor.run)
+    thread.start()
+    try:
+        yield said
+    finally:
+        supervisor.stop()
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+
+
+def test_parts_stop_in_the_reverse_order_and_nothing_is_left(tmp_path: Path) -> None:
+    with running(tmp_path) as said:
+        record = now_ready(tmp_path)
+    assert [line for line in said if line.endswith("stopped")] == [f"{name} stopped" for name in reversed(NAMES)]
+    assert not any(process.is_alive() for process in record.parts.values())
+    assert read_record(tmp_path) is None
+    assert not Path(record.ray_folder).exists()
+    assert "ended in good order" in (tmp_path / "logs" / "data.log").read_text()
+
+
+def test_a_part_that_dies_is_started_again_under_its_address(tmp_path: Path) -> None:
+    with running(tmp_path) as said:
+        before = now_ready(tmp_path)
+        before.parts["train"].send(signal.SIGKILL)
+        wait_until(lambda: (now := ready_record(tmp_path)) is not None and now.parts["train"] != before.parts["train"])
+        after = now_ready(tmp_path)
+    assert after.addresses == before.addresses
+    assert {name for name in NAMES if after.parts[name] != before.parts[name]} == {"train"}
+    assert "train ended with signal 9; starting it again" in said
+
+
+def test_a_part_that_cannot_start_is_named_with_its_log_and_the_rest_is_stopped(tmp_path: Path) -> None:
+    supervisor = Supervisor(fake_plan(tmp_path, failing="train"), lambda _: None)
+    with pytest.raises(StartFailed, match=r"train ended with exit status 1; its log: .*train\.log"):
+        supervisor.run()
+    assert "MILLRACE_STORE" in (tmp_path / "logs" / "train.log").read_text()
+    assert read_record(tmp_path) is None
+
+
+def test_one_home_has_one_supervisor(tmp_path: Path) -> None:
+    with hold_home(tmp_path), pytest.raises(AlreadyRunning, match=str(tmp_path)):
+        hold_home(tmp_path)
+    hold_home(tmp_path).close()
+
+
+def test_what_a_killed_supervisor_left_behind_is_stopped(tmp_path: Path) -> None:
+    with subprocess.Popen((sys.executable, "-c", SUPERVISE, str(tmp_path)), start_new_session=True) as popen:
+        record = now_ready(tmp_path)
+        popen.kill()
+    assert launch.running_record(tmp_path) is None
+    assert all(process.is_alive() for process in record.parts.values())
+
+    assert launch.stop(tmp_path)
+
+    assert not any(process.is_alive() for process in record.parts.values())
+    assert read_record(tmp_path) is None
+
+
+def test_stopping_a_stale_record_touches_nobody_who_has_the_pids_now(tmp_path: Path) -> None:
+    with subprocess.Popen((sys.executable, "-c", "input()"), stdin=subprocess.PIPE, start_new_session=True) as other:
+        now = Process.of(other.pid)
+        assert now is not None
+        then = Process(now.pid, now.start_ticks - 1)
+        stale = Record(
+            state=READY,
+            supervisor=then,
+            addresses={},
+            store="",
+            ray_address="",
+            dashboard="",
+            import_roots=(),
+            ray_folder=str(tmp_path / "gone"),
+            parts={"data": then},
+        )
+        write_record(tmp_path, stale)
+
+        assert not launch.stop(tmp_path)
+
+        assert now.is_alive()
+        assert read_record(tmp_path) is None
+        other.kill()

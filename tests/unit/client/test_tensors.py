@@ -1,0 +1,53 @@
+"""Arrays to the wire and back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from inference import grpc_service_pb2 as pb
+from millrace_client.tensors import DTYPES, infer_request, output_arrays
+
+
+def echoed(request: pb.ModelInferRequest) -> pb.ModelInferResponse:
+    """The inputs of a request as the outputs of a response."""
+    outputs = [
+        pb.ModelInferResponse.InferOutputTensor(name=one.name, datatype=one.datatype, shape=one.shape)
+        for one in request.inputs
+    ]
+    return pb.ModelInferResponse(outputs=outputs, raw_output_contents=request.raw_input_contents)
+
+
+@pytest.mark.parametrize("datatype", DTYPES)
+def test_every_type_comes_back_as_it_was_sent(datatype: str) -> None:
+    array = np.arange(6).reshape(2, 3).astype(DTYPES[datatype])
+    request = infer_request("m", {"x": array})
+    assert request.inputs[0].datatype == datatype
+    np.testing.assert_array_equal(output_arrays(echoed(request))["x"], array)
+
+
+def test_bytes_and_text_travel_as_length_prefixed_elements() -> None:
+    request = infer_request("m", {"x": np.array([["a", "ß"], ["", "abc"]], dtype=object)})
+    assert request.raw_input_contents[0][:5] == b"\x01\x00\x00\x00a"
+    back = output_arrays(echoed(request))["x"]
+    assert back.tolist() == [[b"a", "ß".encode()], [b"", b"abc"]]
+
+
+def test_strided_and_big_endian_arrays_are_sent_row_major_and_little_endian() -> None:
+    array = np.arange(6, dtype=">i4").reshape(2, 3).T
+    request = infer_request("m", {"x": array})
+    assert list(request.inputs[0].shape) == [3, 2]
+    assert request.raw_input_contents[0] == np.ascontiguousarray(array).astype("<i4").tobytes()
+
+
+def test_typed_contents_of_other_servers_are_read_too() -> None:
+    tensor = pb.ModelInferResponse.InferOutputTensor(name="y", datatype="FP32", shape=[1, 2])
+    tensor.contents.fp32_contents.extend([0.5, 1.5])
+    back = output_arrays(pb.ModelInferResponse(outputs=[tensor]))["y"]
+    assert back.dtype == np.float32
+    assert back.tolist() == [[0.5, 1.5]]
+
+
+def test_an_array_without_a_type_in_the_protocol_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"'x'.*complex"):
+        infer_request("m", {"x": np.zeros(2, complex)})

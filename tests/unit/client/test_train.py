@@ -1,0 +1,52 @@
+"""Watching a job across broken streams, on a real server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from millrace.train.v1 import resources_pb2, train_service_pb2_grpc
+from millrace.train.v1 import train_service_pb2 as pb
+from millrace_client import connect, errors
+from tests.support.fake_servicers import BreakingStreams, UnknownJob
+from tests.support.grpc_answers import serving
+
+Job = resources_pb2.TrainingJob
+
+
+def register(servicer: Any) -> Any:
+    return lambda server: train_service_pb2_grpc.add_TrainServiceServicer_to_server(servicer, server)
+
+
+def test_a_watch_goes_on_after_the_last_event_seen_and_repeats_none() -> None:
+    servicer = BreakingStreams(events=7, per_stream=3, final=Job.STATE_SUCCEEDED)
+    with serving(register(servicer)) as address, connect(train=address) as millrace:
+        updates = list(millrace.train.watch_training_job("trainingJobs/j"))
+    assert [one.sequence for one in updates if isinstance(one, pb.TrainingEvent)] == [1, 2, 3, 4, 5, 6, 7]
+    assert servicer.asked_after == [0, 3, 6]
+    assert isinstance(updates[-1], Job)
+    assert updates[-1].state == Job.STATE_SUCCEEDED
+
+
+def test_a_watch_can_begin_in_the_middle() -> None:
+    servicer = BreakingStreams(events=5, per_stream=9, final=Job.STATE_CANCELLED)
+    with serving(register(servicer)) as address, connect(train=address) as millrace:
+        updates = list(millrace.train.watch_training_job("trainingJobs/j", after_sequence=3))
+    assert [one.sequence for one in updates if isinstance(one, pb.TrainingEvent)] == [4, 5]
+
+
+def test_a_watch_gives_up_when_nobody_comes_back() -> None:
+    servicer = BreakingStreams(events=5, per_stream=1, final=Job.STATE_SUCCEEDED)
+    with connect(train="127.0.0.1:1") as nobody, pytest.raises(errors.Unavailable):
+        list(nobody.train.watch_training_job("trainingJobs/j", reconnect_for_s=0.1))
+    assert servicer.asked_after == []
+
+
+def test_other_errors_end_a_watch_at_once() -> None:
+    with (
+        serving(register(UnknownJob())) as address,
+        connect(train=address) as millrace,
+        pytest.raises(errors.NotFound, match="trainingJobs/j"),
+    ):
+        list(millrace.train.watch_training_job("trainingJobs/j"))

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shared.dataset_version.manifest import Column, DataFile, Manifest, Split, sha256_hex
+from shared.errors import DataLoss
+
+MANIFEST = Manifest(
+    columns=[Column(name="label", arrow_type="int64", shape=[])],
+    splits=[Split(name="train", first_row_id=0, row_count=3)],
+    files=[
+        DataFile(
+            path="train-00000.parquet",
+            split="train",
+            first_row_id=0,
+            row_count=3,
+            row_groups=[2, 1],
+            size_bytes=100,
+            sha256="ab",
+            footer_bytes=10,
+            footer_sha256="cd",
+        )
+    ],
+)
+
+
+def test_a_manifest_survives_the_store() -> None:
+    data = MANIFEST.to_json()
+    assert Manifest.from_json(data, sha256_hex(data)) == MANIFEST
+
+
+def test_it_is_canonical() -> None:
+    data = MANIFEST.to_json()
+    record = json.loads(data)
+    assert json.dumps(record, sort_keys=True, separators=(",", ":")).encode() == data
+    assert (record["row_count"], record["size_bytes"]) == (3, 100)
+
+
+def test_other_bytes_than_those_committed_are_refused() -> None:
+    data = MANIFEST.to_json()
+    with pytest.raises(DataLoss) as lost:
+        Manifest.from_json(data.replace(b'"label"', b'"lapel"'), sha256_hex(data))
+    assert lost.value.specific_reason == "MANIFEST_DIGEST"
+
+
+def test_a_format_of_the_future_is_refused() -> None:
+    data = MANIFEST.to_json().replace(b"dataset-version/1", b"dataset-version/2")
+    with pytest.raises(DataLoss, match="dataset-version/2"):
+        Manifest.from_json(data, sha256_hex(data))

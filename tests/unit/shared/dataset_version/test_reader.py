@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from shared.dataset_version import RowGroup, VersionReader, load_version
+from shared.errors import DataLoss, InvalidArgument
+from shared.storage import ObjectStore
+
+
+@pytest.fixture
+def reader(store: ObjectStore, committed: str) -> VersionReader:
+    return VersionReader(store, load_version(store, committed))
+
+
+def damage(store: ObjectStore, reader: VersionReader, position: int) -> None:
+    key = f"{reader.version.folder}/{reader.version.manifest.files[0].path}"
+    data = bytearray(store.get(key))
+    data[position] ^= 1
+    store.put(key, data)
+
+
+def test_row_groups_cover_each_split_once_in_order(reader: VersionReader) -> None:
+    assert reader.row_groups("train") == [RowGroup(0, 0, 0, 256), RowGroup(0, 1, 256, 256), RowGroup(0, 2, 512, 88)]
+    assert reader.row_groups("test") == [RowGroup(1, 0, 600, 100)]
+
+
+def test_rows_come_back_with_their_ids(reader: VersionReader) -> None:
+    tables = [reader.read(group, ["_row_id", "image"]) for group in reader.row_groups("train")]
+    table = pa.concat_tables(tables)
+    assert table.schema.names == ["_row_id", "image"]
+    assert table["_row_id"].to_pylist() == list(range(600))
+    images = np.concatenate([chunk.to_numpy_ndarray() for chunk in table["image"].chunks])
+    np.testing.assert_array_equal(images.reshape(-1), np.arange(600 * 784, dtype=np.uint32).astype(np.uint8))
+
+
+def test_without_names_all_columns_but_the_row_ids_are_read(reader: VersionReader) -> None:
+    table = reader.read(reader.row_groups("test")[0])
+    assert table.schema == reader.select(["image", "label"])
+    assert [column.num_chunks for column in table.columns] == [1, 1]
+
+
+def test_threads_may_share_a_reader(reader: VersionReader) -> None:
+    groups = [*reader.row_groups("train"), *reader.row_groups("test")] * 8
+    with ThreadPoolExecutor(8) as pool:
+        tables = list(pool.map(lambda group: reader.read(group, ["_row_id"]), groups))
+    for group, table in zip(groups, tables, strict=True):
+        assert table["_row_id"][0].as_py() == group.first_row_id
+
+
+@pytest.mark.parametrize("columns", [["absent"], ["label", "label"], [""]])
+def test_a_column_that_is_not_there_is_refused_by_name(reader: VersionReader, columns: list[str]) -> None:
+    with pytest.raises(InvalidArgument, match=r"columns\["):
+        reader.read(reader.row_groups("test")[0], columns)
+
+
+def test_an_unknown_split_is_refused_with_those_there_are(reader: VersionReader) -> None:
+    with pytest.raises(InvalidArgument, match="train, test"):
+        reader.row_groups("validation")
+
+
+def test_a_flipped_bit_never_reads_as_another_row(store: ObjectStore, reader: VersionReader) -> None:
+    file = reader.version.manifest.files[0]
+    whole = [reader.read(group, ["image", "label", "_row_id"]) for group in reader.row_groups("train")]
+    noticed = 0
+    for position in np.random.default_rng(0).integers(4, file.size_bytes, 200).tolist():
+        damage(store, reader, position)
+        fresh = VersionReader(store, reader.version)
+        for group, expected in zip(reader.row_groups("train"), whole, strict=True):
+            try:
+                assert fresh.read(group, ["image", "label", "_row_id"]).equals(expected)
+            except DataLoss:
+                noticed += 1
+        damage(store, reader, position)
+    assert noticed > 150
+
+
+def test_a_changed_footer_is_noticed(store: ObjectStore, reader: VersionReader) -> None:
+    damage(store, reader, reader.version.manifest.files[0].size_bytes - 30)
+    with pytest.raises(DataLoss, match="footer"):
+        reader.read(reader.row_groups("train")[0])
+
+
+@pytest.mark.parametrize("change", ["gone", "cut", "longer"])
+def test_a_file_of_another_size_is_noticed(store: ObjectStore, reader: VersionReader, change: str) -> None:
+    key = f"{reader.version.folder}/{reader.version.manifest.files[0].path}"
+    data = store.get(key)
+    if change == "gone":
+        store.delete(key)
+    else:
+        store.put(key, data[:-50] if change == "cut" else data[:4] + b"?" + data[4:])
+    with pytest.raises(DataLoss, match=r"train-00000\.parquet of datasets/digits/versions/v1"):
+        reader.read(reader.row_groups("train")[0])

@@ -1,0 +1,148 @@
+"""A job's transitions: a table of every state and every event, and what each keeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from shared.errors import NotFound, Unavailable, error_from_record
+from shared.jobs.record import (
+    JobRecord,
+    JobState,
+    begin_attempt,
+    confirm_cancel,
+    fail,
+    lose_attempt,
+    request_cancel,
+    succeed,
+)
+
+NOW = 200.0
+CAUSE = Unavailable("the process ended", reason="ATTEMPT_LOST", metadata={"node": "n1"})
+
+EVENTS: dict[str, Callable[[JobRecord], JobRecord]] = {
+    "begin": lambda job: begin_attempt(job, NOW),
+    "lose": lambda job: lose_attempt(job, CAUSE, NOW),
+    "succeed": lambda job: succeed(job, {"manifest": "m"}, NOW),
+    "fail": lambda job: fail(job, NotFound("the source is not there"), NOW),
+    "request_cancel": lambda job: request_cancel(job, NOW),
+    "confirm_cancel": lambda job: confirm_cancel(job, NOW),
+}
+
+# (state, event) → the state after; what is not listed is illegal.
+LEGAL = {
+    ("PENDING", "begin"): "RUNNING",
+    ("RECOVERING", "begin"): "RUNNING",
+    ("RUNNING", "lose"): "RECOVERING",
+    ("CANCELLING", "lose"): "CANCELLED",
+    ("RUNNING", "succeed"): "SUCCEEDED",
+    ("RECOVERING", "succeed"): "SUCCEEDED",
+    ("CANCELLING", "succeed"): "SUCCEEDED",
+    ("PENDING", "fail"): "FAILED",
+    ("RUNNING", "fail"): "FAILED",
+    ("RECOVERING", "fail"): "FAILED",
+    ("CANCELLING", "fail"): "FAILED",
+    ("PENDING", "request_cancel"): "CANCELLING",
+    ("RUNNING", "request_cancel"): "CANCELLING",
+    ("RECOVERING", "request_cancel"): "CANCELLING",
+    ("CANCELLING", "request_cancel"): "CANCELLING",
+    ("SUCCEEDED", "request_cancel"): "SUCCEEDED",
+    ("FAILED", "request_cancel"): "FAILED",
+    ("CANCELLED", "request_cancel"): "CANCELLED",
+    ("CANCELLING", "confirm_cancel"): "CANCELLED",
+}
+
+
+def a_job(state: str = "PENDING", *, failures: int = 0, max_failures: int = 3) -> JobRecord:
+    return JobRecord(
+        uid="u1",
+        name="trainingJobs/j",
+        spec={"epochs": 3},
+        create_time=100.0,
+        update_time=100.0,
+        state=JobState(state),
+        attempt=2,
+        failures=failures,
+        max_failures=max_failures,
+    )
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("state", list(JobState))
+def test_every_transition_is_the_one_in_the_table_or_refused(state: JobState, event: str) -> None:
+    job = a_job(state)
+
+    if (state, event) in LEGAL:
+        after = EVENTS[event](job)
+        assert after.state == LEGAL[state, event]
+        assert (after.uid, after.name, after.spec, after.create_time) == (job.uid, job.name, job.spec, 100.0)
+        assert after.update_time == (100.0 if after is job else NOW)
+    else:
+        with pytest.raises(ValueError, match=f"trainingJobs/j is {state}"):
+            EVENTS[event](job)
+
+
+def test_only_the_last_three_states_are_final() -> None:
+    assert [state for state in JobState if state.final] == ["SUCCEEDED", "FAILED", "CANCELLED"]
+
+
+def test_no_event_leaves_a_final_state() -> None:
+    for state in JobState:
+        for event in EVENTS:
+            if state.final and (state, event) in LEGAL:
+                assert LEGAL[state, event] == state
+
+
+def test_each_beginning_counts_the_attempt_and_nothing_else_does() -> None:
+    assert begin_attempt(a_job("RECOVERING"), NOW).attempt == 3
+    for event in set(EVENTS) - {"begin"}:
+        assert EVENTS[event](a_job("CANCELLING" if event == "confirm_cancel" else "RUNNING")).attempt == 2
+
+
+def test_attempts_may_be_lost_max_failures_times_and_not_once_more() -> None:
+    job = a_job("PENDING", max_failures=2)
+    for failures in (1, 2):
+        job = lose_attempt(begin_attempt(job, NOW), CAUSE, NOW)
+        assert (job.state, job.failures) == ("RECOVERING", failures)
+        assert job.error == CAUSE.as_record()
+
+    job = lose_attempt(begin_attempt(job, NOW), CAUSE, NOW)
+
+    assert (job.state, job.failures) == ("FAILED", 3)
+    assert job.error is not None
+    error = error_from_record(job.error)
+    assert error.specific_reason == "TOO_MANY_FAILURES"
+    assert error.metadata == {"node": "n1", "failures": "3"}
+    assert "the process ended" in error.message
+
+
+def test_without_allowed_failures_the_first_lost_attempt_fails_the_job() -> None:
+    assert lose_attempt(a_job("RUNNING", max_failures=0), CAUSE, NOW).state == "FAILED"
+
+
+def test_success_clears_what_disturbed_earlier_attempts() -> None:
+    job = begin_attempt(lose_attempt(a_job("RUNNING"), CAUSE, NOW), NOW)
+
+    done = succeed(job, {"manifest": "m"}, NOW)
+
+    assert (done.error, done.result) == (None, {"manifest": "m"})
+
+
+def test_only_a_wish_moves_the_etag() -> None:
+    job = a_job("RUNNING")
+
+    for event in ("lose", "succeed", "fail"):
+        assert EVENTS[event](job).generation == 1
+    wished = request_cancel(job, NOW)
+    assert wished.generation == 2
+    assert request_cancel(wished, NOW + 1) is wished
+    assert confirm_cancel(wished, NOW).generation == 2
+
+
+def test_a_record_survives_json() -> None:
+    for state in JobState:
+        job = fail(a_job("RUNNING"), NotFound("gone"), NOW) if state is JobState.FAILED else a_job(state)
+
+        assert JobRecord.from_state(json.loads(json.dumps(job.as_state()))) == job

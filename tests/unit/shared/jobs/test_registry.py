@@ -1,0 +1,180 @@
+"""`Jobs`: what is durable about a job, and what its marker is for."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from shared.errors import AlreadyExists, Conflict, NotFound, Unavailable
+from shared.jobs import JobRecord, Jobs, JobState
+from shared.jobs.record import begin_attempt, succeed
+from shared.storage import ObjectStore
+
+FOLDER = "things/one"
+
+
+def a_job(uid: str = "u1", **values: Any) -> JobRecord:
+    return JobRecord(**{"uid": uid, "name": FOLDER, "spec": {}, "create_time": 1.0, "update_time": 1.0, **values})
+
+
+class Failing(ObjectStore):
+    """A real store whose conditional writes below `failing` end in an outage, before or after they are done."""
+
+    def __init__(self, store: ObjectStore, failing: str, *, written: bool) -> None:
+        self.__dict__.update(vars(store))
+        self._failing = failing
+        self._written = written
+
+    def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        if not key.startswith(self._failing):
+            return super().put_if_absent(key, data)
+        if self._written:
+            super().put_if_absent(key, data)
+        raise Unavailable("the object store does not answer")
+
+
+@pytest.fixture
+def jobs(store: ObjectStore) -> Jobs:
+    return Jobs(store, "toy")
+
+
+def test_a_created_job_can_be_read_and_is_live(jobs: Jobs) -> None:
+    before = time.time()
+
+    created = jobs.create(FOLDER, a_job(spec={"rows": [1, 2]}))
+
+    assert jobs.get(FOLDER, FOLDER) == created
+    assert jobs.find(FOLDER) == created
+    (live,) = jobs.live()
+    assert (live.uid, live.folder) == ("u1", FOLDER)
+    assert before <= live.marked_at <= time.time()
+
+
+def test_a_job_that_never_was_is_not_found_by_name(jobs: Jobs) -> None:
+    assert jobs.find(FOLDER) is None
+    with pytest.raises(NotFound, match="things/one"):
+        jobs.get(FOLDER, FOLDER)
+    with pytest.raises(NotFound, match="things/one"):
+        jobs.cancel(FOLDER, FOLDER)
+
+
+def test_kinds_do_not_see_each_others_live_jobs(store: ObjectStore, jobs: Jobs) -> None:
+    jobs.create(FOLDER, a_job())
+
+    assert Jobs(store, "other").live() == []
+    assert Jobs(store, "to").live() == []
+
+
+def test_a_taken_folder_is_refused_and_leaves_the_first_job_live(jobs: Jobs) -> None:
+    first = jobs.create(FOLDER, a_job("u1"))
+
+    with pytest.raises(AlreadyExists, match="things/one"):
+        jobs.create(FOLDER, a_job("u2"))
+
+    assert jobs.get(FOLDER, FOLDER) == first
+    assert [live.uid for live in jobs.live()] == ["u1"]
+
+
+def test_of_racing_creators_one_wins_and_only_its_marker_stays(store: ObjectStore) -> None:
+    def create(number: int) -> str | None:
+        try:
+            return Jobs(store, "toy").create(FOLDER, a_job(f"u{number}")).uid
+        except AlreadyExists:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        won = [uid for uid in pool.map(create, range(8)) if uid]
+
+    assert len(won) == 1
+    assert Jobs(store, "toy").get(FOLDER, FOLDER).uid == won[0]
+    assert [live.uid for live in Jobs(store, "toy").live()] == won
+
+
+def test_a_creation_whose_answer_was_lost_is_still_live(store: ObjectStore) -> None:
+    with pytest.raises(Unavailable):
+        Jobs(Failing(store, FOLDER, written=True), "toy").create(FOLDER, a_job())
+
+    jobs = Jobs(store, "toy")
+    assert jobs.get(FOLDER, FOLDER).state is JobState.PENDING
+    assert [live.uid for live in jobs.live()] == ["u1"]
+
+
+def test_a_creation_that_an_outage_stopped_can_be_made_anew(store: ObjectStore) -> None:
+    with pytest.raises(Unavailable):
+        Jobs(Failing(store, FOLDER, written=False), "toy").create(FOLDER, a_job("u1"))
+    jobs = Jobs(store, "toy")
+    assert jobs.find(FOLDER) is None
+
+    jobs.create(FOLDER, a_job("u2"))
+
+    assert "u2" in [live.uid for live in jobs.live()]
+
+
+def test_cancelling_writes_the_wish_once(jobs: Jobs) -> None:
+    jobs.create(FOLDER, a_job())
+
+    wished = jobs.cancel(FOLDER, FOLDER)
+
+    assert (wished.state, wished.generation) == (JobState.CANCELLING, 2)
+    assert jobs.cancel(FOLDER, FOLDER) == wished
+    assert jobs.get(FOLDER, FOLDER) == wished
+
+
+def test_cancelling_a_job_that_is_done_changes_nothing(jobs: Jobs) -> None:
+    jobs.create(FOLDER, a_job())
+    jobs.transition(FOLDER, lambda job: succeed(begin_attempt(job, 2.0), {"x": 1}, 3.0))
+
+    assert jobs.cancel(FOLDER, FOLDER).state is JobState.SUCCEEDED
+
+
+def test_the_present_etag_is_accepted_whatever_progress_there_was(jobs: Jobs) -> None:
+    jobs.create(FOLDER, a_job())
+    jobs.transition(FOLDER, lambda job: begin_attempt(job, 2.0))
+
+    assert jobs.cancel(FOLDER, FOLDER, etag="1").state is JobState.CANCELLING
+
+
+def test_another_etag_is_a_conflict_that_names_the_present_one(jobs: Jobs) -> None:
+    jobs.create(FOLDER, a_job())
+
+    with pytest.raises(Conflict, match="etag 1, not 7") as raised:
+        jobs.cancel(FOLDER, FOLDER, etag="7")
+
+    assert raised.value.specific_reason == "STALE_ETAG"
+    assert jobs.get(FOLDER, FOLDER).state is JobState.PENDING
+
+
+def test_a_wish_does_not_fence_the_attempt_at_work(jobs: Jobs) -> None:
+    jobs.create(FOLDER, a_job())
+    jobs.transition(FOLDER, lambda job: begin_attempt(job, 2.0), attempt=1)
+    jobs.cancel(FOLDER, FOLDER)
+
+    done = jobs.transition(FOLDER, lambda job: succeed(job, {"x": 1}, 3.0), attempt=1)
+
+    assert (done.state, done.result) == (JobState.SUCCEEDED, {"x": 1})
+
+
+def test_live_jobs_come_in_the_order_of_their_creation(jobs: Jobs) -> None:
+    for number in (3, 1, 2):
+        jobs.create(f"things/{number}", a_job(f"u{number}", name=f"things/{number}"))
+
+    assert [live.uid for live in jobs.live()] == ["u3", "u1", "u2"]
+
+
+def test_a_forgotten_job_is_still_there_but_no_longer_live(jobs: Jobs) -> None:
+    jobs.create(FOLDER, a_job())
+
+    jobs.forget("u1")
+    jobs.forget("u1")
+
+    assert jobs.live() == []
+    assert jobs.find(FOLDER) is not None
+
+
+def test_progress_is_empty_before_the_first_report(jobs: Jobs) -> None:
+    jobs.create(FOLDER, a_job())
+
+    assert jobs.progress(FOLDER) == {}

@@ -1,0 +1,75 @@
+"""Which positions a step owns, and which of them a rank computes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from train_service.domain.slices import (
+    fewest_rows_of_a_rank,
+    loss_scale,
+    rank_positions,
+    step_bounds,
+    steps_per_epoch,
+)
+
+ROWS = st.integers(1, 20_000)
+BATCHES = st.integers(1, 2_000)
+
+
+@given(ROWS, BATCHES)
+def test_the_steps_of_an_epoch_cover_every_position_once_and_differ_by_one_row_at_most(rows: int, batch: int) -> None:
+    steps = steps_per_epoch(rows, batch)
+    bounds = [step_bounds(rows, steps, step) for step in range(steps)]
+
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == rows
+    assert all(before[1] == after[0] for before, after in zip(bounds, bounds[1:], strict=False))
+    sizes = {end - begin for begin, end in bounds}
+    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) <= batch
+
+
+@given(st.integers(0, 10_000), st.integers(0, 500), st.integers(1, 100), st.integers(1, 9))
+def test_the_ranks_slices_partition_a_step(begin: int, length: int, lanes: int, world_size: int) -> None:
+    end = begin + length
+
+    slices = [rank_positions(begin, end, lanes, rank, world_size) for rank in range(world_size)]
+
+    assert np.array_equal(np.sort(np.concatenate(slices)), np.arange(begin, end))
+
+
+@given(st.integers(0, 10_000), st.integers(0, 500), st.integers(1, 100), st.integers(1, 9))
+def test_a_rank_owns_whole_lanes(begin: int, length: int, lanes: int, world_size: int) -> None:
+    owners: dict[int, int] = {}
+    for rank in range(world_size):
+        for lane in (rank_positions(begin, begin + length, lanes, rank, world_size) % lanes).tolist():
+            assert owners.setdefault(lane, rank) == rank
+
+
+@given(st.integers(1, 3_000), st.integers(1, 300), st.integers(1, 64), st.integers(1, 8))
+def test_the_fewest_rows_of_a_rank_are_those_of_the_smallest_slice_there_is(
+    rows: int, batch: int, lanes: int, world_size: int
+) -> None:
+    steps = steps_per_epoch(rows, batch)
+    smallest = min(
+        len(rank_positions(*step_bounds(rows, steps, step), lanes, rank, world_size))
+        for step in range(steps)
+        for rank in range(world_size)
+    )
+
+    assert fewest_rows_of_a_rank(rows, steps, lanes, world_size) == smallest
+
+
+@pytest.mark.parametrize(("world_size", "rows"), [(1, 64), (2, 64), (3, 61)])
+def test_the_loss_scale_turns_the_mean_over_ranks_of_summed_losses_into_the_mean_over_rows(
+    world_size: int, rows: int
+) -> None:
+    losses = np.linspace(0.5, 3.0, rows)
+    shares = np.array_split(losses, world_size)
+
+    mean_over_ranks = np.mean([share.sum() * loss_scale(world_size, rows) for share in shares])
+
+    assert mean_over_ranks == pytest.approx(losses.mean(), abs=1e-12)

@@ -1,0 +1,94 @@
+"""What a specification may say; each field that is out of its bounds is refused by its name."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shared.errors import InvalidArgument
+from shared.models import ModelSpec
+from train_service.domain.spec import OptimizerSpec, TrainingSpec, check, check_rows
+
+MODEL = ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10)
+GOOD = TrainingSpec(
+    dataset_version="datasets/digits/versions/v1", model=MODEL, epochs=2, global_batch_size=64, num_workers=2
+)
+LOW, HIGH = -(2**31), 2**31 - 1
+
+OUT_OF_BOUNDS: list[tuple[str, dict[str, Any]]] = [
+    *[("epochs", {"epochs": value}) for value in (0, -1, 10_001, LOW, HIGH)],
+    *[("global_batch_size", {"global_batch_size": value}) for value in (0, -1, LOW)],
+    *[("num_workers", {"num_workers": value, "lanes": 100}) for value in (-1, 0, 65, LOW)],
+    *[("threads_per_worker", {"threads_per_worker": value}) for value in (-1, 0, 257, HIGH)],
+    *[("checkpoint_every_steps", {"checkpoint_every_steps": value}) for value in (-1, LOW)],
+    *[("max_failures", {"max_failures": value}) for value in (-1, 1001, HIGH)],
+    *[("lanes", {"lanes": value}) for value in (-1, 0, 1, 4097)],
+    *[("model.in_channels", {"model": replace(MODEL, in_channels=value)}) for value in (0, -1, 1025)],
+    *[("model.num_classes", {"model": replace(MODEL, num_classes=value)}) for value in (-3, 0, 1, 1_000_001)],
+    *[("optimizer.name", {"optimizer": OptimizerSpec(name=value)}) for value in ("", "sgd", "LBFGS", "Optimizer")],
+    *[
+        ("optimizer.learning_rate", {"optimizer": OptimizerSpec(learning_rate=value)})
+        for value in (0.0, -0.1, math.inf, math.nan)
+    ],
+    *[("optimizer.schedule", {"optimizer": OptimizerSpec(schedule=value)}) for value in ("", "7", "LINEAR")],
+]
+
+
+@pytest.mark.parametrize(("path", "change"), OUT_OF_BOUNDS)
+def test_a_field_out_of_its_bounds_is_refused_by_its_name(path: str, change: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        check(replace(GOOD, **change))
+
+    assert [field for field, _ in refused.value.fields] == [f"spec.{path}"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"epochs": 1},
+        {"epochs": 10_000},
+        {"num_workers": 64, "lanes": 64},
+        {"lanes": 4096},
+        {"max_failures": 0},
+        {"max_failures": 1000},
+        {"checkpoint_every_steps": 1},
+        {"seed": 2**64 - 1},
+        {"optimizer": OptimizerSpec(name="SGD", learning_rate=1e-9, schedule="COSINE_WITH_WARMUP")},
+    ],
+)
+def test_values_within_their_bounds_are_taken(change: dict[str, Any]) -> None:
+    check(replace(GOOD, **change))
+
+
+def test_all_wrong_fields_are_named_at_once() -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        check(replace(GOOD, epochs=0, global_batch_size=-5, max_failures=-1))
+
+    assert [path for path, _ in refused.value.fields] == [
+        "spec.epochs",
+        "spec.global_batch_size",
+        "spec.max_failures",
+    ]
+
+
+@pytest.mark.parametrize(("batch", "workers", "rows"), [(101, 1, 100), (1, 1, 100), (2, 2, 100), (5, 3, 1000)])
+def test_a_batch_that_starves_a_worker_is_refused_by_its_name(batch: int, workers: int, rows: int) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        check_rows(replace(GOOD, global_batch_size=batch, num_workers=workers), rows)
+
+    assert [path for path, _ in refused.value.fields] == ["spec.global_batch_size"]
+
+
+def test_a_split_that_ends_one_row_after_a_batch_starves_nobody() -> None:
+    check_rows(replace(GOOD, global_batch_size=64, num_workers=2), 64 * 30 + 1)
+
+
+def test_a_specification_survives_the_job_log() -> None:
+    spec = replace(GOOD, transform={"steps": [{"toFloat": {}}]}, optimizer=OptimizerSpec(kwargs={"betas": [0.9, 0.99]}))
+
+    assert TrainingSpec.from_config(json.loads(json.dumps(spec.as_config()))) == spec

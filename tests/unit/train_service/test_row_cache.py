@@ -1,0 +1,152 @@
+"""Rows come from the bytes that were really read, and bytes that are not what they should be are refused."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from shared.dataset_version import VersionReader, load_version
+from shared.dataset_version.manifest import sha256_hex
+from shared.dataset_version.version import IMPORT_KIND
+from shared.errors import DataLoss, InvalidArgument
+from shared.jobs import JobRecord, Jobs
+from shared.jobs.record import begin_attempt, succeed
+from shared.storage import ObjectStore
+from tests.support.versions import commit_version, striped_digits
+from tests.unit.train_service.conftest import VERSION, Committed
+from train_service.row_cache import Array, RowCache, Rows, interleave
+
+
+def cache_of(store: ObjectStore, *, num_classes: int = 10) -> RowCache:
+    return RowCache(
+        VersionReader(store, load_version(store, VERSION)), "train", "image", "label", num_classes, 2**30
+    )
+
+
+def commit_labels(store: ObjectStore, labels: Array) -> None:
+    images, _ = striped_digits(len(labels))
+    commit_version(store, VERSION, {"train": (images, labels)})
+
+
+def test_rows_come_in_the_order_asked_for(committed: Committed) -> None:
+    images, labels = striped_digits(700)
+    asked = np.asarray([699, 0, 255, 256, 3, 511, 512, 3], np.int64)
+
+    rows = committed.cache().rows(asked)
+
+    assert rows.row_ids.tolist() == asked.tolist()
+    assert np.array_equal(rows.inputs, images[asked])
+    assert np.array_equal(rows.labels, labels[asked])
+
+
+def test_the_rows_of_a_later_split_carry_the_versions_own_ids(committed: Committed) -> None:
+    rows = committed.cache("validation").rows(np.asarray([0, 89], np.int64))
+
+    assert rows.row_ids.tolist() == [700, 789]
+
+
+def test_row_groups_are_read_once_while_there_is_room_for_them(committed: Committed) -> None:
+    cache = committed.cache()
+    everything = np.arange(700, dtype=np.int64)
+
+    read = [cache.rows(everything) and cache.bytes_read for _ in range(3)]
+
+    assert read == [700 * (28 * 28 + 8 + 8)] * 3
+
+
+def test_row_groups_leave_when_there_is_no_room_for_them(committed: Committed) -> None:
+    cache = committed.cache(capacity=1)
+
+    for _ in range(2):
+        cache.rows(np.asarray([0], np.int64))
+        cache.rows(np.asarray([300], np.int64))
+
+    assert cache.bytes_read == 4 * 256 * (28 * 28 + 8 + 8)
+
+
+@pytest.mark.parametrize(("label", "classes"), [(-1, 10), (10, 10), (9, 9), (2**40, 10)])
+def test_a_label_out_of_range_is_refused_with_its_row_and_field(store: ObjectStore, label: int, classes: int) -> None:
+    labels = np.zeros(300, np.int64)
+    labels[277] = label
+    commit_labels(store, labels)
+
+    with pytest.raises(InvalidArgument, match=rf"row 277 has the label {label} in column 'label'") as refused:
+        cache_of(store, num_classes=classes).rows(np.asarray([299], np.int64))
+
+    assert refused.value.specific_reason == "LABEL_OUT_OF_RANGE"
+    assert [path for path, _ in refused.value.fields] == ["spec.model.num_classes"]
+
+
+def rewrite(store: ObjectStore, scratch: Path, change: dict[str, pa.Array]) -> None:
+    """Commits the version of 300 rows anew with other stored columns, all digests in order: as a faulty writer would."""
+    commit_version(store, "datasets/digits/versions/right", {"train": striped_digits(300)})
+    right = load_version(store, "datasets/digits/versions/right")
+    table = pq.read_table(pa.BufferReader(store.get(f"{right.folder}/train-00000.parquet")))
+    for name, values in change.items():
+        place = table.schema.get_field_index(name)
+        table = table.set_column(place, table.schema.field(name).with_type(values.type).with_nullable(True), values)
+    path = scratch / "train-00000.parquet"
+    pq.write_table(table, path, row_group_size=256, compression="lz4", write_page_checksum=True, use_dictionary=False)
+    data = path.read_bytes()
+    footer = data[-(int.from_bytes(data[-8:-4], "little") + 8) :]
+
+    manifest = json.loads(right.manifest.to_json())
+    manifest["files"][0] |= {
+        "size_bytes": len(data),
+        "sha256": sha256_hex(data),
+        "footer_bytes": len(footer),
+        "footer_sha256": sha256_hex(footer),
+    }
+    folder = f"{VERSION}/data/a00001-{uuid.uuid4().hex[:8]}"
+    encoded = json.dumps(manifest).encode()
+    store.put(f"{folder}/train-00000.parquet", data)
+    store.put(f"{folder}/manifest.json", encoded)
+    jobs = Jobs(store, IMPORT_KIND)
+    jobs.create(VERSION, JobRecord(uid="v1", name=VERSION, spec={}, create_time=0, update_time=0))
+    result = {"manifest": f"{folder}/manifest.json", "manifest_sha256": sha256_hex(encoded)}
+    jobs.transition(VERSION, lambda job: begin_attempt(job, time.time()), attempt=1)
+    jobs.transition(VERSION, lambda job: succeed(job, result, time.time()), attempt=1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [range(1, 301), range(299, -1, -1), [0, *range(299)], [0] * 300],
+    ids=["shifted", "backwards", "one-repeated", "all-zero"],
+)
+def test_row_ids_are_those_of_the_bytes_read_and_not_of_the_plan(
+    store: ObjectStore, tmp_path: Path, wrong: list[int]
+) -> None:
+    rewrite(store, tmp_path, {"_row_id": pa.array(wrong, pa.int64())})
+
+    with pytest.raises(DataLoss, match="carry other row ids") as lost:
+        cache_of(store).rows(np.arange(300, dtype=np.int64))
+
+    assert lost.value.specific_reason == "WRONG_ROW_IDS"
+
+
+def test_a_missing_label_is_refused_with_its_column(store: ObjectStore, tmp_path: Path) -> None:
+    rewrite(store, tmp_path, {"label": pa.array([None, *[1] * 299], pa.int64())})
+
+    with pytest.raises(InvalidArgument, match="column 'label' has nulls") as refused:
+        cache_of(store).rows(np.asarray([5], np.int64))
+
+    assert refused.value.specific_reason == "NULL_VALUES"
+
+
+def test_parts_are_put_back_in_their_places() -> None:
+    def rows(*ids: int) -> Rows:
+        numbers = np.asarray(ids, np.int64)
+        return Rows(numbers[:, None] * np.ones((1, 2)), numbers * 10, numbers)
+
+    together = interleave([rows(7, 5), rows(6)], [np.asarray([2, 0]), np.asarray([1])])
+
+    assert together.row_ids.tolist() == [5, 6, 7]
+    assert together.labels.tolist() == [50, 60, 70]
+    assert together.inputs.tolist() == [[5, 5], [6, 6], [7, 7]]
