@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import pyarrow.types as kinds
 
 from data_service.domain.decompression import DecompressionError, decompressed
 from data_service.domain.idx import IdxError, IdxHeader, read_header, read_rows, rows_per_chunk
@@ -18,7 +20,7 @@ from shared.errors import InvalidArgument, Unavailable
 
 CHUNK_BYTES = 4 * 1024 * 1024
 PARQUET_BATCH_ROWS = 1024
-# A Parquet page may be tiny and decode to anything; so much of one batch is believed.
+# A tiny Parquet page may decode to anything; so much of one batch is taken.
 MAX_BATCH_BYTES = 256 * 1024 * 1024
 
 
@@ -93,6 +95,7 @@ class ParquetRows:
         with closing(file.open()) as opened, _blaming(file):
             parquet = _parquet(opened)
             given = parquet.schema_arrow
+            self._texts = [field.name for field in given if _is_text(field.type)]
             self._row_count = parquet.metadata.num_rows
         self.schema = self._checked(given)
 
@@ -102,9 +105,10 @@ class ParquetRows:
     def tables(self) -> Iterator[pa.Table]:
         seen = 0
         with closing(self._file.open()) as opened, _blaming(self._file):
-            for batch in _parquet(opened).iter_batches(PARQUET_BATCH_ROWS, use_threads=False):
-                if batch.nbytes > MAX_BATCH_BYTES:
-                    raise self._file.corrupt(f"{batch.num_rows} of its rows decode to {batch.nbytes} bytes")
+            for batch in _parquet(opened, self._texts).iter_batches(PARQUET_BATCH_ROWS, use_threads=False):
+                size_bytes = _decoded_bytes(batch)
+                if size_bytes > MAX_BATCH_BYTES:
+                    raise self._file.corrupt(f"{batch.num_rows} of its rows decode to {size_bytes} bytes")
                 seen += batch.num_rows
                 yield self._logical(pa.Table.from_batches([batch]))
         if seen != self._row_count:
@@ -139,10 +143,29 @@ class ParquetRows:
             raise self._file.corrupt(error.message) from None
 
 
-def _parquet(opened: BinaryIO) -> pq.ParquetFile:
+def _decoded_bytes(batch: pa.RecordBatch) -> int:
+    """What the batch takes once its dictionaries are taken off: a long text that many rows share takes it each time."""
+    total = 0
+    for column in batch.columns:
+        values = column.dictionary if isinstance(column, pa.DictionaryArray) else None
+        if values is None or not _is_text(values.type):
+            total += column.nbytes
+        else:
+            total += pc.sum(pc.binary_length(values).take(column.indices).cast(pa.int64())).as_py() or 0
+    return total
+
+
+def _is_text(arrow_type: pa.DataType) -> bool:
+    """Strings and bytes of any length."""
+    checks = (kinds.is_string, kinds.is_binary, kinds.is_large_string, kinds.is_large_binary)
+    return any(check(arrow_type) for check in checks)
+
+
+def _parquet(opened: BinaryIO, as_dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
     # Unbuffered would hold whole column chunks, however large the writer made its row groups.
     return pq.ParquetFile(
         opened,
+        read_dictionary=list(as_dictionaries),
         buffer_size=1024 * 1024,
         pre_buffer=False,
         page_checksum_verification=True,

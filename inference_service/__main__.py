@@ -1,4 +1,4 @@
-"""Starts the inference service: `python -m inference_service`."""
+"""The composition root: settings → store → domain → servicers → server, and the bond with Ray beside it."""
 
 from __future__ import annotations
 
@@ -24,27 +24,26 @@ from inference_service.reconciler import Reconciler
 from inference_service.registry import Deployments
 from inference_service.settings import InferenceSettings, settings_from
 from millrace.inference.v1 import deployment_service_pb2, deployment_service_pb2_grpc
+from shared.errors import MillraceError
 from shared.grpc_server import Health, serve
 from shared.operations import OperationsServicer
 from shared.settings import SettingsError
-from shared.storage import open_store, probe
+from shared.storage import ObjectStore, open_store, probe
 from shared.storage.opening import ensure_bucket
+from shared.storage.probe import StoreRefused
 from shared.telemetry import configure_logging
 
 logger = logging.getLogger("inference_service")
 
 
-async def run(settings: InferenceSettings) -> int:
+async def run(settings: InferenceSettings, store: ObjectStore) -> int:
     """Serves until told to stop. Returns the process's exit status."""
-    ensure_bucket(settings.service.store)
-    store = open_store(settings.service.store)
-    probe(store)
     deployments = Deployments(store)
     operations = DeploymentOperations(store, deployments)
     applications = ServeApplications(settings.service.store.url)
     models, health, stop = Models(), Health(), asyncio.Event()
     reconciler = Reconciler(deployments, applications, models, settings)
-    front = Front(applications, reconciler, models, health, stop)
+    front = Front(settings, applications, reconciler, models, health, stop)
 
     def changed(deployment: Deployment) -> None:
         models.put(deployment)
@@ -66,7 +65,7 @@ async def run(settings: InferenceSettings) -> int:
     await health.set(False)  # until Ray is joined
     serving = serve(settings.service.listen, register, health=health, ready=False, stop=stop)
     async with asyncio.TaskGroup() as tasks:
-        background = tasks.create_task(front.run(settings.service.ray_address))
+        background = tasks.create_task(front.run())
         await serving
         background.cancel()
     return front.exit_status
@@ -75,12 +74,16 @@ async def run(settings: InferenceSettings) -> int:
 def main() -> None:
     try:
         settings = settings_from(os.environ)
-    except SettingsError as error:
-        sys.exit(str(error))
-    configure_logging("inference", settings.service.log_level)
-    status = asyncio.run(run(settings))
+        configure_logging("inference", settings.service.log_level)
+        ensure_bucket(settings.service.store)
+        store = open_store(settings.service.store)
+        probe(store)
+    except (SettingsError, StoreRefused, MillraceError) as error:
+        print(f"inference_service: {error}", file=sys.stderr)
+        sys.exit(2)
+    # Neither asyncio.run nor sys.exit: both would wait for threads that wait for a Ray that is gone.
+    status = asyncio.new_event_loop().run_until_complete(run(settings, store))
     logging.shutdown()
-    # Not sys.exit: threads that wait for a Ray that is gone would keep the process for ever.
     os._exit(status)
 
 

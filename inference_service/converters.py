@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from inference_service.domain.deployment import Creation, Deployment, ModelVersion, Spec, check_spec
+from inference_service.domain.deployment import Creation, Deployment, ModelVersion, Spec, State, check_spec
 from inference_service.domain.routing import find_version
 from millrace.common.v1 import lineage_pb2
 from millrace.inference.v1 import deployment_service_pb2 as pb
@@ -42,7 +42,7 @@ def deployment_to_proto(deployment: Deployment) -> pb.Deployment:
         name=deployment.name,
         uid=deployment.uid,
         spec=_spec_to_proto(deployment.spec),
-        state=getattr(pb.Deployment, f"STATE_{deployment.state}"),
+        state=_state_to_proto(deployment.state),
         operation=deployment.operation,
         lineage=lineage_to_proto(deployment, version),
         create_time=_timestamp(deployment.create_time),
@@ -52,6 +52,13 @@ def deployment_to_proto(deployment: Deployment) -> pb.Deployment:
     if deployment.error is not None:
         message.error.CopyFrom(status_proto_from_record(deployment.error))
     return message
+
+
+def _state_to_proto(state: State) -> pb.Deployment.State:
+    # A deployment that is gone is seen only as what an operation once made.
+    shown = State.DELETING if state is State.GONE else state
+    found: pb.Deployment.State = getattr(pb.Deployment, f"STATE_{shown}")
+    return found
 
 
 def lineage_to_proto(deployment: Deployment, version: ModelVersion) -> lineage_pb2.Lineage:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 
 from inference_service.models import Models
 from inference_service.ray_serve import ServeApplications
 from inference_service.reconciler import RayLost, Reconciler
+from inference_service.settings import InferenceSettings
 from shared.grpc_server import Health
 
 logger = logging.getLogger(__name__)
@@ -25,60 +27,76 @@ CONNECT_WITHIN_S = 60.0
 
 
 class Front:
+    """`exit_status` is the process's, once `run` has ended."""
+
     def __init__(
         self,
+        settings: InferenceSettings,
         applications: ServeApplications,
         reconciler: Reconciler,
         models: Models,
         health: Health,
         stop: asyncio.Event,
     ) -> None:
+        self._address = settings.service.ray_address
+        self._gone_after_s = settings.ray_gone_after_s
         self._applications = applications
         self._reconciler = reconciler
         self._models = models
         self._health = health
         self._stop = stop
-        self._tasks: set[asyncio.Task[None]] = set()
         self.exit_status = 0
 
-    async def run(self, ray_address: str) -> None:
+    async def run(self) -> None:
         """Serves Ray's side until cancelled; when Ray is lost it sets `exit_status` and stops the server."""
         try:
-            await self._join(ray_address)
-            await self._reconciler.run(self._serving)
-        except RayLost as error:
-            logger.error("Ray at %s is lost (%s); ending, to be started again", ray_address, error.__cause__)
+            await self._join()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._watch())
+                tasks.create_task(self._reconciler.run(self._serving))
+        except* RayLost as lost:
+            logger.error("Ray at %s is lost (%s); ending, to be started again", self._address, lost.exceptions[0])
             await self._health.set(False)
             self._models.close("Ray is lost; the service is starting again")
             self.exit_status = EXIT_RAY_LOST
             self._stop.set()
 
-    async def _join(self, ray_address: str) -> None:
-        await _reachable(ray_address)
+    async def _join(self) -> None:
+        # Ray's own client gives up after a while, and not always gently.
+        while True:
+            if await _listens(self._address):
+                break
+            await asyncio.sleep(LOOK_FOR_RAY_EVERY_S)
         try:
             async with asyncio.timeout(CONNECT_WITHIN_S):
-                await asyncio.to_thread(self._applications.connect, ray_address)
+                await asyncio.to_thread(self._applications.connect, self._address)
         except Exception as error:  # Ray's client raises half a dozen kinds here
-            raise RayLost from error
+            raise RayLost(f"joining failed: {error!r}") from error
         # Ray's library put handlers of its own over ours, which print a stack as if SIGTERM were a crash.
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        logger.info("joined Ray at %s", ray_address)
+        logger.info("joined Ray at %s", self._address)
 
-    def _serving(self) -> None:
-        self._tasks.add(asyncio.create_task(self._health.set(True)))
-
-
-async def _reachable(address: str) -> None:
-    """Waits until something listens there: Ray's own client gives up after a while, and not always gently."""
-    host, _, port = address.rpartition(":")
-    while True:
-        try:
-            _, writer = await asyncio.open_connection(host, int(port))
-        except OSError:
+    async def _watch(self) -> None:
+        """Raises `RayLost` when the head's port has been closed for a while: its client would only hang."""
+        seen_at = time.monotonic()
+        while time.monotonic() - seen_at < self._gone_after_s:
+            if await _listens(self._address):
+                seen_at = time.monotonic()
             await asyncio.sleep(LOOK_FOR_RAY_EVERY_S)
-            continue
-        writer.close()
-        await writer.wait_closed()
-        return
+        raise RayLost(f"nothing listens there for {self._gone_after_s:.0f} s")
+
+    async def _serving(self) -> None:
+        await self._health.set(True)
+
+
+async def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(LOOK_FOR_RAY_EVERY_S):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True

@@ -30,6 +30,7 @@ class Models:
 
     def __init__(self) -> None:
         self._deployments: dict[str, Deployment] | None = None
+        self._puts: list[Deployment] = []
         self._batchers: dict[str, Batcher] = {}
 
     async def infer(
@@ -77,12 +78,17 @@ class Models:
             for version in deployment.versions
         )
 
+    def begin_reading(self) -> None:
+        """Before the logs are read for `replace`: what is `put` from here on may be newer than what is read."""
+        self._puts = []
+
     def replace(self, deployments: Iterable[Deployment]) -> None:
-        """Takes over what the logs say."""
-        self._deployments = {deployment.model_name: deployment for deployment in deployments}
+        """Takes over what the logs said."""
+        self._deployments = {one.model_name: one for one in (*deployments, *self._puts)}
 
     def put(self, deployment: Deployment) -> None:
-        """Takes over one deployment, before all are read again."""
+        """Takes over one deployment whose log was written just now."""
+        self._puts.append(deployment)
         if self._deployments is not None:
             self._deployments[deployment.model_name] = deployment
 

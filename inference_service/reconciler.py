@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -60,7 +60,7 @@ class Reconciler:
         """Something changed: look now."""
         self._changed.set()
 
-    async def run(self, on_first: Callable[[], object]) -> None:
+    async def run(self, on_first: Callable[[], Awaitable[None]]) -> None:
         """Reconciles for ever; calls `on_first` after the first time. Raises `RayLost`."""
         well_at = time.monotonic()
         first = True
@@ -70,21 +70,22 @@ class Reconciler:
                 await self.reconcile()
                 well_at = time.monotonic()
                 if first:
-                    on_first()
+                    await on_first()
                     first = False
             except Unavailable as error:  # the store; what is served goes on being served
                 logger.warning("%s", error.message)
                 well_at = time.monotonic()
             except Exception as error:
-                logger.warning("Ray Serve does not answer: %s", str(error).partition("\n")[0])
-                if time.monotonic() - well_at > self._settings.ray_lost_after_s:
-                    raise RayLost from error
+                logger.warning("Ray Serve does not answer: %s", repr(error).partition("\\n")[0])
+                if time.monotonic() - well_at > self._settings.ray_silent_after_s:
+                    raise RayLost(f"Ray Serve has not answered for long: {error!r}") from error
             await self._pause()
 
     async def reconcile(self) -> None:
         """One comparison of the logs with Serve, and the steps that follow from it."""
         # Serve first: what it runs was in a log before, so a log read later names it unless it is to go.
         running = await self._serve(self._applications.statuses)
+        self._models.begin_reading()
         deployments = await asyncio.to_thread(self._deployments.all)
         self._models.replace(deployments)
         wanted = {
@@ -107,7 +108,10 @@ class Reconciler:
             self._models.detach(name)
             await self._serve(self._applications.delete, name)
         for name, (deployment, version) in wanted.items():
-            await self._keep(name, deployment, version, running.get(name))
+            try:
+                await self._keep(name, deployment, version, running.get(name))
+            except Exception as error:  # one that cannot be helped now must not hold up the others
+                logger.warning("%s: %r; trying again", deployment.name, error)
 
     async def _keep(
         self, name: str, deployment: Deployment, version: ModelVersion, application: Application | None

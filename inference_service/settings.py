@@ -15,8 +15,10 @@ class InferenceSettings:
     service: ServiceSettings
     # How often the logs are compared with what Ray Serve runs, in seconds.
     reconcile_every_s: float = 2.0
-    # Ray is given up, and this process with it, after so many seconds without an answer.
-    ray_lost_after_s: float = 10.0
+    # Ray is given up, and this process with it, after so many seconds in which its head's port is closed,
+    ray_gone_after_s: float = 5.0
+    # or in which it listens and does not answer: a busy machine must not look like a dead one.
+    ray_silent_after_s: float = 60.0
     # How long a deployment that is being deleted may take to answer what it has, in seconds.
     drain_within_s: float = 30.0
 

@@ -143,6 +143,12 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN_VALUE else text[:MAX_SHOWN_VALUE] + "…"
 
 
+def first_line(error: BaseException) -> str:
+    """What a foreign error says, as an error message quotes it: its first line, cut where it is long."""
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    return text if len(text) <= MAX_SHOWN_VALUE else text[:MAX_SHOWN_VALUE] + "…"
+
+
 def invalid_field(field: str, value: object, remedy: str) -> InvalidArgument:
     """Refuses one field of a request. `field` is its path, e.g. `spec.optimizer.name`."""
     return invalid_fields([(field, value, remedy)])

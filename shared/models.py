@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import invalid_field
+from shared.errors import first_line, invalid_field
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 PREFIX = "torchvision."
@@ -59,9 +60,22 @@ def build_model(spec: ModelSpec, path: str = "model") -> nn.Module:
         model: nn.Module = torchvision.models.get_model(
             spec.builder.removeprefix(PREFIX), weights=None, num_classes=spec.num_classes, **spec.kwargs
         )
-    except (TypeError, ValueError) as error:
-        raise invalid_field(f"{path}.kwargs", spec.kwargs, f"the builder refuses them: {error}") from None
+    except Exception as error:  # each builder has its own way of refusing arguments
+        raise invalid_field(f"{path}.kwargs", spec.kwargs, f"the builder refuses them: {first_line(error)}") from None
     return adapt_channels(model, spec, path)
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Puts weights and buffers into a model that `build_model` made of the specification that they were trained with.
+
+    Some models read from a state dict's metadata in which version of themselves it was saved; files of weights have no
+    such thing, and here it is always the present one.
+    """
+    state = model.state_dict()
+    for name in [name for name in state if name not in weights]:
+        del state[name]
+    state.update(weights)
+    model.load_state_dict(state)
 
 
 def adapt_channels(model: nn.Module, spec: ModelSpec, path: str) -> nn.Module:

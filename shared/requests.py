@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
-from shared.errors import AlreadyExists, MillraceError
-from shared.storage import ObjectExists, ObjectStore
+from shared.errors import AlreadyExists, Cancelled, DeadlineExceeded, Internal, MillraceError, Unavailable
+from shared.storage import ObjectExists, ObjectMissing, ObjectStore
+
+# After these the creation may have happened all the same.
+OUTCOME_UNKNOWN = (Unavailable, DeadlineExceeded, Cancelled, Internal)
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ def body_digest(request: Message) -> str:
 
 @contextmanager
 def claimed(store: ObjectStore, service: str, request_id: str, digest: str, name: str) -> Iterator[Claim]:
-    """Claims a request id for the creation of `name` while the body runs; lets it go again if the creation is refused.
+    """Claims a request id for the creation of `name` while the body runs; lets it go again if the creation is refused,
+    but not when an outage leaves open whether it happened.
 
     A repeated call must return the resource that the claim names, or, where the first call died before it was made,
     make it. Raises `AlreadyExists` when the id was used with another body. An empty id claims nothing.
@@ -44,23 +48,27 @@ def claimed(store: ObjectStore, service: str, request_id: str, digest: str, name
     claim = _claim(store, key, request_id, digest, name)
     try:
         yield claim
-    except MillraceError:
-        if not claim.repeated:
-            store.delete(key)
+    except MillraceError as error:
+        if not claim.repeated and not isinstance(error, OUTCOME_UNKNOWN):
+            with suppress(Unavailable):  # then the claim stays, and a repeated call tries once more
+                store.delete(key)
         raise
 
 
 def _claim(store: ObjectStore, key: str, request_id: str, digest: str, name: str) -> Claim:
-    try:
-        store.put_if_absent(key, json.dumps({"body_sha256": digest, "name": name}).encode())
-    except ObjectExists:
-        first = json.loads(store.get(key))
+    while True:
+        with suppress(ObjectExists):
+            store.put_if_absent(key, json.dumps({"body_sha256": digest, "name": name}).encode())
+            return Claim(name, repeated=False)
+        try:
+            first = json.loads(store.get(key))
+        except ObjectMissing:
+            continue  # the first call was refused just now, and let it go
         if first["body_sha256"] != digest:
             raise AlreadyExists(
                 f"request_id {request_id} was used with another body, for {first['name']}; use a new UUID4",
                 reason="REQUEST_ID_REUSED",
                 metadata={"request_id": request_id, "resource": first["name"]},
                 fields=[("request_id", "used before with another body; use a new UUID4")],
-            ) from None
+            )
         return Claim(first["name"], repeated=True)
-    return Claim(name, repeated=False)

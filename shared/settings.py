@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ class StoreSettings:
                 )
         else:
             raise SettingsError(f"MILLRACE_STORE={self.url!r}: use file:///folder or s3://bucket/prefix")
+        _check_endpoint("MILLRACE_S3_ENDPOINT", self.s3_endpoint)
+        _check_endpoint("MILLRACE_PUBLIC_S3_ENDPOINT", self.public_s3_endpoint)
 
     def __repr__(self) -> str:
         return f"StoreSettings(url={self.url!r}, s3_endpoint={self.s3_endpoint!r})"  # never the secret
@@ -62,11 +65,11 @@ def store_settings(environ: Mapping[str, str]) -> StoreSettings:
         raise SettingsError("MILLRACE_STORE is not set: use file:///absolute/folder or s3://bucket/prefix")
     return StoreSettings(
         url=environ["MILLRACE_STORE"].rstrip("/"),
-        s3_endpoint=environ.get("MILLRACE_S3_ENDPOINT", ""),
+        s3_endpoint=environ.get("MILLRACE_S3_ENDPOINT", "").rstrip("/"),
         s3_access_key=environ.get("MILLRACE_S3_ACCESS_KEY", ""),
         s3_secret_key=environ.get("MILLRACE_S3_SECRET_KEY", ""),
         s3_region=environ.get("MILLRACE_S3_REGION", "us-east-1"),
-        public_s3_endpoint=environ.get("MILLRACE_PUBLIC_S3_ENDPOINT", ""),
+        public_s3_endpoint=environ.get("MILLRACE_PUBLIC_S3_ENDPOINT", "").rstrip("/"),
     )
 
 
@@ -74,11 +77,20 @@ def service_settings(environ: Mapping[str, str], default_listen: str) -> Service
     """Reads what every service needs; `default_listen` is host:port."""
     listen = environ.get("MILLRACE_LISTEN") or default_listen
     host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
         raise SettingsError(f"MILLRACE_LISTEN={listen!r}: use host:port")
+    log_level = environ.get("MILLRACE_LOG_LEVEL", "INFO").upper()
+    if log_level not in logging.getLevelNamesMapping():
+        raise SettingsError(f"MILLRACE_LOG_LEVEL={log_level!r}: use DEBUG, INFO, WARNING or ERROR")
     return ServiceSettings(
         listen=listen,
         store=store_settings(environ),
         ray_address=environ.get("RAY_ADDRESS", ""),
-        log_level=environ.get("MILLRACE_LOG_LEVEL", "INFO").upper(),
+        log_level=log_level,
     )
+
+
+def _check_endpoint(variable: str, endpoint: str) -> None:
+    parts = urlsplit(endpoint)
+    if endpoint and (parts.scheme not in ("http", "https") or not parts.netloc or parts.path):
+        raise SettingsError(f"{variable}={endpoint!r}: use http://host:port or https://host:port")

@@ -7,10 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from shared.settings import StoreSettings
 from shared.storage.opening import ensure_bucket
 from tests.support.s3_server import NoS3Server, S3Server, find_program, name_under_test, running
+
+# How long one example takes says more of the machine's other work than of ours.
+settings.register_profile("millrace", deadline=None)
+settings.load_profile("millrace")
 
 
 @pytest.fixture(scope="session")

@@ -46,7 +46,7 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec) -> TrainingSpec:
             builder=spec.model.builder,
             in_channels=spec.model.in_channels,
             num_classes=spec.model.num_classes,
-            kwargs=_plain(spec.model.kwargs),
+            kwargs=_plain(spec.model.kwargs, "spec.model.kwargs"),
         ),
         optimizer=_optimizer(spec.optimizer) if spec.HasField("optimizer") else OptimizerSpec(),
         epochs=spec.epochs,
@@ -146,15 +146,19 @@ def _optimizer(optimizer: resources_pb2.Optimizer) -> OptimizerSpec:
     return OptimizerSpec(
         name=optimizer.name,
         learning_rate=optimizer.learning_rate,
-        kwargs=_plain(optimizer.kwargs),
+        kwargs=_plain(optimizer.kwargs, "spec.optimizer.kwargs"),
         # A number that this contract does not know is refused by name later.
         schedule=SCHEDULES.get(optimizer.schedule, str(optimizer.schedule)),
     )
 
 
-def _plain(struct: Any) -> dict[str, Any]:
+def _plain(struct: Any, path: str) -> dict[str, Any]:
     """A Struct has only doubles; whole ones become ints, as builders and optimizers expect."""
-    return {key: _whole(value) for key, value in json_format.MessageToDict(struct).items()}
+    try:
+        values = json_format.MessageToDict(struct)
+    except (ValueError, json_format.Error):
+        raise invalid_field(path, list(struct.keys()), "use finite numbers; JSON has no others") from None
+    return {key: _whole(value) for key, value in values.items()}
 
 
 def _whole(value: Any) -> Any:

@@ -145,6 +145,8 @@ class Run:
 
     def _validate(self, epoch: int, step: int, reporter: Reporter | None) -> dict[str, float]:
         cache = self._row_cache(self._spec.validation_split)
+        # What is measured is what is saved, and rank 0 saves.
+        self._ranks.share_buffers(self._model)
         loss, accuracy, rows = evaluate(self._model, cache, self._pipeline, self._ranks)
         if reporter:
             reporter.tell(EventKind.VALIDATED, step=step, epoch=epoch, loss=loss, accuracy=accuracy, row_count=rows)

@@ -5,9 +5,7 @@ The first call imports torch and torchvision, which takes seconds.
 
 from __future__ import annotations
 
-from typing import Any
-
-from shared.errors import invalid_field
+from shared.errors import first_line, invalid_field
 from shared.models import build_model
 from shared.transforms import TensorSpec
 from train_service.domain.spec import TrainingSpec
@@ -23,26 +21,25 @@ def check_model(spec: TrainingSpec, model_input: TensorSpec) -> None:
         model = build_model(spec.model, "spec.model")
         try:
             output = model(torch.zeros((ROWS, *model_input.shape)))
-        except (RuntimeError, ValueError) as error:
-            remedy = f"the model does not take images of {model_input.shape}: {_first_line(error)}"
+        except Exception as error:  # each model has its own way of refusing images
+            remedy = f"the model does not take images of {model_input.shape}: {first_line(error)}"
             raise invalid_field("spec.model.builder", spec.model.builder, remedy) from None
     shape = tuple(output.shape) if isinstance(output, torch.Tensor) else None
     if shape != (ROWS, spec.model.num_classes):
         remedy = f"in training it must give one tensor of logits, not {shape or type(output).__name__}; choose another"
         raise invalid_field("spec.model.builder", spec.model.builder, remedy)
-    _check_optimizer(spec, model)
+    _check_optimizer(spec)
 
 
-def _check_optimizer(spec: TrainingSpec, model: Any) -> None:
+def _check_optimizer(spec: TrainingSpec) -> None:
+    """Some arguments are refused only by a step, so one is taken, on two numbers."""
     import torch
 
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
     kind = getattr(torch.optim, spec.optimizer.name)
     try:
-        kind(model.parameters(), lr=spec.optimizer.learning_rate, **spec.optimizer.kwargs)
-    except (TypeError, ValueError) as error:
-        remedy = f"{spec.optimizer.name} refuses them: {_first_line(error)}"
+        kind([parameter], lr=spec.optimizer.learning_rate, **spec.optimizer.kwargs).step()
+    except Exception as error:  # whatever torch makes of a client's arguments
+        remedy = f"{spec.optimizer.name} refuses them: {first_line(error)}"
         raise invalid_field("spec.optimizer.kwargs", spec.optimizer.kwargs, remedy) from None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

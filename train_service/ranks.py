@@ -31,6 +31,12 @@ class Ranks:
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def share_buffers(self, model: nn.Module) -> None:
+        """Gives every rank the buffers of rank 0. DDP itself does so only as the next step begins."""
+        if self.world_size > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, src=0)
+
     def add(self, values: list[float]) -> PendingSum:
         """Starts adding up over ranks, in float64; the answer may be taken later, and is the same on every rank."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)

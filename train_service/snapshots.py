@@ -18,6 +18,7 @@ from torch import nn
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry, load_checkpoint, write_checkpoint
 from shared.checkpoint.format import OPTIMIZER, WEIGHTS
 from shared.errors import DataLoss
+from shared.models import load_weights
 from shared.storage import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ def restore(
 ) -> None:
     """Loads weights, buffers and optimizer state. Raises `DataLoss`: nothing is unpickled before its digest holds."""
     checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
-    model.load_state_dict(safetensors.torch.load(checkpoint.read(WEIGHTS)))
+    load_weights(model, safetensors.torch.load(checkpoint.read(WEIGHTS)))
     state = torch.load(io.BytesIO(checkpoint.read(OPTIMIZER)), map_location=device, weights_only=True)
     optimizer.load_state_dict(state)
 

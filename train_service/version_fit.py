@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
 
 from shared.dataset_version import DatasetVersion
@@ -30,6 +31,8 @@ def check_fits(spec: TrainingSpec, version: DatasetVersion) -> TensorSpec:
     for field, split in (("train_split", spec.train_split), ("validation_split", spec.validation_split)):
         if split and split not in names:
             raise invalid_field(f"spec.{field}", split, f"{version.name} has {', '.join(names)}")
+        if split and not names[split].row_count:
+            raise invalid_field(f"spec.{field}", split, "it has no rows; choose another")
     _check_label(spec, version)
     check_rows(spec, names[spec.train_split].row_count)
     pipeline = Pipeline.from_config(spec.transform, spec.input_column)
@@ -47,7 +50,9 @@ def model_input(version: DatasetVersion, spec: TrainingSpec) -> TensorSpec:
     tensor = re.search(r"value_type=(\w+)", column.arrow_type)
     if not column.shape or tensor is None:
         raise invalid_field("spec.input_column", spec.input_column, f"is {column.arrow_type}; name a tensor column")
-    return TensorSpec(column.name, tensor.group(1), tuple(column.shape))
+    # Arrow's `float` is numpy's float32.
+    dtype = np.dtype(pa.type_for_alias(tensor.group(1)).to_pandas_dtype())
+    return TensorSpec(column.name, dtype.name, tuple(column.shape))
 
 
 def _check_label(spec: TrainingSpec, version: DatasetVersion) -> None:

@@ -88,7 +88,9 @@ class Checkpoint:
 
     def read(self, path: str) -> bytes:
         """A file's bytes. Raises `DataLoss` when it is missing or not what the manifest names."""
-        expected = self._files[path]
+        expected = self._files.get(path)
+        if expected is None:
+            raise _lost(self._folder, path, "is not in the manifest")
         try:
             data = self._store.get(f"{self._folder}/{path}")
         except ObjectMissing:
@@ -117,14 +119,20 @@ def write_checkpoint(
 
 
 def load_checkpoint(store: ObjectStore, folder: str, manifest_sha256: str) -> Checkpoint:
-    """Opens a checkpoint that the registry names. Raises `DataLoss` when its manifest is missing or another."""
+    """Opens a checkpoint that the registry names.
+
+    Raises `DataLoss` when its manifest is missing, another, or of a format that this release does not read.
+    """
     try:
         encoded = store.get(f"{folder}/{MANIFEST}")
     except ObjectMissing:
         raise _lost(folder, MANIFEST, "is missing") from None
     if sha256(encoded) != manifest_sha256:
         raise _lost(folder, MANIFEST, "does not have the digest that its job's log names")
-    return Checkpoint(store, folder, json.loads(encoded))
+    manifest = json.loads(encoded)
+    if manifest.get("format") != FORMAT:
+        raise _lost(folder, MANIFEST, f"has the format {manifest.get('format')!r}; this release reads {FORMAT!r}")
+    return Checkpoint(store, folder, manifest)
 
 
 def sha256(data: bytes) -> str:

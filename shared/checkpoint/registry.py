@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -64,7 +65,8 @@ def latest(entries: list[CheckpointEntry]) -> CheckpointEntry | None:
 
 def best(entries: list[CheckpointEntry]) -> CheckpointEntry | None:
     """The highest validation accuracy, of equals the later; without any, the one furthest on."""
-    measured = [entry for entry in entries if BEST_METRIC in entry.metrics]
+    # A run that diverged may have measured NaN.
+    measured = [entry for entry in entries if math.isfinite(entry.metrics.get(BEST_METRIC, math.nan))]
     return max(measured, key=lambda entry: (entry.metrics[BEST_METRIC], entry.step), default=latest(entries))
 
 

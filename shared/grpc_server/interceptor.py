@@ -8,14 +8,15 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
 from grpc import aio
 
-from shared.errors import DeadlineExceeded, Internal, InvalidArgument, MillraceError
-from shared.grpc_errors import status_code, status_proto
+from shared.errors import DeadlineExceeded, Internal, InvalidArgument, MillraceError, Unimplemented
+from shared.grpc_errors import status_code
+from shared.grpc_server.trailers import details_and_status
 from shared.telemetry import identity
 
 logger = logging.getLogger(__name__)
@@ -72,18 +73,24 @@ class CallInterceptor(aio.ServerInterceptor):
                 # A call with a deadline is cancelled by grpc itself when it passes.
                 limit = self._default_deadline_s if remaining is None else None
                 try:
-                    async with asyncio.timeout(limit):
+                    async with asyncio.timeout(limit) as timer:
                         return await behaviour(_well_formed(request), context)
                 except TimeoutError:
+                    if not timer.expired():
+                        raise
                     raise DeadlineExceeded(f"not done within the default deadline of {limit} s") from None
 
         return call
 
-    def _stream(self, behaviour: Any, method: str, request_id: str) -> Callable[[Any, Context], AsyncIterator[Any]]:
-        async def call(request: Any, context: Context) -> AsyncIterator[Any]:
-            async with _call(context, method, request_id):
-                async for response in behaviour(_well_formed(request), context):
-                    yield response
+    def _stream(self, behaviour: Any, method: str, request_id: str) -> Callable[[Any, Context], Awaitable[None]]:
+        # Not a generator: one would not hear that its client has gone, and would end some time later, elsewhere.
+        async def call(request: Any, context: Context) -> None:
+            async with (
+                _call(context, method, request_id),
+                aclosing(behaviour(_well_formed(request), context)) as responses,
+            ):
+                async for response in responses:
+                    await context.write(response)
 
         return call
 
@@ -103,6 +110,10 @@ async def _call(context: Context, method: str, request_id: str) -> AsyncIterator
             error = raised
         except (aio.AbortError, asyncio.CancelledError):
             raise
+        except aio.InternalError:  # grpc's own: it could not send, because the call is over
+            pass
+        except NotImplementedError:
+            error = Unimplemented(f"{method} is not served")
         except Exception:
             correlation_id = uuid.uuid4().hex
             logger.exception("unexpected exception; correlation_id=%s", correlation_id)
@@ -116,19 +127,15 @@ async def _call(context: Context, method: str, request_id: str) -> AsyncIterator
             duration_ms = (time.perf_counter() - started) * 1000
             logger.info("%s %s %.1f ms%s", method, outcome, duration_ms, f": {error.message}" if error else "")
         if error is not None:
-            details = ("grpc-status-details-bin", status_proto(error).SerializeToString())
-            await context.abort(status_code(error), _header_safe(error.message), ((REQUEST_ID, request_id), details))
+            message, status = details_and_status(error)
+            trailers = ((REQUEST_ID, request_id), ("grpc-status-details-bin", status))
+            await context.abort(status_code(error), message, trailers)
 
 
 def _request_id(given: str | bytes | None) -> str:
     if isinstance(given, str) and re.fullmatch(r"[A-Za-z0-9._-]{1,64}", given):
         return given
     return uuid.uuid4().hex
-
-
-def _header_safe(message: str) -> str:
-    """Long messages do not fit into trailing headers; the status details are cut alike."""
-    return message if len(message) <= 1000 else message[:999] + "…"
 
 
 def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:

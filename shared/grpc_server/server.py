@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from shared.grpc_server.interceptor import CallInterceptor
+from shared.grpc_server.interceptor import DEFAULT_DEADLINE_S, CallInterceptor
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ async def serve(
     ready: bool = True,
     stop: asyncio.Event | None = None,
     grace_s: float = GRACE_S,
+    default_deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> None:
     """Serves on `listen` (host:port) until SIGTERM, SIGINT or `stop`, then drains for at most `grace_s` seconds.
 
@@ -57,7 +58,7 @@ async def serve(
     health = health or Health()
     stop = stop or asyncio.Event()
     server = aio.server(
-        interceptors=[CallInterceptor()],
+        interceptors=[CallInterceptor(default_deadline_s)],
         maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -70,9 +71,9 @@ async def serve(
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     reflection.enable_server_reflection((*names, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)
     server.add_insecure_port(listen)
-    await server.start()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
+    await server.start()
     if ready:
         await health.set(True)
     logger.info("serving on %s", listen)

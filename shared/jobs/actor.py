@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "millrace"
 # The reconciler starts an actor and then calls it. If it dies in between, nobody would ever call.
 CALL_WITHIN_S = 60.0
+# An actor that asks for no CPU may be put on any node; a service's own, labelled so, comes and goes with the service.
+NOT_BESIDE_A_SERVICE = {"millrace.role": "!service"}
 
 
 class AttemptActor:
@@ -61,6 +63,7 @@ def start_attempt(entry: str, settings: StoreSettings, kind: str, folder: str, j
             namespace=NAMESPACE,
             lifetime="detached",
             num_cpus=0,
+            label_selector=NOT_BESIDE_A_SERVICE,
             max_restarts=0,
             max_task_retries=0,
         )

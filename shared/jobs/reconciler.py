@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
+from collections import Counter
 
 import ray
+from ray.exceptions import RayError
 
 from shared.errors import Unavailable
 from shared.jobs.actor import NAMESPACE, actor_name, find_actor, start_attempt
@@ -24,8 +25,11 @@ from shared.storage import open_store
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-# A marker whose job was never written: its creator died in between.
+# A marker whose job was never written: its creator died in between. Counted from our first look, by our own clock.
 ORPHAN_AFTER_S = 300.0
+# So many looks in a row must find no actor before an attempt is taken for lost: another reconciler, which overlaps with
+# this one, may be about to start it.
+LOOKS_BEFORE_LOST = 2
 
 
 class Reconciler:
@@ -36,6 +40,9 @@ class Reconciler:
         self._jobs = Jobs(open_store(settings.store), kind)
         self._kind = kind
         self._entry = entry
+        # By uid: when a marker without its job was first seen, and how often an attempt had no actor.
+        self._orphans: dict[str, float] = {}
+        self._missing: Counter[str] = Counter()
 
     def reconcile(self) -> None:
         """One look at every live job. Should two reconcilers overlap, the log decides who starts an attempt."""
@@ -44,32 +51,51 @@ class Reconciler:
                 self._reconcile(live)
             except StaleAttempt:
                 continue  # another reconciler was faster
+            except (Unavailable, RayError, ConnectionError):
+                raise  # which holds for every job
+            except Exception:
+                logger.exception("%s cannot be reconciled; the others go on", live.folder)
 
     def _reconcile(self, live: LiveJob) -> None:
         job = self._jobs.find(live.folder)
         if job is None or job.uid != live.uid:
-            if time.time() - live.marked_at > ORPHAN_AFTER_S:
-                self._jobs.forget(live.uid)
+            first_seen = self._orphans.setdefault(live.uid, time.monotonic())
+            if time.monotonic() - first_seen > ORPHAN_AFTER_S:
+                self._forget(live.uid)
             return
         if job.state.final:
-            self._jobs.forget(live.uid)
+            self._forget(live.uid)
         elif job.state in (JobState.PENDING, JobState.RECOVERING):
             self._begin(live, job)
-        elif find_actor(actor_name(self._kind, job)) is None:
-            self._lost(live, job)
+        elif find_actor(actor_name(self._kind, job)) is not None:
+            self._missing.pop(live.uid, None)
+        else:
+            self._missing[live.uid] += 1
+            if self._missing[live.uid] >= LOOKS_BEFORE_LOST:
+                self._lost(live, job)
+
+    def _forget(self, uid: str) -> None:
+        self._jobs.forget(uid)
+        self._orphans.pop(uid, None)
+        self._missing.pop(uid, None)
 
     def _begin(self, live: LiveJob, job: JobRecord) -> None:
         if zombie := find_actor(actor_name(self._kind, job)):
             ray.kill(zombie)
-        after = self._jobs.transition(
-            live.folder,
-            # A cancel may have come between.
-            lambda newest: begin_attempt(newest, time.time()) if newest.state is job.state else newest,
-            attempt=job.attempt + 1,
-        )
-        if after.state is JobState.RUNNING and after.attempt == job.attempt + 1:
-            logger.info("%s: starting attempt %d", after.name, after.attempt)
-            start_attempt(self._entry, self._settings, self._kind, live.folder, after)
+        self._missing.pop(live.uid, None)
+        begun: JobRecord | None = None
+
+        def decide(newest: JobRecord) -> JobRecord:
+            nonlocal begun
+            # A cancel, or another reconciler, may have come between.
+            unchanged = (newest.state, newest.attempt) == (job.state, job.attempt)
+            begun = begin_attempt(newest, time.time()) if unchanged else None
+            return begun or newest
+
+        self._jobs.transition(live.folder, decide, attempt=job.attempt + 1)
+        if begun is not None:
+            logger.info("%s: starting attempt %d", begun.name, begun.attempt)
+            start_attempt(self._entry, self._settings, self._kind, live.folder, begun)
 
     def _lost(self, live: LiveJob, job: JobRecord) -> None:
         """No actor works on it: it died, or its Ray cluster did."""
@@ -84,6 +110,7 @@ class Reconciler:
             cause = Unavailable(f"the process of attempt {job.attempt} ended", reason="ATTEMPT_LOST")
             return lose_attempt(newest, cause, time.time())
 
+        self._missing.pop(live.uid, None)
         after = self._jobs.transition(live.folder, decide, attempt=job.attempt)
         logger.warning("%s: attempt %d has no process; now %s", job.name, job.attempt, after.state)
 
@@ -97,7 +124,9 @@ def run_reconciler(settings: ServiceSettings, kind: str, entry: str) -> None:
     ray.init(address=settings.ray_address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     reconciler = Reconciler(settings, kind, entry)
     logger.info("reconciling %s jobs on Ray at %s", kind, settings.ray_address)
+    own_node = ray.get_runtime_context().get_node_id()
     while True:
+        _require_cluster_of(own_node)
         try:
             reconciler.reconcile()
         except Unavailable as error:
@@ -105,11 +134,21 @@ def run_reconciler(settings: ServiceSettings, kind: str, entry: str) -> None:
         time.sleep(INTERVAL_S)
 
 
+def _require_cluster_of(node_id: str) -> None:
+    """Raises `ConnectionError` when the head is not the one that we joined. Ray reconnects to a head that comes back
+    within a minute on the same port, though it knows nothing of what there was, and goes on answering from its own
+    memory that our actors live."""
+    if not any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes()):  # type: ignore[no-untyped-call]
+        raise ConnectionError("another Ray head has taken the place of ours")
+
+
 def end_with_parent() -> None:
     """Ends this process when the supervising one is gone, however it died: its end of our standard input closes."""
 
     def wait() -> None:
-        sys.stdin.buffer.read()
+        # Not sys.stdin, whose lock this thread would hold while the interpreter ends, which aborts it.
+        while os.read(0, 1024):
+            pass
         os._exit(0)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()

@@ -18,9 +18,9 @@ class Waiting(data_service_pb2_grpc.DataServiceServicer):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    async def GetDataset(self, request: Any, context: Any) -> resources_pb2.Dataset:
+    async def GetDataset(self, request: Any, _: Any) -> resources_pb2.Dataset:  # noqa: N802
         (self._folder / "began").touch()
-        while not (self._folder / "go").exists():
+        while not (self._folder / "go").exists():  # noqa: ASYNC110 - another process makes it
             await asyncio.sleep(0.01)
         return resources_pb2.Dataset(name=request.name)
 

@@ -45,7 +45,7 @@ def racers() -> Iterator[Racers]:
 
 
 def _start(barrier: Barrier) -> None:
-    global _barrier  # noqa: PLW0603
+    global _barrier
     _barrier = barrier
 
 

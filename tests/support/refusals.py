@@ -26,12 +26,15 @@ class Refusal:
 def refused(call: Callable[[], Any]) -> Refusal:
     """Fails unless `call` is refused; a stream is read to its end."""
     with pytest.raises(grpc.RpcError) as raised:
-        answer = call()
-        if isinstance(answer, Iterable) and not isinstance(answer, bytes):
-            list(answer)
+        _exhaust(call())
     status = rpc_status.from_call(cast(grpc.Call, raised.value))
     assert status is not None, raised.value
     return refusal_of(status)
+
+
+def _exhaust(answer: Any) -> None:
+    if isinstance(answer, Iterable) and not isinstance(answer, bytes):
+        list(answer)
 
 
 def refusal_of(status: status_pb2.Status) -> Refusal:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import click
 
@@ -53,7 +54,7 @@ def _run(
     console().print("[bold]Millrace[/]: from raw digits to a served model")
     elsewhere = place.is_elsewhere(values["data_address"], values["train_address"], values["inference_address"])
     digits = None if mnist_uri else _find(story)
-    roots = (digits.folder,) if digits else ()
+    roots = (digits.folder,) if digits else _local_folder(mnist_uri)
     with nullcontext() if elsewhere else place.a_stack(story, roots, keep=keep):
         if digits is not None:
             mnist_uri = digits.folder.as_uri() if elsewhere else place.readable_uri(digits)
@@ -67,6 +68,12 @@ def _run(
     story.print_wall_times()
     console().print(f"[bold]{run.summary(figures, story.total_s())}[/]")
     return figures
+
+
+def _local_folder(uri: str | None) -> tuple[Path, ...]:
+    """The folder that a `file:` URI names, for a stack of our own to read; of others none."""
+    parts = urlsplit(uri or "")
+    return (Path(unquote(parts.path)),) if parts.scheme == "file" else ()
 
 
 def _find(story: Story) -> Digits:

@@ -16,6 +16,8 @@ from millrace_client.train import Update
 
 # Between two lines where there is no terminal.
 LINE_EVERY_S = 5.0
+# The figures of a step come first; a narrow terminal has no room for a bar beside them.
+WIDTH_FOR_BAR = 110
 
 
 @dataclass
@@ -39,14 +41,17 @@ class TrainingView:
     def __init__(self, epochs: int) -> None:
         self._epochs = epochs
         self._progress = Progress(
+            TextColumn("  "),
             SpinnerColumn(),
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            # Without a total the bar stays still: the spinner moves enough.
+            *([BarColumn(bar_width=24, pulse_style="bar.back")] if console().width >= WIDTH_FOR_BAR else []),
             TextColumn("{task.fields[numbers]}"),
             console=console(),
+            refresh_per_second=5,
             transient=True,
         )
-        self._task: TaskID = self._progress.add_task("waiting for workers", total=None, numbers="")
+        self._task: TaskID = self._progress.add_task("starting the workers", total=None, numbers="")
         self._started = time.monotonic()
         self._last_line = 0.0
 
@@ -75,7 +80,7 @@ class TrainingView:
 
     def _on_state(self, job: resources_pb2.TrainingJob) -> None:
         state = resources_pb2.TrainingJob.State.Name(job.state).removeprefix("STATE_").lower()
-        if state in ("pending", "recovering", "cancelling"):
+        if state in ("recovering", "cancelling"):
             self._progress.update(self._task, description=state)
 
     def _on_event(self, event: train_service_pb2.TrainingEvent) -> None:

@@ -69,7 +69,7 @@ def start(
     }
     with log.open("w") as output:
         process = subprocess.Popen(
-            (sys.executable, "-m", "millrace_client.stack", json.dumps(arguments)),
+            (sys.executable, "-P", "-m", "millrace_client.stack", json.dumps(arguments)),
             stdin=subprocess.PIPE if lifeline else subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

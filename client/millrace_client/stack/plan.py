@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -68,7 +69,9 @@ def make_plan(home: Path, options: StackOptions, environ: Mapping[str, str] = os
     }
     ray_folder = tempfile.mkdtemp(prefix="millrace-ray-")
     ray_address = f"{HOST}:{gcs}"
-    shared = {**environ, **RAY_ENVIRONMENT}
+    token = Path(ray_folder) / "auth-token"
+    write_token(token)
+    shared = {**environ, **RAY_ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": str(token), "RAY_ADDRESS": ray_address}
     ray = Part(
         name="ray",
         command=ray_command(gcs, client, dashboard, agent, ray_folder, options.ray_cpus),
@@ -80,13 +83,13 @@ def make_plan(home: Path, options: StackOptions, environ: Mapping[str, str] = os
     services = tuple(
         Part(
             name=service,
-            command=(sys.executable, "-m", f"{service}_service"),
+            # -P: whatever lies in the working directory is no module of ours.
+            command=(sys.executable, "-P", "-m", f"{service}_service"),
             environment={
                 **shared,
                 "MILLRACE_STORE": store,
                 "MILLRACE_LISTEN": f"{HOST}:{ports[service]}",
                 "MILLRACE_IMPORT_ROOTS": os.pathsep.join(import_roots),
-                "RAY_ADDRESS": ray_address,
             },
             address=f"{HOST}:{ports[service]}",
             log=home / "logs" / f"{service}.log",
@@ -108,6 +111,8 @@ def make_plan(home: Path, options: StackOptions, environ: Mapping[str, str] = os
 
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Other users of this machine reach its loopback too, and who reaches Ray runs code.
+    "RAY_AUTH_MODE": "token",
     # Ray replaces 127.0.0.1 by the machine's outer address and then listens on all interfaces, where anyone who
     # reaches it runs code. Without its support for clusters it stays on loopback; the variable's name is history.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -126,10 +131,17 @@ RAY_HEAD_ENVIRONMENT = {
 }
 
 
+def write_token(path: Path) -> None:
+    """A fresh secret that only this user can read."""
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+
+
 def ray_command(gcs: int, client: int, dashboard: int, agent: int, folder: str, cpus: int) -> tuple[str, ...]:
     """A Ray head in the foreground. Its dashboard stays on: Ray Train asks it for the state of placement groups."""
     return (
         sys.executable,
+        "-P",
         "-m",
         "ray.scripts.scripts",
         "start",

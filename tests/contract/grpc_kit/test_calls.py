@@ -11,13 +11,13 @@ from typing import Any
 import grpc
 import pytest
 
-from inference import grpc_service_pb2
 from millrace.data.v1 import data_service_pb2, resources_pb2
+from shared.grpc_server.interceptor import _request_id
 from shared.grpc_server.server import MAX_MESSAGE_BYTES
-from tests.contract.grpc_kit.conftest import (
+from tests.support.grpc_kit import (
+    ECHO,
     GET_DATASET,
     READ_VERSION,
-    STREAM_INFER,
     Kit,
     Told,
     everything,
@@ -35,8 +35,8 @@ MALFORMED = [b"\xff\xff\xff\xff", b"\x0a\x20short", b"\x0a\x02\xff\xfe"]
 def test_malformed_bytes_are_an_invalid_argument(data: bytes) -> None:
     async def scenario(kit: Kit) -> list[Told]:
         return [
-            await told(kit.channel.unary_unary(GET_DATASET)(data)),
-            await told(everything(kit.channel.unary_stream(READ_VERSION)(data))),
+            await told(kit.raw.unary_unary(GET_DATASET)(data)),
+            await told(everything(kit.raw.unary_stream(READ_VERSION)(data))),
         ]
 
     for answer in with_kit(scenario):
@@ -48,12 +48,12 @@ def test_malformed_bytes_are_an_invalid_argument(data: bytes) -> None:
 def test_malformed_bytes_in_the_middle_of_a_stream_are_an_invalid_argument() -> None:
     async def scenario(kit: Kit) -> Told:
         async def requests() -> AsyncIterator[bytes]:
-            yield grpc_service_pb2.ModelInferRequest(id="fine").SerializeToString()
+            yield data_service_pb2.GetDatasetRequest(name="fine").SerializeToString()
             yield MALFORMED[0]
 
-        call = kit.channel.stream_stream(STREAM_INFER)(requests())
-        assert grpc_service_pb2.ModelStreamInferResponse.FromString(await call.read()).error_message == "fine"
-        return await told(everything(call))
+        call = kit.raw.stream_stream(ECHO)(requests())
+        assert resources_pb2.Dataset.FromString(await call.read()).name == "fine"
+        return await told(call.read())
 
     answer = with_kit(scenario)
 
@@ -62,17 +62,17 @@ def test_malformed_bytes_in_the_middle_of_a_stream_are_an_invalid_argument() -> 
 
 def test_a_stream_of_requests_passes_through() -> None:
     async def scenario(kit: Kit) -> list[bytes]:
-        requests = [grpc_service_pb2.ModelInferRequest(id=str(n)).SerializeToString() for n in range(5)]
+        requests = [data_service_pb2.GetDatasetRequest(name=str(n)).SerializeToString() for n in range(5)]
 
         async def all_of_them() -> AsyncIterator[bytes]:
             for request in requests:
                 yield request
 
-        return await everything(kit.channel.stream_stream(STREAM_INFER)(all_of_them()))
+        return await everything(kit.raw.stream_stream(ECHO)(all_of_them()))
 
-    answers = [grpc_service_pb2.ModelStreamInferResponse.FromString(data) for data in with_kit(scenario)]
+    answers = [resources_pb2.Dataset.FromString(data).name for data in with_kit(scenario)]
 
-    assert [answer.error_message for answer in answers] == ["0", "1", "2", "3", "4"]
+    assert answers == ["0", "1", "2", "3", "4"]
 
 
 async def _request_ids(kit: Kit, given: str | None) -> list[str]:
@@ -91,7 +91,9 @@ def test_a_request_id_comes_back_in_the_trailers() -> None:
     assert with_kit(scenario) == ["client-7.A_b"] * 2
 
 
-@pytest.mark.parametrize("given", [None, "", "x" * 65, "a b", "a;b", 'a"b', "x" * 3000], ids=lambda given: repr(given)[:9])
+@pytest.mark.parametrize(
+    "given", [None, "", "x" * 65, "a b", "a;b", 'a"b', "x" * 3000], ids=lambda given: repr(given)[:9]
+)
 def test_a_missing_or_hostile_request_id_is_replaced(given: str | None) -> None:
     async def scenario(kit: Kit) -> list[str]:
         return await _request_ids(kit, given)
@@ -102,8 +104,6 @@ def test_a_missing_or_hostile_request_id_is_replaced(given: str | None) -> None:
 
 def test_a_request_id_with_line_breaks_never_reaches_the_log(caplog: pytest.LogCaptureFixture) -> None:
     # Python's own client refuses to send this; other clients may not: so the function itself.
-    from shared.grpc_server.interceptor import _request_id
-
     for given in ("a\nb", "a\r\nforged: line", "ok\n", b"bytes", "x" * 10_000):
         assert re.fullmatch(r"[0-9a-f]{32}", _request_id(given))
     assert "forged" not in caplog.text
@@ -122,7 +122,7 @@ def test_failed_calls_have_a_request_id_too() -> None:
 def test_every_call_is_logged_with_its_outcome(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(kit: Kit) -> None:
         await kit.get()
-        await told(kit.channel.unary_unary(GET_DATASET)(MALFORMED[0]))
+        await told(kit.raw.unary_unary(GET_DATASET)(MALFORMED[0]))
 
     with caplog.at_level(logging.INFO, "shared.grpc_server.interceptor"):
         with_kit(scenario)
@@ -245,7 +245,7 @@ def test_a_client_that_cancels_its_stream_leaves_nothing_behind(sends: bool, cap
         await asyncio.wait_for(ended.wait(), 10)
         await kit.get()
         async with asyncio.timeout(10):
-            while _tasks() - before:
+            while _tasks() - before:  # noqa: ASYNC110 - they are grpc's own
                 await asyncio.sleep(0.02)
 
     with caplog.at_level(logging.WARNING):

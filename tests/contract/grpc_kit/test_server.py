@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc
-from tests.contract.grpc_kit.conftest import Kit, told, with_kit
+from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc, resources_pb2
+from shared.grpc_server import serve
+from tests.support.grpc_kit import Kit, told, with_kit
 from tests.support.ports import free_ports
 from tests.support.waiting import wait_until
 
@@ -28,8 +28,8 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 def test_a_server_that_is_ready_is_serving() -> None:
     async def scenario(kit: Kit) -> Any:
-        stub = health_pb2_grpc.HealthStub(kit.channel)  # type: ignore[no-untyped-call]
-        return await stub.Check(health_pb2.HealthCheckRequest())
+        check = health_pb2_grpc.HealthStub(kit.channel).Check  # type: ignore[attr-defined]
+        return await check(health_pb2.HealthCheckRequest())
 
     assert with_kit(scenario).status == SERVING
 
@@ -48,7 +48,6 @@ def test_reflection_names_the_services_and_their_messages() -> None:
 
     assert services == {
         "millrace.data.v1.DataService",
-        "inference.GRPCInferenceService",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }
@@ -58,8 +57,6 @@ def test_reflection_names_the_services_and_their_messages() -> None:
 def test_a_taken_port_is_an_error_and_not_shared() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-
-        from shared.grpc_server import serve
 
         with pytest.raises(RuntimeError, match=str(port)):
             asyncio.run(serve(f"127.0.0.1:{port}", lambda _: []))
@@ -83,8 +80,6 @@ def test_stopping_answers_calls_under_way_and_cuts_off_those_that_stay() -> None
         if len(under_way) == 2:
             begun.set()
         await (let_go if request.name == "quick" else asyncio.Event()).wait()
-        from millrace.data.v1 import resources_pb2
-
         return resources_pb2.Dataset(name=request.name)
 
     name, code = with_kit(scenario, unary=unary, grace_s=0.5)
@@ -105,8 +100,8 @@ def test_a_signal_ends_the_process_after_its_calls_with_status_0(ending: signal.
         )
     try:
         with grpc.insecure_channel(address) as channel:
-            health = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
-            watched = health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=60)
+            watch = health_pb2_grpc.HealthStub(channel).Watch  # type: ignore[attr-defined]
+            watched = watch(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=60)
             assert next(watched).status == SERVING
             data = data_service_pb2_grpc.DataServiceStub(channel)
             call = data.GetDataset.future(
@@ -128,4 +123,3 @@ def test_a_signal_ends_the_process_after_its_calls_with_status_0(ending: signal.
     (access,) = [line for line in lines if "GetDataset OK" in line["message"]]
     assert (access["request_id"], access["method"]) == ("r1", "/millrace.data.v1.DataService/GetDataset")
     assert access["service"] == "kit"
-    assert threading.active_count() < 50

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from shared.jobs import Jobs
 from shared.storage import ObjectStore
-from tests.contract.jobs.conftest import Toys, new_job, wait_for_state
 from tests.support.toy_jobs import beginnings, let_go
+from tests.support.toy_processes import Toys, new_job, wait_for_state
 from tests.support.waiting import wait_until
 
 
@@ -81,7 +81,7 @@ def test_two_reconcilers_at_once_start_each_attempt_once(toys: Toys, jobs: Jobs,
     both = [toys.start(), toys.start()]
     wait_until(lambda: toys.said.count("reconciling toy jobs") == 2, "both reconcilers", 60.0)
 
-    made = [new_job(jobs) for _ in range(12)]
+    made = [new_job(jobs) for _ in range(6)]
     done = [wait_for_state(jobs, job, "SUCCEEDED") for job in made]
 
     for job in done:
@@ -90,9 +90,7 @@ def test_two_reconcilers_at_once_start_each_attempt_once(toys: Toys, jobs: Jobs,
     assert [process.poll() for process in both] == [None, None], toys.said
 
 
-def test_one_job_that_cannot_be_read_does_not_hold_up_the_others(
-    toys: Toys, jobs: Jobs, store: ObjectStore
-) -> None:
+def test_one_job_that_cannot_be_read_does_not_hold_up_the_others(toys: Toys, jobs: Jobs, store: ObjectStore) -> None:
     broken = new_job(jobs)
     store.put(f"{broken.name}/log/{1:012d}.json", b'{"from": "another release"}')
     reconciler = toys.start()

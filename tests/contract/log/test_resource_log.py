@@ -28,8 +28,8 @@ class Interrupted(ObjectStore):
 
     def __init__(self, store: ObjectStore) -> None:
         self.__dict__.update(vars(store))
-        self.before: Callable[[], None] | None = None
-        self.after: Callable[[], None] | None = None
+        self.before: Callable[[], object] | None = None
+        self.after: Callable[[], object] | None = None
 
     def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> None:
         before, self.before = self.before, None
@@ -214,7 +214,7 @@ def test_an_attempt_that_is_overtaken_between_reading_and_writing_is_stale(store
     interrupted = Interrupted(store)
     zombie = ResourceLog(interrupted, PREFIX)
     zombie.update(count, attempt=1)
-    interrupted.before = lambda: ResourceLog(store, PREFIX).fence(2, {}) and None
+    interrupted.before = lambda: ResourceLog(store, PREFIX).fence(2, {})
 
     with pytest.raises(StaleAttempt):
         zombie.update(count, attempt=1)
@@ -241,7 +241,7 @@ def test_a_wish_that_a_new_attempt_overtakes_is_still_written(store: ObjectStore
     interrupted = Interrupted(store)
     client = ResourceLog(interrupted, PREFIX)
     client.update(count, attempt=1)
-    interrupted.before = lambda: ResourceLog(store, PREFIX).fence(2, {}) and None
+    interrupted.before = lambda: ResourceLog(store, PREFIX).fence(2, {})
 
     wish = client.update(count)
 

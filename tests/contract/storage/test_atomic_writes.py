@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from shared.settings import StoreSettings
-from shared.storage import ObjectMissing, ObjectStore, open_store
+from shared.storage import ObjectStore, open_store
 from tests.support.waiting import wait_until
 
 MIB = 1024 * 1024
@@ -76,13 +76,3 @@ def _write_for_ever(settings: StoreSettings) -> None:
     store = open_store(settings)
     for number in range(100):
         store.put(f"written/{number}", b"w" * 8 * MIB)
-
-
-def test_a_deleted_object_is_gone_for_its_reader(store: ObjectStore) -> None:
-    store.put("key", b"value")
-    store.delete("key")
-
-    try:
-        store.get("key")
-    except ObjectMissing as missing:
-        assert str(missing) == "key"

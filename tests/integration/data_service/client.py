@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -46,12 +47,13 @@ class DataClient:
         return call(data, timeout=10)
 
     def wait(self, operation: Any, within_s: float = IMPORT_WITHIN_S) -> Any:
-        """The operation once it is done."""
-        request = operations_pb2.WaitOperationRequest(name=operation.name)
-        request.timeout.FromSeconds(int(within_s))
-        done = self.operations.WaitOperation(request, timeout=within_s + 5)
-        assert done.done, done
-        return done
+        """The operation once it is done; a single wait ends after a minute at most."""
+        until = time.monotonic() + within_s
+        while not operation.done:
+            assert time.monotonic() < until, operation
+            request = operations_pb2.WaitOperationRequest(name=operation.name)
+            operation = self.operations.WaitOperation(request, timeout=65)
+        return operation
 
     def import_version(self, request: pb.ImportVersionRequest) -> DatasetVersion:
         """Imports and waits; fails unless the version became ACTIVE."""

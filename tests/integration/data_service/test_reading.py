@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from typing import Any
 
 import grpc
 import pyarrow as pa
@@ -101,7 +103,7 @@ def test_a_preview_of_too_many_rows_is_refused(client: DataClient, name: str, ro
     assert (refusal.code, set(refusal.fields)) == (grpc.StatusCode.INVALID_ARGUMENT, {"rows_per_split"})
 
 
-def calls(client: DataClient, name: str) -> dict[str, object]:
+def calls(client: DataClient, name: str) -> dict[str, Callable[[], Any]]:
     return {
         "GetVersion": lambda: client.data.GetVersion(pb.GetVersionRequest(name=name), timeout=10),
         "PreviewVersion": lambda: client.data.PreviewVersion(pb.PreviewVersionRequest(name=name), timeout=10),
@@ -112,13 +114,13 @@ def calls(client: DataClient, name: str) -> dict[str, object]:
 @pytest.mark.parametrize("method", ["GetVersion", "PreviewVersion", "ReadVersion"])
 @pytest.mark.parametrize("bad", ["", "datasets/d", "datasets/D/versions/v1", "datasets/../versions/v1", "v" * 5000])
 def test_a_malformed_name_is_refused(client: DataClient, method: str, bad: str) -> None:
-    refusal = refused(calls(client, bad)[method])  # type: ignore[arg-type]
+    refusal = refused(calls(client, bad)[method])
     assert (refusal.code, set(refusal.fields)) == (grpc.StatusCode.INVALID_ARGUMENT, {"name"})
 
 
 @pytest.mark.parametrize("method", ["GetVersion", "PreviewVersion", "ReadVersion"])
 def test_an_unknown_version_is_not_found(client: DataClient, dataset: str, method: str) -> None:
-    refusal = refused(calls(client, f"{dataset}/versions/v9")[method])  # type: ignore[arg-type]
+    refusal = refused(calls(client, f"{dataset}/versions/v9")[method])
     assert (refusal.code, refusal.metadata["resource"]) == (grpc.StatusCode.NOT_FOUND, f"{dataset}/versions/v9")
 
 
@@ -128,9 +130,10 @@ def test_a_version_that_is_not_active_cannot_be_read(
 ) -> None:
     missing = (stack.inputs / "never").as_uri()
     request = pb.ImportVersionRequest(parent=dataset, sources=[idx("train", missing, missing)])
-    client.data.ImportVersion(request, timeout=10)
-    refusal = refused(calls(client, f"{dataset}/versions/v1")[method])  # type: ignore[arg-type]
+    started = client.data.ImportVersion(request, timeout=10)
+    refusal = refused(calls(client, f"{dataset}/versions/v1")[method])
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "VERSION_NOT_ACTIVE")
+    client.wait(started)
 
 
 def test_a_damaged_file_is_data_loss_and_never_wrong_rows(

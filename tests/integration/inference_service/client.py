@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
 import numpy.typing as npt
 from google.longrunning import operations_pb2, operations_pb2_grpc
-from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_status import rpc_status
 
 from inference import grpc_service_pb2 as oip
 from inference import grpc_service_pb2_grpc as oip_grpc
@@ -132,34 +130,3 @@ def outputs(response: oip.ModelInferResponse) -> Mapping[str, Array]:
         output.name: np.frombuffer(raw, dtypes[output.datatype]).reshape(output.shape)
         for output, raw in zip(response.outputs, response.raw_output_contents, strict=True)
     }
-
-
-class Refusal:
-    """A call's status with its details."""
-
-    def __init__(self, error: grpc.RpcError | status_pb2.Status) -> None:
-        status = error if isinstance(error, status_pb2.Status) else rpc_status.from_call(cast("grpc.Call", error))
-        assert status is not None
-        self.code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
-        self.message: str = status.message
-        self.reason = ""
-        self.fields: list[str] = []
-        self.retry_after_s: float | None = None
-        for detail in status.details:
-            info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
-            retry = error_details_pb2.RetryInfo()
-            if detail.Unpack(info):
-                self.reason = info.reason
-            elif detail.Unpack(bad):
-                self.fields = [violation.field for violation in bad.field_violations]
-            elif detail.Unpack(retry):
-                self.retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
-
-
-def refused(call: Callable[[], object]) -> Refusal:
-    """What the call is refused with."""
-    try:
-        answer = call()
-    except grpc.RpcError as error:
-        return Refusal(error)
-    raise AssertionError(f"it was not refused: {answer}")

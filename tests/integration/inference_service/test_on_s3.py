@@ -8,8 +8,9 @@ import torch
 
 from shared.checkpoint.format import WEIGHTS
 from tests.integration.inference_service.checkpoints import make_module, write
-from tests.integration.inference_service.client import Refusal, outputs, refused
+from tests.integration.inference_service.client import outputs
 from tests.integration.inference_service.conftest import Stack
+from tests.support.refusals import refusal_of, refused
 
 IMAGES = np.random.default_rng(3).integers(0, 256, (3, 28, 28), dtype=np.uint8)
 
@@ -30,4 +31,4 @@ def test_a_damaged_checkpoint_on_s3_is_data_loss(s3_stack: Stack) -> None:
     written = write(s3_stack.store, job="trainingJobs/damaged", weights=b"some weights")
     s3_stack.store.put(f"{written.entry.folder}/{WEIGHTS}", b"other weights")
     operation = s3_stack.client.wait(s3_stack.client.create("failing", "trainingJobs/damaged"))
-    assert Refusal(operation.error).code is grpc.StatusCode.DATA_LOSS
+    assert refusal_of(operation.error).code is grpc.StatusCode.DATA_LOSS

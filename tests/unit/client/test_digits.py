@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +61,7 @@ def test_without_anything_scikit_learns_digits_are_scaled_up(somewhere: Path) ->
 
 
 def test_with_no_source_left_every_refusal_is_told(somewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digits.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(NoDigits, match=r"MNIST_ROOT=.*shared/data/mnist.*no network.*not installed"):
         find_digits(somewhere / "cache", {"MNIST_ROOT": "/nowhere"})
 

@@ -152,3 +152,10 @@ def test_a_batch_that_decodes_to_too_much_is_refused(tmp_path: Path, monkeypatch
     rows = parquet(tmp_path / "t.parquet", pa.table({"s": ["x" * 100] * 50}))
     with pytest.raises(InvalidArgument, match="decode to"):
         list(rows.tables())
+
+
+def test_a_long_text_that_many_rows_share_is_refused_before_it_is_copied(tmp_path: Path) -> None:
+    text = pa.DictionaryArray.from_arrays(pa.array(np.zeros(5000, np.int32)), pa.array(["x" * 10_000_000]))
+    rows = parquet(tmp_path / "bomb.parquet", pa.table({"s": text}))
+    with pytest.raises(InvalidArgument, match=r"1024 of its rows decode to 10240000000 bytes"):
+        list(rows.tables())

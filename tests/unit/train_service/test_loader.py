@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 import pytest
@@ -85,7 +85,7 @@ def test_workers_together_compute_the_same_rows_in_each_step_whatever_their_numb
             for rank in range(world_size)
         ]
         walked = [[batch.row_ids.tolist() for batch in one.batches(0)] for one in ranks]
-        return [sorted(sum(parts, [])) for parts in zip(*walked, strict=True)]
+        return [sorted(chain(*parts)) for parts in zip(*walked, strict=True)]
 
     alone = steps(1)
 
@@ -93,7 +93,7 @@ def test_workers_together_compute_the_same_rows_in_each_step_whatever_their_numb
     assert steps(3) == alone
     per_epoch = len(alone) // 2
     for epoch in (alone[:per_epoch], alone[per_epoch:]):
-        assert sorted(sum(epoch, [])) == list(range(TRAIN_ROWS))
+        assert sorted(chain(*epoch)) == list(range(TRAIN_ROWS))
         assert max(map(len, epoch)) - min(map(len, epoch)) <= 1
     assert alone[:per_epoch] != alone[per_epoch:]
 

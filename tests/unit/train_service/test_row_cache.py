@@ -25,9 +25,7 @@ from train_service.row_cache import Array, RowCache, Rows, interleave
 
 
 def cache_of(store: ObjectStore, *, num_classes: int = 10) -> RowCache:
-    return RowCache(
-        VersionReader(store, load_version(store, VERSION)), "train", "image", "label", num_classes, 2**30
-    )
+    return RowCache(VersionReader(store, load_version(store, VERSION)), "train", "image", "label", num_classes, 2**30)
 
 
 def commit_labels(store: ObjectStore, labels: Array) -> None:
@@ -85,7 +83,7 @@ def test_a_label_out_of_range_is_refused_with_its_row_and_field(store: ObjectSto
 
 
 def rewrite(store: ObjectStore, scratch: Path, change: dict[str, pa.Array]) -> None:
-    """Commits the version of 300 rows anew with other stored columns, all digests in order: as a faulty writer would."""
+    """Commits 300 rows with other stored columns and all digests in order, as a faulty writer would."""
     commit_version(store, "datasets/digits/versions/right", {"train": striped_digits(300)})
     right = load_version(store, "datasets/digits/versions/right")
     table = pq.read_table(pa.BufferReader(store.get(f"{right.folder}/train-00000.parquet")))

@@ -194,9 +194,6 @@ def test_a_cancellation_that_nobody_wished_is_a_lost_attempt(store: ObjectStore)
     assert (lost.state, lost.failures) == (JobState.RECOVERING, 1)
 
 
-ENDINGS: dict[str, Callable[[], dict[str, Any]]] = {"success": lambda: {"manifest": "zombie's"}}
-
-
 @pytest.mark.parametrize(
     "ending",
     [None, InvalidArgument("bad"), Unavailable("away"), RuntimeError("broken"), Cancelled("stop")],
@@ -217,7 +214,9 @@ def test_a_stale_attempt_writes_nothing_however_it_ends(
     assert after.failures == 1  # the loss that was written when it was taken for dead, and no other
 
 
-@pytest.mark.parametrize("ending", [None, Unavailable("away"), RuntimeError("broken"), InvalidArgument("bad")], ids=repr)
+@pytest.mark.parametrize(
+    "ending", [None, Unavailable("away"), RuntimeError("broken"), InvalidArgument("bad")], ids=repr
+)
 def test_an_attempt_that_was_wrongly_taken_for_dead_can_still_end(
     store: ObjectStore, jobs: Jobs, ending: Exception | None
 ) -> None:

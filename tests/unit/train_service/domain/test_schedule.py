@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +22,7 @@ def test_the_rate_rises_for_a_tenth_of_the_run_then_falls_along_a_half_cosine() 
     assert rates[:10] == pytest.approx([0.05 * (step + 1) for step in range(10)])
     assert rates[10] == 0.5
     assert rates[55] == pytest.approx(0.25)
-    assert all(before > after for before, after in zip(rates[10:], rates[11:], strict=False))
+    assert all(before > after for before, after in itertools.pairwise(rates[10:]))
     assert 0 < rates[-1] < 0.001
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -26,7 +28,7 @@ def test_the_steps_of_an_epoch_cover_every_position_once_and_differ_by_one_row_a
 
     assert bounds[0][0] == 0
     assert bounds[-1][1] == rows
-    assert all(before[1] == after[0] for before, after in zip(bounds, bounds[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(bounds))
     sizes = {end - begin for begin, end in bounds}
     assert max(sizes) - min(sizes) <= 1
     assert max(sizes) <= batch

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 import pytest
@@ -15,7 +15,6 @@ from google.rpc import error_details_pb2
 from grpc import aio
 from grpc_status.rpc_status import from_call
 
-from inference import grpc_service_pb2, grpc_service_pb2_grpc
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc, resources_pb2
 from shared.grpc_server import serve
 from tests.support.ports import free_ports
@@ -26,7 +25,7 @@ Stream = Callable[[Any, Any], AsyncIterator[Message]]
 
 GET_DATASET = "/millrace.data.v1.DataService/GetDataset"
 READ_VERSION = "/millrace.data.v1.DataService/ReadVersion"
-STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
+ECHO = "/test.Streams/Echo"
 
 
 async def echo(request: Any, _: Any) -> resources_pb2.Dataset:
@@ -45,18 +44,30 @@ class Data(data_service_pb2_grpc.DataServiceServicer):
         self._unary = unary
         self._stream = stream
 
-    async def GetDataset(self, request: Any, context: Any) -> Message:
+    async def GetDataset(self, request: Any, context: Any) -> Message:  # noqa: N802
         return await self._unary(request, context)
 
-    async def ReadVersion(self, request: Any, context: Any) -> AsyncIterator[Message]:
+    async def ReadVersion(self, request: Any, context: Any) -> AsyncIterator[Message]:  # noqa: N802
         async for response in self._stream(request, context):
             yield response
 
 
-class Inference(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
-    async def ModelStreamInfer(self, request: AsyncIterator[Any], context: Any) -> AsyncIterator[Message]:  # noqa: ARG002
-        async for one in request:
-            yield grpc_service_pb2.ModelStreamInferResponse(error_message=one.id)
+async def echo_each(requests: AsyncIterator[Any], _context: Any) -> AsyncIterator[Message]:
+    async for request in requests:
+        yield resources_pb2.Dataset(name=request.name)
+
+
+# No service of ours streams both ways yet.
+STREAMS = grpc.method_handlers_generic_handler(
+    "test.Streams",
+    {
+        "Echo": grpc.stream_stream_rpc_method_handler(
+            echo_each,
+            data_service_pb2.GetDatasetRequest.FromString,
+            resources_pb2.Dataset.SerializeToString,
+        )
+    },
+)
 
 
 @dataclass
@@ -70,6 +81,11 @@ class Kit:
     @property
     def data(self) -> data_service_pb2_grpc.DataServiceStub:
         return data_service_pb2_grpc.DataServiceStub(self.channel)
+
+    @property
+    def raw(self) -> Any:
+        """The channel for calls whose messages are bytes, for which its types have no room."""
+        return self.channel
 
     async def get(self, name: str = "n", **options: Any) -> Any:
         return await self.data.GetDataset(data_service_pb2.GetDatasetRequest(name=name), **options)
@@ -85,8 +101,8 @@ def with_kit(
 
     def register(server: aio.Server) -> list[str]:
         data_service_pb2_grpc.add_DataServiceServicer_to_server(Data(unary, stream), server)
-        grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Inference(), server)
-        return ["millrace.data.v1.DataService", "inference.GRPCInferenceService"]
+        server.add_generic_rpc_handlers((STREAMS,))
+        return ["millrace.data.v1.DataService"]
 
     async def main() -> T:
         async with running(register, **options) as kit:
@@ -125,7 +141,7 @@ async def told(call: Awaitable[Any]) -> Told:
         await call
     error = raised.value
     answer = Told(error.code(), error.details() or "", dict(error.trailing_metadata()))
-    status = from_call(error)
+    status = from_call(cast(grpc.Call, error))
     for detail in status.details if status else ():
         if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
             detail.Unpack(answer.info)
@@ -140,7 +156,7 @@ async def told(call: Awaitable[Any]) -> Told:
     return answer
 
 
-async def everything(stream: AsyncIterator[Any]) -> list[Any]:
+async def everything(stream: AsyncIterable[Any]) -> list[Any]:
     return [one async for one in stream]
 
 

@@ -1,0 +1,157 @@
+"""SIGKILL to everything that takes part in an import: it is done in the end, and committed once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from google.longrunning import operations_pb2
+
+from millrace.data.v1 import data_service_pb2 as pb
+from millrace.data.v1.resources_pb2 import DatasetVersion
+from shared.dataset_version.version import IMPORT_KIND
+from shared.jobs import JobRecord, Jobs, JobState
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
+from tests.integration.data_service.client import DataClient, idx, imported, metadata_of
+from tests.support.ports import free_ports
+from tests.support.ray_head import RayHead, ray_head
+from tests.support.service_process import ServiceProcess, running_service, store_environ
+from tests.support.waiting import wait_until
+
+# All black, so a file of holes: it takes no room, and seconds to import.
+ROWS = 600_000
+
+
+@dataclass(frozen=True)
+class Running:
+    """A service with an import under way."""
+
+    service: ServiceProcess
+    client: DataClient
+    store: ObjectStore
+    request: pb.ImportVersionRequest
+
+    def start_import(self) -> operations_pb2.Operation:
+        return self.client.data.ImportVersion(self.request, timeout=10)
+
+    def operation(self, name: str) -> operations_pb2.Operation:
+        return self.client.operations.GetOperation(operations_pb2.GetOperationRequest(name=name), timeout=10)
+
+    def wait_until_rows_are_read(self, started: operations_pb2.Operation) -> str:
+        """Returns the version's name, in the middle of its import."""
+        wait_until(lambda: metadata_of(self.operation(started.name)).rows_read > 0, "the first rows", within_s=120)
+        return str(metadata_of(started).version)
+
+    def job(self, version: str) -> JobRecord:
+        return Jobs(self.store, IMPORT_KIND).get(version, version)
+
+    def assert_committed_once(self, version: str) -> None:
+        """One record of success, one manifest, and no file that it does not name."""
+        records = [json.loads(self.store.get(info.key)) for info in self.store.list(f"{version}/log")]
+        states = [record["state"]["state"] for record in sorted(records, key=lambda record: int(record["number"]))]
+        assert states.count("SUCCEEDED") == 1
+        assert states[-1] == "SUCCEEDED"
+        found = self.client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=10)
+        assert (found.state, found.row_count) == (DatasetVersion.STATE_ACTIVE, ROWS)
+        names = [info.key.rsplit("/", 1)[-1] for info in self.store.list(f"{version}/data")]
+        assert sorted(names) == sorted(["manifest.json", *(file.path for file in found.files)])
+
+
+def write_holes(path: Path, rows: int, row_shape: tuple[int, ...]) -> str:
+    """An IDX file of zeros."""
+    row_bytes = 1
+    for side in row_shape:
+        row_bytes *= side
+    with path.open("wb") as file:
+        file.write(struct.pack(f">HBB{1 + len(row_shape)}I", 0, 8, 1 + len(row_shape), rows, *row_shape))
+        file.truncate(file.tell() + rows * row_bytes)
+    return path.as_uri()
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[RayHead]:
+    with ray_head(num_cpus=4) as running:
+        yield running
+
+
+def running_import_service(stack: ExitStack, folder: Path, ray_address: str) -> Running:
+    settings = StoreSettings(url=(folder / "store").as_uri())
+    environ = {**store_environ(settings), "RAY_ADDRESS": ray_address, "MILLRACE_IMPORT_ROOTS": str(folder)}
+    service = stack.enter_context(running_service("data_service", environ, folder / "service.log"))
+    client = DataClient(service.address)
+    stack.callback(client.close)
+    dataset = client.data.CreateDataset(pb.CreateDatasetRequest(dataset_id="black"), timeout=10)
+    uris = write_holes(folder / "images", ROWS, (28, 28)), write_holes(folder / "labels", ROWS, ())
+    request = pb.ImportVersionRequest(parent=dataset.name, sources=[idx("train", *uris)])
+    return Running(service, client, open_store(settings), request)
+
+
+@pytest.fixture
+def running(head: RayHead, tmp_path: Path) -> Iterator[Running]:
+    with ExitStack() as stack:
+        yield running_import_service(stack, tmp_path, head.address)
+
+
+def test_imports_outlive_the_service(running: Running) -> None:
+    under_way = running.start_import()
+    version = running.wait_until_rows_are_read(under_way)
+    not_begun = running.start_import()
+    running.service.kill()
+    assert running.job(version).state is JobState.RUNNING
+    running.service.start()
+    for started in (under_way, not_begun):
+        imported(running.client.wait(started))
+        running.assert_committed_once(metadata_of(started).version)
+    # The attempt does not live in the service: the one at work went on.
+    assert running.job(version).attempt == 1
+
+
+def test_an_import_outlives_the_process_of_its_attempt(running: Running, head: RayHead) -> None:
+    started = running.start_import()
+    version = running.wait_until_rows_are_read(started)
+    (actor,) = head.processes("ray::AttemptActor")
+    os.kill(actor, signal.SIGKILL)
+    done = running.client.wait(started)
+    assert metadata_of(done).attempt == 2
+    assert running.job(version).failures == 1
+    running.assert_committed_once(version)
+
+
+def test_a_cancelled_import_leaves_no_file(running: Running) -> None:
+    started = running.start_import()
+    version = running.wait_until_rows_are_read(started)
+    running.client.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=started.name), timeout=10)
+    done = running.client.wait(started)
+    assert done.error.code == 1  # CANCELLED
+    found = running.client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=10)
+    assert found.state == DatasetVersion.STATE_CANCELLED
+    assert list(running.store.list(f"{version}/data")) == []
+
+
+def test_an_import_outlives_the_ray_head_and_the_api_answers_meanwhile(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    with ExitStack() as stack:
+        with ray_head(num_cpus=2, port=port) as head:
+            running = running_import_service(stack, tmp_path, head.address)
+            started = running.start_import()
+            version = running.wait_until_rows_are_read(started)
+            head.kill()
+        dataset = str(running.request.parent)
+        found = running.client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=10)
+        assert found.state == DatasetVersion.STATE_CREATING
+        assert running.client.data.GetDataset(pb.GetDatasetRequest(name=dataset), timeout=10).name == dataset
+        listed = running.client.data.ListVersions(pb.ListVersionsRequest(parent=dataset), timeout=10)
+        assert [one.name for one in listed.versions] == [version]
+        assert not running.operation(started.name).done
+        stack.enter_context(ray_head(num_cpus=2, port=port))
+        done = running.client.wait(started, within_s=240)
+        assert metadata_of(done).attempt >= 2
+        running.assert_committed_once(version)

@@ -1,0 +1,46 @@
+"""One Ray head for all, and for each kind of store a train service that all tests share."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from shared.settings import StoreSettings
+from shared.storage.opening import ensure_bucket
+from tests.support.ray_head import RayHead, ray_head
+from tests.support.s3_server import S3Server, name_under_test
+from tests.support.training import TrainClient, TrainStack, train_stack
+
+
+@pytest.fixture(scope="session")
+def train_ray() -> Iterator[RayHead]:
+    with ray_head(num_cpus=4) as head:
+        yield head
+
+
+@pytest.fixture(scope="session")
+def file_stack(train_ray: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainStack]:
+    folder = tmp_path_factory.mktemp("train-file")
+    with train_stack(StoreSettings(url=(folder / "store").as_uri()), train_ray.address, folder) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def s3_stack(train_ray: RayHead, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainStack]:
+    settings = s3_server.settings(f"s3://millrace/{uuid.uuid4().hex}")
+    ensure_bucket(settings)
+    with train_stack(settings, train_ray.address, tmp_path_factory.mktemp("train-s3")) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session", params=["file", pytest.param("s3", id=f"s3-{name_under_test()}")])
+def stack(request: pytest.FixtureRequest) -> TrainStack:
+    started: TrainStack = request.getfixturevalue(f"{request.param}_stack")
+    return started
+
+
+@pytest.fixture
+def client(stack: TrainStack) -> TrainClient:
+    return stack.client

@@ -1,0 +1,69 @@
+"""A wish to cancel is obeyed within seconds, whatever the job is doing, and keeps what was committed."""
+
+from __future__ import annotations
+
+import time
+
+import grpc
+import pytest
+
+from tests.support.refusals import refused
+from tests.support.training import State, TrainStack, digits_spec
+
+# A step and a checkpoint take far less; the machine may be busy.
+STOPPED_WITHIN_S = 30.0
+# A run that waits for resources is given 20 s to stop by itself, then its process is ended.
+ENDED_WITHIN_S = 45.0
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_a_running_job_stops_after_its_next_step_and_keeps_its_checkpoints(s3_stack: TrainStack) -> None:
+    client = s3_stack.client
+    job = client.create(digits_spec(epochs=1000, checkpoint_every_steps=5))
+    watch = client.watch(job.name)
+    watch.until("checkpoint_committed")
+
+    with_old_etag = refused(lambda: client.cancel(job.name, etag="7"))
+    asked, began = client.cancel(job.name, etag=job.etag), time.monotonic()
+    watch.rest()
+
+    assert with_old_etag.code == grpc.StatusCode.ABORTED
+    assert (with_old_etag.reason, with_old_etag.metadata) == ("STALE_ETAG", {"resource": job.name})
+    assert time.monotonic() - began < STOPPED_WITHIN_S
+    assert asked.state == State.STATE_CANCELLING
+    assert asked.etag != job.etag
+    assert [one.state for one in watch.jobs[-2:]] == [State.STATE_CANCELLING, State.STATE_CANCELLED]
+    kept = client.checkpoints(job.name)
+    assert [one.step for one in kept] == [5 * (number + 1) for number in range(len(kept))]
+    assert kept == watch.of("checkpoint_committed")
+    assert client.get(job.name).latest_checkpoint == kept[-1].name
+    assert s3_stack.weights(kept[-1].name)
+
+
+def test_a_job_that_waits_for_more_workers_than_there_are_cpus_can_be_cancelled(file_stack: TrainStack) -> None:
+    client = file_stack.client
+    job = client.create(digits_spec(num_workers=8, global_batch_size=120))
+    watch = client.watch(job.name)
+    watch.until_state(State.STATE_RUNNING)
+
+    client.cancel(job.name)
+    began = time.monotonic()
+    watch.rest()
+
+    assert time.monotonic() - began < ENDED_WITHIN_S
+    assert watch.jobs[-1].state == State.STATE_CANCELLED
+    assert not watch.events
+    assert not client.checkpoints(job.name)
+
+
+def test_cancelling_twice_is_cancelling_once(file_stack: TrainStack) -> None:
+    client = file_stack.client
+    job = client.create(digits_spec(epochs=1000))
+
+    first = client.cancel(job.name)
+    client.cancel(job.name)
+    ended = client.finished(job.name)
+
+    assert ended.state == State.STATE_CANCELLED
+    assert ended.etag == first.etag

@@ -1,0 +1,50 @@
+"""Checkpoints and registry entries to test with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shared.checkpoint import CheckpointContent, CheckpointEntry, write_checkpoint
+from shared.models import ModelSpec
+from shared.storage import ObjectStore
+from shared.transforms import TensorSpec
+
+JOB = "trainingJobs/j"
+FILES = {"model.safetensors": b"weights" * 100, "optimizer.pt": b"momenta" * 50}
+
+
+def content(**values: Any) -> CheckpointContent:
+    return CheckpointContent(
+        **{
+            "training_job": JOB,
+            "dataset_version": "datasets/d/versions/v1",
+            "dataset_manifest_sha256": "0" * 64,
+            "step": 30,
+            "epoch": 1,
+            "seed": 7,
+            "metrics": {"validation_accuracy": 0.9},
+            "model": ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10),
+            "transform": {"steps": [{"toFloat": {}}, {"normalize": {"mean": [0.1307], "std": [0.3081]}}]},
+            "model_input": TensorSpec("image", "uint8", (28, 28)),
+            **values,
+        }
+    )
+
+
+def entry(step: int, *, attempt: int = 1, name: str = "", **metrics: float) -> CheckpointEntry:
+    return CheckpointEntry(
+        name=f"{JOB}/checkpoints/{name or f'step-{step}'}",
+        folder=f"{JOB}/checkpoints/data/step-{step}-a{attempt}",
+        manifest_sha256="f" * 64,
+        step=step,
+        epoch=0,
+        attempt=attempt,
+        size_bytes=1,
+        create_time=1.0,
+        metrics=metrics,
+    )
+
+
+def write(store: ObjectStore, folder: str = "checkpoint") -> str:
+    """Returns the manifest's digest."""
+    return write_checkpoint(store, folder, content(), FILES)[0]

@@ -1,0 +1,141 @@
+"""The import as an attempt runs it, without Ray around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_service import pipeline
+from data_service.domain.import_spec import HoldOut, ImportSpec, Source
+from shared.dataset_version import VersionReader, load_version
+from shared.dataset_version.version import IMPORT_KIND
+from shared.errors import Unavailable
+from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
+from shared.jobs.attempt import run_attempt
+from shared.jobs.record import begin_attempt, lose_attempt, request_cancel
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
+
+NAME = "datasets/d/versions/v1"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    return open_store(StoreSettings(url=(tmp_path / "store").as_uri()))
+
+
+def parquet(folder: Path, name: str, split: str, **columns: object) -> Source:
+    pq.write_table(pa.table(columns), folder / name)
+    return Source(split=split, format="parquet", uris={"parquet.uri": (folder / name).as_uri()})
+
+
+def begun(store: ObjectStore, folder: Path, spec: ImportSpec) -> Jobs:
+    """A job whose first attempt has the log."""
+    jobs = Jobs(store, IMPORT_KIND)
+    now = time.time()
+    recorded = {"import": spec.as_record(), "import_roots": [str(folder)], "request_id": ""}
+    jobs.create(NAME, JobRecord(uid=uuid.uuid4().hex, name=NAME, spec=recorded, create_time=now, update_time=now))
+    jobs.transition(NAME, lambda job: begin_attempt(job, time.time()), attempt=1)
+    return jobs
+
+
+def data_keys(store: ObjectStore) -> list[str]:
+    return [info.key for info in store.list(f"{NAME}/data")]
+
+
+def test_rows_keep_their_order_within_a_split(store: ObjectStore, tmp_path: Path) -> None:
+    sources = [
+        parquet(tmp_path, "a", "train", n=np.arange(3000)),
+        parquet(tmp_path, "b", "test", n=np.arange(10_000, 10_500)),
+        parquet(tmp_path, "c", "train", n=np.arange(3000, 5000)),
+    ]
+    cuts = [HoldOut(from_split="train", to_split=f"cut{i}", fraction=0.2, seed=i) for i in range(2)]
+    jobs = begun(store, tmp_path, ImportSpec(sources=sources, hold_outs=cuts))
+    run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 1)
+    assert jobs.get(NAME, NAME).state is JobState.SUCCEEDED
+    reader = VersionReader(store, load_version(store, NAME))
+    read = {
+        split.name: pa.concat_tables(
+            [reader.read(group, ["n", "_row_id"]) for group in reader.row_groups(split.name)]
+        ).to_pydict()
+        for split in reader.version.manifest.splits
+    }
+    assert {name: len(columns["n"]) for name, columns in read.items()} == {
+        "train": 3000,
+        "test": 500,
+        "cut0": 1000,
+        "cut1": 1000,
+    }
+    assert [row_id for columns in read.values() for row_id in columns["_row_id"]] == list(range(5500))
+    for columns in read.values():
+        assert columns["n"] == sorted(columns["n"])
+    imported = sorted(n for name in ("train", "cut0", "cut1") for n in read[name]["n"])
+    assert imported == list(range(5000))
+
+
+def test_a_column_may_be_null_where_any_source_lets_it(store: ObjectStore, tmp_path: Path) -> None:
+    strict = pa.schema([pa.field("n", pa.int64(), nullable=False)])
+    pq.write_table(pa.table({"n": [1]}, schema=strict), tmp_path / "a")
+    sources = [
+        Source(split="train", format="parquet", uris={"parquet.uri": (tmp_path / "a").as_uri()}),
+        parquet(tmp_path, "b", "train", n=pa.array([None, 2])),
+    ]
+    begun(store, tmp_path, ImportSpec(sources=sources, hold_outs=[]))
+    run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 1)
+    reader = VersionReader(store, load_version(store, NAME))
+    assert reader.read(reader.row_groups("train")[0])["n"].to_pylist() == [1, None, 2]
+
+
+def test_an_attempt_that_fails_takes_its_files_away(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.dataset_version.writer.MAX_FILE_BYTES", 10_000)
+    sources = [parquet(tmp_path, "a", "train", n=np.arange(20_000))]
+    jobs = begun(store, tmp_path, ImportSpec(sources=sources, hold_outs=[]))
+    seen = []
+
+    def losing_its_store(context: AttemptContext) -> dict[str, object]:
+        def put(*_: object) -> None:
+            seen.extend(data_keys(store))
+            raise Unavailable("the store does not answer")
+
+        monkeypatch.setattr(store, "put", put)
+        try:
+            return pipeline.run(context)
+        finally:
+            monkeypatch.undo()
+
+    run_attempt(losing_its_store, store, IMPORT_KIND, NAME, 1)
+    assert jobs.get(NAME, NAME).state is JobState.RECOVERING
+    assert data_keys(store) == []
+    assert seen
+
+
+def test_a_later_attempt_sweeps_what_a_killed_one_left(store: ObjectStore, tmp_path: Path) -> None:
+    jobs = begun(store, tmp_path, ImportSpec(sources=[parquet(tmp_path, "a", "train", n=[1, 2])], hold_outs=[]))
+    store.put(f"{NAME}/data/a00001-dead/train-00000.parquet", b"half")
+    jobs.transition(NAME, lambda job: lose_attempt(job, Unavailable("killed"), time.time()), attempt=1)
+    jobs.transition(NAME, lambda job: begin_attempt(job, time.time()), attempt=2)
+    run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 2)
+    assert jobs.get(NAME, NAME).state is JobState.SUCCEEDED
+    assert sorted(key.rsplit("/", 1)[-1] for key in data_keys(store)) == ["manifest.json", "train-00000.parquet"]
+
+
+def test_a_cancelled_import_stops_between_rows_and_leaves_nothing(store: ObjectStore, tmp_path: Path) -> None:
+    sources = [parquet(tmp_path, "a", "train", n=np.arange(20_000))]
+    jobs = begun(store, tmp_path, ImportSpec(sources=sources, hold_outs=[]))
+
+    def cancelled_by_then(context: AttemptContext) -> dict[str, object]:
+        context._newest = dataclasses.replace(jobs.transition(NAME, lambda job: request_cancel(job, time.time())))
+        return pipeline.run(context)
+
+    run_attempt(cancelled_by_then, store, IMPORT_KIND, NAME, 1)
+    assert jobs.get(NAME, NAME).state is JobState.CANCELLED
+    assert data_keys(store) == []

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from inference_service.batcher import Batcher
+from inference_service.domain.batch_times import BatchTimes
+from inference_service.domain.batching import Limits
+from inference_service.domain.deployment import Deployment, ModelVersion, State, check_spec
+from inference_service.domain.signature import Rows, Signature, TensorSpec
+from inference_service.domain.tensors import Array, WireTensor
+from inference_service.models import Models, application_name
+from shared.errors import InvalidArgument, NotFound, Unavailable
+
+SIGNATURE = Signature(
+    TensorSpec("x", "UINT8", (-1,)),
+    TensorSpec("x", "FP32", (-1,)),
+    (TensorSpec("double", "UINT8", (-1,)), TensorSpec("same", "UINT8", (-1,))),
+)
+VERSION = ModelVersion(
+    number="1",
+    checkpoint="trainingJobs/j/checkpoints/c",
+    folder="f",
+    checkpoint_sha256="00",
+    training_job="trainingJobs/j",
+    signature=SIGNATURE,
+)
+READY = Deployment(
+    name="deployments/m",
+    uid="u",
+    spec=check_spec(
+        checkpoint="trainingJobs/j",
+        num_replicas=0,
+        threads_per_replica=0,
+        max_batch_size=0,
+        max_batch_delay_s=None,
+        max_queued_rows=0,
+    ),
+    state=State.READY,
+    generation=1,
+    operation="operations/o",
+    request_id="",
+    versions=(VERSION,),
+    create_time=1.0,
+    update_time=1.0,
+)
+
+
+class Doubler:
+    async def forward(self, rows: Rows) -> list[Array]:
+        return [rows.values * 2, rows.values]
+
+
+def attach(models: Models) -> None:
+    limits = Limits(max_rows=4, max_delay_s=0, max_queued_rows=9, max_in_flight=1)
+    models.attach(application_name(READY, VERSION), Batcher(Doubler(), limits, BatchTimes()))
+
+
+def tensor(*values: int) -> WireTensor:
+    return WireTensor("inputs[0]", "x", "UINT8", (len(values),), bytes(values), {})
+
+
+def test_before_the_logs_are_read_nothing_is_known_to_be_missing() -> None:
+    models = Models()
+    with pytest.raises(Unavailable):
+        models.signature("m", "")
+    assert (models.is_ready("m", ""), models.all_ready()) == (False, False)
+
+
+def test_a_model_that_no_log_names_is_not_found() -> None:
+    models = Models()
+    models.replace([])
+    with pytest.raises(NotFound, match="'m'"):
+        models.signature("m", "")
+    assert models.all_ready()
+
+
+def test_a_model_without_a_name_is_refused() -> None:
+    with pytest.raises(InvalidArgument):
+        Models().is_ready("", "")
+
+
+def test_a_ready_deployment_answers_only_once_its_replicas_do() -> None:
+    async def scenario() -> None:
+        models = Models()
+        models.replace([READY])
+        assert (models.is_ready("m", "1"), models.all_ready()) == (False, False)
+        with pytest.raises(Unavailable, match="loaded again"):
+            await models.infer("m", "", [tensor(1)], [], None)
+        attach(models)
+        assert (models.is_ready("m", "1"), models.is_ready("m", "2"), models.all_ready()) == (True, False, True)
+        answer = await models.infer("m", "", [tensor(1, 2)], ["same", "double"], None)
+        assert [(spec.name, values.tolist()) for spec, values in answer.outputs] == [
+            ("same", [1, 2]),
+            ("double", [2, 4]),
+        ]
+        assert answer.version.number == "1"
+
+    asyncio.run(scenario())
+
+
+def test_a_deployment_written_while_the_logs_are_read_is_not_lost() -> None:
+    models = Models()
+    models.replace([])
+    models.begin_reading()
+    models.put(replace(READY, state=State.LOADING))
+    models.replace([])  # read before it was written
+    with pytest.raises(Unavailable):
+        models.signature("m", "")
+    models.begin_reading()
+    models.replace([])
+    with pytest.raises(NotFound):
+        models.signature("m", "")
+
+
+def test_a_request_larger_than_a_batch_is_answered_whole() -> None:
+    async def scenario() -> None:
+        models = Models()
+        models.replace([READY])
+        attach(models)
+        values = np.arange(9, dtype=np.uint8)
+        answer = await models.infer("m", "1", [tensor(*values.tolist())], ["double"], 5.0)
+        assert answer.outputs[0][1].tolist() == (values * 2).tolist()
+
+    asyncio.run(scenario())

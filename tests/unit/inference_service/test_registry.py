@@ -1,0 +1,198 @@
+"""Deployments in a real store, in a directory of the test's own."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from inference_service.domain.deployment import (
+    Creation,
+    Deployment,
+    State,
+    check_spec,
+    with_failure,
+    with_removal,
+)
+from inference_service.manager import DeploymentManager
+from inference_service.operations import DeploymentOperations
+from inference_service.registry import Deployments
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry
+from shared.errors import AlreadyExists, DataLoss, NotFound
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
+
+JOB = "trainingJobs/j"
+
+
+@pytest.fixture
+def store(file_store: StoreSettings) -> ObjectStore:
+    made = open_store(file_store)
+    registry = CheckpointRegistry(made, JOB)
+    registry.fence(1)
+    for number, accuracy in ((1, 0.9), (2, 0.8)):
+        registry.commit(
+            CheckpointEntry(
+                name=f"{JOB}/checkpoints/c{number}",
+                folder=f"{JOB}/checkpoints/data/c{number}",
+                manifest_sha256=f"{number}" * 64,
+                step=number,
+                epoch=number,
+                attempt=1,
+                size_bytes=1,
+                create_time=1.0,
+                metrics={"validation_accuracy": accuracy},
+            )
+        )
+    return made
+
+
+@pytest.fixture
+def deployments(store: ObjectStore) -> Deployments:
+    return Deployments(store)
+
+
+@pytest.fixture
+def operations(store: ObjectStore, deployments: Deployments) -> DeploymentOperations:
+    return DeploymentOperations(store, deployments)
+
+
+@pytest.fixture
+def manager(store: ObjectStore, deployments: Deployments, operations: DeploymentOperations) -> DeploymentManager:
+    return DeploymentManager(store, deployments, operations)
+
+
+def creation(deployment_id: str = "digits", **changes: Any) -> Creation:
+    spec = check_spec(
+        checkpoint=JOB,
+        num_replicas=0,
+        threads_per_replica=0,
+        max_batch_size=0,
+        max_batch_delay_s=None,
+        max_queued_rows=0,
+    )
+    wanted = Creation(deployment_id=deployment_id, spec=spec, request_id="", digest="d", validate_only=False)
+    return replace(wanted, **changes)
+
+
+def remove(deployments: Deployments, deployment: Deployment) -> None:
+    deployments.delete(deployment.name, "", 2.0)
+    deployments.transition(deployment.name, deployment.uid, lambda before: with_removal(before, 3.0))
+
+
+def test_the_best_checkpoint_of_the_job_is_written_down(manager: DeploymentManager) -> None:
+    (version,) = manager.create(creation()).versions
+    assert (version.checkpoint, version.checkpoint_sha256) == (f"{JOB}/checkpoints/c1", "1" * 64)
+
+
+def test_checking_only_writes_nothing(manager: DeploymentManager, store: ObjectStore) -> None:
+    before = {info.key for info in store.list()}
+    manager.create(creation(validate_only=True, request_id=str(uuid.uuid4())))
+    assert {info.key for info in store.list()} == before
+
+
+def test_a_refused_creation_writes_nothing(manager: DeploymentManager, store: ObjectStore) -> None:
+    before = {info.key for info in store.list()}
+    spec = replace(creation().spec, checkpoint="trainingJobs/nobody")
+    with pytest.raises(NotFound):
+        manager.create(creation(spec=spec, request_id=str(uuid.uuid4())))
+    assert {info.key for info in store.list()} == before
+
+
+def test_of_creations_at_the_same_time_one_wins(manager: DeploymentManager, deployments: Deployments) -> None:
+    outcomes: list[str] = []
+    barrier = threading.Barrier(8)
+
+    def create() -> None:
+        barrier.wait()
+        try:
+            outcomes.append(manager.create(creation()).uid)
+        except AlreadyExists:
+            outcomes.append("")
+
+    threads = [threading.Thread(target=create) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [uid for uid in outcomes if uid] == [deployments.get("deployments/digits").uid]
+
+
+def test_a_repeated_request_gets_its_deployment_even_after_that_was_deleted(
+    manager: DeploymentManager, deployments: Deployments
+) -> None:
+    request_id = str(uuid.uuid4())
+    first = manager.create(creation(request_id=request_id))
+    assert manager.create(creation(request_id=request_id)) == first
+    remove(deployments, first)
+    assert manager.create(creation(request_id=request_id)).uid == first.uid
+    with pytest.raises(NotFound):
+        deployments.get(first.name)
+
+
+def test_a_request_whose_first_call_died_half_way_is_done_by_the_second(
+    manager: DeploymentManager, store: ObjectStore
+) -> None:
+    request_id = str(uuid.uuid4())
+    first = manager.create(creation(request_id=request_id))
+    store.delete_folder(f"{first.name}/log")  # as if it had died before the log was written
+    again = manager.create(creation(request_id=request_id))
+    assert again.name == first.name
+    assert again.uid != first.uid
+
+
+def test_an_id_is_free_again_once_its_deployment_is_gone(manager: DeploymentManager, deployments: Deployments) -> None:
+    first = manager.create(creation())
+    with pytest.raises(AlreadyExists):
+        manager.create(creation())
+    remove(deployments, first)
+    assert deployments.all() == []
+    assert manager.create(creation()).uid != first.uid
+
+
+def test_a_transition_meant_for_an_earlier_namesake_changes_nothing(
+    manager: DeploymentManager, deployments: Deployments
+) -> None:
+    first = manager.create(creation())
+    remove(deployments, first)
+    second = manager.create(creation())
+    late = deployments.transition(first.name, first.uid, lambda before: with_failure(before, DataLoss("x"), 9.0))
+    assert late is None
+    assert deployments.get(second.name) == second
+
+
+def test_pages_come_in_the_order_of_names(manager: DeploymentManager) -> None:
+    for deployment_id in ("c", "a", "b"):
+        manager.create(creation(deployment_id))
+    first, token = manager.page(2, "")
+    rest, end = manager.page(2, token)
+    assert [one.model_name for one in (*first, *rest)] == ["a", "b", "c"]
+    assert end == ""
+
+
+def test_an_operation_follows_its_deployment(
+    manager: DeploymentManager, deployments: Deployments, operations: DeploymentOperations
+) -> None:
+    deployment = manager.create(creation())
+    assert operations.list_ids() == [deployment.operation.removeprefix("operations/")]
+    assert not operations.get(deployment.operation).done
+    deployments.transition(
+        deployment.name, deployment.uid, lambda before: with_failure(before, DataLoss("a file is damaged"), 2.0)
+    )
+    failed = operations.get(deployment.operation)
+    assert failed.done
+    assert failed.error.message == "a file is damaged"
+
+
+def test_cancelling_the_operation_of_a_loading_deployment_deletes_it(
+    manager: DeploymentManager, deployments: Deployments, operations: DeploymentOperations
+) -> None:
+    deployment = manager.create(creation())
+    operations.cancel(deployment.operation)
+    assert deployments.get(deployment.name).state is State.DELETING
+    assert operations.get(deployment.operation).error.message.endswith("deleted before it was ready")
+    with pytest.raises(NotFound):
+        operations.cancel("operations/import-1")

@@ -1,0 +1,28 @@
+"""Runs a function on W real processes joined by gloo, as Ray Train's workers are."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from train_service.ranks import Ranks
+
+
+def in_ranks(world_size: int, work: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
+    """What `work(ranks, *arguments)` returned on each rank; `folder` is empty and for this call alone."""
+    multiprocessing.spawn(_rank, (world_size, work, str(folder), arguments), nprocs=world_size, join=True)
+    return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _rank(rank: int, world_size: int, work: Callable[..., Any], folder: str, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
+    result = work(Ranks(rank, world_size, torch.device("cpu")), *arguments)
+    (Path(folder) / f"result-{rank}").write_bytes(pickle.dumps(result))
+    dist.destroy_process_group()

@@ -1,0 +1,177 @@
+"""One rank's run in this process, on a real store: it resumes where it was, and ends when it is asked to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
+from shared.checkpoint.format import OPTIMIZER, WEIGHTS
+from shared.errors import Unavailable
+from shared.jobs import JobRecord, Jobs
+from shared.jobs.record import begin_attempt, lose_attempt
+from shared.models import ModelSpec
+from shared.storage import ObjectStore
+from shared.transforms import TensorSpec
+from tests.support.versions import commit_version, striped_digits
+from tests.unit.train_service.conftest import VERSION
+from train_service.domain.spec import OptimizerSpec, TrainingSpec
+from train_service.events import Event, EventKind, EventLog
+from train_service.loop import LoopConfig, Run, Stopped
+from train_service.ranks import Ranks
+from train_service.reporting import TRAIN_KIND
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+SPEC = TrainingSpec(
+    dataset_version=VERSION,
+    validation_split="validation",
+    transform={"steps": [{"toFloat": {}}]},
+    # Dropout and BatchNorm: noise and buffers are part of what must come back.
+    model=ModelSpec(builder="torchvision.mnasnet0_5", in_channels=1, num_classes=10, kwargs={"dropout": 0.2}),
+    optimizer=OptimizerSpec(learning_rate=0.001, schedule="COSINE_WITH_WARMUP"),
+    epochs=2,
+    global_batch_size=20,
+    checkpoint_every_steps=2,
+)
+STEPS = 10
+
+
+@pytest.fixture(autouse=True)
+def small_version(store: ObjectStore) -> None:
+    commit_version(store, VERSION, {"train": striped_digits(100), "validation": striped_digits(20, 1)})
+
+
+def new_job(store: ObjectStore, name: str) -> None:
+    now = time.time()
+    job = JobRecord(uid=name.rpartition("/")[2], name=name, spec={}, create_time=now, update_time=now)
+    Jobs(store, TRAIN_KIND).create(name, job)
+    begin(store, name)
+
+
+def begin(store: ObjectStore, name: str) -> None:
+    jobs = Jobs(store, TRAIN_KIND)
+    attempt = jobs.get(name, name).attempt + 1
+    jobs.transition(name, lambda job: begin_attempt(job, time.time()), attempt=attempt)
+
+
+def lose(store: ObjectStore, name: str, attempt: int) -> None:
+    Jobs(store, TRAIN_KIND).transition(
+        name, lambda job: lose_attempt(job, Unavailable("lost"), time.time()), attempt=attempt
+    )
+
+
+def run_of(store: ObjectStore, name: str, attempt: int = 1, spec: TrainingSpec = SPEC) -> Run:
+    model_input = TensorSpec("image", "uint8", (28, 28))
+    config = LoopConfig(store=store.settings, job_name=name, attempt=attempt, spec=spec, model_input=model_input)
+    return Run(config, ALONE)
+
+
+def entries(store: ObjectStore, name: str) -> dict[int, CheckpointEntry]:
+    return {entry.step: entry for entry in CheckpointRegistry(store, name).entries()}
+
+
+def saved(store: ObjectStore, entry: CheckpointEntry) -> tuple[bytes, bytes]:
+    checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
+    return checkpoint.read(WEIGHTS), checkpoint.read(OPTIMIZER)
+
+
+def events(store: ObjectStore, name: str, kind: EventKind) -> list[Event]:
+    return [event for event in EventLog(store, name).after(0) if event.kind is kind]
+
+
+def until_event(store: ObjectStore, name: str, kind: EventKind, then: Callable[[], object]) -> threading.Thread:
+    """Calls `then` once the run has told of such an event."""
+
+    def wait() -> None:
+        while not events(store, name, kind):
+            time.sleep(0.01)
+        then()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_run_resumed_at_any_checkpoint_ends_with_bit_for_bit_the_same_weights_and_state(store: ObjectStore) -> None:
+    new_job(store, "trainingJobs/whole")
+    run_of(store, "trainingJobs/whole").run()
+    whole = entries(store, "trainingJobs/whole")
+    assert sorted(whole) == [2, 4, 5, 6, 8, 10]
+
+    for attempt, step in ((2, 2), (3, 5), (4, 8)):
+        # As if the run had died just after this checkpoint.
+        name = f"trainingJobs/from-{step}"
+        new_job(store, name)
+        registry = CheckpointRegistry(store, name)
+        registry.commit(replace(whole[step], name=f"{name}/checkpoints/step-{step:08d}", attempt=1))
+        run_of(store, name, attempt).run()
+
+        resumed = entries(store, name)
+        assert sorted(resumed) == [one for one in sorted(whole) if one >= step]
+        for one in resumed:
+            assert saved(store, resumed[one]) == saved(store, whole[one]), one
+        (started,) = events(store, name, EventKind.ATTEMPT_STARTED)
+        assert (started.payload["step"], started.attempt) == (step, attempt)
+
+
+def test_resuming_a_run_that_was_done_does_nothing_more(store: ObjectStore) -> None:
+    new_job(store, "trainingJobs/a")
+    run_of(store, "trainingJobs/a", spec=replace(SPEC, epochs=1)).run()
+    before = entries(store, "trainingJobs/a")
+
+    run_of(store, "trainingJobs/a", attempt=2, spec=replace(SPEC, epochs=1)).run()
+
+    assert entries(store, "trainingJobs/a") == before
+
+
+def test_a_cancelled_run_stops_and_every_checkpoint_it_committed_was_told(store: ObjectStore) -> None:
+    new_job(store, "trainingJobs/a")
+    cancelling = until_event(
+        store,
+        "trainingJobs/a",
+        EventKind.CHECKPOINT_COMMITTED,
+        lambda: Jobs(store, TRAIN_KIND).cancel("trainingJobs/a", "trainingJobs/a"),
+    )
+
+    with pytest.raises(Stopped, match="cancelled"):
+        run_of(store, "trainingJobs/a", spec=replace(SPEC, epochs=10_000, checkpoint_every_steps=1)).run()
+
+    cancelling.join()
+    told = [event.payload["name"] for event in events(store, "trainingJobs/a", EventKind.CHECKPOINT_COMMITTED)]
+    assert told == [entry.name for entry in entries(store, "trainingJobs/a").values()]
+    assert threading.active_count() <= 3  # nothing of the run goes on
+
+
+def test_an_attempt_that_was_overtaken_stops_and_commits_nothing_more(store: ObjectStore) -> None:
+    name = "trainingJobs/a"
+    new_job(store, name)
+
+    def overtake() -> None:
+        lose(store, name, attempt=1)
+        begin(store, name)
+        CheckpointRegistry(store, name).fence(2)
+        fenced.append(len(entries(store, name)))
+
+    fenced: list[int] = []
+    overtaking = until_event(store, name, EventKind.CHECKPOINT_COMMITTED, overtake)
+
+    with pytest.raises(Exception, match=r"taken over|fenced"):
+        run_of(store, name, spec=replace(SPEC, epochs=10_000, checkpoint_every_steps=1)).run()
+
+    overtaking.join()
+    assert len(entries(store, name)) == fenced[0]
+
+
+def test_the_last_progress_is_the_last_step(store: ObjectStore) -> None:
+    new_job(store, "trainingJobs/a")
+    run_of(store, "trainingJobs/a").run()
+
+    last = events(store, "trainingJobs/a", EventKind.PROGRESS)[-1].payload
+    assert (last["step"], last["total_steps"], last["epoch"], last["seconds_left"]) == (STEPS, STEPS, 1, 0)
+    measured = events(store, "trainingJobs/a", EventKind.VALIDATED)
+    assert [(one.payload["step"], one.payload["row_count"]) for one in measured] == [(5, 20), (10, 20)]

@@ -1,0 +1,112 @@
+"""Whether a specification fits the version that it names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shared.dataset_version import DatasetVersion
+from shared.dataset_version.manifest import Column, Manifest, Split
+from shared.errors import InvalidArgument
+from shared.models import ModelSpec
+from shared.transforms import TensorSpec
+from train_service.domain.spec import TrainingSpec
+from train_service.version_fit import check_fits, model_input, with_defaults
+
+
+def tensor(value_type: str, *shape: int) -> str:
+    """As Arrow spells it."""
+    return f"extension<arrow.fixed_shape_tensor[value_type={value_type}, shape={list(shape)}]>"
+
+
+COLUMNS = [
+    Column(name="image", arrow_type=tensor("uint8", 28, 28), shape=[28, 28]),
+    Column(name="prepared", arrow_type=tensor("float", 1, 28, 28), shape=[1, 28, 28]),
+    Column(name="precise", arrow_type=tensor("double", 1, 28, 28), shape=[1, 28, 28]),
+    Column(name="coarse", arrow_type=tensor("halffloat", 1, 28, 28), shape=[1, 28, 28]),
+    Column(name="label", arrow_type="int64", shape=[]),
+    Column(name="small_label", arrow_type="uint8", shape=[]),
+    Column(name="name", arrow_type="string", shape=[]),
+    Column(name="share", arrow_type="double", shape=[]),
+    Column(name="when", arrow_type="timestamp[us]", shape=[]),
+]
+
+
+def version(**rows: int) -> DatasetVersion:
+    splits, first = [], 0
+    for name, count in rows.items():
+        splits.append(Split(name=name, first_row_id=first, row_count=count))
+        first += count
+    return DatasetVersion("datasets/d/versions/v", Manifest(columns=COLUMNS, splits=splits, files=[]), "00", "folder")
+
+
+V = version(train=1000, validation=100)
+SPEC = TrainingSpec(
+    dataset_version="datasets/d/versions/v",
+    model=ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10),
+    transform={"steps": [{"toFloat": {}}]},
+    epochs=1,
+    global_batch_size=64,
+)
+PREPARED = replace(SPEC, transform={})
+
+
+def test_the_models_input_is_one_row_prepared() -> None:
+    assert check_fits(SPEC, V) == TensorSpec("image", "float32", (1, 28, 28))
+    assert model_input(V, SPEC) == TensorSpec("image", "uint8", (28, 28))
+
+
+def test_a_column_that_holds_prepared_floats_needs_no_transform() -> None:
+    assert check_fits(replace(PREPARED, input_column="prepared"), V) == TensorSpec("prepared", "float32", (1, 28, 28))
+
+
+@pytest.mark.parametrize("label", ["label", "small_label"])
+def test_labels_are_integers_of_any_width(label: str) -> None:
+    check_fits(replace(SPEC, label_column=label), V)
+
+
+@pytest.mark.parametrize(
+    ("path", "spec"),
+    [
+        ("train_split", replace(SPEC, train_split="absent")),
+        ("validation_split", replace(SPEC, validation_split="absent")),
+        ("input_column", replace(SPEC, input_column="absent")),
+        ("input_column", replace(SPEC, input_column="label")),
+        ("input_column", replace(SPEC, input_column="name")),
+        ("label_column", replace(SPEC, label_column="absent")),
+        ("label_column", replace(SPEC, label_column="image")),
+        ("label_column", replace(SPEC, label_column="name")),
+        ("label_column", replace(SPEC, label_column="share")),
+        ("label_column", replace(SPEC, label_column="when")),
+        ("transform", PREPARED),
+        ("transform", replace(PREPARED, input_column="precise")),
+        ("transform", replace(PREPARED, input_column="coarse")),
+        ("transform", replace(SPEC, model=replace(SPEC.model, in_channels=3))),
+        ("transform.steps[0]", replace(SPEC, input_column="prepared")),
+        ("global_batch_size", replace(SPEC, global_batch_size=1001)),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_field(path: str, spec: TrainingSpec) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        check_fits(spec, V)
+
+    assert [field for field, _ in refused.value.fields] == [f"spec.{path}"]
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_an_empty_split_is_refused(split: str) -> None:
+    rows: dict[str, Any] = {"train": 1000, "validation": 100} | {split: 0}
+    empty = version(**rows)
+
+    with pytest.raises(InvalidArgument) as refused:
+        check_fits(replace(SPEC, validation_split="validation"), empty)
+
+    assert split.removesuffix("_split") in str(refused.value) or "0 rows" in str(refused.value)
+
+
+def test_the_validation_split_is_taken_where_there_is_one() -> None:
+    assert with_defaults(SPEC, V).validation_split == "validation"
+    assert with_defaults(SPEC, version(train=1000, test=10)).validation_split == ""
+    assert with_defaults(replace(SPEC, validation_split="train"), V).validation_split == "train"
