@@ -81,7 +81,7 @@ class _Import:
         counts = {split: sum(map(self._counted, sources)) for split, sources in self._sources.items()}
         try:
             routings = {split: route(split, counts[split], self._spec.hold_outs) for split in counts}
-            return routings, lay_out(counts, routings, self._spec.splits)
+            return routings, lay_out(routings.values(), self._spec.splits)
         except LayoutError as error:
             field = "sources" if error.hold_out is None else f"hold_outs[{error.hold_out}].fraction"
             raise InvalidArgument(
@@ -109,12 +109,15 @@ class _Import:
             )
             for target in routing.targets
         ]
-        done = 0
+        done, counted = 0, sum(routing.counts)
         for table in self._tables(split):
-            choice = routing.choice[done : done + table.num_rows]
+            if done + table.num_rows > counted:
+                raise _changed(split, counted)
             for target, writer in enumerate(writers):
-                writer.write(table if len(writers) == 1 else table.filter(pa.array(choice == target)))
+                writer.write(_routed(table, routing, done, target))
             done += table.num_rows
+        if done < counted:
+            raise _changed(split, counted)
         return [file for writer in writers for file in writer.close()]
 
     def _tables(self, split: str) -> Iterator[pa.Table]:
@@ -123,6 +126,23 @@ class _Import:
                 self._context.raise_if_stopped()
                 yield table.cast(self._schema) if table.schema != self._schema else table
                 self._progress.add(table.num_rows)
+
+
+def _changed(split: str, counted: int) -> InvalidArgument:
+    return InvalidArgument(
+        f"sources: those of {split!r} had {counted} rows at first, and others when they were read again; import files "
+        "that nobody writes",
+        reason="SOURCE_CHANGED",
+        metadata={"field": "sources", "split": split},
+        fields=[("sources", f"the files of {split!r} changed during the import")],
+    )
+
+
+def _routed(table: pa.Table, routing: Routing, begin: int, target: int) -> pa.Table:
+    """The rows of `table`, which starts at row `begin` of its split, that belong to `target`."""
+    if routing.choice is None:
+        return table
+    return table.filter(pa.array(routing.choice[begin : begin + table.num_rows] == target))
 
 
 class _Progress:

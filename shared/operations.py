@@ -50,9 +50,11 @@ class OperationsServicer(operations_pb2_grpc.OperationsServicer):  # type: ignor
     async def WaitOperation(self, request: Any, context: Context) -> operations_pb2.Operation:
         """Answers when it is done, or with its present state after `timeout` (at most, and by default, 60 s)."""
         name = _checked(request.name)
-        given = request.timeout.ToTimedelta().total_seconds() if request.HasField("timeout") else LONGEST_WAIT_S
+        # Not ToTimedelta, which refuses some of the durations that a client may send.
+        given = request.timeout.seconds + request.timeout.nanos / 1e9 if request.HasField("timeout") else LONGEST_WAIT_S
+        remaining = context.time_remaining()
         # Answer before the caller's own deadline cuts the call off.
-        remaining = (context.time_remaining() or LONGEST_WAIT_S) - 2 * POLL_S
+        remaining = LONGEST_WAIT_S if remaining is None else remaining - 2 * POLL_S
         until = asyncio.get_running_loop().time() + min(given, remaining, LONGEST_WAIT_S - 1)
         while True:
             operation = await asyncio.to_thread(self._source.get, name)

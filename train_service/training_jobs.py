@@ -15,7 +15,7 @@ from typing import Any
 from shared import names, paging
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.dataset_version import load_version
-from shared.errors import MillraceError, OutOfRange
+from shared.errors import AlreadyExists, MillraceError, OutOfRange
 from shared.jobs import JobRecord, Jobs
 from shared.requests import claimed
 from shared.storage import ObjectStore
@@ -59,7 +59,7 @@ class TrainingJobs:
         job = JobRecord(
             uid=uuid.uuid4().hex,
             name=f"{COLLECTION}/{job_id}",
-            spec={"training": spec.as_config()},
+            spec={"training": spec.as_config(), "request_id": request_id},
             body_sha256=digest,
             create_time=now,
             update_time=now,
@@ -68,10 +68,8 @@ class TrainingJobs:
         if validate_only:
             return JobView(job, {}, [])
         with claimed(self._store, TRAIN_KIND, request_id, digest, job.name) as claim:
-            if claim.repeated and (first := self._jobs.find(claim.name)):
-                return self._view(first)
-            with self._using(spec.dataset_version, job):
-                return JobView(self._jobs.create(job.name, job), {}, [])
+            first = self._jobs.find(claim.name) if claim.repeated else None
+            return self._view(first or self._make(job, spec.dataset_version))
 
     def get(self, name: str) -> JobView:
         names.parse("name", name, PATTERN)
@@ -117,6 +115,17 @@ class TrainingJobs:
         with self._checking:
             check_model(spec, model_input)
         return spec
+
+    def _make(self, job: JobRecord, version_name: str) -> JobRecord:
+        try:
+            with self._using(version_name, job):
+                return self._jobs.create(job.name, job)
+        except AlreadyExists:
+            # The same request, sent twice at once, may have made it in between.
+            there, request_id = self._jobs.find(job.name), job.spec["request_id"]
+            if there and request_id and there.spec.get("request_id") == request_id:
+                return there
+            raise
 
     @contextmanager
     def _using(self, version_name: str, job: JobRecord) -> Iterator[None]:

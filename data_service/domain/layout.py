@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,14 @@ class SplitRange:
 
 @dataclass(frozen=True)
 class Routing:
-    """Where an imported split's rows go: row i belongs to `targets[choice[i]]`; targets[0] is the split itself."""
+    """Where an imported split's rows go: row i belongs to `targets[choice[i]]`; targets[0] is the split itself.
+
+    `counts` has the rows of each target; `choice` is None where all rows stay.
+    """
 
     targets: list[str]
-    choice: np.ndarray[Any, np.dtype[np.uint8]]
+    counts: list[int]
+    choice: np.ndarray[Any, np.dtype[np.uint8]] | None = None
 
 
 def held_out_count(row_count: int, fraction: float) -> int:
@@ -51,9 +55,11 @@ def route(split: str, row_count: int, hold_outs: Sequence[HoldOut]) -> Routing:
     smallest hash of (its seed, the row's ordinal): no generator whose stream a new release may change.
     Raises `LayoutError` unless at least one row stays behind.
     """
+    own = [(index, one) for index, one in enumerate(hold_outs) if one.from_split == split]
+    if not own:
+        return Routing([split], [row_count])
     choice = np.zeros(row_count, np.uint8)
     left = row_count
-    own = [(index, one) for index, one in enumerate(hold_outs) if one.from_split == split]
     for target, (index, hold_out) in enumerate(own, start=1):
         wanted = held_out_count(row_count, hold_out.fraction)
         if wanted >= left:
@@ -67,23 +73,23 @@ def route(split: str, row_count: int, hold_outs: Sequence[HoldOut]) -> Routing:
         hashes[choice != 0] = np.iinfo(np.uint64).max
         choice[np.argpartition(hashes, wanted - 1)[:wanted]] = target
         left -= wanted
-    return Routing([split, *(one.to_split for _, one in own)], choice)
+    counts = np.bincount(choice, minlength=1 + len(own)).tolist()
+    return Routing([split, *(one.to_split for _, one in own)], counts, choice)
 
 
-def lay_out(row_counts: Mapping[str, int], routings: Mapping[str, Routing], order: Sequence[str]) -> list[SplitRange]:
+def lay_out(routings: Iterable[Routing], order: Sequence[str]) -> list[SplitRange]:
     """Contiguous row ids: the imported splits in their order, then the hold-outs in theirs (`order` names all).
 
     Raises `LayoutError` for a split without rows.
     """
-    counts = dict.fromkeys(order, 0)
-    for split, routing in routings.items():
-        for target, rows in zip(routing.targets, np.bincount(routing.choice, minlength=256), strict=False):
-            counts[target] += int(rows)
-        if row_counts[split] == 0:
-            raise LayoutError(f"the split {split!r} has no rows")
+    counts: dict[str, int] = {}
+    for routing in routings:
+        counts.update(zip(routing.targets, routing.counts, strict=True))
     ranges = []
     first = 0
     for name in order:
+        if not counts[name]:
+            raise LayoutError(f"the split {name!r} has no rows")
         ranges.append(SplitRange(name, first, counts[name]))
         first += counts[name]
     return ranges

@@ -40,6 +40,9 @@ class Jobs:
         self._store.put(self._marker(job.uid), json.dumps({"folder": folder, "marked_at": time.time()}).encode())
         log = ResourceLog(self._store, log_prefix(folder))
         if log.head() is not None or log.append(None, job.as_state()) is None:
+            there = self.find(folder)
+            if there is not None and there.uid == job.uid:
+                return there  # an earlier call made it, and its answer was lost
             self._store.delete(self._marker(job.uid))
             raise already_exists(job.name)
         return job

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,25 +16,15 @@ from millrace.inference.v1.deployment_service_pb2 import Deployment
 from millrace.train.v1 import resources_pb2, train_service_pb2
 from millrace_client import Millrace, connect, hold_out, idx_source, normalize, optimizer, to_float, training_spec
 from millrace_client.images import image_rows
-from millrace_client.stack.processes import family
 from millrace_client.stack.record import read_record
+from tests.support.command import run_millrace
 from tests.support.idx import write_idx
+from tests.support.patterns import patterns
 
-pytestmark = pytest.mark.timeout(300)
+# Under a minute on an idle machine of two cores; the limit is for a busy one.
+pytestmark = pytest.mark.timeout(900)
 
 TRAIN_ROWS, TEST_ROWS = 1280, 200
-SIDE = 28
-
-
-def patterns(rows: int, seed: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Ten kinds of noisy images, each with a bright square at a place of its own: learnt in seconds."""
-    random = np.random.default_rng(seed)
-    labels = random.integers(0, 10, rows).astype(np.uint8)
-    images = random.integers(0, 90, (rows, SIDE, SIDE)).astype(np.uint8)
-    for image, label in zip(images, labels, strict=True):
-        top, left = 3 + 12 * (label // 5), 1 + 5 * (label % 5)
-        image[top : top + 6, left : left + 5] = random.integers(150, 256, (6, 5))
-    return images, labels
 
 
 @dataclass(frozen=True)
@@ -51,33 +38,6 @@ class Run:
     deployment: Deployment
     test_images: npt.NDArray[np.uint8]
     test_labels: npt.NDArray[np.uint8]
-
-
-def millrace_command(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "MILLRACE_HOME": str(home)}
-    for name in ("MILLRACE_STORE", "MILLRACE_IMPORT_ROOTS", "RAY_ADDRESS"):
-        environment.pop(name, None)
-    command = (sys.executable, "-m", "millrace_client.cli", *arguments)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A running stack; its home. Stopped at the end, and nothing of it is left."""
-    home = tmp_path_factory.mktemp("home")
-    up = millrace_command(home, "up", "--json")
-    assert up.returncode == 0, up.stderr
-    record = read_record(home)
-    assert record is not None
-    roots = [record.supervisor, *record.parts.values()]
-    members = family(roots)
-    assert len(members) > len(roots), "Ray alone has several processes"
-    yield home
-    members |= family(roots)
-    down = millrace_command(home, "down", "--json")
-    assert json.loads(down.stdout) == {"stopped": True}, down.stderr
-    assert not any(one.is_alive() for one in members)
-    assert not Path(record.ray_folder).exists()
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +69,7 @@ def from_digits_to_model(millrace: Millrace, folder: Path) -> Run:
             idx_source("test", uris["test-images"], uris["test-labels"]),
         ],
         hold_outs=[hold_out("train", "validation", 0.2, seed=3)],
-    ).wait(timeout_s=60)
+    ).wait(timeout_s=300)
     spec = training_spec(
         version.name,
         model="torchvision.resnet18",
@@ -126,7 +86,7 @@ def from_digits_to_model(millrace: Millrace, folder: Path) -> Run:
     updates = list(millrace.train.watch_training_job(created.name))
     job = millrace.train.get_training_job(created.name)
     assert job.state == resources_pb2.TrainingJob.STATE_SUCCEEDED, job.error
-    deployment = millrace.deployments.create_deployment("patterns", job.name).wait(timeout_s=120)
+    deployment = millrace.deployments.create_deployment("patterns", job.name).wait(timeout_s=300)
     return Run(
         millrace=millrace,
         version=version,
@@ -180,12 +140,12 @@ def test_every_answer_carries_the_lineage_that_the_services_tell(run: Run) -> No
 
 
 def test_the_command_sees_the_same_stack(run: Run, home: Path) -> None:
-    status = millrace_command(home, "status", "--json")
+    status = run_millrace(home, "status", "--json")
     assert status.returncode == 0, status.stdout
     assert json.loads(status.stdout)["healthy"]
-    predicted = millrace_command(home, "predict", "patterns", "--dataset", run.version.name, "--limit", "5", "--json")
+    predicted = run_millrace(home, "predict", "patterns", "--dataset", run.version.name, "--limit", "5", "--json")
     document = json.loads(predicted.stdout)
     assert [one["truth"] for one in document["predictions"]] == run.test_labels[:5].tolist()
     assert document["lineage"]["checkpoint"] == run.job.best_checkpoint
-    again = millrace_command(home, "up", "--json")
+    again = run_millrace(home, "up", "--json")
     assert json.loads(again.stdout)["already_running"] is True

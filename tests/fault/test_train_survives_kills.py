@@ -28,7 +28,7 @@ from tests.support.waiting import wait_until
 WORKER, ATTEMPT = "ray::RayTrainWorker", "ray::AttemptActor"
 EPOCHS, STEPS_PER_EPOCH, EVERY = 12, 20, 7
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @dataclass
@@ -93,7 +93,7 @@ def struck(site: Site, undisturbed: Struck) -> Struck:
     """The same run: a worker killed, then the attempt's own process and the newest checkpoint damaged, then Ray."""
     client = site.stack.client
     job = client.create(undisturbed.job.spec)
-    run = Struck(job, client.watch(job.name, within_s=800))
+    run = Struck(job, client.watch(job.name, within_s=1700))
 
     until_checkpoints(run, attempt=1)
     site.kill_one(WORKER)

@@ -116,7 +116,7 @@ class Watch:
                     return event
         raise AssertionError(f"the job ended without {kind}: {self.jobs[-1]}")
 
-    def until_state(self, state: State.ValueType) -> res.TrainingJob:
+    def until_state(self, state: int) -> res.TrainingJob:
         for update in self._updates():
             if update.WhichOneof("update") == "job" and update.job.state == state:
                 return self.jobs[-1]

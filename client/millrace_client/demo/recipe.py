@@ -15,7 +15,7 @@ MEAN, STD = 0.1307, 0.3081
 WORKERS = 2
 GLOBAL_BATCH_ROWS = 128
 # Enough for 98 % on MNIST: several epochs of a small set, one of the full one.
-ROWS_TO_SEE = 24_000
+ROWS_TO_SEE = 18_000
 MOST_EPOCHS = 15
 
 

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import grpc
 import pyarrow as pa
-import pytest
 from google.longrunning import operations_pb2, operations_pb2_grpc
-from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import data_service_pb2_grpc
 from millrace.data.v1.resources_pb2 import DatasetVersion
 
 IMPORT_WITHIN_S = 120.0
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """An error as it came over the wire; `fields` maps the bad fields to what is wrong with them."""
-
-    code: grpc.StatusCode
-    message: str
-    reason: str
-    metadata: dict[str, str] = field(default_factory=dict)
-    fields: dict[str, str] = field(default_factory=dict)
 
 
 class DataClient:
@@ -90,26 +75,3 @@ def metadata_of(operation: Any) -> pb.ImportVersionMetadata:
     metadata = pb.ImportVersionMetadata()
     assert operation.metadata.Unpack(metadata)
     return metadata
-
-
-def refused(call: Callable[[], Any]) -> Refusal:
-    """What `call` is refused with; a stream is read to its end."""
-    with pytest.raises(grpc.RpcError) as raised:
-        _whole(call())
-    status = rpc_status.from_call(cast(grpc.Call, raised.value))
-    assert status is not None, raised.value
-    return refusal_of(status)
-
-
-def _whole(answer: Any) -> Any:
-    return list(answer) if isinstance(answer, Iterable) and not isinstance(answer, bytes) else answer
-
-
-def refusal_of(status: status_pb2.Status) -> Refusal:
-    info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
-    for detail in status.details:
-        detail.Unpack(info) or detail.Unpack(bad)
-    assert info.domain == "millrace", status
-    code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
-    fields = {violation.field: violation.description for violation in bad.field_violations}
-    return Refusal(code, status.message, info.reason, dict(info.metadata), fields)

@@ -7,8 +7,9 @@ import grpc
 import pytest
 
 from millrace.data.v1 import data_service_pb2 as pb
-from tests.integration.data_service.client import DataClient, refused
+from tests.integration.data_service.client import DataClient
 from tests.integration.data_service.conftest import DataStack
+from tests.support.refusals import refused
 
 
 def new_id() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +17,7 @@ from millrace.data.v1.resources_pb2 import DatasetVersion
 from tests.integration.data_service.client import DataClient, idx, imported, metadata_of, parquet
 from tests.integration.data_service.conftest import TEST_ROWS, TRAIN_ROWS, DataStack, Digits, digits_request
 from tests.support.idx import digits
+from tests.support.refusals import refusal_of
 
 MNIST = Path(__file__).parents[3].parent / "shared/data/mnist/MNIST/raw"
 
@@ -100,6 +102,16 @@ def test_objects_on_the_same_endpoint_are_imported(client: DataClient, stack: Da
     uris = [f"{stack.settings.url}/elsewhere/{kind}.gz" for kind in ("images", "labels")]
     version = client.import_version(pb.ImportVersionRequest(parent=dataset, sources=[idx("train", *uris)]))
     assert version.row_count == TRAIN_ROWS
+
+
+def test_an_absent_object_is_not_found(client: DataClient, stack: DataStack, dataset: str) -> None:
+    if not stack.settings.url.startswith("s3://"):
+        pytest.skip("this server's store is file://, which reads no s3://")
+    for uri in (f"{stack.settings.url}/elsewhere/absent", "s3://no-such-bucket/absent"):
+        request = pb.ImportVersionRequest(parent=dataset, sources=[parquet("train", uri)])
+        refusal = refusal_of(client.wait(client.data.ImportVersion(request, timeout=10)).error)
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.NOT_FOUND, "SOURCE_NOT_FOUND")
+        assert refusal.metadata["uri"] == uri
 
 
 def write_digits(stack: DataStack) -> list[str]:

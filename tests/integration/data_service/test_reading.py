@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 from millrace.data.v1 import data_service_pb2 as pb
-from tests.integration.data_service.client import DataClient, idx, refused, table_of
+from tests.integration.data_service.client import DataClient, idx, table_of
 from tests.integration.data_service.conftest import TEST_ROWS, TRAIN_ROWS, DataStack, Digits
+from tests.support.refusals import refused
 
 ROWS = TRAIN_ROWS + TEST_ROWS
 MIB = 1024 * 1024

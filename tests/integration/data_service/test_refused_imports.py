@@ -18,9 +18,10 @@ from google.longrunning import operations_pb2
 
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1.resources_pb2 import DatasetVersion
-from tests.integration.data_service.client import DataClient, Refusal, idx, parquet, refusal_of, refused
+from tests.integration.data_service.client import DataClient, idx, parquet
 from tests.integration.data_service.conftest import DataStack, Digits, digits_request
 from tests.support.idx import digits, idx_bytes
+from tests.support.refusals import Refusal, refusal_of, refused
 
 NOT_FOUND, INVALID = grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT
 

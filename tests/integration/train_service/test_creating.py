@@ -5,6 +5,7 @@ No job of this file is ever run: each is cancelled as soon as it is there.
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -107,6 +108,6 @@ def test_after_sequence_beyond_the_last_event_is_out_of_range(stack: TrainStack,
 
     for sequence in (1, 2**62, -1):
         request = pb.WatchTrainingJobRequest(name=job.name, after_sequence=sequence)
-        refusal = refused(lambda request=request: stack.client.rpc.WatchTrainingJob(request, timeout=30))
+        refusal = refused(functools.partial(stack.client.rpc.WatchTrainingJob, request, timeout=30))
         assert refusal.code == grpc.StatusCode.OUT_OF_RANGE
         assert list(refusal.fields) == ["after_sequence"]

@@ -139,3 +139,24 @@ def test_a_cancelled_import_stops_between_rows_and_leaves_nothing(store: ObjectS
     run_attempt(cancelled_by_then, store, IMPORT_KIND, NAME, 1)
     assert jobs.get(NAME, NAME).state is JobState.CANCELLED
     assert data_keys(store) == []
+
+
+@pytest.mark.parametrize("rows_then", [99, 101])
+def test_a_source_that_changes_under_the_import_fails_it(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_then: int
+) -> None:
+    sources = [parquet(tmp_path, "a", "train", n=np.arange(100))]
+    jobs = begun(store, tmp_path, ImportSpec(sources=sources, hold_outs=[]))
+    plan = pipeline._Import._plan
+
+    def change_after_planning(self: pipeline._Import) -> object:
+        planned = plan(self)
+        parquet(tmp_path, "a", "train", n=np.arange(rows_then))
+        return planned
+
+    monkeypatch.setattr(pipeline._Import, "_plan", change_after_planning)
+    run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 1)
+    error = jobs.get(NAME, NAME).error
+    assert error is not None
+    assert error["reason"] == "SOURCE_CHANGED"
+    assert data_keys(store) == []

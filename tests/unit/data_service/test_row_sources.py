@@ -159,3 +159,20 @@ def test_a_long_text_that_many_rows_share_is_refused_before_it_is_copied(tmp_pat
     rows = parquet(tmp_path / "bomb.parquet", pa.table({"s": text}))
     with pytest.raises(InvalidArgument, match=r"1024 of its rows decode to 10240000000 bytes"):
         list(rows.tables())
+
+
+def test_rows_are_counted_and_not_taken_from_the_footer(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"n": np.arange(1000)}), path)
+    data = path.read_bytes()
+    # num_rows is 1000 three times in the footer, as a zigzag varint: the file's, the row group's, the column's.
+    path.write_bytes(data.replace(b"\xd0\x0f", b"\xfe\x7f"))
+    with pytest.raises(InvalidArgument):
+        sum(ParquetRows(source(path)).scan())
+
+
+def test_wide_rows_are_read_a_few_at_a_time(tmp_path: Path) -> None:
+    wide = pa.table({"image": [bytes([i]) * 1_000_000 for i in range(20)]})
+    tables = list(parquet(tmp_path / "t.parquet", wide).tables())
+    assert max(table.num_rows for table in tables) <= 4
+    assert pa.concat_tables(tables)["image"].to_pylist() == wide["image"].to_pylist()

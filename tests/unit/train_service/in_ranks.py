@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+import torch.multiprocessing.spawn as processes
 
 from train_service.ranks import Ranks
 
 
 def in_ranks(world_size: int, work: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
     """What `work(ranks, *arguments)` returned on each rank; `folder` is empty and for this call alone."""
-    multiprocessing.spawn(_rank, (world_size, work, str(folder), arguments), nprocs=world_size, join=True)
+    started: Any = processes.spawn
+    started(_rank, (world_size, work, str(folder), arguments), nprocs=world_size)
     return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
 
 

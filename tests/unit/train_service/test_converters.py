@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from google.protobuf.struct_pb2 import Struct
@@ -165,7 +166,7 @@ def test_a_checkpoint_is_told_whole() -> None:
     assert told.create_time.ToNanoseconds() == 3_500_000_000
 
 
-PAYLOADS = {
+PAYLOADS: dict[EventKind, dict[str, Any]] = {
     EventKind.ATTEMPT_STARTED: {"num_workers": 2, "step": 5, "checkpoint": "c"},
     EventKind.PROGRESS: {
         "step": 1,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,6 +9,13 @@ from hypothesis import strategies as st
 
 from data_service.domain.import_spec import HoldOut
 from data_service.domain.layout import _GOLDEN, LayoutError, _mix, held_out_count, lay_out, ordinal_hashes, route
+
+
+def cut(rows: int, *hold_outs: HoldOut) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Which target each row of the split `train` goes to."""
+    choice = route("train", rows, hold_outs).choice
+    assert choice is not None
+    return choice
 
 
 def hold_out(to_split: str, fraction: float, seed: int = 0, from_split: str = "train") -> HoldOut:
@@ -19,7 +28,7 @@ def test_a_hold_out_has_the_nearest_whole_number_of_rows(rows: int, fraction: fl
     assert wanted >= 1
     assert wanted == 1 or abs(wanted - rows * fraction) <= 0.5
     if wanted < rows:
-        choice = route("train", rows, [hold_out("validation", fraction, seed)]).choice
+        choice = cut(rows, hold_out("validation", fraction, seed))
         assert int((choice == 1).sum()) == wanted
 
 
@@ -27,7 +36,7 @@ def test_a_hold_out_has_the_nearest_whole_number_of_rows(rows: int, fraction: fl
 def test_hold_outs_of_one_split_are_disjoint_shares_of_what_was_imported(
     rows: int, first: float, second: float, seed: int
 ) -> None:
-    choice = route("train", rows, [hold_out("a", first, seed), hold_out("b", second, seed)]).choice
+    choice = cut(rows, hold_out("a", first, seed), hold_out("b", second, seed))
     assert int((choice == 1).sum()) == held_out_count(rows, first)
     assert int((choice == 2).sum()) == held_out_count(rows, second)
 
@@ -37,7 +46,7 @@ def test_row_ids_are_contiguous_and_every_row_has_one(counts: list[int], fractio
     rows = {f"s{index}": count for index, count in enumerate(counts)}
     cuts = [hold_out(f"h{index}", fraction, index, split) for index, split in enumerate(rows)]
     routings = {split: route(split, count, cuts) for split, count in rows.items()}
-    ranges = lay_out(rows, routings, [*rows, *(cut.to_split for cut in cuts)])
+    ranges = lay_out(routings.values(), [*rows, *(cut.to_split for cut in cuts)])
     next_row_id = 0
     for one in ranges:
         assert one.first_row_id == next_row_id
@@ -48,7 +57,7 @@ def test_row_ids_are_contiguous_and_every_row_has_one(counts: list[int], fractio
 
 
 def test_the_same_seed_holds_out_the_same_rows_and_another_seed_others() -> None:
-    chosen = [route("train", 1000, [hold_out("v", 0.1, seed)]).choice for seed in (7, 7, 8)]
+    chosen = [cut(1000, hold_out("v", 0.1, seed)) for seed in (7, 7, 8)]
     np.testing.assert_array_equal(chosen[0], chosen[1])
     assert (chosen[0] != chosen[2]).any()
 
@@ -72,10 +81,9 @@ def test_a_hold_out_that_leaves_nothing_is_refused() -> None:
 
 def test_a_split_without_rows_is_refused() -> None:
     with pytest.raises(LayoutError, match="'train' has no rows"):
-        lay_out({"train": 0}, {"train": route("train", 0, [])}, ["train"])
+        lay_out([route("train", 0, [])], ["train"])
 
 
 def test_no_hold_out_leaves_a_split_as_it_is() -> None:
     routing = route("test", 5, [hold_out("validation", 0.5, from_split="train")])
-    assert routing.targets == ["test"]
-    assert routing.choice.tolist() == [0] * 5
+    assert (routing.targets, routing.counts, routing.choice) == (["test"], [5], None)

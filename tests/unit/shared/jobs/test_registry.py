@@ -102,6 +102,16 @@ def test_a_creation_whose_answer_was_lost_is_still_live(store: ObjectStore) -> N
     assert [live.uid for live in jobs.live()] == ["u1"]
 
 
+def test_creating_the_very_same_job_again_after_its_answer_was_lost_keeps_it_live(store: ObjectStore) -> None:
+    job = a_job()
+    with pytest.raises(Unavailable):
+        Jobs(Failing(store, FOLDER, written=True), "toy").create(FOLDER, job)
+    jobs = Jobs(store, "toy")
+
+    assert jobs.create(FOLDER, job) == job
+    assert [live.uid for live in jobs.live()] == ["u1"]
+
+
 def test_a_creation_that_an_outage_stopped_can_be_made_anew(store: ObjectStore) -> None:
     with pytest.raises(Unavailable):
         Jobs(Failing(store, FOLDER, written=False), "toy").create(FOLDER, a_job("u1"))

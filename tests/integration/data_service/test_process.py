@@ -1,0 +1,57 @@
+"""The process itself: how it starts, what it refuses to start with, how it stops. No Ray is needed for that."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+
+from millrace.data.v1 import data_service_pb2 as pb
+from shared.settings import StoreSettings
+from tests.integration.data_service.client import DataClient, metadata_of, parquet
+from tests.support.refusals import refused
+from tests.support.service_process import running_service, store_environ
+
+
+def test_without_ray_and_roots_it_serves_what_it_can(store_settings: StoreSettings, tmp_path: Path) -> None:
+    environ = {**store_environ(store_settings), "RAY_ADDRESS": "", "MILLRACE_IMPORT_ROOTS": ""}
+    with running_service("data_service", environ, tmp_path / "service.log") as service:
+        client = DataClient(service.address)
+        dataset = client.data.CreateDataset(pb.CreateDatasetRequest(dataset_id="d"), timeout=10)
+        local = pb.ImportVersionRequest(parent=dataset.name, sources=[parquet("a", (tmp_path / "a").as_uri())])
+        refusal = refused(lambda: client.data.ImportVersion(local, timeout=10))
+        assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "MILLRACE_IMPORT_ROOTS" in refusal.fields["sources[0].parquet.uri"]
+        remote = pb.ImportVersionRequest(parent=dataset.name, sources=[parquet("a", "s3://bucket/a")])
+        if store_settings.url.startswith("file:"):
+            refusal = refused(lambda: client.data.ImportVersion(remote, timeout=10))
+            assert "no S3 endpoint" in refusal.fields["sources[0].parquet.uri"]
+        else:
+            operation = client.data.ImportVersion(remote, timeout=10)
+            assert not operation.done
+            assert metadata_of(operation).version == f"{dataset.name}/versions/v1"
+        client.close()
+        assert service.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({}, "MILLRACE_STORE is not set"),
+        ({"MILLRACE_STORE": "ftp://host/a"}, "use file:///folder or s3://bucket/prefix"),
+        ({"MILLRACE_STORE": "file:///tmp/x", "MILLRACE_IMPORT_ROOTS": "here"}, "use absolute folders"),
+        ({"MILLRACE_STORE": "file:///tmp/x", "MILLRACE_LISTEN": "nowhere"}, "use host:port"),
+    ],
+)
+def test_bad_settings_end_it_with_the_remedy(environ: dict[str, str], said: str) -> None:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
+    ended = subprocess.run(
+        [sys.executable, "-m", "data_service"], env={**clean, **environ}, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr

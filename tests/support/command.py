@@ -1,0 +1,21 @@
+"""The `millrace` command as a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def stack_environment(home: Path) -> dict[str, str]:
+    """The environment without what would lead a command away from the stack in `home`."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
+    environment.pop("RAY_ADDRESS", None)
+    return {**environment, "MILLRACE_HOME": str(home)}
+
+
+def run_millrace(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs it to its end, with the stack in `home`."""
+    command = (sys.executable, "-m", "millrace_client.cli", *arguments)
+    return subprocess.run(command, env=stack_environment(home), capture_output=True, text=True, timeout=300)

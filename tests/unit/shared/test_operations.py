@@ -1,0 +1,133 @@
+"""`google.longrunning.Operations` over whatever keeps them: waiting ends in time, names and pages are checked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from google.longrunning import operations_pb2
+from google.protobuf import duration_pb2
+
+from shared.errors import InvalidArgument, NotFound, Unimplemented, not_found
+from shared.operations import OperationsServicer
+
+
+class Source:
+    """Operations that are done once they were asked for so many times."""
+
+    def __init__(self, **done_after: int) -> None:
+        self.left = dict(done_after)
+        self.cancelled: list[str] = []
+
+    def get(self, name: str) -> operations_pb2.Operation:
+        operation_id = name.removeprefix("operations/")
+        if operation_id not in self.left:
+            raise not_found(name)
+        self.left[operation_id] -= 1
+        return operations_pb2.Operation(name=name, done=self.left[operation_id] < 0)
+
+    def list_ids(self) -> list[str]:
+        return list(self.left)
+
+    def cancel(self, name: str) -> None:
+        self.get(name)
+        self.cancelled.append(name)
+
+
+class Context:
+    """A call with so many seconds left, or without a deadline."""
+
+    def __init__(self, remaining: float | None = None) -> None:
+        self._remaining = remaining
+
+    def time_remaining(self) -> float | None:
+        return self._remaining
+
+
+def call(source: Source, method: str, request: Any, context: Context | None = None) -> Any:
+    servicer: Any = OperationsServicer(source)
+    return asyncio.run(getattr(servicer, method)(request, context or Context()))
+
+
+def wait(name: str, seconds: float | None) -> operations_pb2.WaitOperationRequest:
+    if seconds is None:
+        return operations_pb2.WaitOperationRequest(name=name)
+    timeout = duration_pb2.Duration(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
+    return operations_pb2.WaitOperationRequest(name=name, timeout=timeout)
+
+
+def test_waiting_returns_as_soon_as_it_is_done() -> None:
+    started = time.monotonic()
+
+    operation = call(Source(o1=2), "WaitOperation", wait("operations/o1", None))
+
+    assert operation.done
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("seconds", "remaining"),
+    [(0.2, None), (0.0, None), (-5.0, None), (60.0, 0.4), (None, 0.1), (60.0, 0.0)],
+    ids=["its timeout", "no time", "negative", "the caller's deadline", "hardly any left", "none left"],
+)
+def test_waiting_ends_with_the_present_state_when_time_is_up(seconds: float | None, remaining: float | None) -> None:
+    started = time.monotonic()
+
+    operation = call(Source(o1=10**6), "WaitOperation", wait("operations/o1", seconds), Context(remaining))
+
+    assert not operation.done
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("seconds", [2**62, -(2**62)], ids=["for ever", "since for ever"])
+def test_a_timeout_that_no_clock_has_is_no_fault_of_ours(seconds: int) -> None:
+    timeout = duration_pb2.Duration(seconds=seconds)
+    request = operations_pb2.WaitOperationRequest(name="operations/o1", timeout=timeout)
+
+    assert call(Source(o1=0), "WaitOperation", request).done
+
+
+@pytest.mark.parametrize("method", ["GetOperation", "WaitOperation", "CancelOperation"])
+def test_names_are_checked_and_unknown_operations_not_found(method: str) -> None:
+    request = {"GetOperation": "Get", "WaitOperation": "Wait", "CancelOperation": "Cancel"}[method]
+    make = getattr(operations_pb2, f"{request}OperationRequest")
+
+    for name in ("", "o1", "operations/", "operations/O1", "operations/a/b"):
+        with pytest.raises(InvalidArgument) as refused:
+            call(Source(o1=0), method, make(name=name))
+        assert refused.value.fields[0][0] == "name"
+    with pytest.raises(NotFound, match="operations/o2"):
+        call(Source(o1=0), method, make(name="operations/o2"))
+
+
+def test_pages_of_operations_cover_all_of_them() -> None:
+    source, seen, token = Source(**{f"o{number}": 0 for number in range(7)}), [], ""
+    while True:
+        request = operations_pb2.ListOperationsRequest(name="operations", page_size=3, page_token=token)
+        answer = call(source, "ListOperations", request)
+        seen += [operation.name for operation in answer.operations]
+        token = answer.next_page_token
+        if not token:
+            break
+
+    assert seen == [f"operations/o{number}" for number in range(7)]
+
+
+@pytest.mark.parametrize(("field", "value"), [("name", "datasets"), ("filter", "done = true"), ("page_token", "%")])
+def test_what_a_list_cannot_do_is_refused_by_its_field(field: str, value: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        call(Source(o1=0), "ListOperations", operations_pb2.ListOperationsRequest(**{field: value}))
+
+    assert refused.value.fields[0][0] == field
+
+
+def test_a_cancel_reaches_the_source_and_deleting_is_not_served() -> None:
+    source = Source(o1=5)
+
+    call(source, "CancelOperation", operations_pb2.CancelOperationRequest(name="operations/o1"))
+    with pytest.raises(Unimplemented):
+        call(source, "DeleteOperation", operations_pb2.DeleteOperationRequest(name="operations/o1"))
+
+    assert source.cancelled == ["operations/o1"]

@@ -1,0 +1,73 @@
+"""Creating a job when several calls do so at once."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from shared.errors import AlreadyExists
+from shared.models import ModelSpec
+from shared.storage import ObjectStore, open_store
+from tests.support.versions import commit_version, striped_digits
+from tests.unit.train_service.conftest import VERSION
+from train_service.domain.spec import TrainingSpec
+from train_service.training_jobs import JobView, TrainingJobs
+
+SPEC = TrainingSpec(
+    dataset_version=VERSION,
+    transform={"steps": [{"toFloat": {}}]},
+    model=ModelSpec(builder="torchvision.shufflenet_v2_x0_5", in_channels=1, num_classes=10),
+    epochs=1,
+    global_batch_size=20,
+)
+
+
+@pytest.fixture(autouse=True)
+def small_version(store: ObjectStore) -> None:
+    commit_version(store, VERSION, {"train": striped_digits(40)})
+
+
+def create(store: ObjectStore, request_id: str) -> JobView:
+    return TrainingJobs(store).create("a", SPEC, request_id, "digest", validate_only=False)
+
+
+def overtaken(store: ObjectStore, request_id: str, monkeypatch: pytest.MonkeyPatch) -> list[JobView]:
+    """Lets another call come between the next one's checks and the job that it makes; returns the other's answer."""
+    put, answers = store.put, list[JobView]()
+
+    def put_after_the_other(key: str, data: bytes) -> None:
+        if "/users/" in key and not answers:
+            answers.append(create(open_store(store.settings), request_id))
+        put(key, data)
+
+    monkeypatch.setattr(store, "put", put_after_the_other)
+    return answers
+
+
+def users(store: ObjectStore) -> list[str]:
+    return [info.key for info in store.list(f"{VERSION}/users")]
+
+
+def test_a_call_overtaken_by_its_own_second_try_gives_the_same_answer(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request_id = str(uuid.uuid4())
+    answers = overtaken(store, request_id, monkeypatch)
+
+    assert create(store, request_id) == answers[0]
+    assert create(store, request_id) == answers[0]
+    assert len(users(store)) == 1
+
+
+def test_a_call_overtaken_by_anothers_of_the_same_id_is_refused_and_leaves_nothing(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = overtaken(store, str(uuid.uuid4()), monkeypatch)
+
+    with pytest.raises(AlreadyExists):
+        create(store, str(uuid.uuid4()))
+
+    assert len(users(store)) == len(answers) == 1
+    assert len(list(store.list("requests"))) == 1
+    assert len(list(store.list("live"))) == 1
