@@ -7,33 +7,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shared.errors import first_line, invalid_field
+from shared.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 PREFIX = "torchvision."
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSpec:
-    """`builder` is `torchvision.` and the name of a builder of `torchvision.models`."""
-
-    builder: str
-    in_channels: int
-    num_classes: int
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-    def as_config(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:
-        return cls(**config)
 
 
 @functools.cache

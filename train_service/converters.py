@@ -13,7 +13,7 @@ from shared.checkpoint.registry import best, latest
 from shared.errors import invalid_field
 from shared.grpc_errors import status_proto_from_record
 from shared.jobs import JobRecord, JobState
-from shared.models import ModelSpec
+from shared.model_spec import ModelSpec
 from shared.transforms import Pipeline
 from train_service.domain.schedule import CONSTANT, COSINE_WITH_WARMUP
 from train_service.domain.spec import OptimizerSpec, TrainingSpec

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.errors import DataLoss
-from shared.models import ModelSpec
+from shared.model_spec import ModelSpec
 from shared.storage import ObjectMissing, ObjectStore
 from shared.transforms import Pipeline, TensorSpec
 

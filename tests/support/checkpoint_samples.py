@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shared.checkpoint import CheckpointContent, CheckpointEntry, write_checkpoint
-from shared.models import ModelSpec
+from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from shared.transforms import TensorSpec
 

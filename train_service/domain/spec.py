@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shared.errors import invalid_fields
-from shared.models import ModelSpec
+from shared.model_spec import ModelSpec
 from train_service.domain.schedule import CONSTANT, COSINE_WITH_WARMUP
 from train_service.domain.slices import FEWEST_ROWS_PER_RANK, fewest_rows_of_a_rank, steps_per_epoch
 

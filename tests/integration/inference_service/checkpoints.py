@@ -13,7 +13,8 @@ from torch import nn
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry, write_checkpoint
 from shared.checkpoint.format import WEIGHTS
 from shared.log import ResourceLog
-from shared.models import ModelSpec, build_model
+from shared.model_spec import ModelSpec
+from shared.models import build_model
 from shared.storage import ObjectStore
 from shared.transforms import TensorSpec
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from shared.errors import InvalidArgument
-from shared.models import ModelSpec, build_model, known_builders
+from shared.model_spec import ModelSpec
+from shared.models import build_model, known_builders
 
 
 def a_spec(**values: Any) -> ModelSpec:

@@ -15,7 +15,7 @@ from shared.checkpoint.format import OPTIMIZER, WEIGHTS
 from shared.errors import Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.record import begin_attempt, lose_attempt
-from shared.models import ModelSpec
+from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from shared.transforms import TensorSpec
 from tests.support.versions import commit_version, striped_digits

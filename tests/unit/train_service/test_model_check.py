@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shared.errors import InvalidArgument
-from shared.models import ModelSpec
+from shared.model_spec import ModelSpec
 from shared.transforms import TensorSpec
 from train_service.domain.spec import OptimizerSpec, TrainingSpec
 from train_service.model_check import check_model

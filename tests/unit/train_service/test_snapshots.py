@@ -13,7 +13,7 @@ from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegi
 from shared.checkpoint.format import MANIFEST, OPTIMIZER, WEIGHTS
 from shared.errors import DataLoss
 from shared.log import StaleAttempt
-from shared.models import ModelSpec
+from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from shared.transforms import TensorSpec
 from train_service.snapshots import CheckpointWriter, newest_good, restore

@@ -7,7 +7,7 @@ import uuid
 import pytest
 
 from shared.errors import AlreadyExists
-from shared.models import ModelSpec
+from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore, open_store
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION

@@ -10,7 +10,7 @@ import pytest
 from shared.dataset_version import DatasetVersion
 from shared.dataset_version.manifest import Column, Manifest, Split
 from shared.errors import InvalidArgument
-from shared.models import ModelSpec
+from shared.model_spec import ModelSpec
 from shared.transforms import TensorSpec
 from train_service.domain.spec import TrainingSpec
 from train_service.version_fit import check_fits, model_input, with_defaults

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shared.errors import InvalidArgument
-from shared.models import ModelSpec
+from shared.model_spec import ModelSpec
 from train_service.domain.spec import OptimizerSpec, TrainingSpec, check, check_rows
 
 MODEL = ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10)

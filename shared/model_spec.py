@@ -1,0 +1,24 @@
+"""What a model is built from: plain values, which a job's record and a checkpoint keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """`builder` is `torchvision.` and the name of a builder of `torchvision.models`."""
+
+    builder: str
+    in_channels: int
+    num_classes: int
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def as_config(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:
+        return cls(**config)
