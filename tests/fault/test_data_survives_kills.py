@@ -136,6 +136,7 @@ def test_a_cancelled_import_leaves_no_file(running: Running) -> None:
     assert list(running.store.list(f"{version}/data")) == []
 
 
+@pytest.mark.timeout(600)  # two heads start in it, and Ray's client takes its time to give one up
 def test_an_import_outlives_the_ray_head_and_the_api_answers_meanwhile(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with ExitStack() as stack:

@@ -73,7 +73,7 @@ def _started(folder: Path, num_cpus: int, port: int | None) -> RayHead:
 
 
 def _start(folder: Path, num_cpus: int, port: int | None) -> RayHead:
-    free, dashboard_port, agent_port = free_ports(3)
+    free, dashboard_port, agent_port, client_port = free_ports(4)
     port = port or free
     options = {
         "node-ip-address": HOST,
@@ -83,8 +83,7 @@ def _start(folder: Path, num_cpus: int, port: int | None) -> RayHead:
         "dashboard-host": HOST,
         "dashboard-port": dashboard_port,
         "dashboard-agent-listen-port": agent_port,
-        # None: nobody needs it, and when it is slow to start, Ray takes the whole head down.
-        "ray-client-server-port": 0,
+        "ray-client-server-port": client_port,
     }
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     log = folder / "start.log"

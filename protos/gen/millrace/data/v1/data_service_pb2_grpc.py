@@ -149,7 +149,7 @@ class DataServiceServicer:
         """Streams rows in the order of their row ids as one Arrow IPC stream, cut into messages: put the `arrow_ipc` bytes one
         after the other and read them with any Arrow library.
         Fails with INVALID_ARGUMENT (an unknown split or column, a bad range), NOT_FOUND, FAILED_PRECONDITION (the version
-        is not ACTIVE) and DATA_LOSS (a stored file does not have the digest that its manifest names).
+        is not ACTIVE) and DATA_LOSS (a stored file is not what its manifest and its page checksums say).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
