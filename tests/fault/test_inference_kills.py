@@ -19,6 +19,8 @@ from tests.integration.inference_service.client import Array, Client, environmen
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.service_process import ServiceProcess
 
+pytestmark = pytest.mark.timeout(600)  # a Ray head, two replicas, and all of it again
+
 IMAGE = np.random.default_rng(4).integers(0, 256, (1, 28, 28), dtype=np.uint8)
 DEADLINE_S = 5.0
 CLIENTS = 8

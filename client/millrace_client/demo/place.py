@@ -48,7 +48,9 @@ def a_stack(story: Story, import_roots: tuple[Path, ...], *, keep: bool) -> Iter
     except BaseException:
         _end(home)
         raise
-    _end(home)
+    with story.stage("Stop the stack"):
+        _end(home)
+        story.tell("nothing of it is left running")
 
 
 def _end(home: Path) -> None:
