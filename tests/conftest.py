@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,10 @@ from hypothesis import settings
 from shared.settings import StoreSettings
 from shared.storage.opening import ensure_bucket
 from tests.support.s3_server import NoS3Server, S3Server, find_program, name_under_test, running
+
+# Ray replaces 127.0.0.1 by the machine's outer address and listens on all interfaces, unless every process of it has
+# this before it starts: heads, services and whoever joins. The variable's name is history.
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 # How long one example takes says more of the machine's other work than of ours.
 settings.register_profile("millrace", deadline=None)

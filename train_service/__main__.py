@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from grpc import aio
 
 from millrace.train.v1 import train_service_pb2, train_service_pb2_grpc
+from shared.errors import MillraceError
 from shared.grpc_server import serve
 from shared.jobs.supervisor import supervise
 from shared.settings import ServiceSettings, SettingsError, service_settings
-from shared.storage import open_store, probe
+from shared.storage import ObjectStore, open_store, probe
 from shared.storage.opening import ensure_bucket
 from shared.storage.probe import StoreRefused
 from shared.telemetry import configure_logging
@@ -27,10 +28,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_LISTEN = "127.0.0.1:50052"
 
 
-async def main(settings: ServiceSettings) -> None:
-    ensure_bucket(settings.store)
-    store = open_store(settings.store)
-    probe(store)
+async def run(settings: ServiceSettings, store: ObjectStore) -> None:
     jobs = TrainingJobs(store)
     stop = asyncio.Event()
 
@@ -46,13 +44,19 @@ async def main(settings: ServiceSettings) -> None:
         await asyncio.gather(*tasks)
 
 
+def main() -> int:
+    try:
+        settings = service_settings(os.environ, DEFAULT_LISTEN)
+        configure_logging("train", settings.log_level)
+        ensure_bucket(settings.store)
+        store = open_store(settings.store)
+        probe(store)
+    except (SettingsError, StoreRefused, MillraceError) as error:
+        print(f"train_service: {error}", file=sys.stderr)
+        return 2
+    asyncio.run(run(settings, store))
+    return 0
+
+
 if __name__ == "__main__":
-    try:
-        chosen = service_settings(os.environ, DEFAULT_LISTEN)
-    except SettingsError as error:
-        sys.exit(f"train_service: {error}")
-    configure_logging("train", chosen.log_level)
-    try:
-        asyncio.run(main(chosen))
-    except StoreRefused as error:
-        sys.exit(f"train_service: {error}")
+    sys.exit(main())

@@ -71,11 +71,11 @@ async def serve(
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     reflection.enable_server_reflection((*names, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)
     server.add_insecure_port(listen)
+    # Said before the first call can come: grpc's own servicer begins with SERVING.
+    await health.set(ready)
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
     await server.start()
-    if ready:
-        await health.set(True)
     logger.info("serving on %s", listen)
     await stop.wait()
     logger.info("stopping: draining calls for at most %.0f s", grace_s)

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from millrace_client.stack.plan import RAY_HEAD_ENVIRONMENT
 from tests.support.ports import free_ports
 
 HOST = "127.0.0.1"
@@ -86,10 +87,12 @@ def _start(folder: Path, num_cpus: int, port: int | None) -> RayHead:
         "ray-client-server-port": client_port,
     }
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
+    command.append("--include-log-monitor=false")
     log = folder / "start.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, *(f"--{name}={value}" for name, value in options.items())],
+            env={**os.environ, **RAY_HEAD_ENVIRONMENT},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing.spawn as processes
+from torch import multiprocessing
 
 from train_service.ranks import Ranks
 
 
 def in_ranks(world_size: int, work: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
     """What `work(ranks, *arguments)` returned on each rank; `folder` is empty and for this call alone."""
-    started: Any = processes.spawn
-    started(_rank, (world_size, work, str(folder), arguments), nprocs=world_size)
+    processes: Any = multiprocessing
+    processes.spawn(_rank, (world_size, work, str(folder), arguments), nprocs=world_size)
     return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
 
 
