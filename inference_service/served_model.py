@@ -17,7 +17,7 @@ from inference_service.domain.signature import FREE, Rows, Signature, TensorSpec
 from inference_service.domain.tensors import Array
 from shared.checkpoint import CheckpointContent
 from shared.errors import FailedPrecondition, InvalidArgument
-from shared.models import build_model
+from shared.models import build_model, load_weights
 
 DATATYPE_OF = {"uint8": "UINT8", "float32": "FP32"}
 WARM_UP_RUNS = 2  # the first pays for what the kernels prepare once per shape; the last is measured
@@ -32,7 +32,7 @@ class ServedModel:
             self._pipeline = content.pipeline()
             prepared = self._pipeline.output(content.model_input)
             self.module = build_model(content.model)
-            self.module.load_state_dict(load_safetensors(weights), strict=True)
+            load_weights(self.module, load_safetensors(weights))
         except (InvalidArgument, RuntimeError, SafetensorError, ValueError) as error:
             raise FailedPrecondition(
                 f"the model of {content.training_job} does not load: {error}", reason="MODEL_DOES_NOT_LOAD"
