@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 
 .PHONY: help
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # --- Python -----------------------------------------------------------------------------------------------------
 
@@ -79,9 +79,13 @@ lint-generated: install
 	diff -r -x __pycache__ "$$fresh" protos/gen || { echo "protos/gen is not what the protos say: run make gen" >&2; exit 1; }
 
 .PHONY: test
-test: install ## all tests; those on s3:// are skipped without a server, unless MILLRACE_REQUIRE_S3=1 or …_MINIO=1
+test: install ## the tests, but for the long ones of make chaos; those on s3:// are skipped without a server, unless MILLRACE_REQUIRE_S3=1 or …_MINIO=1
 	@$(MAKE) s3 || echo "No S3 server: the tests that need one say so." >&2
-	MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest
+	MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest -m "not chaos"
+
+.PHONY: chaos
+chaos: install ## the long fault tests: whole runs under blow after blow, Ray heads killed and replaced
+	MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest -m chaos
 
 # --- the S3 server of the tests ---------------------------------------------------------------------------------
 

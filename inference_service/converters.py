@@ -18,7 +18,9 @@ def creation_from_proto(request: pb.CreateDeploymentRequest) -> Creation:
     if not request.HasField("spec"):
         raise invalid_field("spec", None, "say at least which checkpoint to serve")
     spec = request.spec
-    delay_s = spec.max_batch_delay.ToTimedelta().total_seconds() if spec.HasField("max_batch_delay") else None
+    # Not ToTimedelta, which overflows on what a Duration can hold.
+    delay = spec.max_batch_delay
+    delay_s = delay.seconds + delay.nanos / 1e9 if spec.HasField("max_batch_delay") else None
     return Creation(
         deployment_id=request.deployment_id,
         spec=check_spec(

@@ -39,7 +39,7 @@ class DeploymentManager:
         with claimed(self._store, SERVICE, request_id, creation.digest, wanted_name) as claim:
             if claim.repeated and (made := self._deployments.made_by(claim.name, request_id)):
                 return made
-            if self._deployments.exists(wanted_name):
+            if not claim.repeated and self._deployments.exists(wanted_name):
                 raise already_exists(wanted_name)
             deployment = self._new(wanted_name, request_id, creation.spec)
             # The pointer first: an operation that was answered must be found, whatever dies in between.

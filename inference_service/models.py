@@ -56,14 +56,14 @@ class Models:
 
     def signature(self, model_name: str, model_version: str) -> tuple[Deployment, Signature]:
         """What a model takes and gives. Raises `NotFound`, and `Unavailable` while it is not READY."""
-        deployment = self._find(model_name)
+        deployment = self._find(model_name, "name")
         version = choose_version(deployment, model_version, 0.0)
         return deployment, _signature(deployment, version)
 
     def is_ready(self, model_name: str, model_version: str) -> bool:
         """Whether a request that names this would be answered. Raises `InvalidArgument` for an empty name."""
         try:
-            deployment = self._find(model_name)
+            deployment = self._find(model_name, "name")
         except (NotFound, Unavailable):
             return False
         version = find_version(deployment, model_version)
@@ -106,9 +106,9 @@ class Models:
         for batcher in self._batchers.values():
             batcher.close(why)
 
-    def _find(self, model_name: str) -> Deployment:
+    def _find(self, model_name: str, field: str = "model_name") -> Deployment:
         if not model_name:
-            raise invalid_field("model_name", model_name, "name the model, which is the deployment's id")
+            raise invalid_field(field, model_name, "name the model, which is the deployment's id")
         if self._deployments is None:
             raise Unavailable("the service is starting; try again", reason="STARTING", retry_after_s=1.0)
         found = self._deployments.get(model_name)

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # Longer than any healthy answer of Serve's controller; deploying waits for it to have taken note.
 SERVE_WITHIN_S = 30.0
+# A version that was READY before and does not start now is tried again so often.
+AGAIN_AFTER_S = 15.0
 BATCHES_PER_REPLICA = 2  # one at work, one on its way: the replica never waits for the wire
 
 T = TypeVar("T")
@@ -55,6 +57,7 @@ class Reconciler:
         self._settings = settings
         self._changed = asyncio.Event()
         self._removing: dict[str, asyncio.Task[None]] = {}
+        self._not_before: dict[str, float] = {}
 
     def nudge(self) -> None:
         """Something changed: look now."""
@@ -118,6 +121,8 @@ class Reconciler:
     ) -> None:
         """One step towards a loaded version."""
         if application is None:
+            if time.monotonic() < self._not_before.get(name, 0.0):
+                return
             logger.info("%s: starting version %s as %s", deployment.name, version.number, name)
             self._models.detach(name)
             spec = ReplicaSpec(
@@ -157,7 +162,10 @@ class Reconciler:
             logger.info("%s: version %s answers", deployment.name, version.number)
 
     async def _fail(self, name: str, deployment: Deployment, error: MillraceError) -> None:
-        """Ends a first roll-out for good. A deployment that was READY before stays so, and Serve goes on trying."""
+        """Ends a first roll-out for good. A deployment that was READY before stays so and is tried again.
+
+        Serve itself has given up by then: an application of which no replica ever started never gets another.
+        """
         logger.error("%s: %s", deployment.name, error.message)
         newest = await asyncio.to_thread(
             self._deployments.transition,
@@ -167,7 +175,9 @@ class Reconciler:
         )
         if newest is not None and newest.state not in LIVE:
             self._models.put(newest)
-            await self._serve(self._applications.delete, name)
+        else:
+            self._not_before[name] = time.monotonic() + AGAIN_AFTER_S
+        await self._serve(self._applications.delete, name)
 
     async def _remove(self, deployment: Deployment) -> None:
         """Answers what is in flight, then takes it out of Serve and ends its log."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from inference_service.domain.signature import Rows, Signature
 from inference_service.domain.tensors import Array
-from shared.checkpoint import load_checkpoint
+from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.format import WEIGHTS
 from shared.errors import Internal, MillraceError, Unavailable
 from shared.settings import StoreSettings
@@ -17,6 +19,12 @@ from shared.storage import open_store
 
 if TYPE_CHECKING:
     from inference_service.served_model import ServedModel
+
+
+logger = logging.getLogger(__name__)
+
+STORE_PATIENCE_S = 120.0
+STORE_RETRY_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +89,26 @@ class ModelReplica:
 
 def _load(spec: ReplicaSpec) -> tuple[Any, Loaded]:
     # Before torch is imported, which takes seconds: a damaged checkpoint is told at once.
-    checkpoint = load_checkpoint(open_store(spec.store), spec.folder, spec.manifest_sha256)
-    weights = checkpoint.read(WEIGHTS)
+    content, weights = _read(spec)
     import torch
 
     from inference_service.served_model import ServedModel
 
     torch.set_num_threads(spec.threads)
-    model = ServedModel(checkpoint.content, weights)
+    model = ServedModel(content, weights)
     batch_s = model.warm_up(spec.max_batch_size)
-    return model, Loaded(model.signature, checkpoint.content.dataset_version, batch_s)
+    return model, Loaded(model.signature, content.dataset_version, batch_s)
+
+
+def _read(spec: ReplicaSpec) -> tuple[CheckpointContent, bytes]:
+    """Waits for a store that does not answer: Serve tries a replica only a few times, and then never again."""
+    give_up_at = time.monotonic() + STORE_PATIENCE_S
+    while True:
+        try:
+            checkpoint = load_checkpoint(open_store(spec.store), spec.folder, spec.manifest_sha256)
+            return checkpoint.content, checkpoint.read(WEIGHTS)
+        except Unavailable as error:
+            if time.monotonic() > give_up_at:
+                raise
+            logger.warning("%s", error.message)
+            time.sleep(STORE_RETRY_S)

@@ -21,7 +21,7 @@ from shared.storage.opening import ensure_bucket
 from shared.storage.probe import StoreRefused
 from shared.telemetry import configure_logging
 from train_service.servicer import TrainServicer
-from train_service.training_jobs import TrainingJobs, warm_up
+from train_service.training_jobs import TrainingJobs
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ async def run(settings: ServiceSettings, store: ObjectStore) -> None:
         train_service_pb2_grpc.add_TrainServiceServicer_to_server(TrainServicer(jobs), server)
         return [train_service_pb2.DESCRIPTOR.services_by_name["TrainService"].full_name]
 
-    tasks = [asyncio.create_task(asyncio.to_thread(warm_up))]
+    tasks = [asyncio.create_task(asyncio.to_thread(jobs.warm_up))]
     if settings.ray_address:
         tasks.append(asyncio.create_task(supervise("train_service.reconciler", stop)))
     await serve(settings.listen, register, stop=stop)

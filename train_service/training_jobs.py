@@ -15,7 +15,7 @@ from typing import Any
 from shared import names, paging
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.dataset_version import load_version
-from shared.errors import AlreadyExists, MillraceError, OutOfRange
+from shared.errors import AlreadyExists, MillraceError, OutOfRange, already_exists
 from shared.jobs import JobRecord, Jobs
 from shared.requests import claimed
 from shared.storage import ObjectStore
@@ -66,10 +66,19 @@ class TrainingJobs:
             max_failures=spec.max_failures,
         )
         if validate_only:
+            if self._jobs.find(job.name):
+                raise already_exists(job.name)
             return JobView(job, {}, [])
         with claimed(self._store, TRAIN_KIND, request_id, digest, job.name) as claim:
-            first = self._jobs.find(claim.name) if claim.repeated else None
+            first = self._made_by(request_id, claim.name) if claim.repeated else None
             return self._view(first or self._make(job, spec.dataset_version))
+
+    def warm_up(self) -> None:
+        """Imports what the first `create` needs, ahead of it."""
+        with self._checking:
+            from shared.models import known_builders
+
+            known_builders()
 
     def get(self, name: str) -> JobView:
         names.parse("name", name, PATTERN)
@@ -122,10 +131,14 @@ class TrainingJobs:
                 return self._jobs.create(job.name, job)
         except AlreadyExists:
             # The same request, sent twice at once, may have made it in between.
-            there, request_id = self._jobs.find(job.name), job.spec["request_id"]
-            if there and request_id and there.spec.get("request_id") == request_id:
+            if there := self._made_by(job.spec["request_id"], job.name):
                 return there
             raise
+
+    def _made_by(self, request_id: str, name: str) -> JobRecord | None:
+        """The job of that name if this request made it; somebody else's is not the answer to it."""
+        job = self._jobs.find(name)
+        return job if job and request_id and job.spec.get("request_id") == request_id else None
 
     @contextmanager
     def _using(self, version_name: str, job: JobRecord) -> Iterator[None]:
@@ -142,10 +155,3 @@ class TrainingJobs:
 
     def _view(self, record: JobRecord) -> JobView:
         return JobView(record, self._jobs.progress(record.name), CheckpointRegistry(self._store, record.name).entries())
-
-
-def warm_up() -> None:
-    """Imports what the first `create` needs, ahead of it."""
-    from shared.models import known_builders
-
-    known_builders()

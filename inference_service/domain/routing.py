@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inference_service.domain.deployment import Deployment, ModelVersion, State
-from shared.errors import NotFound, Unavailable
+from shared.errors import FailedPrecondition, NotFound, Unavailable
 
 
 def find_version(deployment: Deployment, wanted: str) -> ModelVersion | None:
@@ -18,7 +18,8 @@ def find_version(deployment: Deployment, wanted: str) -> ModelVersion | None:
 def choose_version(deployment: Deployment, wanted: str, draw: float) -> ModelVersion:
     """The version that answers. `draw` in [0, 1) shares requests that name none out by the versions' weights.
 
-    Raises `NotFound` (no such version) and `Unavailable` (the deployment is loading, failed or going).
+    Raises `NotFound` (no such version), `FailedPrecondition` (the deployment failed: trying again is no use) and
+    `Unavailable` (it is loading or going).
     """
     if wanted and find_version(deployment, wanted) is None:
         numbers = ", ".join(version.number for version in deployment.versions)
@@ -27,7 +28,8 @@ def choose_version(deployment: Deployment, wanted: str, draw: float) -> ModelVer
             metadata={"resource": deployment.name, "model_version": wanted[:100]},
         )
     if deployment.state is not State.READY:
-        raise Unavailable(
+        kind = FailedPrecondition if deployment.state is State.FAILED else Unavailable
+        raise kind(
             f"{deployment.name} is {deployment.state}, not READY",
             reason="MODEL_NOT_READY",
             metadata={"resource": deployment.name, "state": str(deployment.state)},

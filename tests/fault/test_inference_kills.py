@@ -172,6 +172,7 @@ def test_a_service_told_to_stop_exits_cleanly_and_leaves_the_replicas_alone(
     wait_until_served(client)
 
 
+@pytest.mark.chaos
 def test_all_of_ray_killed_ends_the_service_and_a_new_head_serves_the_same(
     head: RayHead, service: Process, client: Client
 ) -> None:

@@ -28,7 +28,7 @@ from tests.support.waiting import wait_until
 WORKER, ATTEMPT = "ray::RayTrainWorker", "ray::AttemptActor"
 EPOCHS, STEPS_PER_EPOCH, EVERY = 16, 20, 7
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.chaos]
 
 
 @dataclass

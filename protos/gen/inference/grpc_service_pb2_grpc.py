@@ -97,7 +97,8 @@ class GRPCInferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ModelMetadata(self, request, context):
-        """Fails with NOT_FOUND (the model or its version) and UNAVAILABLE (it is loading or draining).
+        """Fails with INVALID_ARGUMENT (no name), NOT_FOUND (the model or its version), UNAVAILABLE (it is loading or draining)
+        and FAILED_PRECONDITION (its deployment failed).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,7 +107,8 @@ class GRPCInferenceServiceServicer:
     def ModelInfer(self, request, context):
         """Fails with INVALID_ARGUMENT (a tensor, named in the error), NOT_FOUND (the model or its version), UNAVAILABLE (it is
         loading, draining, or its replica died), RESOURCE_EXHAUSTED (the queue is full; RetryInfo says when to try again)
-        and DEADLINE_EXCEEDED (the deadline cannot be met; the model never saw the request).
+        FAILED_PRECONDITION (its deployment failed) and DEADLINE_EXCEEDED (the deadline cannot be met: what still waits is not
+        run).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

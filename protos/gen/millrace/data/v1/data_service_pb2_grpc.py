@@ -31,7 +31,8 @@ class DataServiceStub:
     """Datasets and their immutable versions.
 
     Every RPC can also fail with INTERNAL (a fault of ours; quote the correlation id), UNAVAILABLE (the object store does
-    not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit).
+    not answer; try again), DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit) and,
+    where it reads a committed version, DATA_LOSS (its manifest is not the one that was committed).
     """
 
     def __init__(self, channel):
@@ -86,7 +87,8 @@ class DataServiceServicer:
     """Datasets and their immutable versions.
 
     Every RPC can also fail with INTERNAL (a fault of ours; quote the correlation id), UNAVAILABLE (the object store does
-    not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit).
+    not answer; try again), DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit) and,
+    where it reads a committed version, DATA_LOSS (its manifest is not the one that was committed).
     """
 
     def CreateDataset(self, request, context):
@@ -210,7 +212,8 @@ class DataService:
     """Datasets and their immutable versions.
 
     Every RPC can also fail with INTERNAL (a fault of ours; quote the correlation id), UNAVAILABLE (the object store does
-    not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit).
+    not answer; try again), DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit) and,
+    where it reads a committed version, DATA_LOSS (its manifest is not the one that was committed).
     """
 
     @staticmethod
