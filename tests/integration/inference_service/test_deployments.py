@@ -86,6 +86,7 @@ def test_a_job_means_its_best_checkpoint_at_the_time_of_the_call(stack: Stack) -
         ("fine", {"checkpoint": JOB, "max_batch_size": 2000}, "spec.max_batch_size"),
         ("fine", {"checkpoint": JOB, "max_batch_delay": Duration(seconds=2)}, "spec.max_batch_delay"),
         ("fine", {"checkpoint": JOB, "max_batch_delay": Duration(seconds=-1)}, "spec.max_batch_delay"),
+        ("fine", {"checkpoint": JOB, "max_batch_delay": Duration(seconds=10**15)}, "spec.max_batch_delay"),
         ("fine", {"checkpoint": JOB, "max_queued_rows": -1}, "spec.max_queued_rows"),
         ("fine", {"checkpoint": JOB, "request_id": "not-a-uuid"}, "request_id"),
     ],

@@ -8,10 +8,12 @@ import pytest
 
 from shared.errors import AlreadyExists
 from shared.model_spec import ModelSpec
+from shared.requests import claimed
 from shared.storage import ObjectStore, open_store
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION
 from train_service.domain.spec import TrainingSpec
+from train_service.reporting import TRAIN_KIND
 from train_service.training_jobs import JobView, TrainingJobs
 
 SPEC = TrainingSpec(
@@ -71,3 +73,21 @@ def test_a_call_overtaken_by_anothers_of_the_same_id_is_refused_and_leaves_nothi
     assert len(users(store)) == len(answers) == 1
     assert len(list(store.list("requests"))) == 1
     assert len(list(store.list("live"))) == 1
+
+
+def test_a_repeated_call_is_not_answered_with_somebody_elses_job(store: ObjectStore) -> None:
+    request_id = str(uuid.uuid4())
+    # The first try died after it had claimed its id, and then somebody else took the name.
+    with claimed(store, TRAIN_KIND, request_id, "digest", "trainingJobs/a"):
+        pass
+    create(store, str(uuid.uuid4()))
+
+    with pytest.raises(AlreadyExists):
+        create(store, request_id)
+
+
+def test_checking_only_refuses_an_id_that_is_taken(store: ObjectStore) -> None:
+    create(store, "")
+
+    with pytest.raises(AlreadyExists):
+        TrainingJobs(store).create("a", SPEC, "", "digest", validate_only=True)

@@ -17,7 +17,7 @@ from inference_service.domain.deployment import (
 )
 from inference_service.domain.routing import choose_version, find_version
 from inference_service.domain.signature import Signature, TensorSpec
-from shared.errors import Conflict, DataLoss, InvalidArgument, NotFound, Unavailable
+from shared.errors import Conflict, DataLoss, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 
 SIGNATURE = Signature(TensorSpec("x", "UINT8", (-1,)), TensorSpec("x", "FP32", (-1,)), ())
 UNSET: dict[str, Any] = {
@@ -161,7 +161,12 @@ def test_an_unknown_version_is_not_found_in_any_state() -> None:
         choose_version(deployment(), "7", 0.0)
 
 
-@pytest.mark.parametrize("state", [State.LOADING, State.FAILED, State.DELETING])
+@pytest.mark.parametrize("state", [State.LOADING, State.DELETING])
 def test_a_model_that_is_not_ready_is_unavailable(state: State) -> None:
     with pytest.raises(Unavailable, match=state):
         choose_version(deployment(state), "", 0.0)
+
+
+def test_a_model_that_failed_is_not_worth_another_try() -> None:
+    with pytest.raises(FailedPrecondition, match="FAILED"):
+        choose_version(deployment(State.FAILED), "", 0.0)
