@@ -104,7 +104,7 @@ def test_without_steps_the_rows_go_through() -> None:
     assert pipeline().output(GRAY) == GRAY
 
 
-FLOATS = st.floats(-2.0**99, 2.0**99, width=32)
+FLOATS = st.floats(-(2.0**99), 2.0**99, width=32)
 
 
 @given(st.lists(st.tuples(FLOATS, FLOATS.filter(lambda std: std > 0)), min_size=1, max_size=4))
