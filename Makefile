@@ -79,7 +79,7 @@ lint-generated: install
 	diff -r -x __pycache__ "$$fresh" protos/gen || { echo "protos/gen is not what the protos say: run make gen" >&2; exit 1; }
 
 .PHONY: test
-test: install ## the tests, but for the long ones of make chaos; those on s3:// are skipped without a server, unless MILLRACE_REQUIRE_S3=1 or …_MINIO=1
+test: install ## all tests but the long ones of make chaos; without an S3 server, those on s3:// are skipped
 	@$(MAKE) s3 || echo "No S3 server: the tests that need one say so." >&2
 	MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest -m "not chaos"
 
