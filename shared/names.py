@@ -20,12 +20,6 @@ def check_id(field: str, value: str) -> str:
     return value
 
 
-def check_split(field: str, value: str) -> str:
-    if not SPLIT.fullmatch(value):
-        raise invalid_field(field, value, SPLIT_REMEDY)
-    return value
-
-
 def check_request_id(field: str, value: str) -> str:
     """An empty id is allowed: the call is then not idempotent."""
     if value:

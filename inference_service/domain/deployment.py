@@ -154,11 +154,6 @@ class Deployment:
         )
 
 
-def is_live(deployment: Deployment | None, uid: str) -> bool:
-    """Whether this is still that deployment, wanted and not failed."""
-    return deployment is not None and deployment.uid == uid and deployment.state in LIVE
-
-
 def with_loaded(deployment: Deployment, loaded: ModelVersion, now_s: float) -> Deployment | None:
     """After a version was loaded, its signature known; None if that is no news (it was READY, or is going)."""
     if deployment.state is not State.LOADING:

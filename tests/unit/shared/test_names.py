@@ -34,9 +34,10 @@ def test_what_is_no_id_is_refused_by_its_field(value: str) -> None:
 
 
 def test_a_split_may_have_underscores_and_an_id_may_not() -> None:
-    assert names.check_split("split", "hold_out-1") == "hold_out-1"
-    with pytest.raises(InvalidArgument, match="split"):
-        names.check_split("split", "Train")
+    assert names.SPLIT.fullmatch("hold_out-1")
+    assert not names.SPLIT.fullmatch("Train")
+    with pytest.raises(InvalidArgument):
+        names.check_id("dataset_id", "hold_out-1")
 
 
 @given(IDS, IDS)
