@@ -9,4 +9,4 @@ RUN useradd --create-home --uid 1000 versitygw && install -d -o versitygw /data
 COPY --from=build /out/versitygw /usr/local/bin/versitygw
 USER versitygw
 VOLUME /data
-CMD ["versitygw", "--port", ":9000", "--health", "/health", "--keep-alive", "--quiet", "posix", "/data"]
+CMD ["versitygw", "--port", ":9000", "--health", "/health", "--quiet", "posix", "/data"]
