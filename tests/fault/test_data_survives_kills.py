@@ -27,7 +27,7 @@ from tests.support.service_process import ServiceProcess, running_service, store
 from tests.support.waiting import wait_until
 
 # All black, so a file of holes: it takes no room, and seconds to import.
-ROWS = 600_000
+ROWS = 2_400_000
 
 
 @dataclass(frozen=True)
