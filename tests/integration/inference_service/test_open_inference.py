@@ -104,7 +104,7 @@ def test_every_response_carries_the_lineage(stack: Stack, triton: dict[str, Any]
         ("wrong name", "INVALID_ARGUMENT", "'picture'"),
         ("wrong shape", "INVALID_ARGUMENT", "'image'"),
         ("wrong type", "INVALID_ARGUMENT", "'image'"),
-        ("no name", "INVALID_ARGUMENT", "model_name"),
+        ("no name", "INVALID_ARGUMENT", "name: ''"),
     ],
 )
 def test_tritonclient_is_refused_with_the_documented_status(

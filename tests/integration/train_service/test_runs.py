@@ -39,7 +39,9 @@ class Finished:
 
 
 @pytest.fixture(scope="module")
-def finished(stack: TrainStack) -> Finished:
+def finished(s3_stack: TrainStack) -> Finished:
+    """On s3:// alone, for a run takes a minute; the end-to-end and fault suites run on file://."""
+    stack = s3_stack
     created = stack.client.create(digits_spec(epochs=EPOCHS, checkpoint_every_steps=15))
     watch = stack.client.watch(created.name)
     watch.rest()
