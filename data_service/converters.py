@@ -79,7 +79,7 @@ def operation_message(version: Version, rows_read: int) -> operations_pb2.Operat
     operation = operations_pb2.Operation(name=f"operations/{operation_id(job)}", done=job.state.final)
     operation.metadata.Pack(
         data_service_pb2.ImportVersionMetadata(
-            version=job.name, rows_read=rows_read, attempt=job.attempt, create_time=_timestamp(job.create_time)
+            version=job.name, rows_read=rows_read, attempt=job.attempts_made, create_time=_timestamp(job.create_time)
         )
     )
     if job.state is JobState.SUCCEEDED:

@@ -1,6 +1,7 @@
 """The manifest of a dataset version: every file with its size and SHA-256, as canonical JSON.
 
-It names nothing that differs between two imports of the same rows, so equal inputs give equal digests.
+It names nothing that differs between two makings from the same rows (no time, no attempt, no machine), so equal inputs
+give equal digests.
 """
 
 from __future__ import annotations
@@ -8,21 +9,27 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shared.errors import DataLoss
 
-FORMAT = "millrace.dataset-version/1"
+FORMAT = "millrace.dataset-version/2"
+REPORT = "report.json"
+QUARANTINE = "quarantine.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """`arrow_type` is the logical type in Arrow's own spelling; `shape` is that of one row, empty for a scalar."""
+    """`arrow_type` is the logical type in Arrow's own spelling; `shape` is that of one row, empty for a scalar.
+
+    `value_names` names the values 0, 1, …, where the source had names for them.
+    """
 
     name: str
     arrow_type: str
     shape: list[int]
+    value_names: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +58,38 @@ class DataFile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Parent:
+    """The version that this one was made from, as it was then."""
+
+    version: str
+    manifest_sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attachment:
+    """A file beside the rows: `REPORT` or `QUARANTINE`. `path` is relative to the manifest's folder."""
+
+    path: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     columns: list[Column]
     splits: list[Split]
     # In the order of row ids.
     files: list[DataFile]
+    parents: list[Parent] = field(default_factory=list)
+    # The columns of the rows as they were ingested: those of the oldest ancestor of a chain of transforms.
+    ingested: list[Column] = field(default_factory=list)
+    # What was done to the rows since, oldest first: a frozen `Transform` each, as JSON.
+    transforms: list[dict[str, Any]] = field(default_factory=list)
+    attachments: list[Attachment] = field(default_factory=list)
+    quarantined_row_count: int = 0
+
+    def attachment(self, path: str) -> Attachment | None:
+        return next((one for one in self.attachments if one.path == path), None)
 
     @property
     def row_count(self) -> int:
@@ -86,6 +120,11 @@ class Manifest:
             columns=[Column(**column) for column in record["columns"]],
             splits=[Split(**split) for split in record["splits"]],
             files=[DataFile(**file) for file in record["files"]],
+            parents=[Parent(**parent) for parent in record["parents"]],
+            ingested=[Column(**column) for column in record["ingested"]],
+            transforms=record["transforms"],
+            attachments=[Attachment(**attachment) for attachment in record["attachments"]],
+            quarantined_row_count=record["quarantined_row_count"],
         )
 
 

@@ -15,6 +15,7 @@ class JobState(enum.StrEnum):
     #     │          │  └──▶ SUCCEEDED │
     #     │          └─────────────────┴──▶ FAILED
     #     └──────────┴── CANCELLING ──▶ CANCELLED
+    #  SUCCEEDED, FAILED, CANCELLED ◀──▶ DELETING ──▶ DELETED
     PENDING = "PENDING"
     RUNNING = "RUNNING"
     RECOVERING = "RECOVERING"
@@ -22,10 +23,15 @@ class JobState(enum.StrEnum):
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
     CANCELLED = "CANCELLED"
+    # What it made is being taken away.
+    DELETING = "DELETING"
+    # A tombstone: the resource does not exist, and a new one may begin in the same log.
+    DELETED = "DELETED"
 
     @property
     def final(self) -> bool:
-        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+        """Whether no attempt works on it, nor will."""
+        return self not in (JobState.PENDING, JobState.RUNNING, JobState.RECOVERING, JobState.CANCELLING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +47,10 @@ class JobRecord:
     update_time: float
     body_sha256: str = ""
     state: JobState = JobState.PENDING
-    # The number of the attempt at work, or of the last; 0 before the first.
+    # The number of the attempt at work, or of the last; `first_attempt - 1` before the first.
     attempt: int = 0
+    # Above 1 where a deleted job's log goes on: no attempt of the old one may pass for one of the new.
+    first_attempt: int = 1
     failures: int = 0
     max_failures: int = 3
     # Counts wishes, not progress: 1 for the creation, 2 once a cancel was asked for.
@@ -51,13 +59,26 @@ class JobRecord:
     error: dict[str, Any] | None = None
     # What the attempt that succeeded committed.
     result: dict[str, Any] = field(default_factory=dict)
+    # While DELETING: the state to go back to where the deletion is refused.
+    deleted_from: JobState | None = None
+
+    @property
+    def attempts_made(self) -> int:
+        return self.attempt - self.first_attempt + 1
 
     def as_state(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> JobRecord:
-        return cls(**{**state, "state": JobState(state["state"])})
+        deleted_from = state.get("deleted_from")
+        return cls(
+            **{
+                **state,
+                "state": JobState(state["state"]),
+                "deleted_from": JobState(deleted_from) if deleted_from else None,
+            }
+        )
 
 
 def begin_attempt(job: JobRecord, now: float) -> JobRecord:
@@ -108,6 +129,35 @@ def confirm_cancel(job: JobRecord, now: float) -> JobRecord:
     """CANCELLING → CANCELLED, once nothing works on it any more."""
     _expect(job, JobState.CANCELLING)
     return replace(job, state=JobState.CANCELLED, error=None, update_time=now)
+
+
+def request_delete(job: JobRecord, now: float) -> JobRecord:
+    """SUCCEEDED, FAILED, CANCELLED → DELETING. A repeated wish changes nothing."""
+    if job.state is JobState.DELETING:
+        return job
+    _expect(job, JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+    return replace(
+        job, state=JobState.DELETING, deleted_from=job.state, generation=job.generation + 1, update_time=now
+    )
+
+
+def undo_delete(job: JobRecord, now: float) -> JobRecord:
+    """DELETING → what it was before: somebody uses it."""
+    _expect(job, JobState.DELETING)
+    assert job.deleted_from is not None
+    return replace(job, state=job.deleted_from, deleted_from=None, update_time=now)
+
+
+def confirm_delete(job: JobRecord, now: float) -> JobRecord:
+    """DELETING → DELETED, once nothing of it is left."""
+    _expect(job, JobState.DELETING)
+    return replace(job, state=JobState.DELETED, result={}, update_time=now)
+
+
+def follow_deleted(job: JobRecord, tombstone: JobRecord) -> JobRecord:
+    """`job`, new, as the next record after the tombstone of another of its name."""
+    _expect(tombstone, JobState.DELETED)
+    return replace(job, attempt=tombstone.attempt, first_attempt=tombstone.attempt + 1)
 
 
 def _expect(job: JobRecord, *states: JobState) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.errors import Conflict, already_exists, not_found
-from shared.jobs.record import JobRecord, request_cancel
+from shared.jobs.record import JobRecord, JobState, follow_deleted, request_cancel
 from shared.log import ResourceLog
 from shared.storage import ObjectMissing, ObjectStore
 
@@ -35,17 +35,21 @@ class Jobs:
         self.kind = kind
 
     def create(self, folder: str, job: JobRecord) -> JobRecord:
-        """Makes the job durable. Raises `AlreadyExists` when the folder has a log."""
+        """Makes the job durable. Raises `AlreadyExists` when there is one in the folder that was not deleted."""
         # The marker first: a job without one would never be done.
         self._store.put(self._marker(job.uid), json.dumps({"folder": folder, "marked_at": time.time()}).encode())
         log = ResourceLog(self._store, log_prefix(folder))
-        if log.head() is not None or log.append(None, job.as_state()) is None:
-            there = self.find(folder)
-            if there is not None and there.uid == job.uid:
-                return there  # an earlier call made it, and its answer was lost
-            self._store.delete(self._marker(job.uid))
-            raise already_exists(job.name)
-        return job
+        before = log.head()
+        last = JobRecord.from_state(before.state) if before else None
+        if last is None or last.state is JobState.DELETED:
+            job = follow_deleted(job, last) if last else job
+            if log.append(before, job.as_state(), job.attempt):
+                return job
+        there = self.find(folder)
+        if there is not None and there.uid == job.uid:
+            return there  # an earlier call made it, and its answer was lost
+        self._store.delete(self._marker(job.uid))
+        raise already_exists(job.name)
 
     def get(self, folder: str, name: str) -> JobRecord:
         """Raises `NotFound` naming `name`."""
@@ -55,8 +59,10 @@ class Jobs:
         return job
 
     def find(self, folder: str) -> JobRecord | None:
+        """None where none ever was, or where it was deleted."""
         record = ResourceLog(self._store, log_prefix(folder)).head()
-        return JobRecord.from_state(record.state) if record else None
+        job = JobRecord.from_state(record.state) if record else None
+        return None if job is None or job.state is JobState.DELETED else job
 
     def cancel(self, folder: str, name: str, etag: str = "") -> JobRecord:
         """Writes the wish. Raises `NotFound`, and `Conflict` when `etag` is given and not the present generation."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -13,10 +14,14 @@ from shared.jobs.record import (
     JobState,
     begin_attempt,
     confirm_cancel,
+    confirm_delete,
     fail,
+    follow_deleted,
     lose_attempt,
     request_cancel,
+    request_delete,
     succeed,
+    undo_delete,
 )
 
 NOW = 200.0
@@ -29,7 +34,11 @@ EVENTS: dict[str, Callable[[JobRecord], JobRecord]] = {
     "fail": lambda job: fail(job, NotFound("the source is not there"), NOW),
     "request_cancel": lambda job: request_cancel(job, NOW),
     "confirm_cancel": lambda job: confirm_cancel(job, NOW),
+    "request_delete": lambda job: request_delete(job, NOW),
+    "undo_delete": lambda job: undo_delete(job, NOW),
+    "confirm_delete": lambda job: confirm_delete(job, NOW),
 }
+DELETIONS = {"request_delete", "undo_delete", "confirm_delete"}
 
 # (state, event) → the state after; what is not listed is illegal.
 LEGAL = {
@@ -51,7 +60,15 @@ LEGAL = {
     ("SUCCEEDED", "request_cancel"): "SUCCEEDED",
     ("FAILED", "request_cancel"): "FAILED",
     ("CANCELLED", "request_cancel"): "CANCELLED",
+    ("DELETING", "request_cancel"): "DELETING",
+    ("DELETED", "request_cancel"): "DELETED",
     ("CANCELLING", "confirm_cancel"): "CANCELLED",
+    ("SUCCEEDED", "request_delete"): "DELETING",
+    ("FAILED", "request_delete"): "DELETING",
+    ("CANCELLED", "request_delete"): "DELETING",
+    ("DELETING", "request_delete"): "DELETING",
+    ("DELETING", "undo_delete"): "FAILED",
+    ("DELETING", "confirm_delete"): "DELETED",
 }
 
 
@@ -66,6 +83,7 @@ def a_job(state: str = "PENDING", *, failures: int = 0, max_failures: int = 3) -
         attempt=2,
         failures=failures,
         max_failures=max_failures,
+        deleted_from=JobState.FAILED if state == "DELETING" else None,
     )
 
 
@@ -84,20 +102,20 @@ def test_every_transition_is_the_one_in_the_table_or_refused(state: JobState, ev
             EVENTS[event](job)
 
 
-def test_only_the_last_three_states_are_final() -> None:
-    assert [state for state in JobState if state.final] == ["SUCCEEDED", "FAILED", "CANCELLED"]
+def test_a_job_is_final_once_no_attempt_will_work_on_it() -> None:
+    assert [state for state in JobState if state.final] == ["SUCCEEDED", "FAILED", "CANCELLED", "DELETING", "DELETED"]
 
 
-def test_no_event_leaves_a_final_state() -> None:
+def test_nothing_but_a_deletion_leaves_a_final_state() -> None:
     for state in JobState:
-        for event in EVENTS:
+        for event in set(EVENTS) - DELETIONS:
             if state.final and (state, event) in LEGAL:
                 assert LEGAL[state, event] == state
 
 
 def test_each_beginning_counts_the_attempt_and_nothing_else_does() -> None:
     assert begin_attempt(a_job("RECOVERING"), NOW).attempt == 3
-    for event in set(EVENTS) - {"begin"}:
+    for event in set(EVENTS) - DELETIONS - {"begin"}:
         assert EVENTS[event](a_job("CANCELLING" if event == "confirm_cancel" else "RUNNING")).attempt == 2
 
 
@@ -139,6 +157,25 @@ def test_only_a_wish_moves_the_etag() -> None:
     assert wished.generation == 2
     assert request_cancel(wished, NOW + 1) is wished
     assert confirm_cancel(wished, NOW).generation == 2
+
+
+@pytest.mark.parametrize("state", ["SUCCEEDED", "FAILED", "CANCELLED"])
+def test_a_refused_deletion_leaves_the_job_as_it_was_with_a_new_etag(state: str) -> None:
+    job = a_job(state)
+
+    back = undo_delete(request_delete(job, NOW), NOW)
+
+    assert (back.state, back.result, back.deleted_from) == (job.state, job.result, None)
+    assert back.generation == job.generation + 1
+
+
+def test_a_job_in_the_log_of_a_deleted_one_counts_its_attempts_from_one() -> None:
+    tombstone = confirm_delete(request_delete(a_job("SUCCEEDED"), NOW), NOW)
+
+    job = begin_attempt(follow_deleted(replace(a_job(), attempt=0), tombstone), NOW)
+
+    assert job.attempt > tombstone.attempt
+    assert job.attempts_made == 1
 
 
 def test_a_record_survives_json() -> None:

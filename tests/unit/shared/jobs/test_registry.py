@@ -10,7 +10,7 @@ import pytest
 
 from shared.errors import AlreadyExists, Conflict, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.jobs.record import begin_attempt, succeed
+from shared.jobs.record import begin_attempt, confirm_delete, fail, request_delete, succeed
 from shared.storage import ObjectStore
 
 FOLDER = "things/one"
@@ -188,3 +188,21 @@ def test_progress_is_empty_before_the_first_report(jobs: Jobs) -> None:
     jobs.create(FOLDER, a_job())
 
     assert jobs.progress(FOLDER) == {}
+
+
+def test_a_deleted_job_is_gone_and_its_place_is_free_for_another(jobs: Jobs) -> None:
+    jobs.create(FOLDER, a_job())
+    jobs.transition(FOLDER, lambda job: begin_attempt(job, 2.0), attempt=1)
+    jobs.transition(FOLDER, lambda job: fail(job, NotFound("gone"), 3.0), attempt=1)
+    jobs.transition(FOLDER, lambda job: request_delete(job, 4.0))
+    jobs.transition(FOLDER, lambda job: confirm_delete(job, 5.0))
+    assert jobs.find(FOLDER) is None
+
+    second = jobs.create(FOLDER, a_job("u2"))
+
+    assert jobs.get(FOLDER, FOLDER) == second
+    assert (second.uid, second.attempts_made) == ("u2", 0)
+    begun = jobs.transition(FOLDER, lambda job: begin_attempt(job, 6.0), attempt=second.attempt + 1)
+    assert begun.attempts_made == 1
+    with pytest.raises(AlreadyExists):
+        jobs.create(FOLDER, a_job("u3"))

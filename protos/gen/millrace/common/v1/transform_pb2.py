@@ -24,19 +24,73 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"millrace/common/v1/transform.proto\x12\x12millrace.common.v1\"=\n\tTransform\x12\x30\n\x05steps\x18\x01 \x03(\x0b\x32!.millrace.common.v1.TransformStep\"\x8a\x01\n\rTransformStep\x12\x0e\n\x06\x63olumn\x18\x01 \x01(\t\x12/\n\x08to_float\x18\x02 \x01(\x0b\x32\x1b.millrace.common.v1.ToFloatH\x00\x12\x32\n\tnormalize\x18\x03 \x01(\x0b\x32\x1d.millrace.common.v1.NormalizeH\x00\x42\x04\n\x02op\"\t\n\x07ToFloat\"&\n\tNormalize\x12\x0c\n\x04mean\x18\x01 \x03(\x02\x12\x0b\n\x03std\x18\x02 \x03(\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"millrace/common/v1/transform.proto\x12\x12millrace.common.v1\"=\n\tTransform\x12\x30\n\x05steps\x18\x01 \x03(\x0b\x32!.millrace.common.v1.TransformStep\"\xd0\t\n\rTransformStep\x12\x0e\n\x06\x63olumn\x18\x01 \x01(\t\x12/\n\x08to_float\x18\x02 \x01(\x0b\x32\x1b.millrace.common.v1.ToFloatH\x00\x12\x32\n\tnormalize\x18\x03 \x01(\x0b\x32\x1d.millrace.common.v1.NormalizeH\x00\x12,\n\x06select\x18\x04 \x01(\x0b\x32\x1a.millrace.common.v1.SelectH\x00\x12(\n\x04\x64rop\x18\x05 \x01(\x0b\x32\x18.millrace.common.v1.DropH\x00\x12,\n\x06rename\x18\x06 \x01(\x0b\x32\x1a.millrace.common.v1.RenameH\x00\x12(\n\x04\x63\x61st\x18\x07 \x01(\x0b\x32\x18.millrace.common.v1.CastH\x00\x12,\n\x06\x66ilter\x18\x08 \x01(\x0b\x32\x1a.millrace.common.v1.FilterH\x00\x12\x33\n\nfill_nulls\x18\t \x01(\x0b\x32\x1d.millrace.common.v1.FillNullsH\x00\x12\x36\n\x0bstandardize\x18\n \x01(\x0b\x32\x1f.millrace.common.v1.StandardizeH\x00\x12\x38\n\rmin_max_scale\x18\x0b \x01(\x0b\x32\x1f.millrace.common.v1.MinMaxScaleH\x00\x12;\n\x0eordinal_encode\x18\x0c \x01(\x0b\x32!.millrace.common.v1.OrdinalEncodeH\x00\x12:\n\x0eone_hot_encode\x18\r \x01(\x0b\x32 .millrace.common.v1.OneHotEncodeH\x00\x12\x32\n\tbucketize\x18\x0e \x01(\x0b\x32\x1d.millrace.common.v1.BucketizeH\x00\x12,\n\x06\x63oncat\x18\x0f \x01(\x0b\x32\x1a.millrace.common.v1.ConcatH\x00\x12\x37\n\x0c\x64\x65\x63ode_image\x18\x10 \x01(\x0b\x32\x1f.millrace.common.v1.DecodeImageH\x00\x12,\n\x06resize\x18\x11 \x01(\x0b\x32\x1a.millrace.common.v1.ResizeH\x00\x12\x35\n\x0b\x63\x65nter_crop\x18\x12 \x01(\x0b\x32\x1e.millrace.common.v1.CenterCropH\x00\x12\x32\n\tgrayscale\x18\x13 \x01(\x0b\x32\x1d.millrace.common.v1.GrayscaleH\x00\x12\x35\n\x0brandom_crop\x18\x14 \x01(\x0b\x32\x1e.millrace.common.v1.RandomCropH\x00\x12\x35\n\x0brandom_flip\x18\x15 \x01(\x0b\x32\x1e.millrace.common.v1.RandomFlipH\x00\x12=\n\x0frandom_rotation\x18\x16 \x01(\x0b\x32\".millrace.common.v1.RandomRotationH\x00\x12\x37\n\x0c\x63olor_jitter\x18\x17 \x01(\x0b\x32\x1f.millrace.common.v1.ColorJitterH\x00\x12,\n\x06\x63ustom\x18\x18 \x01(\x0b\x32\x1a.millrace.common.v1.CustomH\x00\x42\x04\n\x02op\"\t\n\x07ToFloat\"&\n\tNormalize\x12\x0c\n\x04mean\x18\x01 \x03(\x02\x12\x0b\n\x03std\x18\x02 \x03(\x02\"\x19\n\x06Select\x12\x0f\n\x07\x63olumns\x18\x01 \x03(\t\"\x17\n\x04\x44rop\x12\x0f\n\x07\x63olumns\x18\x01 \x03(\t\"r\n\x06Rename\x12\x38\n\x07\x63olumns\x18\x01 \x03(\x0b\x32\'.millrace.common.v1.Rename.ColumnsEntry\x1a.\n\x0c\x43olumnsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1a\n\x04\x43\x61st\x12\x12\n\narrow_type\x18\x01 \x01(\t\"\x1c\n\x06\x46ilter\x12\x12\n\nexpression\x18\x01 \x01(\t\"\xd8\x01\n\tFillNulls\x12)\n\x05value\x18\x01 \x01(\x0b\x32\x1a.millrace.common.v1.Scalar\x12:\n\tstatistic\x18\x02 \x01(\x0e\x32\'.millrace.common.v1.FillNulls.Statistic\"d\n\tStatistic\x12\x19\n\x15STATISTIC_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTATISTIC_MEAN\x10\x01\x12\x14\n\x10STATISTIC_MEDIAN\x10\x02\x12\x12\n\x0eSTATISTIC_MODE\x10\x03\"O\n\x0bStandardize\x12\x11\n\x04mean\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\tdeviation\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\x07\n\x05_meanB\x0c\n\n_deviation\"O\n\x0bMinMaxScale\x12\x10\n\x03min\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x03max\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x0c\n\x04\x63lip\x18\x03 \x01(\x08\x42\x06\n\x04_minB\x06\n\x04_max\"V\n\rOrdinalEncode\x12\x12\n\ncategories\x18\x01 \x03(\t\x12\x31\n\x07unknown\x18\x02 \x01(\x0e\x32 .millrace.common.v1.UnknownValue\"U\n\x0cOneHotEncode\x12\x12\n\ncategories\x18\x01 \x03(\t\x12\x31\n\x07unknown\x18\x02 \x01(\x0e\x32 .millrace.common.v1.UnknownValue\"\x1f\n\tBucketize\x12\x12\n\nboundaries\x18\x01 \x03(\x01\"5\n\x06\x43oncat\x12\x0f\n\x07\x63olumns\x18\x01 \x03(\t\x12\x0c\n\x04into\x18\x02 \x01(\t\x12\x0c\n\x04keep\x18\x03 \x01(\x08\"|\n\x0b\x44\x65\x63odeImage\x12\x32\n\x04mode\x18\x01 \x01(\x0e\x32$.millrace.common.v1.DecodeImage.Mode\"9\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x0c\n\x08MODE_RGB\x10\x01\x12\r\n\tMODE_GRAY\x10\x02\"B\n\x06Resize\x12\x0e\n\x06height\x18\x01 \x01(\x05\x12\r\n\x05width\x18\x02 \x01(\x05\x12\x19\n\x11shorter_side_only\x18\x03 \x01(\x08\"+\n\nCenterCrop\x12\x0e\n\x06height\x18\x01 \x01(\x05\x12\r\n\x05width\x18\x02 \x01(\x05\"\x0b\n\tGrayscale\"<\n\nRandomCrop\x12\x0e\n\x06height\x18\x01 \x01(\x05\x12\r\n\x05width\x18\x02 \x01(\x05\x12\x0f\n\x07padding\x18\x03 \x01(\x05\"J\n\nRandomFlip\x12\x1e\n\x16horizontal_probability\x18\x01 \x01(\x01\x12\x1c\n\x14vertical_probability\x18\x02 \x01(\x01\"!\n\x0eRandomRotation\x12\x0f\n\x07\x64\x65grees\x18\x01 \x01(\x01\"G\n\x0b\x43olorJitter\x12\x12\n\nbrightness\x18\x01 \x01(\x01\x12\x10\n\x08\x63ontrast\x18\x02 \x01(\x01\x12\x12\n\nsaturation\x18\x03 \x01(\x01\">\n\x06\x43ustom\x12\x10\n\x08\x66unction\x18\x01 \x01(\t\x12\x0f\n\x07\x63olumns\x18\x02 \x03(\t\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"X\n\x06Scalar\x12\x11\n\x07integer\x18\x01 \x01(\x03H\x00\x12\x10\n\x06number\x18\x02 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x11\n\x07\x62oolean\x18\x04 \x01(\x08H\x00\x42\x06\n\x04kind*`\n\x0cUnknownValue\x12\x1d\n\x19UNKNOWN_VALUE_UNSPECIFIED\x10\x00\x12\x17\n\x13UNKNOWN_VALUE_ERROR\x10\x01\x12\x18\n\x14UNKNOWN_VALUE_ENCODE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.common.v1.transform_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_RENAME_COLUMNSENTRY']._loaded_options = None
+  _globals['_RENAME_COLUMNSENTRY']._serialized_options = b'8\001'
+  _globals['_UNKNOWNVALUE']._serialized_start=2929
+  _globals['_UNKNOWNVALUE']._serialized_end=3025
   _globals['_TRANSFORM']._serialized_start=58
   _globals['_TRANSFORM']._serialized_end=119
   _globals['_TRANSFORMSTEP']._serialized_start=122
-  _globals['_TRANSFORMSTEP']._serialized_end=260
-  _globals['_TOFLOAT']._serialized_start=262
-  _globals['_TOFLOAT']._serialized_end=271
-  _globals['_NORMALIZE']._serialized_start=273
-  _globals['_NORMALIZE']._serialized_end=311
+  _globals['_TRANSFORMSTEP']._serialized_end=1354
+  _globals['_TOFLOAT']._serialized_start=1356
+  _globals['_TOFLOAT']._serialized_end=1365
+  _globals['_NORMALIZE']._serialized_start=1367
+  _globals['_NORMALIZE']._serialized_end=1405
+  _globals['_SELECT']._serialized_start=1407
+  _globals['_SELECT']._serialized_end=1432
+  _globals['_DROP']._serialized_start=1434
+  _globals['_DROP']._serialized_end=1457
+  _globals['_RENAME']._serialized_start=1459
+  _globals['_RENAME']._serialized_end=1573
+  _globals['_RENAME_COLUMNSENTRY']._serialized_start=1527
+  _globals['_RENAME_COLUMNSENTRY']._serialized_end=1573
+  _globals['_CAST']._serialized_start=1575
+  _globals['_CAST']._serialized_end=1601
+  _globals['_FILTER']._serialized_start=1603
+  _globals['_FILTER']._serialized_end=1631
+  _globals['_FILLNULLS']._serialized_start=1634
+  _globals['_FILLNULLS']._serialized_end=1850
+  _globals['_FILLNULLS_STATISTIC']._serialized_start=1750
+  _globals['_FILLNULLS_STATISTIC']._serialized_end=1850
+  _globals['_STANDARDIZE']._serialized_start=1852
+  _globals['_STANDARDIZE']._serialized_end=1931
+  _globals['_MINMAXSCALE']._serialized_start=1933
+  _globals['_MINMAXSCALE']._serialized_end=2012
+  _globals['_ORDINALENCODE']._serialized_start=2014
+  _globals['_ORDINALENCODE']._serialized_end=2100
+  _globals['_ONEHOTENCODE']._serialized_start=2102
+  _globals['_ONEHOTENCODE']._serialized_end=2187
+  _globals['_BUCKETIZE']._serialized_start=2189
+  _globals['_BUCKETIZE']._serialized_end=2220
+  _globals['_CONCAT']._serialized_start=2222
+  _globals['_CONCAT']._serialized_end=2275
+  _globals['_DECODEIMAGE']._serialized_start=2277
+  _globals['_DECODEIMAGE']._serialized_end=2401
+  _globals['_DECODEIMAGE_MODE']._serialized_start=2344
+  _globals['_DECODEIMAGE_MODE']._serialized_end=2401
+  _globals['_RESIZE']._serialized_start=2403
+  _globals['_RESIZE']._serialized_end=2469
+  _globals['_CENTERCROP']._serialized_start=2471
+  _globals['_CENTERCROP']._serialized_end=2514
+  _globals['_GRAYSCALE']._serialized_start=2516
+  _globals['_GRAYSCALE']._serialized_end=2527
+  _globals['_RANDOMCROP']._serialized_start=2529
+  _globals['_RANDOMCROP']._serialized_end=2589
+  _globals['_RANDOMFLIP']._serialized_start=2591
+  _globals['_RANDOMFLIP']._serialized_end=2665
+  _globals['_RANDOMROTATION']._serialized_start=2667
+  _globals['_RANDOMROTATION']._serialized_end=2700
+  _globals['_COLORJITTER']._serialized_start=2702
+  _globals['_COLORJITTER']._serialized_end=2773
+  _globals['_CUSTOM']._serialized_start=2775
+  _globals['_CUSTOM']._serialized_end=2837
+  _globals['_SCALAR']._serialized_start=2839
+  _globals['_SCALAR']._serialized_end=2927
 # @@protoc_insertion_point(module_scope)

@@ -23,51 +23,121 @@ _sym_db = _symbol_database.Default()
 
 
 from google.longrunning import operations_pb2 as google_dot_longrunning_dot_operations__pb2
+from google.protobuf import empty_pb2 as google_dot_protobuf_dot_empty__pb2
+from google.protobuf import field_mask_pb2 as google_dot_protobuf_dot_field__mask__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from millrace.common.v1 import transform_pb2 as millrace_dot_common_dot_v1_dot_transform__pb2
+from millrace.data.v1 import quality_pb2 as millrace_dot_data_dot_v1_dot_quality__pb2
 from millrace.data.v1 import resources_pb2 as millrace_dot_data_dot_v1_dot_resources__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#millrace/data/v1/data_service.proto\x12\x10millrace.data.v1\x1a#google/longrunning/operations.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a millrace/data/v1/resources.proto\"\x80\x01\n\x14\x43reateDatasetRequest\x12\x12\n\ndataset_id\x18\x01 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x15\n\rvalidate_only\x18\x05 \x01(\x08\"!\n\x11GetDatasetRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"<\n\x13ListDatasetsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"\\\n\x14ListDatasetsResponse\x12+\n\x08\x64\x61tasets\x18\x01 \x03(\x0b\x32\x19.millrace.data.v1.Dataset\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xc4\x01\n\x14ImportVersionRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x12\n\nversion_id\x18\x02 \x01(\t\x12/\n\x07sources\x18\x03 \x03(\x0b\x32\x1e.millrace.data.v1.ImportSource\x12,\n\thold_outs\x18\x04 \x03(\x0b\x32\x19.millrace.data.v1.HoldOut\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x15\n\rvalidate_only\x18\x06 \x01(\x08\"\x87\x01\n\x0cImportSource\x12\r\n\x05split\x18\x01 \x01(\t\x12*\n\x03idx\x18\x02 \x01(\x0b\x32\x1b.millrace.data.v1.IdxSourceH\x00\x12\x32\n\x07parquet\x18\x03 \x01(\x0b\x32\x1f.millrace.data.v1.ParquetSourceH\x00\x42\x08\n\x06\x66ormat\"3\n\tIdxSource\x12\x12\n\nimages_uri\x18\x01 \x01(\t\x12\x12\n\nlabels_uri\x18\x02 \x01(\t\"\x1c\n\rParquetSource\x12\x0b\n\x03uri\x18\x01 \x01(\t\"O\n\x07HoldOut\x12\x12\n\nfrom_split\x18\x01 \x01(\t\x12\x10\n\x08to_split\x18\x02 \x01(\t\x12\x10\n\x08\x66raction\x18\x03 \x01(\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"}\n\x15ImportVersionMetadata\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x11\n\trows_read\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"!\n\x11GetVersionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"L\n\x13ListVersionsRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"c\n\x14ListVersionsResponse\x12\x32\n\x08versions\x18\x01 \x03(\x0b\x32 .millrace.data.v1.DatasetVersion\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"=\n\x15PreviewVersionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0erows_per_split\x18\x02 \x01(\x05\"y\n\x16PreviewVersionResponse\x12\x31\n\x07version\x18\x01 \x01(\x0b\x32 .millrace.data.v1.DatasetVersion\x12\x11\n\tarrow_ipc\x18\x02 \x01(\x0c\x12\x19\n\x11\x63ontact_sheet_png\x18\x03 \x01(\x0c\"a\n\x12ReadVersionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05split\x18\x02 \x01(\t\x12\x0f\n\x07\x63olumns\x18\x03 \x03(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x03\x12\r\n\x05limit\x18\x05 \x01(\x03\"(\n\x13ReadVersionResponse\x12\x11\n\tarrow_ipc\x18\x01 \x01(\x0c\x32\xdd\x05\n\x0b\x44\x61taService\x12R\n\rCreateDataset\x12&.millrace.data.v1.CreateDatasetRequest\x1a\x19.millrace.data.v1.Dataset\x12L\n\nGetDataset\x12#.millrace.data.v1.GetDatasetRequest\x1a\x19.millrace.data.v1.Dataset\x12]\n\x0cListDatasets\x12%.millrace.data.v1.ListDatasetsRequest\x1a&.millrace.data.v1.ListDatasetsResponse\x12V\n\rImportVersion\x12&.millrace.data.v1.ImportVersionRequest\x1a\x1d.google.longrunning.Operation\x12S\n\nGetVersion\x12#.millrace.data.v1.GetVersionRequest\x1a .millrace.data.v1.DatasetVersion\x12]\n\x0cListVersions\x12%.millrace.data.v1.ListVersionsRequest\x1a&.millrace.data.v1.ListVersionsResponse\x12\x63\n\x0ePreviewVersion\x12\'.millrace.data.v1.PreviewVersionRequest\x1a(.millrace.data.v1.PreviewVersionResponse\x12\\\n\x0bReadVersion\x12$.millrace.data.v1.ReadVersionRequest\x1a%.millrace.data.v1.ReadVersionResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#millrace/data/v1/data_service.proto\x12\x10millrace.data.v1\x1a#google/longrunning/operations.proto\x1a\x1bgoogle/protobuf/empty.proto\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\"millrace/common/v1/transform.proto\x1a\x1emillrace/data/v1/quality.proto\x1a millrace/data/v1/resources.proto\"\xb0\x01\n\x14\x43reateDatasetRequest\x12\x12\n\ndataset_id\x18\x01 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x15\n\rvalidate_only\x18\x05 \x01(\x08\x12.\n\tretention\x18\x06 \x01(\x0b\x32\x1b.millrace.data.v1.Retention\"s\n\x14UpdateDatasetRequest\x12*\n\x07\x64\x61taset\x18\x01 \x01(\x0b\x32\x19.millrace.data.v1.Dataset\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\"2\n\x14\x44\x65leteDatasetRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\"\x80\x01\n\x12StartUploadRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x11\n\tupload_id\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x33\n\tpresigned\x18\x04 \x01(\x0b\x32 .millrace.data.v1.PresignedParts\"=\n\x0ePresignedParts\x12\x12\n\nsize_bytes\x18\x01 \x01(\x03\x12\x17\n\x0fpart_size_bytes\x18\x02 \x01(\x03\"Q\n\x13UploadChunksRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x04 \x01(\x07\"1\n\x14UploadChunksResponse\x12\x19\n\x11\x61\x63knowledged_size\x18\x01 \x01(\x03\" \n\x10GetUploadRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"G\n\x13\x43ommitUploadRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"\"\n\x12\x41\x62ortUploadRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"!\n\x11GetDatasetRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"<\n\x13ListDatasetsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"\\\n\x14ListDatasetsResponse\x12+\n\x08\x64\x61tasets\x18\x01 \x03(\x0b\x32\x19.millrace.data.v1.Dataset\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xfb\x02\n\x14ImportVersionRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x12\n\nversion_id\x18\x02 \x01(\t\x12/\n\x07sources\x18\x03 \x03(\x0b\x32\x1e.millrace.data.v1.ImportSource\x12,\n\thold_outs\x18\x04 \x03(\x0b\x32\x19.millrace.data.v1.HoldOut\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x15\n\rvalidate_only\x18\x06 \x01(\x08\x12\x32\n\x0c\x63olumn_types\x18\x07 \x03(\x0b\x32\x1c.millrace.data.v1.ColumnType\x12+\n\x08\x62\x61\x64_rows\x18\x08 \x01(\x0b\x32\x19.millrace.data.v1.BadRows\x12.\n\x06\x63hecks\x18\t \x03(\x0b\x32\x1e.millrace.data.v1.QualityCheck\x12$\n\x04\x62\x61se\x18\n \x01(\x0b\x32\x16.millrace.data.v1.Base\"\x83\x01\n\x04\x42\x61se\x12\x0f\n\x07version\x18\x01 \x01(\t\x12)\n\x04mode\x18\x02 \x01(\x0e\x32\x1b.millrace.data.v1.Base.Mode\"?\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bMODE_APPEND\x10\x01\x12\x10\n\x0cMODE_REPLACE\x10\x02\"0\n\nColumnType\x12\x0e\n\x06\x63olumn\x18\x01 \x01(\t\x12\x12\n\narrow_type\x18\x02 \x01(\t\"\x97\x01\n\x07\x42\x61\x64Rows\x12\x30\n\x06\x61\x63tion\x18\x01 \x01(\x0e\x32 .millrace.data.v1.BadRows.Action\x12\x10\n\x08max_rows\x18\x02 \x01(\x03\"H\n\x06\x41\x63tion\x12\x16\n\x12\x41\x43TION_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x41\x43TION_FAIL\x10\x01\x12\x15\n\x11\x41\x43TION_QUARANTINE\x10\x02\"\x90\x03\n\x0cImportSource\x12\r\n\x05split\x18\x01 \x01(\t\x12*\n\x03idx\x18\x02 \x01(\x0b\x32\x1b.millrace.data.v1.IdxSourceH\x00\x12\x32\n\x07parquet\x18\x03 \x01(\x0b\x32\x1f.millrace.data.v1.ParquetSourceH\x00\x12.\n\x05\x61rrow\x18\x04 \x01(\x0b\x32\x1d.millrace.data.v1.ArrowSourceH\x00\x12*\n\x03\x63sv\x18\x05 \x01(\x0b\x32\x1b.millrace.data.v1.CsvSourceH\x00\x12\x37\n\njson_lines\x18\x06 \x01(\x0b\x32!.millrace.data.v1.JsonLinesSourceH\x00\x12;\n\x0cimage_folder\x18\x07 \x01(\x0b\x32#.millrace.data.v1.ImageFolderSourceH\x00\x12\x35\n\timage_tar\x18\x08 \x01(\x0b\x32 .millrace.data.v1.ImageTarSourceH\x00\x42\x08\n\x06\x66ormat\"3\n\tIdxSource\x12\x12\n\nimages_uri\x18\x01 \x01(\t\x12\x12\n\nlabels_uri\x18\x02 \x01(\t\"\x1c\n\rParquetSource\x12\x0b\n\x03uri\x18\x01 \x01(\t\"\x1a\n\x0b\x41rrowSource\x12\x0b\n\x03uri\x18\x01 \x01(\t\"h\n\tCsvSource\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x11\n\tdelimiter\x18\x02 \x01(\t\x12\x14\n\x0c\x63olumn_names\x18\x03 \x03(\t\x12\x13\n\x0bnull_values\x18\x04 \x03(\t\x12\x10\n\x08\x65ncoding\x18\x05 \x01(\t\"\x1e\n\x0fJsonLinesSource\x12\x0b\n\x03uri\x18\x01 \x01(\t\" \n\x11ImageFolderSource\x12\x0b\n\x03uri\x18\x01 \x01(\t\"\x1d\n\x0eImageTarSource\x12\x0b\n\x03uri\x18\x01 \x01(\t\"O\n\x07HoldOut\x12\x12\n\nfrom_split\x18\x01 \x01(\t\x12\x10\n\x08to_split\x18\x02 \x01(\t\x12\x10\n\x08\x66raction\x18\x03 \x01(\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"\x97\x01\n\x15ImportVersionMetadata\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x11\n\trows_read\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x18\n\x10rows_quarantined\x18\x05 \x01(\x03\"\x9a\x02\n\x17TransformVersionRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x12\n\nversion_id\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x30\n\ttransform\x18\x04 \x01(\x0b\x32\x1d.millrace.common.v1.Transform\x12+\n\x06splits\x18\x05 \x01(\x0b\x32\x1b.millrace.data.v1.SplitRule\x12\x11\n\tfit_split\x18\x06 \x01(\t\x12.\n\x06\x63hecks\x18\x07 \x03(\x0b\x32\x1e.millrace.data.v1.QualityCheck\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12\x15\n\rvalidate_only\x18\t \x01(\x08\"\xcd\x01\n\tSplitRule\x12+\n\x04hash\x18\x01 \x01(\x0b\x32\x1b.millrace.data.v1.HashSplitH\x00\x12/\n\x06\x63olumn\x18\x02 \x01(\x0b\x32\x1d.millrace.data.v1.ColumnSplitH\x00\x12+\n\x04time\x18\x03 \x01(\x0b\x32\x1b.millrace.data.v1.TimeSplitH\x00\x12-\n\x05ratio\x18\x04 \x01(\x0b\x32\x1c.millrace.data.v1.RatioSplitH\x00\x42\x06\n\x04rule\"W\n\tHashSplit\x12\x13\n\x0bkey_columns\x18\x01 \x03(\t\x12\'\n\x06shares\x18\x02 \x03(\x0b\x32\x17.millrace.data.v1.Share\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"\x1d\n\x0b\x43olumnSplit\x12\x0e\n\x06\x63olumn\x18\x01 \x01(\t\"F\n\tTimeSplit\x12\x0e\n\x06\x63olumn\x18\x01 \x01(\t\x12)\n\x07periods\x18\x02 \x03(\x0b\x32\x18.millrace.data.v1.Period\"C\n\x06Period\x12\r\n\x05split\x18\x01 \x01(\t\x12*\n\x06\x62\x65\x66ore\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"C\n\nRatioSplit\x12\'\n\x06shares\x18\x01 \x03(\x0b\x32\x17.millrace.data.v1.Share\x12\x0c\n\x04seed\x18\x02 \x01(\x04\"&\n\x05Share\x12\r\n\x05split\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\"\xb4\x02\n\x18TransformVersionMetadata\x12\x0f\n\x07version\x18\x01 \x01(\t\x12?\n\x05phase\x18\x02 \x01(\x0e\x32\x30.millrace.data.v1.TransformVersionMetadata.Phase\x12\x11\n\trows_done\x18\x03 \x01(\x03\x12\x12\n\nrows_total\x18\x04 \x01(\x03\x12\x17\n\x0frows_per_second\x18\x05 \x01(\x01\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\x05\x12/\n\x0b\x63reate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"D\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_FITTING\x10\x01\x12\x11\n\rPHASE_WRITING\x10\x02\"!\n\x11GetVersionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"L\n\x13ListVersionsRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"c\n\x14ListVersionsResponse\x12\x32\n\x08versions\x18\x01 \x03(\x0b\x32 .millrace.data.v1.DatasetVersion\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"=\n\x15PreviewVersionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0erows_per_split\x18\x02 \x01(\x05\"\xaa\x01\n\x16PreviewVersionResponse\x12\x31\n\x07version\x18\x01 \x01(\x0b\x32 .millrace.data.v1.DatasetVersion\x12\x11\n\tarrow_ipc\x18\x02 \x01(\x0c\x12\x19\n\x11\x63ontact_sheet_png\x18\x03 \x01(\x0c\x12/\n\x06report\x18\x04 \x01(\x0b\x32\x1f.millrace.data.v1.QualityReport\"2\n\x14\x44\x65leteVersionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\"$\n\x14VerifyVersionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x9b\x01\n\x15VerifyVersionResponse\x12\x15\n\rfiles_checked\x18\x01 \x01(\x05\x12\x13\n\x0b\x66iles_total\x18\x02 \x01(\x05\x12\x15\n\rbytes_checked\x18\x03 \x01(\x03\x12\x14\n\x0crows_checked\x18\x04 \x01(\x03\x12)\n\x07\x64\x61mages\x18\x05 \x03(\x0b\x32\x18.millrace.data.v1.Damage\"+\n\x06\x44\x61mage\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\"a\n\x12ReadVersionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05split\x18\x02 \x01(\t\x12\x0f\n\x07\x63olumns\x18\x03 \x03(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x03\x12\r\n\x05limit\x18\x05 \x01(\x03\"(\n\x13ReadVersionResponse\x12\x11\n\tarrow_ipc\x18\x01 \x01(\x0c\x32\xb0\x0c\n\x0b\x44\x61taService\x12R\n\rCreateDataset\x12&.millrace.data.v1.CreateDatasetRequest\x1a\x19.millrace.data.v1.Dataset\x12L\n\nGetDataset\x12#.millrace.data.v1.GetDatasetRequest\x1a\x19.millrace.data.v1.Dataset\x12]\n\x0cListDatasets\x12%.millrace.data.v1.ListDatasetsRequest\x1a&.millrace.data.v1.ListDatasetsResponse\x12R\n\rUpdateDataset\x12&.millrace.data.v1.UpdateDatasetRequest\x1a\x19.millrace.data.v1.Dataset\x12O\n\rDeleteDataset\x12&.millrace.data.v1.DeleteDatasetRequest\x1a\x16.google.protobuf.Empty\x12M\n\x0bStartUpload\x12$.millrace.data.v1.StartUploadRequest\x1a\x18.millrace.data.v1.Upload\x12\x61\n\x0cUploadChunks\x12%.millrace.data.v1.UploadChunksRequest\x1a&.millrace.data.v1.UploadChunksResponse(\x01\x30\x01\x12I\n\tGetUpload\x12\".millrace.data.v1.GetUploadRequest\x1a\x18.millrace.data.v1.Upload\x12O\n\x0c\x43ommitUpload\x12%.millrace.data.v1.CommitUploadRequest\x1a\x18.millrace.data.v1.Upload\x12K\n\x0b\x41\x62ortUpload\x12$.millrace.data.v1.AbortUploadRequest\x1a\x16.google.protobuf.Empty\x12V\n\rImportVersion\x12&.millrace.data.v1.ImportVersionRequest\x1a\x1d.google.longrunning.Operation\x12\\\n\x10TransformVersion\x12).millrace.data.v1.TransformVersionRequest\x1a\x1d.google.longrunning.Operation\x12S\n\nGetVersion\x12#.millrace.data.v1.GetVersionRequest\x1a .millrace.data.v1.DatasetVersion\x12]\n\x0cListVersions\x12%.millrace.data.v1.ListVersionsRequest\x1a&.millrace.data.v1.ListVersionsResponse\x12O\n\rDeleteVersion\x12&.millrace.data.v1.DeleteVersionRequest\x1a\x16.google.protobuf.Empty\x12\x63\n\x0ePreviewVersion\x12\'.millrace.data.v1.PreviewVersionRequest\x1a(.millrace.data.v1.PreviewVersionResponse\x12\\\n\x0bReadVersion\x12$.millrace.data.v1.ReadVersionRequest\x1a%.millrace.data.v1.ReadVersionResponse0\x01\x12\x62\n\rVerifyVersion\x12&.millrace.data.v1.VerifyVersionRequest\x1a\'.millrace.data.v1.VerifyVersionResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.data.v1.data_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CREATEDATASETREQUEST']._serialized_start=162
-  _globals['_CREATEDATASETREQUEST']._serialized_end=290
-  _globals['_GETDATASETREQUEST']._serialized_start=292
-  _globals['_GETDATASETREQUEST']._serialized_end=325
-  _globals['_LISTDATASETSREQUEST']._serialized_start=327
-  _globals['_LISTDATASETSREQUEST']._serialized_end=387
-  _globals['_LISTDATASETSRESPONSE']._serialized_start=389
-  _globals['_LISTDATASETSRESPONSE']._serialized_end=481
-  _globals['_IMPORTVERSIONREQUEST']._serialized_start=484
-  _globals['_IMPORTVERSIONREQUEST']._serialized_end=680
-  _globals['_IMPORTSOURCE']._serialized_start=683
-  _globals['_IMPORTSOURCE']._serialized_end=818
-  _globals['_IDXSOURCE']._serialized_start=820
-  _globals['_IDXSOURCE']._serialized_end=871
-  _globals['_PARQUETSOURCE']._serialized_start=873
-  _globals['_PARQUETSOURCE']._serialized_end=901
-  _globals['_HOLDOUT']._serialized_start=903
-  _globals['_HOLDOUT']._serialized_end=982
-  _globals['_IMPORTVERSIONMETADATA']._serialized_start=984
-  _globals['_IMPORTVERSIONMETADATA']._serialized_end=1109
-  _globals['_GETVERSIONREQUEST']._serialized_start=1111
-  _globals['_GETVERSIONREQUEST']._serialized_end=1144
-  _globals['_LISTVERSIONSREQUEST']._serialized_start=1146
-  _globals['_LISTVERSIONSREQUEST']._serialized_end=1222
-  _globals['_LISTVERSIONSRESPONSE']._serialized_start=1224
-  _globals['_LISTVERSIONSRESPONSE']._serialized_end=1323
-  _globals['_PREVIEWVERSIONREQUEST']._serialized_start=1325
-  _globals['_PREVIEWVERSIONREQUEST']._serialized_end=1386
-  _globals['_PREVIEWVERSIONRESPONSE']._serialized_start=1388
-  _globals['_PREVIEWVERSIONRESPONSE']._serialized_end=1509
-  _globals['_READVERSIONREQUEST']._serialized_start=1511
-  _globals['_READVERSIONREQUEST']._serialized_end=1608
-  _globals['_READVERSIONRESPONSE']._serialized_start=1610
-  _globals['_READVERSIONRESPONSE']._serialized_end=1650
-  _globals['_DATASERVICE']._serialized_start=1653
-  _globals['_DATASERVICE']._serialized_end=2386
+  _globals['_CREATEDATASETREQUEST']._serialized_start=293
+  _globals['_CREATEDATASETREQUEST']._serialized_end=469
+  _globals['_UPDATEDATASETREQUEST']._serialized_start=471
+  _globals['_UPDATEDATASETREQUEST']._serialized_end=586
+  _globals['_DELETEDATASETREQUEST']._serialized_start=588
+  _globals['_DELETEDATASETREQUEST']._serialized_end=638
+  _globals['_STARTUPLOADREQUEST']._serialized_start=641
+  _globals['_STARTUPLOADREQUEST']._serialized_end=769
+  _globals['_PRESIGNEDPARTS']._serialized_start=771
+  _globals['_PRESIGNEDPARTS']._serialized_end=832
+  _globals['_UPLOADCHUNKSREQUEST']._serialized_start=834
+  _globals['_UPLOADCHUNKSREQUEST']._serialized_end=915
+  _globals['_UPLOADCHUNKSRESPONSE']._serialized_start=917
+  _globals['_UPLOADCHUNKSRESPONSE']._serialized_end=966
+  _globals['_GETUPLOADREQUEST']._serialized_start=968
+  _globals['_GETUPLOADREQUEST']._serialized_end=1000
+  _globals['_COMMITUPLOADREQUEST']._serialized_start=1002
+  _globals['_COMMITUPLOADREQUEST']._serialized_end=1073
+  _globals['_ABORTUPLOADREQUEST']._serialized_start=1075
+  _globals['_ABORTUPLOADREQUEST']._serialized_end=1109
+  _globals['_GETDATASETREQUEST']._serialized_start=1111
+  _globals['_GETDATASETREQUEST']._serialized_end=1144
+  _globals['_LISTDATASETSREQUEST']._serialized_start=1146
+  _globals['_LISTDATASETSREQUEST']._serialized_end=1206
+  _globals['_LISTDATASETSRESPONSE']._serialized_start=1208
+  _globals['_LISTDATASETSRESPONSE']._serialized_end=1300
+  _globals['_IMPORTVERSIONREQUEST']._serialized_start=1303
+  _globals['_IMPORTVERSIONREQUEST']._serialized_end=1682
+  _globals['_BASE']._serialized_start=1685
+  _globals['_BASE']._serialized_end=1816
+  _globals['_BASE_MODE']._serialized_start=1753
+  _globals['_BASE_MODE']._serialized_end=1816
+  _globals['_COLUMNTYPE']._serialized_start=1818
+  _globals['_COLUMNTYPE']._serialized_end=1866
+  _globals['_BADROWS']._serialized_start=1869
+  _globals['_BADROWS']._serialized_end=2020
+  _globals['_BADROWS_ACTION']._serialized_start=1948
+  _globals['_BADROWS_ACTION']._serialized_end=2020
+  _globals['_IMPORTSOURCE']._serialized_start=2023
+  _globals['_IMPORTSOURCE']._serialized_end=2423
+  _globals['_IDXSOURCE']._serialized_start=2425
+  _globals['_IDXSOURCE']._serialized_end=2476
+  _globals['_PARQUETSOURCE']._serialized_start=2478
+  _globals['_PARQUETSOURCE']._serialized_end=2506
+  _globals['_ARROWSOURCE']._serialized_start=2508
+  _globals['_ARROWSOURCE']._serialized_end=2534
+  _globals['_CSVSOURCE']._serialized_start=2536
+  _globals['_CSVSOURCE']._serialized_end=2640
+  _globals['_JSONLINESSOURCE']._serialized_start=2642
+  _globals['_JSONLINESSOURCE']._serialized_end=2672
+  _globals['_IMAGEFOLDERSOURCE']._serialized_start=2674
+  _globals['_IMAGEFOLDERSOURCE']._serialized_end=2706
+  _globals['_IMAGETARSOURCE']._serialized_start=2708
+  _globals['_IMAGETARSOURCE']._serialized_end=2737
+  _globals['_HOLDOUT']._serialized_start=2739
+  _globals['_HOLDOUT']._serialized_end=2818
+  _globals['_IMPORTVERSIONMETADATA']._serialized_start=2821
+  _globals['_IMPORTVERSIONMETADATA']._serialized_end=2972
+  _globals['_TRANSFORMVERSIONREQUEST']._serialized_start=2975
+  _globals['_TRANSFORMVERSIONREQUEST']._serialized_end=3257
+  _globals['_SPLITRULE']._serialized_start=3260
+  _globals['_SPLITRULE']._serialized_end=3465
+  _globals['_HASHSPLIT']._serialized_start=3467
+  _globals['_HASHSPLIT']._serialized_end=3554
+  _globals['_COLUMNSPLIT']._serialized_start=3556
+  _globals['_COLUMNSPLIT']._serialized_end=3585
+  _globals['_TIMESPLIT']._serialized_start=3587
+  _globals['_TIMESPLIT']._serialized_end=3657
+  _globals['_PERIOD']._serialized_start=3659
+  _globals['_PERIOD']._serialized_end=3726
+  _globals['_RATIOSPLIT']._serialized_start=3728
+  _globals['_RATIOSPLIT']._serialized_end=3795
+  _globals['_SHARE']._serialized_start=3797
+  _globals['_SHARE']._serialized_end=3835
+  _globals['_TRANSFORMVERSIONMETADATA']._serialized_start=3838
+  _globals['_TRANSFORMVERSIONMETADATA']._serialized_end=4146
+  _globals['_TRANSFORMVERSIONMETADATA_PHASE']._serialized_start=4078
+  _globals['_TRANSFORMVERSIONMETADATA_PHASE']._serialized_end=4146
+  _globals['_GETVERSIONREQUEST']._serialized_start=4148
+  _globals['_GETVERSIONREQUEST']._serialized_end=4181
+  _globals['_LISTVERSIONSREQUEST']._serialized_start=4183
+  _globals['_LISTVERSIONSREQUEST']._serialized_end=4259
+  _globals['_LISTVERSIONSRESPONSE']._serialized_start=4261
+  _globals['_LISTVERSIONSRESPONSE']._serialized_end=4360
+  _globals['_PREVIEWVERSIONREQUEST']._serialized_start=4362
+  _globals['_PREVIEWVERSIONREQUEST']._serialized_end=4423
+  _globals['_PREVIEWVERSIONRESPONSE']._serialized_start=4426
+  _globals['_PREVIEWVERSIONRESPONSE']._serialized_end=4596
+  _globals['_DELETEVERSIONREQUEST']._serialized_start=4598
+  _globals['_DELETEVERSIONREQUEST']._serialized_end=4648
+  _globals['_VERIFYVERSIONREQUEST']._serialized_start=4650
+  _globals['_VERIFYVERSIONREQUEST']._serialized_end=4686
+  _globals['_VERIFYVERSIONRESPONSE']._serialized_start=4689
+  _globals['_VERIFYVERSIONRESPONSE']._serialized_end=4844
+  _globals['_DAMAGE']._serialized_start=4846
+  _globals['_DAMAGE']._serialized_end=4889
+  _globals['_READVERSIONREQUEST']._serialized_start=4891
+  _globals['_READVERSIONREQUEST']._serialized_end=4988
+  _globals['_READVERSIONRESPONSE']._serialized_start=4990
+  _globals['_READVERSIONRESPONSE']._serialized_end=5030
+  _globals['_DATASERVICE']._serialized_start=5033
+  _globals['_DATASERVICE']._serialized_end=6617
 # @@protoc_insertion_point(module_scope)

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from google.longrunning import operations_pb2 as google_dot_longrunning_dot_operations__pb2
+from google.protobuf import empty_pb2 as google_dot_protobuf_dot_empty__pb2
 from millrace.data.v1 import data_service_pb2 as millrace_dot_data_dot_v1_dot_data__service__pb2
 from millrace.data.v1 import resources_pb2 as millrace_dot_data_dot_v1_dot_resources__pb2
 
@@ -56,9 +57,49 @@ class DataServiceStub:
                 request_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ListDatasetsRequest.SerializeToString,
                 response_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ListDatasetsResponse.FromString,
                 _registered_method=True)
+        self.UpdateDataset = channel.unary_unary(
+                '/millrace.data.v1.DataService/UpdateDataset',
+                request_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.UpdateDatasetRequest.SerializeToString,
+                response_deserializer=millrace_dot_data_dot_v1_dot_resources__pb2.Dataset.FromString,
+                _registered_method=True)
+        self.DeleteDataset = channel.unary_unary(
+                '/millrace.data.v1.DataService/DeleteDataset',
+                request_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.DeleteDatasetRequest.SerializeToString,
+                response_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+                _registered_method=True)
+        self.StartUpload = channel.unary_unary(
+                '/millrace.data.v1.DataService/StartUpload',
+                request_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.StartUploadRequest.SerializeToString,
+                response_deserializer=millrace_dot_data_dot_v1_dot_resources__pb2.Upload.FromString,
+                _registered_method=True)
+        self.UploadChunks = channel.stream_stream(
+                '/millrace.data.v1.DataService/UploadChunks',
+                request_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.UploadChunksRequest.SerializeToString,
+                response_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.UploadChunksResponse.FromString,
+                _registered_method=True)
+        self.GetUpload = channel.unary_unary(
+                '/millrace.data.v1.DataService/GetUpload',
+                request_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.GetUploadRequest.SerializeToString,
+                response_deserializer=millrace_dot_data_dot_v1_dot_resources__pb2.Upload.FromString,
+                _registered_method=True)
+        self.CommitUpload = channel.unary_unary(
+                '/millrace.data.v1.DataService/CommitUpload',
+                request_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.CommitUploadRequest.SerializeToString,
+                response_deserializer=millrace_dot_data_dot_v1_dot_resources__pb2.Upload.FromString,
+                _registered_method=True)
+        self.AbortUpload = channel.unary_unary(
+                '/millrace.data.v1.DataService/AbortUpload',
+                request_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.AbortUploadRequest.SerializeToString,
+                response_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+                _registered_method=True)
         self.ImportVersion = channel.unary_unary(
                 '/millrace.data.v1.DataService/ImportVersion',
                 request_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ImportVersionRequest.SerializeToString,
+                response_deserializer=google_dot_longrunning_dot_operations__pb2.Operation.FromString,
+                _registered_method=True)
+        self.TransformVersion = channel.unary_unary(
+                '/millrace.data.v1.DataService/TransformVersion',
+                request_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.TransformVersionRequest.SerializeToString,
                 response_deserializer=google_dot_longrunning_dot_operations__pb2.Operation.FromString,
                 _registered_method=True)
         self.GetVersion = channel.unary_unary(
@@ -71,6 +112,11 @@ class DataServiceStub:
                 request_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ListVersionsRequest.SerializeToString,
                 response_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ListVersionsResponse.FromString,
                 _registered_method=True)
+        self.DeleteVersion = channel.unary_unary(
+                '/millrace.data.v1.DataService/DeleteVersion',
+                request_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.DeleteVersionRequest.SerializeToString,
+                response_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+                _registered_method=True)
         self.PreviewVersion = channel.unary_unary(
                 '/millrace.data.v1.DataService/PreviewVersion',
                 request_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.PreviewVersionRequest.SerializeToString,
@@ -80,6 +126,11 @@ class DataServiceStub:
                 '/millrace.data.v1.DataService/ReadVersion',
                 request_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ReadVersionRequest.SerializeToString,
                 response_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ReadVersionResponse.FromString,
+                _registered_method=True)
+        self.VerifyVersion = channel.unary_stream(
+                '/millrace.data.v1.DataService/VerifyVersion',
+                request_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.VerifyVersionRequest.SerializeToString,
+                response_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.VerifyVersionResponse.FromString,
                 _registered_method=True)
 
 
@@ -113,13 +164,88 @@ class DataServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateDataset(self, request, context):
+        """Changes `display_name`, `description` and `retention`.
+        Fails with INVALID_ARGUMENT, NOT_FOUND and ABORTED (`etag` is not the present one).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteDataset(self, request, context):
+        """Fails with INVALID_ARGUMENT, NOT_FOUND, ABORTED (`etag`) and FAILED_PRECONDITION (it has versions; delete them
+        first). Its uploads go with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartUpload(self, request, context):
+        """Opens an upload. Fails with INVALID_ARGUMENT, NOT_FOUND (the dataset), ALREADY_EXISTS (the id is taken, or
+        `request_id` was used with another body) and FAILED_PRECONDITION (presigned parts, and the store is not S3).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UploadChunks(self, request_iterator, context):
+        """Sends chunks and is answered with how much is durable. After a break, or any error, go on from the last
+        acknowledged byte, in a new call: GetUpload tells it. A client that goes away commits nothing.
+        Fails with INVALID_ARGUMENT (a malformed or too large chunk), NOT_FOUND, DATA_LOSS (a chunk's bytes are not those of
+        its CRC32C), OUT_OF_RANGE (a chunk that begins after the acknowledged size), ABORTED (another client writes other
+        chunks), FAILED_PRECONDITION (the upload is committed) and RESOURCE_EXHAUSTED (the store is full).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetUpload(self, request, context):
+        """Fails with INVALID_ARGUMENT and NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CommitUpload(self, request, context):
+        """Ends an upload: its bytes are now fixed. The same commit again gives the same answer.
+        Fails with INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (not all bytes are there, or it was committed with
+        another size or digest) and DATA_LOSS (the bytes do not have that digest: abort it and send them again).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AbortUpload(self, request, context):
+        """Takes an upload away, with its bytes, whatever its state. Fails with INVALID_ARGUMENT, NOT_FOUND and
+        FAILED_PRECONDITION (an import reads it).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ImportVersion(self, request, context):
-        """Imports files that the server can read into a new version. The operation's `metadata` is an ImportVersionMetadata,
-        its `response` the ACTIVE DatasetVersion.
-        Fails with INVALID_ARGUMENT (a field, a URI's scheme or a path outside the allowed roots), NOT_FOUND (the dataset)
-        and ALREADY_EXISTS (the version id is taken, or `request_id` was used with another body). The operation fails with
-        NOT_FOUND (a source is not there), INVALID_ARGUMENT (a source is corrupt, truncated, or does not fit the others) or
-        CANCELLED; then no version is visible as ACTIVE and no file of it can be read.
+        """Imports files into a new version: those that the server can read, and uploads. The operation's `metadata` is an
+        ImportVersionMetadata, its `response` the ACTIVE DatasetVersion.
+        Fails with INVALID_ARGUMENT (a field, a URI's scheme or a path outside the allowed roots), NOT_FOUND (the dataset,
+        the base or an upload), FAILED_PRECONDITION (the base is not ACTIVE, or was transformed), ABORTED (another version
+        already follows the base: read it and decide again) and ALREADY_EXISTS (the version id is taken, or `request_id` was
+        used with another body). The operation fails with NOT_FOUND (a source is not there), INVALID_ARGUMENT (a source is
+        corrupt, truncated, or does not fit the others; more bad rows than allowed), FAILED_PRECONDITION (a quality check
+        failed, or an open upload was abandoned), RESOURCE_EXHAUSTED (the store is full, after some tries), DATA_LOSS (an
+        upload's bytes are not those that were committed) or CANCELLED; then no version is visible as ACTIVE and no file of
+        it can be read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TransformVersion(self, request, context):
+        """Makes a new version out of another with Ray Data. The operation's `metadata` is a TransformVersionMetadata, its
+        `response` the ACTIVE DatasetVersion.
+        Fails with INVALID_ARGUMENT (a step, naming it: also where it does not fit the source's columns), NOT_FOUND,
+        FAILED_PRECONDITION (the source is not ACTIVE) and ALREADY_EXISTS. The operation fails with INVALID_ARGUMENT (a row
+        that a step cannot work on: the error names step, row id and cause), FAILED_PRECONDITION (a quality check failed),
+        DATA_LOSS, RESOURCE_EXHAUSTED or CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -139,8 +265,17 @@ class DataServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteVersion(self, request, context):
+        """Takes a version away, with its files. While they go it is DELETING; then its id is free again.
+        Fails with INVALID_ARGUMENT, NOT_FOUND, ABORTED (`etag`) and FAILED_PRECONDITION (it is being made: cancel its
+        operation; or a training job, a deployment or another job uses it: the error names them).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PreviewVersion(self, request, context):
-        """The first rows of each split, with a contact sheet of an image column.
+        """The first rows of each split, the quality report, and a contact sheet of an image column.
         Fails with INVALID_ARGUMENT, NOT_FOUND and FAILED_PRECONDITION (the version is not ACTIVE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -152,6 +287,15 @@ class DataServiceServicer:
         after the other and read them with any Arrow library.
         Fails with INVALID_ARGUMENT (an unknown split or column, a bad range), NOT_FOUND, FAILED_PRECONDITION (the version
         is not ACTIVE) and DATA_LOSS (a stored file is not what its manifest and its page checksums say).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def VerifyVersion(self, request, context):
+        """Reads every stored byte of a version again: each file's digest, each page's checksum, each row's id. Streams how far
+        it is; damage is an answer, not an error, so that all of it is told.
+        Fails with INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (the version is not ACTIVE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -175,9 +319,49 @@ def add_DataServiceServicer_to_server(servicer, server):
                     request_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ListDatasetsRequest.FromString,
                     response_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ListDatasetsResponse.SerializeToString,
             ),
+            'UpdateDataset': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateDataset,
+                    request_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.UpdateDatasetRequest.FromString,
+                    response_serializer=millrace_dot_data_dot_v1_dot_resources__pb2.Dataset.SerializeToString,
+            ),
+            'DeleteDataset': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteDataset,
+                    request_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.DeleteDatasetRequest.FromString,
+                    response_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+            ),
+            'StartUpload': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartUpload,
+                    request_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.StartUploadRequest.FromString,
+                    response_serializer=millrace_dot_data_dot_v1_dot_resources__pb2.Upload.SerializeToString,
+            ),
+            'UploadChunks': grpc.stream_stream_rpc_method_handler(
+                    servicer.UploadChunks,
+                    request_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.UploadChunksRequest.FromString,
+                    response_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.UploadChunksResponse.SerializeToString,
+            ),
+            'GetUpload': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUpload,
+                    request_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.GetUploadRequest.FromString,
+                    response_serializer=millrace_dot_data_dot_v1_dot_resources__pb2.Upload.SerializeToString,
+            ),
+            'CommitUpload': grpc.unary_unary_rpc_method_handler(
+                    servicer.CommitUpload,
+                    request_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.CommitUploadRequest.FromString,
+                    response_serializer=millrace_dot_data_dot_v1_dot_resources__pb2.Upload.SerializeToString,
+            ),
+            'AbortUpload': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortUpload,
+                    request_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.AbortUploadRequest.FromString,
+                    response_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+            ),
             'ImportVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.ImportVersion,
                     request_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ImportVersionRequest.FromString,
+                    response_serializer=google_dot_longrunning_dot_operations__pb2.Operation.SerializeToString,
+            ),
+            'TransformVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.TransformVersion,
+                    request_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.TransformVersionRequest.FromString,
                     response_serializer=google_dot_longrunning_dot_operations__pb2.Operation.SerializeToString,
             ),
             'GetVersion': grpc.unary_unary_rpc_method_handler(
@@ -190,6 +374,11 @@ def add_DataServiceServicer_to_server(servicer, server):
                     request_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ListVersionsRequest.FromString,
                     response_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ListVersionsResponse.SerializeToString,
             ),
+            'DeleteVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteVersion,
+                    request_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.DeleteVersionRequest.FromString,
+                    response_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+            ),
             'PreviewVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.PreviewVersion,
                     request_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.PreviewVersionRequest.FromString,
@@ -199,6 +388,11 @@ def add_DataServiceServicer_to_server(servicer, server):
                     servicer.ReadVersion,
                     request_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ReadVersionRequest.FromString,
                     response_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ReadVersionResponse.SerializeToString,
+            ),
+            'VerifyVersion': grpc.unary_stream_rpc_method_handler(
+                    servicer.VerifyVersion,
+                    request_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.VerifyVersionRequest.FromString,
+                    response_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.VerifyVersionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -298,6 +492,195 @@ class DataService:
             _registered_method=True)
 
     @staticmethod
+    def UpdateDataset(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.data.v1.DataService/UpdateDataset',
+            millrace_dot_data_dot_v1_dot_data__service__pb2.UpdateDatasetRequest.SerializeToString,
+            millrace_dot_data_dot_v1_dot_resources__pb2.Dataset.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteDataset(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.data.v1.DataService/DeleteDataset',
+            millrace_dot_data_dot_v1_dot_data__service__pb2.DeleteDatasetRequest.SerializeToString,
+            google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartUpload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.data.v1.DataService/StartUpload',
+            millrace_dot_data_dot_v1_dot_data__service__pb2.StartUploadRequest.SerializeToString,
+            millrace_dot_data_dot_v1_dot_resources__pb2.Upload.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UploadChunks(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/millrace.data.v1.DataService/UploadChunks',
+            millrace_dot_data_dot_v1_dot_data__service__pb2.UploadChunksRequest.SerializeToString,
+            millrace_dot_data_dot_v1_dot_data__service__pb2.UploadChunksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUpload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.data.v1.DataService/GetUpload',
+            millrace_dot_data_dot_v1_dot_data__service__pb2.GetUploadRequest.SerializeToString,
+            millrace_dot_data_dot_v1_dot_resources__pb2.Upload.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CommitUpload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.data.v1.DataService/CommitUpload',
+            millrace_dot_data_dot_v1_dot_data__service__pb2.CommitUploadRequest.SerializeToString,
+            millrace_dot_data_dot_v1_dot_resources__pb2.Upload.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbortUpload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.data.v1.DataService/AbortUpload',
+            millrace_dot_data_dot_v1_dot_data__service__pb2.AbortUploadRequest.SerializeToString,
+            google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ImportVersion(request,
             target,
             options=(),
@@ -313,6 +696,33 @@ class DataService:
             target,
             '/millrace.data.v1.DataService/ImportVersion',
             millrace_dot_data_dot_v1_dot_data__service__pb2.ImportVersionRequest.SerializeToString,
+            google_dot_longrunning_dot_operations__pb2.Operation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TransformVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.data.v1.DataService/TransformVersion',
+            millrace_dot_data_dot_v1_dot_data__service__pb2.TransformVersionRequest.SerializeToString,
             google_dot_longrunning_dot_operations__pb2.Operation.FromString,
             options,
             channel_credentials,
@@ -379,6 +789,33 @@ class DataService:
             _registered_method=True)
 
     @staticmethod
+    def DeleteVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.data.v1.DataService/DeleteVersion',
+            millrace_dot_data_dot_v1_dot_data__service__pb2.DeleteVersionRequest.SerializeToString,
+            google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def PreviewVersion(request,
             target,
             options=(),
@@ -422,6 +859,33 @@ class DataService:
             '/millrace.data.v1.DataService/ReadVersion',
             millrace_dot_data_dot_v1_dot_data__service__pb2.ReadVersionRequest.SerializeToString,
             millrace_dot_data_dot_v1_dot_data__service__pb2.ReadVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/millrace.data.v1.DataService/VerifyVersion',
+            millrace_dot_data_dot_v1_dot_data__service__pb2.VerifyVersionRequest.SerializeToString,
+            millrace_dot_data_dot_v1_dot_data__service__pb2.VerifyVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,
