@@ -24,15 +24,24 @@ from torchvision import datasets, transforms
 from shared.dataset_version import VersionReader, load_version
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from shared.transforms import Normalize, Pipeline, ToFloat
+from shared.model_spec import ModelSpec
 from tests.support.versions import commit_version
+from train_service.domain.spec import TrainingSpec
 from train_service.loader import Loader, Plan
+from train_service.preprocessing import Preprocessing
 from train_service.row_cache import RowCache
 
 BATCH = 128
 PAIRS = 7
 MEAN, STD = 0.1307, 0.3081
 VERSION = "datasets/digits/versions/v1"
+SPEC = TrainingSpec(
+    dataset_version=VERSION,
+    transform={"steps": [{"toFloat": {}}, {"normalize": {"mean": [MEAN], "std": [STD]}}]},
+    model=ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10),
+    epochs=1,
+    global_batch_size=BATCH,
+)
 
 
 def main() -> None:
@@ -51,10 +60,11 @@ def main() -> None:
 
 def _ours(store: ObjectStore) -> Callable[[], Iterable[int]]:
     def batches() -> Iterable[int]:
-        reader = VersionReader(store, load_version(store, VERSION))
-        cache = RowCache(reader, "train", "image", "label", 10, 1 << 29)
+        version = load_version(store, VERSION)
+        preprocessing = Preprocessing(SPEC, version.columns)
+        cache = RowCache(VersionReader(store, version), "train", preprocessing.columns, "label", 10, 1 << 29)
         plan = Plan(seed=1, lanes=24, global_batch=BATCH, epochs=1, rank=0, world_size=1)
-        loader = Loader(cache, Pipeline([ToFloat(), Normalize((MEAN,), (STD,))], {}), plan)
+        loader = Loader(cache, preprocessing, plan)
         return (len(torch.from_numpy(batch.inputs)) for batch in loader.batches(0))
 
     return batches

@@ -12,9 +12,13 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 from grpc import aio
 
 from data_service.datasets import Datasets
-from data_service.import_operations import ImportOperations
+from data_service.lifecycle import Deletions
 from data_service.servicer import DataServicer
 from data_service.settings import DataSettings, data_settings
+from data_service.sweeper import Sweeper, sweep_periodically
+from data_service.uploads.uploads import Uploads
+from data_service.version_jobs import VersionJobs
+from data_service.version_operations import VersionOperations
 from data_service.versions import Versions
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc
 from shared.dataset_version.version import IMPORT_KIND
@@ -26,6 +30,7 @@ from shared.operations import OperationsServicer
 from shared.settings import SettingsError
 from shared.storage import ObjectStore, open_store, probe
 from shared.storage.opening import ensure_bucket
+from shared.storage.presigning import presigner
 from shared.storage.probe import StoreRefused
 from shared.telemetry import configure_logging
 
@@ -37,11 +42,23 @@ RECONCILER = "data_service.reconciler"
 async def run(settings: DataSettings, store: ObjectStore) -> None:
     jobs = Jobs(store, IMPORT_KIND)
     datasets = Datasets(store)
-    versions = Versions(store, jobs, datasets, settings.import_roots)
-    operations = ImportOperations(store, jobs, versions)
+    uploads = Uploads(store, datasets, presigner(settings.service.store))
+    versions = Versions(store, jobs, datasets)
+    version_jobs = VersionJobs(
+        store,
+        jobs,
+        datasets,
+        versions,
+        import_roots=settings.import_roots,
+        custom_allowed=settings.custom_transforms,
+    )
+    operations = VersionOperations(store, jobs, versions)
+    deletions = Deletions(store, jobs)
+    sweeper = Sweeper(store, datasets, deletions, sweep_uploads=uploads.sweep, delete_uploads=uploads.abort_all)
 
     def register(server: aio.Server) -> Sequence[str]:
-        data_service_pb2_grpc.add_DataServiceServicer_to_server(DataServicer(datasets, versions, operations), server)
+        servicer = DataServicer(datasets, uploads, versions, version_jobs, operations, deletions)
+        data_service_pb2_grpc.add_DataServiceServicer_to_server(servicer, server)
         operations_pb2_grpc.add_OperationsServicer_to_server(OperationsServicer(operations), server)
         return (
             data_service_pb2.DESCRIPTOR.services_by_name["DataService"].full_name,
@@ -50,10 +67,11 @@ async def run(settings: DataSettings, store: ObjectStore) -> None:
 
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(sweep_periodically(sweeper, settings.sweep_interval_s, stop))
         if settings.service.ray_address:
             tasks.create_task(supervise(RECONCILER, stop))
         else:
-            logger.warning("RAY_ADDRESS is not set: imports wait until the service is started with one")
+            logger.warning("RAY_ADDRESS is not set: versions wait to be made until the service is started with one")
         try:
             await serve(settings.service.listen, register, stop=stop)
         finally:

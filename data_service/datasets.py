@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
-from data_service.domain.dataset import Dataset, check_fields
+from data_service.domain.dataset import Dataset, changed, check_fields, check_mask
+from data_service.domain.retention import Retention, check_retention
 from shared import names, paging
-from shared.errors import already_exists, not_found
+from shared.dataset_version.version import IMPORT_KIND
+from shared.errors import Conflict, FailedPrecondition, already_exists, not_found
+from shared.jobs import Jobs
 from shared.log import ResourceLog
 from shared.requests import claimed
 from shared.storage import ObjectStore
 
 # Whose request ids these are.
 SERVICE = "data"
+PATTERN = "datasets/{d}"
+NO_RETENTION = Retention()
+# So many are named in an error.
+SHOWN_VERSIONS = 5
 
 
 class Datasets:
@@ -29,9 +39,11 @@ class Datasets:
         request_id: str,
         body_sha256: str,
         validate_only: bool,
+        retention: Retention = NO_RETENTION,
     ) -> Dataset:
         """Raises `InvalidArgument` and `AlreadyExists`."""
         check_fields(dataset_id, display_name, description)
+        check_retention(retention)
         request_id = names.check_request_id("request_id", request_id)
         dataset = Dataset(
             name=f"datasets/{dataset_id}",
@@ -40,9 +52,10 @@ class Datasets:
             description=description,
             create_time=time.time(),
             request_id=request_id,
+            retention=retention,
         )
         if validate_only:
-            if self._find(dataset.name):
+            if self.find(dataset.name):
                 raise already_exists(dataset.name)
             return dataset
         with claimed(self._store, SERVICE, request_id, body_sha256, dataset.name):
@@ -50,28 +63,123 @@ class Datasets:
 
     def get(self, name: str, field: str = "name") -> Dataset:
         """Raises `InvalidArgument` naming `field`, and `NotFound`."""
-        names.parse(field, name, "datasets/{d}")
-        dataset = self._find(name)
+        names.parse(field, name, PATTERN)
+        dataset = self.find(name)
         if dataset is None:
             raise not_found(name)
         return dataset
 
+    def find(self, name: str) -> Dataset | None:
+        """None where none ever was, or where it was deleted."""
+        found = self._newest(name)
+        return None if found is None or found.deleted else found
+
     def list(self, page_size: int, page_token: str) -> tuple[list[Dataset], str]:
         """One page in the order of names, and the token of the next."""
         found, next_token = paging.page(self._store.folders("datasets"), page_size, page_token)
-        datasets = [self._find(f"datasets/{one}") for one in found]
+        datasets = [self.find(f"datasets/{one}") for one in found]
         return [dataset for dataset in datasets if dataset], next_token
+
+    def update(self, name: str, etag: str, mask: Iterable[str], **values: Any) -> Dataset:
+        """Changes those of `display_name`, `description` and `retention` that the mask names; empty: all three.
+
+        Raises `InvalidArgument`, `NotFound`, and `Conflict` when `etag` is given and not the present one.
+        """
+        names.parse("dataset.name", name, PATTERN)
+        changes = {path: values[path] for path in check_mask(mask)}
+        return self._transition(name, lambda dataset: changed(_expected(dataset, etag), changes))
+
+    def delete(self, name: str, etag: str, delete_uploads: Callable[[str], None]) -> None:
+        """Leaves a tombstone in the log, and calls `delete_uploads` with the name.
+
+        Raises `InvalidArgument`, `NotFound`, `Conflict` when `etag` is given and not the present one, and
+        `FailedPrecondition` naming the versions there are. A version that is being made at the same time is seen
+        here, or its maker sees the tombstone: see `check_still_there`.
+        """
+        names.parse("name", name, PATTERN)
+        dataset = _expected(self.get(name), etag)
+        _refuse_with_versions(name, self.version_names(name))
+
+        def bury(newest: Dataset) -> Dataset:
+            return replace(_expected(newest, etag), deleted=True, generation=newest.generation + 1)
+
+        self._transition(name, bury)
+        if there := self.version_names(name):
+            self.unearth(name, dataset.uid)
+            _refuse_with_versions(name, there)
+        delete_uploads(name)
+
+    def check_still_there(self, name: str, uid: str) -> None:
+        """For who has just made something in the dataset. Raises `NotFound` where it was deleted meanwhile: then what
+        was made must go again."""
+        dataset = self.find(name)
+        if dataset is None or dataset.uid != uid:
+            raise not_found(name, "it was deleted meanwhile")
+
+    def is_tombstone(self, name: str) -> bool:
+        found = self._newest(name)
+        return found is not None and found.deleted
+
+    def unearth(self, name: str, uid: str = "") -> None:
+        """Takes a deletion back, of the dataset with that uid (empty: whichever it is): there is a version in it."""
+
+        def decide(newest: Dataset) -> Dataset:
+            return replace(newest, deleted=False) if newest.deleted and uid in ("", newest.uid) else newest
+
+        self._transition(name, decide, tombstones=True)
+
+    def version_names(self, name: str) -> Sequence[str]:
+        """Those of all versions that exist, in any state."""
+        jobs = Jobs(self._store, IMPORT_KIND)
+        there = [f"{name}/versions/{one}" for one in self._store.folders(f"{name}/versions")]
+        return [one for one in there if jobs.find(one)]
 
     def _append(self, dataset: Dataset) -> Dataset:
         log = ResourceLog(self._store, f"{dataset.name}/log")
-        if log.head() is None and log.append(None, dataset.as_state()):
+        last = log.head()
+        free = last is None or Dataset.from_state(last.state).deleted
+        if free and log.append(last, dataset.as_state()):
             return dataset
-        winner = self._find(dataset.name)
+        winner = self.find(dataset.name)
         # A repeated call, or one of two at the same time, is answered with what the first made.
         if winner and dataset.request_id and winner.request_id == dataset.request_id:
             return winner
         raise already_exists(dataset.name)
 
-    def _find(self, name: str) -> Dataset | None:
+    def _transition(self, name: str, decide: Callable[[Dataset], Dataset], *, tombstones: bool = False) -> Dataset:
+        """Appends what `decide` makes of the newest state; nothing where it returns that state itself."""
+
+        def step(record: Any) -> dict[str, Any] | None:
+            before = Dataset.from_state(record.state) if record else None
+            if before is None or (before.deleted and not tombstones):
+                raise not_found(name)
+            after = decide(before)
+            return None if after is before else after.as_state()
+
+        record = ResourceLog(self._store, f"{name}/log").update(step)
+        assert record is not None
+        return Dataset.from_state(record.state)
+
+    def _newest(self, name: str) -> Dataset | None:
         record = ResourceLog(self._store, f"{name}/log").head()
         return Dataset.from_state(record.state) if record else None
+
+
+def _expected(dataset: Dataset, etag: str) -> Dataset:
+    if etag and etag != dataset.etag:
+        raise Conflict(
+            f"{dataset.name} has etag {dataset.etag}, not {etag}; read it again",
+            reason="STALE_ETAG",
+            metadata={"resource": dataset.name},
+        )
+    return dataset
+
+
+def _refuse_with_versions(name: str, there: Sequence[str]) -> None:
+    if there:
+        shown = ", ".join(there[:SHOWN_VERSIONS]) + (", …" if len(there) > SHOWN_VERSIONS else "")
+        raise FailedPrecondition(
+            f"{name} has {len(there)} version(s): {shown}; delete them first",
+            reason="DATASET_HAS_VERSIONS",
+            metadata={"resource": name, "versions": str(len(there))},
+        )

@@ -1,4 +1,4 @@
-"""`operations/{o}/pointer.json`: an operation points to the version whose import it shows."""
+"""`operations/{o}/pointer.json`: an operation points to the version whose making it shows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from shared.errors import not_found
 from shared.jobs import JobRecord, Jobs
 from shared.storage import ObjectMissing, ObjectStore
 
-# Other services keep their operations in the same store.
-ID_PREFIX = "import-"
+# The keys of a job's spec that say how it makes a version, which its operation's id begins with: other services keep
+# their operations in the same store.
+MAKERS = ("import", "transform")
 
 
 def operation_id(job: JobRecord) -> str:
-    return f"{ID_PREFIX}{job.uid}"
+    maker = next((one for one in MAKERS if one in job.spec), MAKERS[0])
+    return f"{maker}-{job.uid}"
 
 
 def record_operation(store: ObjectStore, job: JobRecord) -> None:
@@ -38,7 +40,7 @@ def job_of_operation(store: ObjectStore, jobs: Jobs, name: str) -> JobRecord:
 
 
 def operation_ids(store: ObjectStore) -> list[str]:
-    return [one for one in store.folders("operations") if one.startswith(ID_PREFIX)]
+    return [one for one in store.folders("operations") if one.startswith(tuple(f"{maker}-" for maker in MAKERS))]
 
 
 def _key(operation: str) -> str:

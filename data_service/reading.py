@@ -1,18 +1,30 @@
-"""Rows of a committed version as Arrow IPC, a row group in memory at a time."""
+"""Rows of a committed version as Arrow IPC, a few row groups in memory at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from data_service.domain import contact_sheet
 from data_service.domain.contact_sheet import Tile
-from shared.dataset_version import VersionReader
+from data_service.streaming import framed
+from shared.dataset_version import RowGroup, VersionReader
 from shared.errors import invalid_field
 
-MESSAGE_BYTES = 1024 * 1024
+# Below the 4 MiB that most clients take.
+MESSAGE_BYTES = 3 * 1024 * 1024 + 512 * 1024
+BATCH_BYTES = MESSAGE_BYTES - 64 * 1024
+# The number of the field `arrow_ipc` in a ReadVersionResponse.
+ARROW_IPC = 1
+# So much is read and decoded at a time, in so many threads.
+CHUNK_BYTES = 3 * 1024 * 1024
+READ_AHEAD = 2
+# As Arrow's format has it: a continuation marker, and a message of length 0.
+END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 DEFAULT_PREVIEW_ROWS, MAX_PREVIEW_ROWS = 10, 100
 # A preview is one message, and most clients take no more than 4 MiB.
 PREVIEW_BYTES = 2 * 1024 * 1024
@@ -29,34 +41,123 @@ class Selection:
     limit: int
 
 
-def read_stream(reader: VersionReader, selection: Selection) -> Iterator[bytes]:
-    """One Arrow IPC stream in pieces of at most `MESSAGE_BYTES`, in the order of row ids.
+def read_stream(reader: VersionReader, selection: Selection) -> Generator[bytes, None, None]:
+    """One Arrow IPC stream in serialized `ReadVersionResponse`s of about `MESSAGE_BYTES`, in the order of row ids.
 
+    A message holds whole Arrow messages, so that a reader need not copy them together, unless a row is larger. While
+    one is sent the next ones are read, at most `READ_AHEAD` chunks of them.
     Raises `InvalidArgument` for an unknown split or column or a negative range, and `DataLoss`.
     """
     for field, value in (("offset", selection.offset), ("limit", selection.limit)):
         if value < 0:
             raise invalid_field(field, value, "use 0 or more")
+    schema = reader.select(selection.columns or None)
+    chunks = _chunks(reader, selection, schema.names)
+    yield framed(ARROW_IPC, [schema.serialize().to_pybytes()])
+    with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="read-ahead") as pool:
+        ahead: deque[Future[list[bytes]]] = deque()
+        try:
+            for chunk in chunks:
+                ahead.append(pool.submit(_encoded, reader, chunk, schema))
+                if len(ahead) > READ_AHEAD:
+                    yield from ahead.popleft().result()
+            while ahead:
+                yield from ahead.popleft().result()
+        finally:
+            for pending in ahead:
+                pending.cancel()
+    yield framed(ARROW_IPC, [END_OF_STREAM])
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Row groups that are read together, and the rows of them that are wanted."""
+
+    groups: list[RowGroup]
+    skip: int
+    row_count: int
+
+
+def _chunks(reader: VersionReader, selection: Selection, columns: Sequence[str]) -> Iterator[_Chunk]:
+    """The selected rows in chunks of about a message. A group before the offset or after the limit is not read."""
     splits = [selection.split] if selection.split else [split.name for split in reader.version.manifest.splits]
     groups = [group for split in splits for group in reader.row_groups(split)]
-    schema = reader.select(selection.columns or None)
-    sink = _Pieces()
-    with pa.ipc.new_stream(sink, schema) as stream:
-        skip = selection.offset
-        left = selection.limit or sum(group.row_count for group in groups)
-        for group in groups:
-            if left <= 0:
-                break
-            if skip >= group.row_count:
-                skip -= group.row_count
-                continue
-            table = reader.read(group, schema.names).slice(skip, left)
-            skip = 0
-            left -= table.num_rows
-            for batch in _batches(table):
-                stream.write_batch(batch)
-                yield from sink.take(MESSAGE_BYTES)
-    yield from sink.take(1)
+    skip, left = selection.offset, selection.limit or sum(group.row_count for group in groups)
+    chunk: list[RowGroup] = []
+    size_bytes = rows = first_skip = 0
+    for group in groups:
+        if left <= 0:
+            break
+        if skip >= group.row_count:
+            skip -= group.row_count
+            continue
+        group_bytes = reader.decoded_bytes(group, columns)
+        if chunk and size_bytes + group_bytes > CHUNK_BYTES:
+            yield _Chunk(chunk, first_skip, rows)
+            chunk, size_bytes, rows = [], 0, 0
+        if not chunk:
+            first_skip = skip
+        chunk.append(group)
+        taken = min(group.row_count - skip, left)
+        skip = 0
+        left -= taken
+        rows += taken
+        size_bytes += group_bytes
+    if chunk:
+        yield _Chunk(chunk, first_skip, rows)
+
+
+def _encoded(reader: VersionReader, chunk: _Chunk, schema: pa.Schema) -> list[bytes]:
+    """The chunk's rows as Arrow messages, cut into messages of ours."""
+    table = reader.read_many(chunk.groups, schema.names).slice(chunk.skip, chunk.row_count)
+    return [
+        framed(ARROW_IPC, parts) for batch in _batches(table) for parts in _cut(_arrow_message(batch), MESSAGE_BYTES)
+    ]
+
+
+def _arrow_message(batch: pa.RecordBatch) -> list[memoryview]:
+    """The batch as Arrow's stream format has it, in parts that are the batch's own memory."""
+    sink = _Parts()
+    with pa.ipc.new_stream(sink, batch.schema) as stream:
+        stream.write_batch(batch)
+        # The schema goes before the first batch of a stream; this one is not the first.
+        schema_bytes = batch.schema.serialize().size
+        while schema_bytes > 0:
+            schema_bytes -= len(sink.parts.pop(0))
+        return list(sink.parts)
+
+
+def _cut(parts: list[memoryview], most_bytes: int) -> Iterator[list[memoryview]]:
+    """The same bytes in lists of at most `most_bytes` each."""
+    taken: list[memoryview] = []
+    room = most_bytes
+    for part in parts:
+        left = part
+        while len(left) > room:
+            yield [*taken, left[:room]]
+            taken, left, room = [], left[room:], most_bytes
+        taken.append(left)
+        room -= len(left)
+    yield taken
+
+
+class _Parts:
+    """A sink for Arrow that keeps what is written without copying it."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.parts: list[memoryview] = []
+
+    def write(self, data: bytes | pa.Buffer) -> int:
+        self.parts.append(memoryview(data))
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """The parts stay."""
 
 
 @dataclass(frozen=True)
@@ -119,30 +220,6 @@ def _tiles(table: pa.Table, column: str) -> list[Tile]:
 
 
 def _batches(table: pa.Table) -> Iterator[pa.RecordBatch]:
-    rows = max(1, table.num_rows * MESSAGE_BYTES // max(table.nbytes, 1))
+    """Batches whose messages are smaller than `MESSAGE_BYTES`, where rows are of about one size."""
+    rows = max(1, table.num_rows * BATCH_BYTES // max(table.nbytes, 1))
     yield from table.to_batches(max_chunksize=rows)
-
-
-class _Pieces:
-    """A sink for Arrow that hands out what was written so far."""
-
-    closed = False
-
-    def __init__(self) -> None:
-        self._pending = bytearray()
-
-    def write(self, data: bytes) -> int:
-        self._pending += memoryview(data)
-        return len(data)
-
-    def take(self, least: int) -> Iterator[bytes]:
-        """Pieces of `MESSAGE_BYTES` while `least` bytes are pending; the last may be shorter."""
-        while len(self._pending) >= least:
-            yield bytes(self._pending[:MESSAGE_BYTES])
-            del self._pending[:MESSAGE_BYTES]
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-    def close(self) -> None:
-        """Bytes are taken after the stream has ended."""

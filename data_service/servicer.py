@@ -1,29 +1,52 @@
-"""`millrace.data.v1.DataService`: convert, delegate, convert."""
+"""`millrace.data.v1.DataService`: convert, delegate, convert. Uploads have a part of their own."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 from google.longrunning import operations_pb2
+from google.protobuf import json_format
+from google.protobuf.empty_pb2 import Empty
 from grpc import aio
 
-from data_service import converters, reading
+from data_service import reading, verification
+from data_service.converters.datasets import dataset_message, retention_from
+from data_service.converters.imports import import_spec_from
+from data_service.converters.transforms import selection_from, transform_spec_from
+from data_service.converters.versions import checked_operation, version_message
 from data_service.datasets import Datasets
-from data_service.import_operations import ImportOperations
+from data_service.lifecycle import Deletions
+from data_service.streaming import in_threads
+from data_service.uploads.servicer import UploadServicerPart
+from data_service.uploads.uploads import Uploads
+from data_service.version_jobs import VersionJobs
+from data_service.version_operations import VersionOperations
 from data_service.versions import Versions
-from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc, resources_pb2
+from millrace.data.v1 import data_service_pb2, quality_pb2, resources_pb2
+from shared.jobs import JobRecord
 from shared.requests import body_digest
 
 Context = aio.ServicerContext[Any, Any]
 
 
-class DataServicer(data_service_pb2_grpc.DataServiceServicer):
-    def __init__(self, datasets: Datasets, versions: Versions, operations: ImportOperations) -> None:
+class DataServicer(UploadServicerPart):
+    def __init__(
+        self,
+        datasets: Datasets,
+        uploads: Uploads,
+        versions: Versions,
+        version_jobs: VersionJobs,
+        operations: VersionOperations,
+        deletions: Deletions,
+    ) -> None:
+        super().__init__(uploads)
         self._datasets = datasets
         self._versions = versions
+        self._version_jobs = version_jobs
         self._operations = operations
+        self._deletions = deletions
 
     async def CreateDataset(
         self, request: data_service_pb2.CreateDatasetRequest, context: Context
@@ -36,40 +59,75 @@ class DataServicer(data_service_pb2_grpc.DataServiceServicer):
             request_id=request.request_id,
             body_sha256=body_digest(request),
             validate_only=request.validate_only,
+            retention=retention_from(request.retention),
         )
-        return converters.dataset_message(dataset)
+        return dataset_message(dataset)
 
     async def GetDataset(self, request: data_service_pb2.GetDatasetRequest, context: Context) -> resources_pb2.Dataset:
-        return converters.dataset_message(await asyncio.to_thread(self._datasets.get, request.name))
+        return dataset_message(await asyncio.to_thread(self._datasets.get, request.name))
 
     async def ListDatasets(
         self, request: data_service_pb2.ListDatasetsRequest, context: Context
     ) -> data_service_pb2.ListDatasetsResponse:
         found, token = await asyncio.to_thread(self._datasets.list, request.page_size, request.page_token)
         return data_service_pb2.ListDatasetsResponse(
-            datasets=[converters.dataset_message(dataset) for dataset in found], next_page_token=token
+            datasets=[dataset_message(dataset) for dataset in found], next_page_token=token
         )
+
+    async def UpdateDataset(
+        self, request: data_service_pb2.UpdateDatasetRequest, context: Context
+    ) -> resources_pb2.Dataset:
+        wanted = request.dataset
+        dataset = await asyncio.to_thread(
+            self._datasets.update,
+            wanted.name,
+            wanted.etag,
+            request.update_mask.paths,
+            display_name=wanted.display_name,
+            description=wanted.description,
+            retention=retention_from(wanted.retention),
+        )
+        return dataset_message(dataset)
+
+    async def DeleteDataset(self, request: data_service_pb2.DeleteDatasetRequest, context: Context) -> Empty:
+        await asyncio.to_thread(self._datasets.delete, request.name, request.etag, self._uploads.abort_all)
+        return Empty()
 
     async def ImportVersion(
         self, request: data_service_pb2.ImportVersionRequest, context: Context
     ) -> operations_pb2.Operation:
         job = await asyncio.to_thread(
-            self._versions.start_import,
+            self._version_jobs.start_import,
             request.parent,
             request.version_id,
-            converters.import_spec_from(request),
+            import_spec_from(request),
             request_id=request.request_id,
             body_sha256=body_digest(request),
             validate_only=request.validate_only,
         )
-        if request.validate_only:
-            return converters.checked_operation(job)
-        return await asyncio.to_thread(self._operations.of, job)
+        return await self._operation(job, request.validate_only)
+
+    async def TransformVersion(
+        self, request: data_service_pb2.TransformVersionRequest, context: Context
+    ) -> operations_pb2.Operation:
+        job = await asyncio.to_thread(
+            self._version_jobs.start_transform,
+            request.parent,
+            request.version_id,
+            transform_spec_from(request),
+            request_id=request.request_id,
+            body_sha256=body_digest(request),
+            validate_only=request.validate_only,
+        )
+        return await self._operation(job, request.validate_only)
+
+    async def _operation(self, job: JobRecord, validate_only: bool) -> operations_pb2.Operation:
+        return checked_operation(job) if validate_only else await asyncio.to_thread(self._operations.of, job)
 
     async def GetVersion(
         self, request: data_service_pb2.GetVersionRequest, context: Context
     ) -> resources_pb2.DatasetVersion:
-        return converters.version_message(await asyncio.to_thread(self._versions.get, request.name))
+        return version_message(await asyncio.to_thread(self._versions.get, request.name))
 
     async def ListVersions(
         self, request: data_service_pb2.ListVersionsRequest, context: Context
@@ -78,29 +136,46 @@ class DataServicer(data_service_pb2_grpc.DataServiceServicer):
             self._versions.list, request.parent, request.page_size, request.page_token
         )
         return data_service_pb2.ListVersionsResponse(
-            versions=[converters.version_message(version) for version in found], next_page_token=token
+            versions=[version_message(version) for version in found], next_page_token=token
         )
+
+    async def DeleteVersion(self, request: data_service_pb2.DeleteVersionRequest, context: Context) -> Empty:
+        await asyncio.to_thread(self._deletions.delete, request.name, request.etag)
+        return Empty()
 
     async def PreviewVersion(
         self, request: data_service_pb2.PreviewVersionRequest, context: Context
     ) -> data_service_pb2.PreviewVersionResponse:
         version = await asyncio.to_thread(self._versions.active, request.name)
         preview = await asyncio.to_thread(reading.preview, version.reader, request.rows_per_split)
+        report = await asyncio.to_thread(self._versions.report, version)
         return data_service_pb2.PreviewVersionResponse(
-            version=converters.version_message(version),
+            version=version_message(version),
             arrow_ipc=preview.arrow_ipc,
             contact_sheet_png=preview.contact_sheet_png,
+            report=json_format.ParseDict(report, quality_pb2.QualityReport()),
         )
 
     async def ReadVersion(
         self, request: data_service_pb2.ReadVersionRequest, context: Context
-    ) -> AsyncIterator[data_service_pb2.ReadVersionResponse]:
+    ) -> AsyncIterator[data_service_pb2.ReadVersionResponse | bytes]:
         version = await asyncio.to_thread(self._versions.active, request.name)
-        async for piece in _in_threads(reading.read_stream(version.reader, converters.selection_from(request))):
-            yield data_service_pb2.ReadVersionResponse(arrow_ipc=piece)
+        # Messages that are serialized already: their bytes are many, and each copy of them would cost.
+        async for message in in_threads(reading.read_stream(version.reader, selection_from(request))):
+            yield message
 
-
-async def _in_threads(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Takes each piece in a thread, and only when the one before was sent: a slow client holds up its own reading."""
-    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-        yield piece
+    async def VerifyVersion(
+        self, request: data_service_pb2.VerifyVersionRequest, context: Context
+    ) -> AsyncIterator[data_service_pb2.VerifyVersionResponse]:
+        version = await asyncio.to_thread(self._versions.active, request.name)
+        async for state in in_threads(verification.verify(self._versions.store, version.reader.version)):
+            yield data_service_pb2.VerifyVersionResponse(
+                files_checked=state.files_checked,
+                files_total=state.files_total,
+                bytes_checked=state.bytes_checked,
+                rows_checked=state.rows_checked,
+                damages=[
+                    data_service_pb2.Damage(path=damage.path, description=damage.description)
+                    for damage in state.damages
+                ],
+            )

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from shared.custom_transforms import allowed_functions
 from shared.settings import ServiceSettings, SettingsError, service_settings
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
+DEFAULT_SWEEP_INTERVAL_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +19,10 @@ class DataSettings:
     service: ServiceSettings
     # The folders below which file:// sources may lie; none: file:// is refused.
     import_roots: tuple[PurePosixPath, ...] = ()
+    # What custom transform steps may name, `module:function` each; none: they are refused.
+    custom_transforms: frozenset[str] = frozenset()
+    # How often what nobody needs any more is looked for and removed.
+    sweep_interval_s: float = DEFAULT_SWEEP_INTERVAL_S
 
 
 def data_settings(environ: Mapping[str, str]) -> DataSettings:
@@ -25,4 +31,19 @@ def data_settings(environ: Mapping[str, str]) -> DataSettings:
     for root in roots:
         if not root.is_absolute() or ".." in root.parts:
             raise SettingsError(f"MILLRACE_IMPORT_ROOTS: {str(root)!r}: use absolute folders without '..'")
-    return DataSettings(service=service_settings(environ, DEFAULT_LISTEN), import_roots=roots)
+    return DataSettings(
+        service=service_settings(environ, DEFAULT_LISTEN),
+        import_roots=roots,
+        custom_transforms=allowed_functions(environ),
+        sweep_interval_s=_interval(environ.get("MILLRACE_SWEEP_INTERVAL_S", "")),
+    )
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text or DEFAULT_SWEEP_INTERVAL_S)
+    except ValueError:
+        seconds = 0.0
+    if not 1.0 <= seconds <= 86_400.0:
+        raise SettingsError(f"MILLRACE_SWEEP_INTERVAL_S: {text!r}: use 1 to 86400 seconds")
+    return seconds

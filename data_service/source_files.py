@@ -1,31 +1,44 @@
-"""Opens the files that an import names: local ones below the allowed roots, and objects on the store's S3 endpoint."""
+"""Opens the files that an import names: local ones below the allowed roots, objects on the store's S3 endpoint, and
+uploads."""
 
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Protocol
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO
+from urllib.parse import quote
 
 from pyarrow import fs
 
-from data_service.domain.uris import FileSource, S3Source, UriRefused, check_allowed, parse_uri
-from shared.errors import InvalidArgument, NotFound, Unavailable, invalid_field
+from data_service.domain.globs import MAX_DEPTH, Glob, is_hidden
+from data_service.domain.uris import FileSource, S3Source, UploadSource, UriRefused, check_allowed, parse_uri
+from data_service.local_files import LocalFiles
+from data_service.s3_objects import S3Objects
+from data_service.source_errors import source_not_found
+from shared.errors import InvalidArgument, invalid_field
 from shared.storage import ObjectStore
 
-READ_AHEAD_BYTES = 4 * 1024 * 1024
+MAX_FILES = 100_000
+# Links to folders are followed, and may run in circles.
+MAX_FOLDERS = 200_000
+DRAIN_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """`field` is the request's field that names it. `open` gives a fresh seekable file each time."""
+    """`field` is the request's field that names it. `size_bytes` is None while it is an upload that still grows.
+    `open` gives a fresh seekable file each time, at its first byte.
+    `relative` is its path below the folder that was named."""
 
     field: str
     uri: str
-    size_bytes: int
-    open: Opener
+    size_bytes: int | None
+    open: Callable[[], BinaryIO]
+    relative: str = ""
+    is_upload: bool = False
 
     def corrupt(self, why: str) -> InvalidArgument:
         """The error for content that cannot be imported; `why` is a sentence about the file."""
@@ -36,65 +49,130 @@ class SourceFile:
             fields=[(self.field, why)],
         )
 
+    def wait_until_whole(self) -> None:
+        """For readers that seek: reads an upload once from its first byte to its last, which waits for its commit and
+        checks its digest. Other files are whole as they are."""
+        if self.is_upload:
+            with self.open() as opened:
+                while opened.read(DRAIN_BYTES):
+                    pass
 
-class Opener(Protocol):
-    def __call__(self) -> BinaryIO: ...
+
+# (name, whether it is a folder, size in bytes) of all that is directly in a folder, in any order.
+Lister = Callable[[str], list[tuple[str, bool, int]]]
 
 
 class SourceFiles:
-    """`roots` are the folders that local files may come from; `s3` is None where there is no S3 endpoint."""
+    """`roots` are the folders that local files may come from; `s3` is None where there is no S3 endpoint; without a
+    `store` no upload can be read. `on_wait` is called again and again while an open upload is waited for; what it
+    raises ends the wait."""
 
-    def __init__(self, roots: Sequence[PurePosixPath], s3: fs.FileSystem | None) -> None:
-        self._roots = [Path(root).resolve() for root in roots]
+    def __init__(
+        self,
+        roots: Sequence[PurePosixPath],
+        s3: fs.FileSystem | None,
+        store: ObjectStore | None = None,
+        *,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> None:
         self._spelled_roots = list(roots)
-        self._s3 = s3
+        self._local = LocalFiles(roots)
+        self._s3 = None if s3 is None else S3Objects(s3)
+        self._store = store
+        self._on_wait = on_wait
 
     def find(self, field: str, uri: str) -> SourceFile:
-        """Raises `NotFound`, or `InvalidArgument` where the source is none that may be read."""
+        """The one file that is named. Raises `NotFound`, or `InvalidArgument` where it is none that may be read."""
+        source = self._parsed(field, uri)
+        if isinstance(source, UploadSource):
+            return self._upload(field, source.name)
+        if source.glob is not None:
+            raise invalid_field(field, uri, "name one file, not a folder or a pattern")
+        if isinstance(source, S3Source):
+            return self._object(field, uri, f"{source.bucket}/{source.key}", "")
+        return self._file(field, uri, str(source.path), "")
+
+    def find_all(self, field: str, uri: str, most: int = MAX_FILES) -> list[SourceFile]:
+        """All files that are named, in the order of their names' bytes. Raises as `find`, and `InvalidArgument` for
+        more than `most` files."""
+        source = self._parsed(field, uri)
+        if isinstance(source, UploadSource) or source.glob is None:
+            return [self.find(field, uri)]
+        if isinstance(source, S3Source):
+            base = f"{source.bucket}/{source.key}".rstrip("/")
+            found = self._walk(field, uri, self._bucket().lister(field, uri), base, source.glob, most)
+            files = [self._object(field, f"s3://{quote(path)}", path, relative, size) for path, relative, size in found]
+        else:
+            base = str(source.path)
+            found = self._walk(field, uri, self._local.lister(field, uri), base, source.glob, most)
+            files = [self._file(field, _file_uri(path), path, relative, size) for path, relative, size in found]
+        if not files:
+            raise source_not_found(field, uri, "name files that exist")
+        return files
+
+    def _walk(
+        self, field: str, uri: str, entries: Lister, base: str, glob: Glob, most: int
+    ) -> list[tuple[str, str, int]]:
+        """(path, path relative to `base`, size) of the files that are meant, sorted."""
+        found: list[tuple[str, str, int]] = []
+        waiting = [("", 0)]
+        folders = 0
+        while waiting:
+            folder, depth = waiting.pop()
+            folders += 1
+            if folders > MAX_FOLDERS:
+                raise invalid_field(field, uri, f"more than {MAX_FOLDERS} folders lie below it; import them in parts")
+            if depth > MAX_DEPTH:
+                raise invalid_field(field, uri, f"{folder!r} lies more than {MAX_DEPTH} folders deep; move it")
+            for name, is_folder, size in entries(f"{base.rstrip('/')}/{folder}".rstrip("/") or "/"):
+                relative = f"{folder}/{name}" if folder else name
+                if is_hidden(name):
+                    continue
+                if is_folder:
+                    if glob.depth is None or depth + 1 < glob.depth:
+                        waiting.append((relative, depth + 1))
+                elif glob.matches(relative):
+                    found.append((f"{base.rstrip('/')}/{relative}", relative, size))
+                    if len(found) > most:
+                        raise invalid_field(field, uri, f"it names more than {most} files; import them in parts")
+        return sorted(found, key=lambda one: os.fsencode(one[1]))
+
+    def _parsed(self, field: str, uri: str) -> FileSource | S3Source | UploadSource:
         try:
             source = parse_uri(uri)
             check_allowed(source, self._spelled_roots, s3=self._s3 is not None)
         except UriRefused as refused:
             raise invalid_field(field, uri, str(refused)) from None
-        if isinstance(source, S3Source):
-            return self._object(field, uri, f"{source.bucket}/{source.key}")
-        return self._local(field, uri, source)
+        return source
 
-    def _local(self, field: str, uri: str, source: FileSource) -> SourceFile:
+    def _file(self, field: str, uri: str, path: str, relative: str, size: int | None = None) -> SourceFile:
         def opened() -> BinaryIO:
-            return self._open_local(field, uri, Path(source.path))
+            return self._local.open(field, uri, path)
 
-        with opened() as file:
-            size_bytes = os.fstat(file.fileno()).st_size
-        return SourceFile(field, uri, size_bytes, opened)
+        if size is None:
+            with opened() as file:
+                size = os.fstat(file.fileno()).st_size
+        return SourceFile(field, uri, size, opened, relative)
 
-    def _open_local(self, field: str, uri: str, path: Path) -> BinaryIO:
-        """Follows links first and opens without following any, so what is opened is what was judged."""
-        try:
-            resolved = path.resolve(strict=True)
-            if not any(resolved.is_relative_to(root) for root in self._roots):
-                raise invalid_field(field, uri, "a link leads out of the folders of MILLRACE_IMPORT_ROOTS")
-            # A pipe must not block us.
-            descriptor = os.open(resolved, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
-            raise _not_found(field, uri) from None
-        except (OSError, RuntimeError) as error:
-            raise invalid_field(field, uri, f"the server cannot open it: {_cause(error)}") from None
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise invalid_field(field, uri, "name a regular file")
-        return os.fdopen(descriptor, "rb")
+    def _bucket(self) -> S3Objects:
+        assert self._s3 is not None  # `check_allowed` refuses s3:// without
+        return self._s3
 
-    def _object(self, field: str, uri: str, path: str) -> SourceFile:
-        assert self._s3 is not None
-        filesystem = self._s3
-        try:
-            info = filesystem.get_file_info(path)
-        except OSError as error:
-            raise _unanswered(field, uri, error) from None
-        if info.type != fs.FileType.File:
-            raise _not_found(field, uri)
-        return SourceFile(field, uri, info.size, lambda: _open_object(filesystem, field, uri, path))
+    def _object(self, field: str, uri: str, path: str, relative: str, size: int | None = None) -> SourceFile:
+        bucket = self._bucket()
+        if size is None:
+            size = bucket.size(field, uri, path)
+        return SourceFile(field, uri, size, lambda: bucket.open(field, uri, path), relative)
+
+    def _upload(self, field: str, name: str) -> SourceFile:
+        # Only here: the readers of uploads need the whole service's store.
+        from data_service.uploads.reader import open_upload, upload_size
+
+        store = self._store
+        if store is None:
+            raise invalid_field(field, name, "no upload can be read here")
+        opened = partial(open_upload, store, name, on_wait=self._on_wait)
+        return SourceFile(field, name, upload_size(store, name), opened, is_upload=True)
 
 
 def s3_of(store: ObjectStore) -> fs.FileSystem | None:
@@ -103,30 +181,5 @@ def s3_of(store: ObjectStore) -> fs.FileSystem | None:
     return filesystem.base_fs if isinstance(filesystem.base_fs, fs.S3FileSystem) else None
 
 
-def _open_object(filesystem: fs.FileSystem, field: str, uri: str, path: str) -> BinaryIO:
-    try:
-        opened: BinaryIO = filesystem.open_input_file(path)
-    except FileNotFoundError:
-        raise _not_found(field, uri) from None
-    except OSError as error:
-        raise _unanswered(field, uri, error) from None
-    return opened
-
-
-def _not_found(field: str, uri: str) -> NotFound:
-    return NotFound(
-        f"{field}: {uri} does not exist",
-        reason="SOURCE_NOT_FOUND",
-        metadata={"field": field, "uri": uri},
-        fields=[(field, "name a file that exists")],
-    )
-
-
-def _unanswered(field: str, uri: str, error: OSError) -> InvalidArgument | Unavailable:
-    if "ACCESS_DENIED" in str(error):
-        return invalid_field(field, uri, "the server's S3 credentials may not read it")
-    return Unavailable(f"{field}: the S3 endpoint does not answer for {uri}", retry_after_s=1.0)
-
-
-def _cause(error: OSError | RuntimeError) -> str:
-    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else "too many links"
+def _file_uri(path: str) -> str:
+    return "file://" + quote(os.fsencode(path))

@@ -1,7 +1,7 @@
 """Which version follows which: of several writers that append to or replace one version, one wins.
 
-`datasets/{d}/versions/{v}/successors/{uid}/log` names the version that follows v. A claim is taken before the job is made and
-holds while that job lives or has succeeded; a job that failed, was cancelled or deleted gives its place free.
+`datasets/{d}/versions/{v}/successors/{uid}/log` names the version that follows v. A claim is taken before the job is
+made and holds while that job lives or has succeeded; a job that failed, was cancelled or deleted gives its place free.
 """
 
 from __future__ import annotations

@@ -16,13 +16,11 @@ import numpy as np
 
 from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits, Waiting, admit, decide, pieces, too_late
-from inference_service.domain.signature import Rows
+from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.tensors import Array
-from shared.errors import Unavailable
+from shared.errors import InvalidArgument, Unavailable
 
 logger = logging.getLogger(__name__)
-
-Outputs = Sequence[Array]  # one array an output, rows along the first axis
 
 
 class Model(Protocol):
@@ -32,10 +30,11 @@ class Model(Protocol):
 
 
 class _Entry:
-    """Rows that wait, and the future of their outputs."""
+    """Rows that wait, and the future of their outputs. `first_row` is the place of the first in its request."""
 
-    def __init__(self, rows: Rows, waiting: Waiting, future: asyncio.Future[Outputs]) -> None:
+    def __init__(self, rows: Rows, first_row: int, waiting: Waiting, future: asyncio.Future[Sequence[Array]]) -> None:
         self.rows = rows
+        self.first_row = first_row
         self.waiting = waiting
         self.future = future
 
@@ -54,12 +53,13 @@ class Batcher:
         self._timer: asyncio.TimerHandle | None = None
         self._closed: str | None = None
 
-    async def submit(self, rows: Rows, remaining_s: float | None) -> Outputs:
+    async def submit(self, rows: Rows, remaining_s: float | None) -> Sequence[Array]:
         """The outputs of these rows, any number of them, in their order; `remaining_s` is the caller's time left.
 
         Raises `ResourceExhausted` (the queue is full), `DeadlineExceeded` (it would come too late; no row reached the
-        model), `Unavailable` (draining, or the replica died twice) and what the model raises. Cancelled: rows that
-        still wait leave the queue, and a batch that nobody waits for any longer is given up.
+        model), `InvalidArgument` (the model refuses some of these rows; others' in the same batch are answered),
+        `Unavailable` (draining, or the replica died twice) and what the model raises. Cancelled: rows that still wait
+        leave the queue, and a batch that nobody waits for any longer is given up.
         """
         if self._closed is not None:
             raise _draining(self._closed)
@@ -75,7 +75,7 @@ class Batcher:
             limits=self._limits,
         )
         entries = [
-            self._enqueue(Rows(rows.form, rows.values[start:stop]), now_s, deadline_s)
+            self._enqueue(rows.slice(start, stop), start, now_s, deadline_s)
             for start, stop in pieces(len(rows), self._limits.max_rows)
         ]
         self._pump()
@@ -109,9 +109,9 @@ class Batcher:
     def _batch_s(self, rows: int) -> float:
         return self._times.expected_s(min(max(rows, 1), self._limits.max_rows))
 
-    def _enqueue(self, rows: Rows, now_s: float, deadline_s: float) -> _Entry:
+    def _enqueue(self, rows: Rows, first_row: int, now_s: float, deadline_s: float) -> _Entry:
         waiting = Waiting(len(rows), rows.form, now_s, deadline_s)
-        entry = _Entry(rows, waiting, self._loop.create_future())
+        entry = _Entry(rows, first_row, waiting, self._loop.create_future())
         self._queue[entry] = None
         self._queued_rows += waiting.rows
         return entry
@@ -168,18 +168,20 @@ class Batcher:
 
     async def _run(self, entries: list[_Entry]) -> None:
         # One request alone is handed on as it came, without a copy.
-        values = (
-            entries[0].rows.values if len(entries) == 1 else np.concatenate([entry.rows.values for entry in entries])
-        )
+        rows = Rows.joined([entry.rows for entry in entries])
         started_s = self._loop.time()
         try:
-            outputs = await self._model.forward(Rows(entries[0].rows.form, values))
-            self._times.learn(len(values), self._loop.time() - started_s)
+            outputs = await self._model.forward(rows)
+            self._times.learn(len(rows), self._loop.time() - started_s)
             stop = 0
             for entry in entries:
                 start, stop = stop, stop + entry.waiting.rows
-                if not entry.future.done():
-                    entry.future.set_result([output[start:stop] for output in outputs])
+                if entry.future.done():
+                    continue
+                try:
+                    entry.future.set_result(outputs.slice(start, stop).checked(entry.first_row))
+                except InvalidArgument as error:  # this request's own; the others are fine
+                    entry.future.set_exception(error)
         except asyncio.CancelledError:
             self._fail(entries, _draining(self._closed or "the batch was given up"))
             raise

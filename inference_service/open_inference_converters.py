@@ -49,12 +49,12 @@ def answer_to_proto(request: pb.ModelInferRequest, answer: Answer) -> pb.ModelIn
 
 
 def metadata_to_proto(deployment: Deployment, signature: Signature) -> pb.ModelMetadataResponse:
-    """Lists the raw row form of the input; the prepared one is accepted too."""
+    """Lists the raw form, a tensor for each column; the prepared one, and flags of nulls, are accepted too."""
     return pb.ModelMetadataResponse(
         name=deployment.model_name,
         versions=[version.number for version in deployment.versions],
         platform=PLATFORM,
-        inputs=[_tensor(signature.raw)],
+        inputs=[_tensor(given) for given in signature.raw],
         outputs=[_tensor(output) for output in signature.outputs],
     )
 

@@ -17,8 +17,7 @@ from ray.serve.config import ProxyLocation
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
-from inference_service.domain.signature import Rows
-from inference_service.domain.tensors import Array
+from inference_service.domain.rows import Outputs, Rows
 from inference_service.replica import Loaded, ModelReplica, ReplicaSpec
 from shared.errors import MillraceError, Unavailable
 
@@ -103,7 +102,7 @@ class ServeModel:
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
 
-    async def forward(self, rows: Rows) -> list[Array]:
+    async def forward(self, rows: Rows) -> Outputs:
         """Raises `Unavailable` when the second replica dies as well, and what the replica raises."""
         try:
             return await self._call(rows)
@@ -118,9 +117,9 @@ class ServeModel:
                 retry_after_s=1.0,
             ) from None
 
-    async def _call(self, rows: Rows) -> list[Array]:
+    async def _call(self, rows: Rows) -> Outputs:
         try:
-            outputs: list[Array] = await self._handle.forward.remote(rows.form, rows.values)
+            outputs: Outputs = await self._handle.forward.remote(rows)
         except RayTaskError as error:
             raise _cause(error) from None
         return outputs

@@ -58,6 +58,8 @@ class Reconciler:
         self._changed = asyncio.Event()
         self._removing: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}
+        # The deployments, by uid, whose dataset versions this process has marked as used.
+        self._marked: set[str] = set()
 
     def nudge(self) -> None:
         """Something changed: look now."""
@@ -110,11 +112,18 @@ class Reconciler:
             logger.info("deleting application %s, which no log names", name)
             self._models.detach(name)
             await self._serve(self._applications.delete, name)
+        await self._mark_datasets(deployments)
         for name, (deployment, version) in wanted.items():
             try:
                 await self._keep(name, deployment, version, running.get(name))
             except Exception as error:  # one that cannot be helped now must not hold up the others
                 logger.warning("%s: %r; trying again", deployment.name, error)
+
+    async def _mark_datasets(self, deployments: list[Deployment]) -> None:
+        for deployment in deployments:
+            if deployment.state is State.READY and deployment.uid not in self._marked:
+                await asyncio.to_thread(self._deployments.mark_datasets, deployment)
+                self._marked.add(deployment.uid)
 
     async def _keep(
         self, name: str, deployment: Deployment, version: ModelVersion, application: Application | None
@@ -188,6 +197,9 @@ class Reconciler:
                 if batcher is not None:
                     await batcher.drain(self._settings.drain_within_s)
                 await self._serve(self._applications.delete, name)
+            # Before its log ends, or nobody would come back to do it.
+            await asyncio.to_thread(self._deployments.release_datasets, deployment)
+            self._marked.discard(deployment.uid)
             await asyncio.to_thread(
                 self._deployments.transition,
                 deployment.name,

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable
 
 from inference_service.domain.deployment import Deployment, State, with_deletion
 from shared import paging
-from shared.errors import already_exists, not_found
+from shared.dataset_version.users import mark_used, unmark
+from shared.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, already_exists, not_found
 from shared.log import Record, ResourceLog
 from shared.storage import ObjectStore
 
+logger = logging.getLogger(__name__)
+
 ROOT = "deployments"
+# Of the markers at the dataset versions.
+USER_KIND = "deployment"
 
 Step = Callable[[Deployment], Deployment | None]
 
@@ -108,11 +114,31 @@ class Deployments:
         newest = _deployment(self._log(name).update(decide))
         return newest if newest is not None and newest.uid == uid else None
 
+    def mark_datasets(self, deployment: Deployment) -> None:
+        """Keeps the dataset versions that a READY deployment's models come from, until `release_datasets`.
+
+        One that is gone already is no loss: a model that is served reads nothing of it.
+        """
+        for name in _dataset_versions(deployment):
+            try:
+                mark_used(self._store, name, USER_KIND, deployment.uid, deployment.name, is_job=False)
+            except (DataLoss, FailedPrecondition, InvalidArgument, NotFound) as error:
+                logger.warning("%s: its dataset version cannot be kept: %s", deployment.name, error.message)
+
+    def release_datasets(self, deployment: Deployment) -> None:
+        """It is no error if they were not marked."""
+        for name in _dataset_versions(deployment):
+            unmark(self._store, name, USER_KIND, deployment.uid)
+
     def _find_id(self, deployment_id: str) -> Deployment | None:
         return self.find(f"{ROOT}/{deployment_id}")
 
     def _log(self, name: str) -> ResourceLog:
         return ResourceLog(self._store, f"{name}/log")
+
+
+def _dataset_versions(deployment: Deployment) -> list[str]:
+    return sorted({version.dataset_version for version in deployment.versions if version.dataset_version})
 
 
 def new_uid() -> str:

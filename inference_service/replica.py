@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from inference_service.domain.signature import Rows, Signature
-from inference_service.domain.tensors import Array
+from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.signature import Signature
 from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.format import WEIGHTS
 from shared.errors import Internal, MillraceError, Unavailable
@@ -75,13 +75,13 @@ class ModelReplica:
             raise self._why()
         return self._loaded
 
-    async def forward(self, form: str, values: Array) -> list[Array]:
-        """The model's outputs for one batch, in the order of the signature; rows along the first axis."""
+    async def forward(self, rows: Rows) -> Outputs:
+        """The model's outputs for one batch, in the order of the signature."""
         if self._model is None:
             raise self._why()
         loop = asyncio.get_running_loop()
         # A batch that was cancelled while it waited for the thread is never run.
-        return await loop.run_in_executor(self._thread, self._model.forward, Rows(form, values))
+        return await loop.run_in_executor(self._thread, self._model.forward, rows)
 
     def _why(self) -> MillraceError:
         return self._failure or Internal("the model is not loaded")

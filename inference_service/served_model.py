@@ -13,24 +13,25 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 
 from inference_service.domain.batch_times import buckets
-from inference_service.domain.signature import FREE, Rows, Signature, TensorSpec
-from inference_service.domain.tensors import Array
+from inference_service.domain.datatypes import DATATYPES
+from inference_service.domain.rows import PREPARED, RAW, Outputs, Rows
+from inference_service.domain.signature import FREE, Signature, TensorSpec
+from inference_service.preprocessing import Preprocessing
 from shared.checkpoint import CheckpointContent
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.models import build_model, load_weights
 
-DATATYPE_OF = {"uint8": "UINT8", "float32": "FP32"}
 WARM_UP_RUNS = 2  # the first pays for what the kernels prepare once per shape; the last is measured
 
 
 class ServedModel:
-    """Raises `FailedPrecondition` when the weights do not fit the model. Not for several threads at once."""
+    """Raises `FailedPrecondition` when the weights do not fit the model, or when a column that the model's input is
+    made of cannot be sent. Not for several threads at once."""
 
     def __init__(self, content: CheckpointContent, weights: bytes) -> None:
         """`weights` are the bytes of a safetensors file, verified."""
         try:
-            self._pipeline = content.pipeline()
-            prepared = self._pipeline.output(content.model_input)
+            self.preprocessing = Preprocessing(content)
             self.module = build_model(content.model)
             load_weights(self.module, load_safetensors(weights))
         except (InvalidArgument, RuntimeError, SafetensorError, ValueError) as error:
@@ -38,10 +39,9 @@ class ServedModel:
                 f"the model of {content.training_job} does not load: {error}", reason="MODEL_DOES_NOT_LOAD"
             ) from error
         self.module.eval()
-        given = content.model_input
         self.signature = Signature(
-            raw=TensorSpec(given.name, DATATYPE_OF[given.dtype], (FREE, *given.shape)),
-            prepared=TensorSpec(given.name, DATATYPE_OF[prepared.dtype], (FREE, *prepared.shape)),
+            raw=self.preprocessing.raw,
+            prepared=self.preprocessing.prepared,
             outputs=(
                 TensorSpec("logits", "FP32", (FREE, content.model.num_classes)),
                 TensorSpec("probabilities", "FP32", (FREE, content.model.num_classes)),
@@ -49,27 +49,31 @@ class ServedModel:
             ),
         )
 
-    def forward(self, rows: Rows) -> list[Array]:
-        """logits (B, classes) float32, probabilities (B, classes) float32 and label (B,) int64 of B rows."""
-        prepared = self._pipeline(rows.values) if rows.form == "raw" else rows.values
+    def forward(self, rows: Rows) -> Outputs:
+        """logits (B, classes) float32, probabilities (B, classes) float32 and label (B,) int64 of B rows, without those
+        that the preprocessing refuses."""
+        prepared, refused = self.preprocessing.prepare(rows)
         # torch wants memory that it may write to; rows that came by wire lie in memory that it may not.
         images_BCHW = torch.from_numpy(np.require(prepared, np.float32, ["C", "W"]))
         with torch.inference_mode():
             logits = self.module(images_BCHW)
             outputs = (logits, logits.softmax(dim=1), logits.argmax(dim=1))
-        return [output.numpy() for output in outputs]
+        return Outputs([output.numpy() for output in outputs], refused)
 
     def warm_up(self, max_rows: int) -> dict[int, float]:
         """Runs each batch size that is likely. Returns rows → seconds."""
         measured_s = {}
         for size in buckets(max_rows):
-            rows = Rows("raw", np.zeros((size, *self.signature.raw.shape[1:]), self._raw_dtype))
+            rows = self._zeros(size)
             for _ in range(WARM_UP_RUNS):
                 started = time.perf_counter()
                 self.forward(rows)
                 measured_s[size] = time.perf_counter() - started
         return measured_s
 
-    @property
-    def _raw_dtype(self) -> str:
-        return next(dtype for dtype, name in DATATYPE_OF.items() if name == self.signature.raw.datatype)
+    def _zeros(self, size: int) -> Rows:
+        """Raw rows where the model takes one tensor of numbers; no value is right for every other column, and such
+        models are measured without their preprocessing."""
+        (first, *others), prepared = self.signature.raw, self.signature.prepared
+        form, spec = (PREPARED, prepared) if others or len(first.shape) == 1 else (RAW, first)
+        return Rows(form, {spec.name: np.zeros((size, *spec.shape[1:]), DATATYPES[spec.datatype].dtype)})

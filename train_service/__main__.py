@@ -7,11 +7,12 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from grpc import aio
 
 from millrace.train.v1 import train_service_pb2, train_service_pb2_grpc
+from shared.custom_transforms import allowed_functions
 from shared.errors import MillraceError
 from shared.grpc_server import serve
 from shared.jobs.supervisor import supervise
@@ -28,12 +29,12 @@ logger = logging.getLogger(__name__)
 DEFAULT_LISTEN = "127.0.0.1:50052"
 
 
-async def run(settings: ServiceSettings, store: ObjectStore) -> None:
+async def run(settings: ServiceSettings, store: ObjectStore, custom_allowed: Collection[str]) -> None:
     jobs = TrainingJobs(store)
     stop = asyncio.Event()
 
     def register(server: aio.Server) -> Sequence[str]:
-        train_service_pb2_grpc.add_TrainServiceServicer_to_server(TrainServicer(jobs), server)
+        train_service_pb2_grpc.add_TrainServiceServicer_to_server(TrainServicer(jobs, custom_allowed), server)
         return [train_service_pb2.DESCRIPTOR.services_by_name["TrainService"].full_name]
 
     tasks = [asyncio.create_task(asyncio.to_thread(jobs.warm_up))]
@@ -47,6 +48,7 @@ async def run(settings: ServiceSettings, store: ObjectStore) -> None:
 def main() -> int:
     try:
         settings = service_settings(os.environ, DEFAULT_LISTEN)
+        custom_allowed = allowed_functions(os.environ)
         configure_logging("train", settings.log_level)
         ensure_bucket(settings.store)
         store = open_store(settings.store)
@@ -54,7 +56,7 @@ def main() -> int:
     except (SettingsError, StoreRefused, MillraceError) as error:
         print(f"train_service: {error}", file=sys.stderr)
         return 2
-    asyncio.run(run(settings, store))
+    asyncio.run(run(settings, store, custom_allowed))
     return 0
 
 

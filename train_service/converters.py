@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from google.protobuf import json_format
@@ -29,12 +30,15 @@ SCHEDULES = {
 SCHEDULE_OF = {CONSTANT: _Schedule.SCHEDULE_CONSTANT, COSINE_WITH_WARMUP: _Schedule.SCHEDULE_COSINE_WITH_WARMUP}
 
 
-def spec_from_proto(spec: resources_pb2.TrainingSpec) -> TrainingSpec:
-    """Fills in defaults. Raises `InvalidArgument` for what plain values cannot hold, such as a broken transform."""
+def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection[str]) -> TrainingSpec:
+    """Fills in defaults. `custom_allowed` are the functions that custom steps may name.
+
+    Raises `InvalidArgument` for what plain values cannot hold, such as a broken transform.
+    """
     if not spec.HasField("model"):
         raise invalid_field("spec.model", None, "name a builder, e.g. torchvision.resnet18")
     input_column = spec.input_column or "image"
-    pipeline = Pipeline.from_proto(spec.transform, input_column, "spec.transform")
+    pipeline = Pipeline.from_proto(spec.transform, input_column, "spec.transform", custom_allowed)
     return TrainingSpec(
         dataset_version=spec.dataset_version,
         train_split=spec.train_split or "train",

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shared.transforms import Pipeline
+from shared.transforms import RowKeys
 from train_service.domain.order import Ints, blocks_of, epoch_order
 from train_service.domain.slices import rank_positions, step_bounds, steps_per_epoch
+from train_service.preprocessing import Preprocessing
 from train_service.row_cache import Array, RowCache, Rows, interleave
 
 BATCHES_AHEAD = 4
@@ -35,7 +36,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of one step: `inputs` float (rows, C, H, W), `labels` int64 (rows,), `row_ids` int64 (rows,).
+    """One rank's share of one step: `inputs` float32 (rows, *shape), `labels` int64 (rows,), `row_ids` int64 (rows,).
 
     `step` counts over all epochs from 0; `step_rows` is the number of rows over all ranks.
     """
@@ -51,9 +52,9 @@ class Batch:
 class Loader:
     """Batches of the train split, any number of times; not shared between threads, since its cache is not."""
 
-    def __init__(self, cache: RowCache, pipeline: Pipeline, plan: Plan) -> None:
+    def __init__(self, cache: RowCache, preprocessing: Preprocessing, plan: Plan) -> None:
         self._cache = cache
-        self._pipeline = pipeline
+        self._preprocessing = preprocessing
         self._plan = plan
         self._blocks = blocks_of(cache.row_groups, plan.lanes)
         self._rows = sum(cache.row_groups)
@@ -108,7 +109,7 @@ class Loader:
                 yield Batch(
                     step=epoch * self.steps_per_epoch + step,
                     epoch=epoch,
-                    inputs=self._pipeline(rows.inputs),
+                    inputs=self._preprocessing(rows, RowKeys(plan.seed, epoch, rows.row_ids)),
                     labels=rows.labels,
                     row_ids=rows.row_ids,
                     step_rows=bounds[1] - bounds[0],

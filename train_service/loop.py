@@ -19,7 +19,6 @@ from shared.models import build_model
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging, identity
-from shared.transforms import Pipeline, TensorSpec
 from train_service.domain.schedule import learning_rate
 from train_service.domain.seeds import noise_seed
 from train_service.domain.slices import loss_scale
@@ -27,11 +26,13 @@ from train_service.domain.spec import TrainingSpec
 from train_service.evaluation import evaluate
 from train_service.events import EventKind
 from train_service.loader import Batch, Loader, Plan
+from train_service.preprocessing import Preprocessing
 from train_service.progress import ProgressMeter
 from train_service.ranks import PendingSum, Ranks, settle_buckets
 from train_service.reporting import CANCEL, GO_ON, Reporter
 from train_service.row_cache import RowCache
 from train_service.snapshots import CheckpointWriter, as_message, newest_good, restore
+from train_service.version_fit import ingested_columns
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,6 @@ class LoopConfig:
     job_name: str
     attempt: int
     spec: TrainingSpec
-    model_input: TensorSpec
 
 
 def train_loop(config: dict[str, Any]) -> None:
@@ -76,8 +76,8 @@ class Run:
         self._ranks = ranks
         self._store: ObjectStore = open_store(config.store)
         self._version = load_version(self._store, self._spec.dataset_version)
-        self._pipeline = Pipeline.from_config(self._spec.transform, self._spec.input_column)
-        self._loader = Loader(self._row_cache(self._spec.train_split), self._pipeline, self._plan())
+        self._preprocessing = Preprocessing(self._spec, self._version.columns)
+        self._loader = Loader(self._row_cache(self._spec.train_split), self._preprocessing, self._plan())
         self._registry = CheckpointRegistry(self._store, config.job_name)
         torch.manual_seed(self._spec.seed)
         self._model = build_model(self._spec.model).to(ranks.device)
@@ -147,7 +147,7 @@ class Run:
         cache = self._row_cache(self._spec.validation_split)
         # What is measured is what is saved, and rank 0 saves.
         self._ranks.share_buffers(self._model)
-        loss, accuracy, rows = evaluate(self._model, cache, self._pipeline, self._ranks)
+        loss, accuracy, rows = evaluate(self._model, cache, self._preprocessing, self._ranks)
         if reporter:
             reporter.tell(EventKind.VALIDATED, step=step, epoch=epoch, loss=loss, accuracy=accuracy, row_count=rows)
         return {"validation_loss": loss, "validation_accuracy": accuracy}
@@ -195,8 +195,9 @@ class Run:
             seed=self._spec.seed,
             metrics=metrics,
             model=self._spec.model,
-            transform=self._spec.transform,
-            model_input=self._config.model_input,
+            ingested=ingested_columns(self._version),
+            transforms=[*self._version.manifest.transforms, self._preprocessing.config],
+            input_column=self._spec.input_column,
         )
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
@@ -208,7 +209,8 @@ class Run:
     def _row_cache(self, split: str) -> RowCache:
         spec = self._spec
         reader = VersionReader(self._store, self._version)
-        return RowCache(reader, split, spec.input_column, spec.label_column, spec.model.num_classes, CACHE_BYTES)
+        columns = self._preprocessing.columns
+        return RowCache(reader, split, columns, spec.label_column, spec.model.num_classes, CACHE_BYTES)
 
     def _plan(self) -> Plan:
         spec = self._spec
@@ -222,5 +224,4 @@ class Run:
         )
 
     def _example(self) -> torch.Tensor:
-        prepared = self._pipeline.output(self._config.model_input)
-        return torch.zeros((2, *prepared.shape), device=self._ranks.device)
+        return torch.zeros((2, *self._preprocessing.output.shape), device=self._ranks.device)

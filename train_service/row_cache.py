@@ -1,8 +1,9 @@
-"""Row groups as arrays: read once, checked, and kept while there is room."""
+"""Row groups in memory: read once, checked, and kept while there is room."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,32 +13,53 @@ from numpy.typing import NDArray
 
 from shared.dataset_version import ROW_ID, RowGroup, VersionReader
 from shared.errors import DataLoss, InvalidArgument
+from shared.transforms import Batch, batch_of
 from train_service.domain.order import Ints
 
 Array = NDArray[Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows in some order: `inputs` (rows, …) as stored, `labels` int64 (rows,), `row_ids` int64 (rows,)."""
+    """Rows in some order: the columns as stored, `labels` int64 (rows,), `row_ids` int64 (rows,).
 
-    inputs: Array
+    `tensors` are (rows, *shape) each. `scalars` has all others, so that one call of Arrow's moves them all; None where
+    there are none.
+    """
+
+    tensors: dict[str, Array]
+    scalars: pa.RecordBatch | None
     labels: Ints
     row_ids: Ints
 
+    def batch(self) -> Batch:
+        """The columns, as a pipeline takes them."""
+        if self.scalars is None:
+            return dict(self.tensors)
+        return {**dict(zip(self.scalars.schema.names, self.scalars.columns, strict=True)), **self.tensors}
+
     def take(self, indices: Ints) -> Rows:
-        return Rows(self.inputs[indices], self.labels[indices], self.row_ids[indices])
+        return Rows(
+            {name: values[indices] for name, values in self.tensors.items()},
+            None if self.scalars is None else self.scalars.take(pa.array(indices)),
+            self.labels[indices],
+            self.row_ids[indices],
+        )
 
     @property
     def size_bytes(self) -> int:
-        return self.inputs.nbytes + self.labels.nbytes + self.row_ids.nbytes
+        tensors = sum(values.nbytes for values in self.tensors.values())
+        scalars = 0 if self.scalars is None else self.scalars.nbytes
+        return tensors + scalars + self.labels.nbytes + self.row_ids.nbytes
 
 
 def interleave(parts: list[Rows], where: list[Ints]) -> Rows:
     """Puts parts together: row i of part k goes to place `where[k][i]`; the places are 0 to the number of rows."""
     back = np.argsort(np.concatenate(where), kind="stable")
+    scalars = [part.scalars for part in parts if part.scalars is not None]
     return Rows(
-        np.concatenate([part.inputs for part in parts])[back],
+        {name: np.concatenate([part.tensors[name] for part in parts])[back] for name in parts[0].tensors},
+        pa.concat_batches(scalars).take(pa.array(back)) if scalars else None,
         np.concatenate([part.labels for part in parts])[back],
         np.concatenate([part.row_ids for part in parts])[back],
     )
@@ -50,12 +72,19 @@ class RowCache:
     """
 
     def __init__(
-        self, reader: VersionReader, split: str, input_column: str, label_column: str, num_classes: int, capacity: int
+        self,
+        reader: VersionReader,
+        split: str,
+        columns: Sequence[str],
+        label_column: str,
+        num_classes: int,
+        capacity: int,
     ) -> None:
-        """`capacity` in bytes."""
+        """`columns` are those that the job's transform reads; `capacity` in bytes."""
         self._reader = reader
         self._groups = reader.row_groups(split)
-        self._columns = [input_column, label_column, ROW_ID]
+        self._columns = list(columns)
+        self._label_column = label_column
         self._num_classes = num_classes
         self._capacity = capacity
         self._held: OrderedDict[int, Rows] = OrderedDict()
@@ -68,7 +97,7 @@ class RowCache:
         """The rows at `positions` (from 0 at the split's beginning), in that order.
 
         Raises `DataLoss` when the stored bytes carry other row ids than their place in the version says, and
-        `InvalidArgument` for a label outside 0..num_classes-1.
+        `InvalidArgument` for a label that is missing or outside 0..num_classes-1.
         """
         group_of = np.searchsorted(self._ends, positions, side="right")
         parts, where = [], []
@@ -92,34 +121,32 @@ class RowCache:
         return held
 
     def _read(self, group: RowGroup) -> Rows:
-        table = self._reader.read(group, self._columns)
-        for column in self._columns:
-            if table.column(column).null_count:
-                raise InvalidArgument(
-                    f"column {column!r} has nulls; fill or drop them before training", reason="NULL_VALUES"
-                )
-        inputs, labels, row_ids = (as_array(table.column(index)) for index in range(3))
-        expected = np.arange(group.first_row_id, group.first_row_id + group.row_count)
-        if not np.array_equal(row_ids, expected):
+        table = self._reader.read(group, list(dict.fromkeys([*self._columns, self._label_column, ROW_ID])))
+        row_ids = self._integers(table, ROW_ID)
+        if not np.array_equal(row_ids, np.arange(group.first_row_id, group.first_row_id + group.row_count)):
             raise DataLoss(
                 f"the rows stored at {group.first_row_id} and after carry other row ids", reason="WRONG_ROW_IDS"
             )
+        labels = self._integers(table, self._label_column)
+        self._check_labels(labels, row_ids)
+        columns = batch_of(table.select(self._columns))
+        tensors = {name: values for name, values in columns.items() if isinstance(values, np.ndarray)}
+        scalars = {name: values for name, values in columns.items() if isinstance(values, pa.Array)}
+        return Rows(tensors, pa.RecordBatch.from_pydict(scalars) if scalars else None, labels.astype(np.int64), row_ids)
+
+    def _integers(self, table: pa.Table, name: str) -> Ints:
+        column = table.column(name)
+        if column.null_count:
+            raise InvalidArgument(f"column {name!r} has nulls; fill or drop them before training", reason="NULL_VALUES")
+        values: Ints = column.to_numpy()
+        return values
+
+    def _check_labels(self, labels: Ints, row_ids: Ints) -> None:
         if labels.size and not (labels.min() >= 0 and labels.max() < self._num_classes):
             row = int(np.flatnonzero((labels < 0) | (labels >= self._num_classes))[0])
             raise InvalidArgument(
-                f"row {int(row_ids[row])} has the label {int(labels[row])} in column {self._columns[1]!r}; "
+                f"row {int(row_ids[row])} has the label {int(labels[row])} in column {self._label_column!r}; "
                 f"spec.model.num_classes is {self._num_classes}, so labels must be 0 to {self._num_classes - 1}",
                 reason="LABEL_OUT_OF_RANGE",
                 fields=[("spec.model.num_classes", f"a label is {int(labels[row])}")],
             )
-        return Rows(inputs, labels.astype(np.int64), row_ids)
-
-
-def as_array(column: pa.ChunkedArray) -> Array:
-    """A column without nulls as one numpy array; a tensor column keeps its shape behind the row axis."""
-    chunk = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-    if isinstance(chunk, pa.FixedShapeTensorArray):
-        tensors: Array = chunk.to_numpy_ndarray()
-        return tensors
-    values: Array = chunk.to_numpy(zero_copy_only=False)
-    return values

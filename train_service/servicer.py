@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 from grpc import aio
@@ -19,11 +19,13 @@ Context = aio.ServicerContext[Any, Any]
 
 
 class TrainServicer(train_service_pb2_grpc.TrainServiceServicer):
-    def __init__(self, jobs: TrainingJobs) -> None:
+    def __init__(self, jobs: TrainingJobs, custom_allowed: Collection[str]) -> None:
+        """`custom_allowed` are the functions that custom transform steps may name."""
         self._jobs = jobs
+        self._custom_allowed = custom_allowed
 
     async def CreateTrainingJob(self, request: Any, context: Context) -> resources_pb2.TrainingJob:
-        spec = spec_from_proto(request.spec)
+        spec = spec_from_proto(request.spec, self._custom_allowed)
         digest = body_digest(request)
         view = await asyncio.to_thread(
             self._jobs.create, request.training_job_id, spec, request.request_id, digest, request.validate_only

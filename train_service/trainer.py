@@ -19,13 +19,11 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from shared.checkpoint import CheckpointRegistry
 from shared.checkpoint.registry import best, latest
-from shared.dataset_version import load_version
 from shared.errors import Cancelled, Internal, MillraceError, Unavailable
 from shared.jobs import AttemptContext
 from shared.log import StaleAttempt
 from train_service.domain.spec import TrainingSpec
 from train_service.loop import LoopConfig, train_loop
-from train_service.version_fit import model_input
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +34,11 @@ STOP_WITHIN_S = 20.0
 def run(context: AttemptContext) -> dict[str, Any]:
     """Entry function of a durable job of kind `train`. Returns the last and the best checkpoint."""
     spec = TrainingSpec.from_config(context.job.spec["training"])
-    version = load_version(context.store, spec.dataset_version)
     config = LoopConfig(
         store=context.store.settings,
         job_name=context.job.name,
         attempt=context.attempt,
         spec=spec,
-        model_input=model_input(version, spec),
     )
     with _ends_when_stopped(context):
         _fit(config, context)

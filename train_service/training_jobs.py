@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from shared import names, paging
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.dataset_version import load_version
-from shared.errors import AlreadyExists, MillraceError, OutOfRange, already_exists
+from shared.dataset_version.users import using
+from shared.errors import AlreadyExists, OutOfRange, already_exists
 from shared.jobs import JobRecord, Jobs
 from shared.requests import claimed
 from shared.storage import ObjectStore
@@ -120,14 +118,14 @@ class TrainingJobs:
         specs.check(spec)
         version = load_version(self._store, spec.dataset_version)
         spec = with_defaults(spec, version)
-        model_input = check_fits(spec, version)
+        prepared = check_fits(spec, version)
         with self._checking:
-            check_model(spec, model_input)
+            check_model(spec, prepared)
         return spec
 
     def _make(self, job: JobRecord, version_name: str) -> JobRecord:
         try:
-            with self._using(version_name, job):
+            with using(self._store, version_name, TRAIN_KIND, job.uid, job.name):
                 return self._jobs.create(job.name, job)
         except AlreadyExists:
             # The same request, sent twice at once, may have made it in between.
@@ -139,19 +137,6 @@ class TrainingJobs:
         """The job of that name if this request made it; somebody else's is not the answer to it."""
         job = self._jobs.find(name)
         return job if job and request_id and job.spec.get("request_id") == request_id else None
-
-    @contextmanager
-    def _using(self, version_name: str, job: JobRecord) -> Iterator[None]:
-        """Marks the version as used, then looks again that it is ACTIVE: a deletion does it the other way round, so
-        whichever comes second sees the other."""
-        key = f"{version_name}/users/{TRAIN_KIND}-{job.uid}.json"
-        self._store.put(key, json.dumps({"user": job.name}).encode())
-        try:
-            load_version(self._store, version_name)
-            yield
-        except MillraceError:
-            self._store.delete(key)
-            raise
 
     def _view(self, record: JobRecord) -> JobView:
         return JobView(record, self._jobs.progress(record.name), CheckpointRegistry(self._store, record.name).entries())

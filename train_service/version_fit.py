@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-import pyarrow as pa
+import pyarrow.types as kinds
 
 from shared.dataset_version import DatasetVersion
 from shared.dataset_version.manifest import Column
 from shared.errors import invalid_field
-from shared.transforms import Pipeline, TensorSpec
+from shared.transforms import ScalarType, TensorSpec, schema_of_columns
 from train_service.domain.spec import TrainingSpec, check_rows
+from train_service.preprocessing import FIELD, Preprocessing
 
 DEFAULT_VALIDATION_SPLIT = "validation"
 
@@ -35,38 +35,24 @@ def check_fits(spec: TrainingSpec, version: DatasetVersion) -> TensorSpec:
             raise invalid_field(f"spec.{field}", split, "it has no rows; choose another")
     _check_label(spec, version)
     check_rows(spec, names[spec.train_split].row_count)
-    pipeline = Pipeline.from_config(spec.transform, spec.input_column)
-    prepared = pipeline.output(model_input(version, spec), "spec.transform")
+    prepared = Preprocessing(spec, version.columns).output
     if prepared.dtype != "float32" or len(prepared.shape) != 3 or prepared.shape[0] != spec.model.in_channels:
         wanted = f"float32 of ({spec.model.in_channels}, H, W), as spec.model.in_channels says"
         made = f"{prepared.dtype} of {prepared.shape}"
-        raise invalid_field("spec.transform", made, f"must make {wanted}; add steps such as to_float")
+        raise invalid_field(FIELD, made, f"must make {wanted}; add steps such as to_float")
     return prepared
 
 
-def model_input(version: DatasetVersion, spec: TrainingSpec) -> TensorSpec:
-    """One raw row of the input column. Raises `InvalidArgument` unless it is a tensor column."""
-    column = _column(version, "spec.input_column", spec.input_column)
-    tensor = re.search(r"value_type=(\w+)", column.arrow_type)
-    if not column.shape or tensor is None:
-        raise invalid_field("spec.input_column", spec.input_column, f"is {column.arrow_type}; name a tensor column")
-    # Arrow's `float` is numpy's float32.
-    dtype = np.dtype(pa.type_for_alias(tensor.group(1)).to_pandas_dtype())
-    return TensorSpec(column.name, dtype.name, tuple(column.shape))
+def ingested_columns(version: DatasetVersion) -> Sequence[Column]:
+    """Those of the rows as they were ingested: the version's own where nothing was done to them since."""
+    return version.manifest.ingested or version.columns
 
 
 def _check_label(spec: TrainingSpec, version: DatasetVersion) -> None:
-    column = _column(version, "spec.label_column", spec.label_column)
-    try:
-        whole = pa.types.is_integer(pa.type_for_alias(column.arrow_type))
-    except ValueError:
-        whole = False
-    if not whole:
-        raise invalid_field("spec.label_column", spec.label_column, f"is {column.arrow_type}; name integers")
-
-
-def _column(version: DatasetVersion, field: str, name: str) -> Column:
-    for column in version.columns:
-        if column.name == name:
-            return column
-    raise invalid_field(field, name, f"{version.name} has {', '.join(one.name for one in version.columns)}")
+    given = schema_of_columns(version.columns).get(spec.label_column)
+    if given is None:
+        names = ", ".join(column.name for column in version.columns)
+        raise invalid_field("spec.label_column", spec.label_column, f"{version.name} has {names}")
+    if not isinstance(given, ScalarType) or not kinds.is_integer(given.arrow_type):
+        remedy = f"is {given}; name integers, such as ordinal_encode makes in TransformVersion"
+        raise invalid_field("spec.label_column", spec.label_column, remedy)

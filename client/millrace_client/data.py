@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from google.longrunning import operations_pb2
 
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import data_service_pb2_grpc, resources_pb2
+from millrace_client.arrow_stream import ArrowBytes, read_method
 from millrace_client.calls import Caller, new_request_id
 from millrace_client.errors import AlreadyExists
 from millrace_client.operations import Operation
@@ -25,6 +25,7 @@ class DataClient:
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
         self._stub: Any = data_service_pb2_grpc.DataServiceStub(caller.channel)
+        self._read_version = read_method(caller.channel)
 
     def create_dataset(
         self, dataset_id: str, *, display_name: str = "", description: str = "", exist_ok: bool = False
@@ -112,27 +113,4 @@ class DataClient:
         import pyarrow as pa
 
         request = pb.ReadVersionRequest(name=name, split=split, columns=columns, offset=offset, limit=limit)
-        messages = self._caller.stream(self._stub.ReadVersion, request)
-        return pa.ipc.open_stream(io.BufferedReader(_Bytes(messages), buffer_size=1 << 20))
-
-
-class _Bytes(io.RawIOBase):
-    """The messages' bytes one after the other, as a file that an Arrow reader can read."""
-
-    def __init__(self, messages: Iterator[Any]) -> None:
-        self._messages = messages
-        self._left = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._left:
-            message = next(self._messages, None)
-            if message is None:
-                return 0
-            self._left = memoryview(message.arrow_ipc)
-        count = min(len(buffer), len(self._left))
-        buffer[:count] = self._left[:count]
-        self._left = self._left[count:]
-        return count
+        return pa.ipc.open_stream(ArrowBytes(self._caller.stream(self._read_version, request)))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from shared.errors import invalid_fields
+from data_service.domain.retention import Retention, check_retention
+from shared.errors import invalid_field, invalid_fields
 from shared.names import ID, ID_REMEDY
 
 MAX_DISPLAY_NAME = 63
 MAX_DESCRIPTION = 4096
+UPDATABLE = ("display_name", "description", "retention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,25 +25,52 @@ class Dataset:
     description: str
     create_time: float
     request_id: str = ""
-    # Of the wish: nothing changes a dataset yet.
+    # Counts what was asked for: 1 for the creation, one more for each change.
     generation: int = 1
+    retention: Retention = field(default_factory=Retention)
+    # A tombstone: the dataset does not exist, and a new one may begin in the same log.
+    deleted: bool = False
+
+    @property
+    def etag(self) -> str:
+        return str(self.generation)
 
     def as_state(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Dataset:
-        return cls(**state)
+        return cls(**{**state, "retention": Retention(**state.get("retention", {}))})
 
 
-def check_fields(dataset_id: str, display_name: str, description: str) -> None:
-    """Raises `InvalidArgument` naming every field that is wrong."""
+def changed(dataset: Dataset, changes: Mapping[str, Any]) -> Dataset:
+    """The dataset with these of `UPDATABLE`; the same one where nothing is different.
+
+    Raises `InvalidArgument` naming every value that is wrong.
+    """
+    wanted = replace(dataset, **changes)
+    check_fields(None, wanted.display_name, wanted.description, prefix="dataset.")
+    check_retention(wanted.retention, "dataset.retention")
+    return dataset if wanted == dataset else replace(wanted, generation=dataset.generation + 1)
+
+
+def check_mask(paths: Iterable[str]) -> list[str]:
+    """What an update changes: all of `UPDATABLE` where the mask is empty. Raises `InvalidArgument`."""
+    given = list(paths)
+    for index, path in enumerate(given):
+        if path not in UPDATABLE:
+            raise invalid_field(f"update_mask.paths[{index}]", path, f"use some of {', '.join(UPDATABLE)}, or none")
+    return given or list(UPDATABLE)
+
+
+def check_fields(dataset_id: str | None, display_name: str, description: str, prefix: str = "") -> None:
+    """Raises `InvalidArgument` naming every field that is wrong, with `prefix` in front."""
     problems: list[tuple[str, object, str]] = []
-    if not ID.fullmatch(dataset_id):
+    if dataset_id is not None and not ID.fullmatch(dataset_id):
         problems.append(("dataset_id", dataset_id, ID_REMEDY))
     if len(display_name) > MAX_DISPLAY_NAME:
-        problems.append(("display_name", display_name, f"use at most {MAX_DISPLAY_NAME} characters"))
+        problems.append((f"{prefix}display_name", display_name, f"use at most {MAX_DISPLAY_NAME} characters"))
     if len(description) > MAX_DESCRIPTION:
-        problems.append(("description", description, f"use at most {MAX_DESCRIPTION} characters"))
+        problems.append((f"{prefix}description", description, f"use at most {MAX_DESCRIPTION} characters"))
     if problems:
         raise invalid_fields(problems)

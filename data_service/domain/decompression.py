@@ -8,7 +8,7 @@ import zlib
 from typing import BinaryIO, cast
 
 GZIP_MAGIC = b"\x1f\x8b"
-# Below so many decoded bytes nothing is refused; above, more than `MAX_RATIO` times the file's size is a bomb. MNIST
+# Below so many decoded bytes nothing is refused; above, more than `MAX_RATIO` times what was read is a bomb. MNIST
 # grows fivefold; deflate cannot grow more than 1,032-fold.
 FREE_BYTES = 256 * 1024 * 1024
 MAX_RATIO = 200
@@ -18,19 +18,22 @@ class DecompressionError(ValueError):
     """The bytes are not a whole gzip file, or grow beyond all bounds; the text says which."""
 
 
-def decompressed(stream: BinaryIO, size_bytes: int) -> BinaryIO:
-    """`stream` itself, or what is in it if it is gzip. `size_bytes` is the size of the file as it is stored."""
-    buffered = io.BufferedReader(_Raw(stream), 1024 * 1024)
+def decompressed(stream: BinaryIO) -> BinaryIO:
+    """`stream` itself, or what is in it if it is gzip. Only `read(size)` of the result is to be used; it may give fewer
+    bytes at a time, and none only at the end."""
+    raw = _Raw(stream)
+    buffered = io.BufferedReader(raw, 1024 * 1024)
     if buffered.peek(2)[:2] != GZIP_MAGIC:
         return cast(BinaryIO, buffered)
-    return cast(BinaryIO, _Gunzip(buffered, max(FREE_BYTES, MAX_RATIO * size_bytes)))
+    return cast(BinaryIO, _Gunzip(buffered, raw))
 
 
 class _Raw(io.RawIOBase):
-    """Any object with `read` as a raw stream."""
+    """Any object with `read` as a raw stream that counts its bytes."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
+        self.bytes_read = 0
 
     def readable(self) -> bool:
         return True
@@ -38,14 +41,17 @@ class _Raw(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         data = self._stream.read(len(buffer))
         buffer[: len(data)] = data
+        self.bytes_read += len(data)
         return len(data)
 
 
 class _Gunzip:
-    def __init__(self, compressed: io.BufferedReader[_Raw], most_bytes: int) -> None:
+    """Bounds what comes out by what went in so far: the whole file's size may not be known yet."""
+
+    def __init__(self, compressed: io.BufferedReader[_Raw], raw: _Raw) -> None:
         self._file = gzip.GzipFile(fileobj=compressed, mode="rb")
-        self._left = most_bytes
-        self._most = most_bytes
+        self._raw = raw
+        self._given = 0
 
     def read(self, size: int) -> bytes:
         try:
@@ -54,7 +60,8 @@ class _Gunzip:
             raise DecompressionError("it is gzip, and ends before its end marker") from None
         except (gzip.BadGzipFile, zlib.error) as error:
             raise DecompressionError(f"it is damaged gzip: {error}") from None
-        self._left -= len(data)
-        if self._left < 0:
-            raise DecompressionError(f"it decompresses to more than {self._most} bytes, {MAX_RATIO} times its size")
+        self._given += len(data)
+        most = max(FREE_BYTES, MAX_RATIO * self._raw.bytes_read)
+        if self._given > most:
+            raise DecompressionError(f"it decompresses to more than {most} bytes, {MAX_RATIO} times its size")
         return data

@@ -4,27 +4,56 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+from data_service.domain.arrow_types import TypeRefused, parse_type
 from data_service.domain.uris import UriRefused, check_allowed, parse_uri
 from shared.errors import invalid_fields
-from shared.names import SPLIT, SPLIT_REMEDY
+from shared.names import ID, SPLIT, SPLIT_REMEDY
 
 MAX_SOURCES = 64
 MAX_HOLD_OUTS = 64
+MAX_COLUMN_TYPES = 10_000
+MAX_NULL_VALUES = 1000
+FORMATS = ("idx", "parquet", "arrow", "csv", "json_lines", "image_folder", "image_tar")
+ENCODINGS = ("utf-8", "utf-16", "latin-1", "windows-1252")
+# Fields that name one file, where others may name a folder or a pattern.
+SINGLE_FILES = ("idx.images_uri", "idx.labels_uri")
 
 Problem = tuple[str, object, str]
 
 
 @dataclass(frozen=True, kw_only=True)
+class CsvOptions:
+    """As the request has them: empty means the default."""
+
+    delimiter: str = ""
+    column_names: list[str] = field(default_factory=list)
+    null_values: list[str] = field(default_factory=list)
+    encoding: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Source:
-    """Rows of one split. `uris` maps a field of the request to its URI; `format` is `idx`, `parquet` or empty."""
+    """Rows of one split. `uris` maps a field of the request, e.g. `csv.uri`, to what it names; `format` is one of
+    `FORMATS`, or empty where the request sets none; `csv` is set for CSV alone."""
 
     split: str
     format: str
     uris: dict[str, str]
+    csv: CsvOptions | None = None
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Source:
+        options = record.get("csv")
+        return cls(
+            split=record["split"],
+            format=record["format"],
+            uris=dict(record["uris"]),
+            csv=None if options is None else CsvOptions(**options),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +65,39 @@ class HoldOut:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ColumnType:
+    """`arrow_type` in Arrow's spelling (`arrow_types.parse_type`)."""
+
+    column: str
+    arrow_type: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadRows:
+    """`action` is `fail` or `quarantine`; `max_rows` bounds the quarantine, 0 leaves it unbounded."""
+
+    action: str = "fail"
+    max_rows: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """The version that the new one follows; `mode` is `append` or `replace`, or empty where the request sets none."""
+
+    version: str
+    mode: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ImportSpec:
+    """`checks` are quality checks as JSON, which `data_service.domain.checks` reads."""
+
     sources: list[Source]
     hold_outs: list[HoldOut]
+    column_types: list[ColumnType] = field(default_factory=list)
+    bad_rows: BadRows = field(default_factory=BadRows)
+    checks: list[dict[str, Any]] = field(default_factory=list)
+    base: Base | None = None
 
     @property
     def imported_splits(self) -> list[str]:
@@ -50,21 +109,37 @@ class ImportSpec:
         """All splits in the order of their row ids."""
         return [*self.imported_splits, *(one.to_split for one in self.hold_outs)]
 
+    @property
+    def types_by_column(self) -> dict[str, str]:
+        """In the order of the request, so that a place in it is an index of `column_types`."""
+        return {one.column: one.arrow_type for one in self.column_types}
+
     def as_record(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> ImportSpec:
+        base = record.get("base")
         return cls(
-            sources=[Source(**source) for source in record["sources"]],
+            sources=[Source.from_record(source) for source in record["sources"]],
             hold_outs=[HoldOut(**hold_out) for hold_out in record["hold_outs"]],
+            column_types=[ColumnType(**one) for one in record.get("column_types", [])],
+            bad_rows=BadRows(**record.get("bad_rows", {})),
+            checks=list(record.get("checks", [])),
+            base=None if base is None else Base(**base),
         )
 
 
 def check(spec: ImportSpec, roots: Sequence[PurePosixPath], *, s3: bool) -> None:
     """Raises `InvalidArgument` naming every field that is wrong. `roots` are the folders that files may come from,
     `s3` says whether the server can read s3://."""
-    problems = [*_source_problems(spec, roots, s3), *_hold_out_problems(spec)]
+    problems = [
+        *_source_problems(spec, roots, s3),
+        *_hold_out_problems(spec),
+        *_column_type_problems(spec.column_types),
+        *_bad_rows_problems(spec.bad_rows),
+        *_base_problems(spec.base),
+    ]
     if problems:
         raise invalid_fields(problems)
 
@@ -77,13 +152,34 @@ def _source_problems(spec: ImportSpec, roots: Sequence[PurePosixPath], s3: bool)
         path = f"sources[{index}]"
         if not SPLIT.fullmatch(source.split):
             yield f"{path}.split", source.split, SPLIT_REMEDY
-        if not source.format:
-            yield path, "", "set idx or parquet"
-        for field, uri in source.uris.items():
+        if source.format not in FORMATS:
+            yield path, source.format, f"set one of {', '.join(FORMATS)}"
+        for name, uri in source.uris.items():
             try:
-                check_allowed(parse_uri(uri), roots, s3=s3)
+                found = parse_uri(uri)
+                check_allowed(found, roots, s3=s3)
             except UriRefused as refused:
-                yield f"{path}.{field}", uri, str(refused)
+                yield f"{path}.{name}", uri, str(refused)
+                continue
+            if name in SINGLE_FILES and not found.single:
+                yield f"{path}.{name}", uri, "name one file, not a folder or a pattern"
+            if source.format == "image_folder" and not found.folder:
+                yield f"{path}.{name}", uri, "name a folder: end it in '/', and use no pattern"
+        if source.csv is not None:
+            yield from _csv_problems(f"{path}.csv", source.csv)
+
+
+def _csv_problems(path: str, options: CsvOptions) -> Iterator[Problem]:
+    delimiter, names = options.delimiter, options.column_names
+    if delimiter and (len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n\0'):
+        yield f"{path}.delimiter", delimiter, "use one ASCII character that is neither a quote nor a line's end"
+    for index, name in enumerate(names):
+        if not name or name in names[:index]:
+            yield f"{path}.column_names[{index}]", name, "give each column a name of its own"
+    if len(options.null_values) > MAX_NULL_VALUES:
+        yield f"{path}.null_values", len(options.null_values), f"name at most {MAX_NULL_VALUES}"
+    if options.encoding and options.encoding not in ENCODINGS:
+        yield f"{path}.encoding", options.encoding, f"use one of {', '.join(ENCODINGS)}"
 
 
 def _hold_out_problems(spec: ImportSpec) -> Iterator[Problem]:
@@ -102,3 +198,38 @@ def _hold_out_problems(spec: ImportSpec) -> Iterator[Problem]:
         taken.add(hold_out.to_split)
         if not (math.isfinite(hold_out.fraction) and 0 < hold_out.fraction < 1):
             yield f"{path}.fraction", hold_out.fraction, "use a number above 0 and below 1"
+
+
+def _column_type_problems(column_types: Sequence[ColumnType]) -> Iterator[Problem]:
+    if len(column_types) > MAX_COLUMN_TYPES:
+        yield "column_types", len(column_types), f"name at most {MAX_COLUMN_TYPES}"
+        return
+    seen: set[str] = set()
+    for index, one in enumerate(column_types):
+        path = f"column_types[{index}]"
+        if not one.column:
+            yield f"{path}.column", one.column, "name a column"
+        elif one.column in seen:
+            yield f"{path}.column", one.column, "name each column once"
+        seen.add(one.column)
+        try:
+            parse_type(one.arrow_type)
+        except TypeRefused as refused:
+            yield f"{path}.arrow_type", one.arrow_type, str(refused)
+
+
+def _bad_rows_problems(bad_rows: BadRows) -> Iterator[Problem]:
+    if bad_rows.action not in ("fail", "quarantine"):
+        yield "bad_rows.action", bad_rows.action, "use ACTION_FAIL or ACTION_QUARANTINE"
+    if bad_rows.max_rows < 0:
+        yield "bad_rows.max_rows", bad_rows.max_rows, "use 0 for no limit, or a number of rows"
+
+
+def _base_problems(base: Base | None) -> Iterator[Problem]:
+    if base is None:
+        return
+    parts = base.version.split("/")
+    if parts[::2] != ["datasets", "versions"] or len(parts) != 4 or not all(map(ID.fullmatch, parts[1::2])):
+        yield "base.version", base.version, "use a name of the form datasets/{d}/versions/{v}"
+    if base.mode not in ("append", "replace"):
+        yield "base.mode", base.mode, "use MODE_APPEND or MODE_REPLACE"

@@ -6,7 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
+
+from data_service.domain.globs import Glob, parse_glob
+from shared.names import ID
 
 MAX_URI = 2048
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
@@ -18,45 +21,85 @@ class UriRefused(ValueError):
 
 @dataclass(frozen=True)
 class FileSource:
-    """An absolute path without `..`."""
+    """An absolute path without `..`. `glob` tells which files below it are meant, None: it is one file itself."""
 
     path: PurePosixPath
+    glob: Glob | None = None
+
+    @property
+    def single(self) -> bool:
+        return self.glob is None
+
+    @property
+    def folder(self) -> bool:
+        return self.glob is not None and self.glob.everything
 
 
 @dataclass(frozen=True)
 class S3Source:
+    """`key` is that of one object; with a `glob`, of the folder below which it looks, which may be empty."""
+
     bucket: str
     key: str
+    glob: Glob | None = None
+
+    @property
+    def single(self) -> bool:
+        return self.glob is None
+
+    @property
+    def folder(self) -> bool:
+        return self.glob is not None and self.glob.everything
 
 
-def parse_uri(uri: str) -> FileSource | S3Source:
-    """Raises `UriRefused`."""
+@dataclass(frozen=True)
+class UploadSource:
+    """`datasets/{d}/uploads/{u}`."""
+
+    name: str
+    single = True
+    folder = False
+
+
+def parse_uri(uri: str) -> FileSource | S3Source | UploadSource:
+    """Names are taken as the bytes that they are: nothing is normalised. Raises `UriRefused`."""
     if not uri or len(uri) > MAX_URI:
         raise UriRefused(f"use a URI of 1 to {MAX_URI} characters")
-    try:
-        parts = urlsplit(uri)
-    except ValueError:
-        raise UriRefused("use file:///absolute/path or s3://bucket/key") from None
-    if parts.query or parts.fragment:
-        raise UriRefused("leave out '?' and '#'; write them as %3F and %23 in a name")
-    path = unquote(parts.path)
-    if "\0" in path:
+    if uri.startswith("datasets/"):
+        return _upload(uri)
+    scheme, colon, rest = uri.partition(":")
+    if not colon or scheme not in ("file", "s3"):
+        raise UriRefused("use the scheme file or s3, or the name of an upload, datasets/{d}/uploads/{u}")
+    if "#" in rest:
+        raise UriRefused("leave out '#'; write it as %23 in a name")
+    host, raw_path = _host_and_path(rest)
+    whole = _unquoted(raw_path)
+    if "\0" in whole:
         raise UriRefused("no name of a file has a zero byte")
-    if parts.scheme == "file":
-        if parts.netloc:
+    if ".." in whole.split("/"):
+        raise UriRefused(
+            "use an absolute path without '..'" if scheme == "file" else "use s3://bucket/key without '..'"
+        )
+    folder, glob = parse_glob(raw_path)
+    path = _unquoted(folder)
+    if scheme == "file":
+        if host:
             raise UriRefused("use file:///absolute/path: three slashes, no host")
-        return FileSource(_absolute(path))
-    if parts.scheme == "s3":
-        key = path.removeprefix("/")
-        if not _BUCKET.fullmatch(parts.netloc) or not key or ".." in key.split("/"):
-            raise UriRefused("use s3://bucket/key")
-        return S3Source(parts.netloc, key)
-    raise UriRefused("use the scheme file or s3")
+        if not path.startswith("/"):
+            raise UriRefused("use an absolute path without '..'")
+        # Two leading slashes are a path of their own in POSIX.
+        return FileSource(PurePosixPath("/" + path.lstrip("/")), glob)
+    key = path.removeprefix("/")
+    if not _BUCKET.fullmatch(host) or (not key and glob is None) or not _is_utf8(key):
+        raise UriRefused("use s3://bucket/key")
+    return S3Source(host, key, glob)
 
 
-def check_allowed(source: FileSource | S3Source, roots: Sequence[PurePosixPath], *, s3: bool) -> None:
+def check_allowed(source: FileSource | S3Source | UploadSource, roots: Sequence[PurePosixPath], *, s3: bool) -> None:
     """Raises `UriRefused` unless the server may read the source. A file is judged by its spelling: whoever opens it
     must look through links."""
+    if isinstance(source, UploadSource):
+        return
     if isinstance(source, S3Source):
         if not s3:
             raise UriRefused("this server has no S3 endpoint; it reads s3:// only where its own store is s3://")
@@ -67,9 +110,25 @@ def check_allowed(source: FileSource | S3Source, roots: Sequence[PurePosixPath],
         raise UriRefused("this path is not below a folder of MILLRACE_IMPORT_ROOTS of the server")
 
 
-def _absolute(path: str) -> PurePosixPath:
-    found = PurePosixPath(path)
-    if not found.is_absolute() or ".." in found.parts:
-        raise UriRefused("use an absolute path without '..'")
-    # Two leading slashes are a path of their own in POSIX.
-    return PurePosixPath("/" + path.lstrip("/"))
+def _upload(name: str) -> UploadSource:
+    parts = name.split("/")
+    if len(parts) != 4 or parts[2] != "uploads" or not ID.fullmatch(parts[1]) or not ID.fullmatch(parts[3]):
+        raise UriRefused("use datasets/{d}/uploads/{u} for an upload")
+    return UploadSource(name)
+
+
+def _host_and_path(rest: str) -> tuple[str, str]:
+    """What follows the scheme's colon, as a URI's parts: a host only behind two slashes."""
+    if not rest.startswith("//"):
+        return "", rest
+    host, slash, path = rest[2:].partition("/")
+    return host, slash + path
+
+
+def _unquoted(text: str) -> str:
+    # As Python spells names of files: bytes that are no UTF-8 survive.
+    return unquote(text, errors="surrogateescape")
+
+
+def _is_utf8(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)

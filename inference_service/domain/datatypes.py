@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,13 @@ DATATYPES: dict[str, Datatype] = {
         _of("BYTES", "O", 0, "bytes_contents"),
     )
 }
+
+
+def datatype_of(dtype: np.dtype[Any]) -> str | None:
+    """The datatype whose elements are such numbers; None where the protocol has none."""
+    little = dtype.newbyteorder("<")
+    exact = (name for name, one in DATATYPES.items() if one.dtype == little and name not in ("BF16", "BYTES"))
+    return next(exact, None)
 
 
 def bfloat16_to_float32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:

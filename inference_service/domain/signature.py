@@ -6,20 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from inference_service.domain.rows import PREPARED, RAW, Rows
 from inference_service.domain.tensors import Array, WireTensor, decode
 from shared.errors import InvalidArgument, invalid_field
 
 FREE = -1  # a dimension that the request chooses
 MAX_SHOWN_NAME = 100
+# `age.null` says where `age` is null.
+NULLS = ".null"
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor; the first dimension of `shape` is always the rows, `FREE`."""
+    """One tensor; the first dimension of `shape` is always the rows, `FREE`. `nullable`: its rows may be null."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
+    nullable: bool = False
 
     def fits(self, datatype: str, shape: Sequence[int]) -> bool:
         return (
@@ -34,12 +38,16 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Signature:
-    """`raw` is one row form as the dataset has it; `prepared` the same input after the checkpoint's preprocessing.
+    """`raw` is one row form, as the rows were ingested: a tensor for each column that the model's input is made of;
+    `prepared` the other, the model's input itself.
 
     Metadata lists the raw form alone: the prepared one is for clients that did the preprocessing themselves.
+
+    No tensor of the protocol has nulls. So with a nullable tensor a request may send another, named like it and ending
+    in `NULLS`, BOOL of shape [rows]: true where the row is null. Not sent: no row is. A NaN is a number like any other.
     """
 
-    raw: TensorSpec
+    raw: tuple[TensorSpec, ...]
     prepared: TensorSpec
     outputs: tuple[TensorSpec, ...]
 
@@ -49,62 +57,99 @@ class Signature:
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> Signature:
         return Signature(
-            _spec(record["raw"]), _spec(record["prepared"]), tuple(_spec(output) for output in record["outputs"])
+            tuple(_spec(given) for given in record["raw"]),
+            _spec(record["prepared"]),
+            tuple(_spec(output) for output in record["outputs"]),
         )
+
+    @property
+    def null_flags(self) -> dict[str, TensorSpec]:
+        """What says where a nullable tensor is null, by its own name; a column of that name goes before it."""
+        taken = {spec.name for spec in self.raw}
+        flags = [TensorSpec(spec.name + NULLS, "BOOL", (FREE,)) for spec in self.raw if spec.nullable]
+        return {spec.name: spec for spec in flags if spec.name not in taken}
 
 
 def _spec(record: Mapping[str, Any]) -> TensorSpec:
-    return TensorSpec(record["name"], record["datatype"], tuple(record["shape"]))
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of one request: `values` has them along its first axis; `form` is `raw` or `prepared`."""
-
-    form: str
-    values: Array
-
-    def __len__(self) -> int:
-        return len(self.values)
+    return TensorSpec(record["name"], record["datatype"], tuple(record["shape"]), record["nullable"])
 
 
 def rows_of(signature: Signature, tensors: Sequence[WireTensor], max_rows: int) -> Rows:
     """The request's input, decoded and fitted to the model; `InvalidArgument` names the tensor that does not fit."""
-    known = signature.raw.name
-    seen: set[str] = set()
+    wanted = {spec.name: spec for spec in signature.raw}
+    flags = signature.null_flags
+    given: dict[str, WireTensor] = {}
     for tensor in tensors:
-        if tensor.name != known:
-            raise invalid_field(f"{tensor.field}.name", tensor.name[:MAX_SHOWN_NAME], f"the model's input is {known!r}")
-        if tensor.name in seen:
-            raise invalid_field(f"{tensor.field}.name", tensor.name, "this tensor is given twice")
-        seen.add(tensor.name)
-    if not tensors:
-        raise invalid_field("inputs", [], f"tensor {known!r} is missing")
-    tensor = tensors[0]
-    values = decode(tensor)
-    if signature.raw.fits(tensor.datatype, tensor.shape):
-        form = "raw"
-    elif signature.prepared.fits(tensor.datatype, tensor.shape):
-        form = "prepared"
-    else:
-        raise _misfit(signature, tensor)
-    if not 1 <= len(values) <= max_rows:
-        raise invalid_field(
-            f"{tensor.field}.shape", list(tensor.shape), f"tensor {known!r}: send 1 to {max_rows} rows in one request"
-        )
-    return Rows(form, values)
+        if tensor.name in given:
+            raise invalid_field(f"{tensor.field}.name", tensor.name[:MAX_SHOWN_NAME], "this tensor is given twice")
+        if tensor.name not in wanted and tensor.name not in flags and tensor.name != signature.prepared.name:
+            raise invalid_field(f"{tensor.field}.name", tensor.name[:MAX_SHOWN_NAME], _inputs(signature))
+        given[tensor.name] = tensor
+    if not given:
+        raise invalid_field("inputs", [], f"tensor {signature.raw[0].name!r} is missing: {_inputs(signature)}")
+    if _is_prepared(signature, given):
+        return Rows(PREPARED, _decoded(given, max_rows))
+    for name in wanted:
+        if name not in given:
+            raise invalid_field("inputs", list(given)[:MAX_SHOWN_NAME], f"tensor {name!r} is missing")
+    for name, tensor in given.items():
+        spec = wanted.get(name) or flags.get(name)
+        if spec is None:
+            raise invalid_field(
+                f"{tensor.field}.name", name, f"send raw rows or the prepared input: {_inputs(signature)}"
+            )
+        if not spec.fits(tensor.datatype, tensor.shape):
+            raise _misfit(signature, spec, tensor)
+    values = _decoded(given, max_rows)
+    nulls = {name.removesuffix(NULLS): values.pop(name) for name in flags if name in values}
+    return Rows(RAW, values, {name: where for name, where in nulls.items() if where.any()})
 
 
-def _misfit(signature: Signature, tensor: WireTensor) -> InvalidArgument:
-    datatypes = (signature.raw.datatype, signature.prepared.datatype)
+def _is_prepared(signature: Signature, given: Mapping[str, WireTensor]) -> bool:
+    """A tensor that fits both forms is raw."""
+    prepared = signature.prepared
+    if list(given) != [prepared.name]:
+        return False
+    tensor = given[prepared.name]
+    namesakes = [spec for spec in signature.raw if spec.name == tensor.name]
+    fits = prepared.fits(tensor.datatype, tensor.shape)
+    if not fits and not namesakes:
+        raise _misfit(signature, prepared, tensor)
+    return fits and not any(spec.fits(tensor.datatype, tensor.shape) for spec in namesakes)
+
+
+def _decoded(given: Mapping[str, WireTensor], max_rows: int) -> dict[str, Array]:
+    """All tensors, of equally many rows."""
+    first = next(iter(given.values()))
+    values: dict[str, Array] = {}
+    for name, tensor in given.items():
+        values[name] = decode(tensor)
+        if not 1 <= tensor.shape[0] <= max_rows:
+            remedy = f"tensor {name!r}: send 1 to {max_rows} rows in one request"
+            raise invalid_field(f"{tensor.field}.shape", list(tensor.shape), remedy)
+        if tensor.shape[0] != first.shape[0]:
+            remedy = f"tensor {name!r} must have as many rows as {first.name!r}, {first.shape[0]}"
+            raise invalid_field(f"{tensor.field}.shape", list(tensor.shape), remedy)
+    return values
+
+
+def _misfit(signature: Signature, spec: TensorSpec, tensor: WireTensor) -> InvalidArgument:
+    """`spec` is what the tensor of that name should be."""
+    accepted = [(spec, "raw rows" if spec in signature.raw else "")]
+    if tensor.name == signature.prepared.name and spec != signature.prepared:
+        accepted.append((signature.prepared, "prepared"))
     part, value = (
-        ("shape", str(list(tensor.shape[:8]))) if tensor.datatype in datatypes else ("datatype", tensor.datatype)
+        ("shape", str(list(tensor.shape[:8])))
+        if tensor.datatype in [one.datatype for one, _ in accepted]
+        else ("datatype", tensor.datatype)
     )
-    return invalid_field(
-        f"{tensor.field}.{part}",
-        value,
-        f"tensor {tensor.name!r}: send {signature.raw} (raw rows) or {signature.prepared} (prepared)",
-    )
+    choices = " or ".join(f"{one} ({which})" if which else str(one) for one, which in accepted)
+    return invalid_field(f"{tensor.field}.{part}", value, f"tensor {tensor.name!r}: send {choices}")
+
+
+def _inputs(signature: Signature) -> str:
+    names = ", ".join(repr(spec.name) for spec in signature.raw)
+    return f"the model's input is {names}" if len(signature.raw) == 1 else f"the model's inputs are {names}"
 
 
 def outputs_wanted(signature: Signature, requested: Sequence[str]) -> tuple[TensorSpec, ...]:

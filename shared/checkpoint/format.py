@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import reduce
 from typing import Any
 
+from shared.dataset_version.manifest import Column
 from shared.errors import DataLoss
 from shared.model_spec import ModelSpec
 from shared.storage import ObjectMissing, ObjectStore
-from shared.transforms import Pipeline, TensorSpec
+from shared.transforms import Pipeline, Schema, schema_of_columns
 
-FORMAT = "millrace.checkpoint/1"
+FORMAT = "millrace.checkpoint/2"
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.pt"
 MANIFEST = "manifest.json"
@@ -29,8 +32,10 @@ MANIFEST = "manifest.json"
 class CheckpointContent:
     """What a checkpoint says of itself.
 
-    `step` counts the optimiser steps that are in it, `epoch` is that of the next step. `model_input` is one raw row as
-    the dataset has it, before `transform`.
+    `step` counts the optimiser steps that are in it, `epoch` is that of the next step. `ingested` are the columns of
+    the rows as they were ingested; `transforms` all that was done to them since, a frozen `Transform` each, oldest
+    first: those that made the dataset version, and last the training's own, which gives `input_column`, the model's
+    input.
     """
 
     training_job: str
@@ -41,11 +46,21 @@ class CheckpointContent:
     seed: int
     metrics: dict[str, float]
     model: ModelSpec
-    transform: dict[str, Any]
-    model_input: TensorSpec
+    ingested: Sequence[Column]
+    transforms: Sequence[dict[str, Any]]
+    input_column: str
 
-    def pipeline(self) -> Pipeline:
-        return Pipeline.from_config(self.transform, self.model_input.name)
+    @property
+    def ingested_schema(self) -> Schema:
+        return schema_of_columns(self.ingested)
+
+    def serving(self) -> Pipeline:
+        """From raw rows, as they were ingested, to the model's input: every row-wise step since, and nothing else.
+
+        Raises `InvalidArgument` where the steps do not fit the columns.
+        """
+        whole = reduce(Pipeline.then, map(Pipeline.from_config, self.transforms), Pipeline([]))
+        return whole.serving([self.input_column], self.ingested_schema)
 
     def as_manifest(self) -> dict[str, Any]:
         return {
@@ -58,22 +73,18 @@ class CheckpointContent:
             "seed": self.seed,
             "metrics": self.metrics,
             "model": self.model.as_config(),
-            "transform": self.transform,
-            "model_input": {
-                "name": self.model_input.name,
-                "dtype": self.model_input.dtype,
-                "shape": list(self.model_input.shape),
-            },
+            "ingested": [asdict(column) for column in self.ingested],
+            "transforms": list(self.transforms),
+            "input_column": self.input_column,
         }
 
     @classmethod
     def from_manifest(cls, manifest: dict[str, Any]) -> CheckpointContent:
-        given = manifest["model_input"]
         return cls(
             **{key: manifest[key] for key in ("training_job", "dataset_version", "dataset_manifest_sha256")},
-            **{key: manifest[key] for key in ("step", "epoch", "seed", "metrics", "transform")},
+            **{key: manifest[key] for key in ("step", "epoch", "seed", "metrics", "transforms", "input_column")},
             model=ModelSpec.from_config(manifest["model"]),
-            model_input=TensorSpec(given["name"], given["dtype"], tuple(given["shape"])),
+            ingested=[Column(**column) for column in manifest["ingested"]],
         )
 
 

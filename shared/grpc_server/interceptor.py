@@ -51,7 +51,7 @@ class CallInterceptor(aio.ServerInterceptor):
         metadata = dict(handler_call_details.invocation_metadata or ())
         request_id = _request_id(metadata.get(REQUEST_ID))
         deserializer = _tolerant(handler.request_deserializer)
-        serializer = handler.response_serializer
+        serializer = _or_bytes(handler.response_serializer)
         if handler.response_streaming:
             stream = self._stream(handler.stream_stream or handler.unary_stream, method, request_id)
             make = (
@@ -149,6 +149,13 @@ def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
             return Malformed()
 
     return parse
+
+
+def _or_bytes(serialize: Callable[[Any], bytes] | None) -> Callable[[Any], bytes] | None:
+    """Lets a servicer answer with a message that it has serialized itself, where copies of it would cost much."""
+    if serialize is None:
+        return None
+    return lambda message: message if isinstance(message, bytes) else serialize(message)
 
 
 def _well_formed(request: Any) -> Any:

@@ -66,7 +66,8 @@ class Reconciler:
         if job.state.final:
             self._forget(live.uid)
         elif job.state in (JobState.PENDING, JobState.RECOVERING):
-            self._begin(live, job)
+            if time.time() >= job.begin_after:
+                self._begin(live, job)
         elif find_actor(actor_name(self._kind, job)) is not None:
             self._missing.pop(live.uid, None)
         else:

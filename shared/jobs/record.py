@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from shared.errors import Internal, MillraceError
+from shared.errors import Internal, MillraceError, ResourceExhausted
 
 
 class JobState(enum.StrEnum):
@@ -63,6 +63,13 @@ class JobRecord:
     deleted_from: JobState | None = None
 
     @property
+    def begin_after(self) -> float:
+        """When the next attempt may begin: what disturbed the last one may ask for time, as a full store does."""
+        if self.state is not JobState.RECOVERING or self.error is None:
+            return 0.0
+        return self.update_time + (self.error.get("retry_after_s") or 0.0)
+
+    @property
     def attempts_made(self) -> int:
         return self.attempt - self.first_attempt + 1
 
@@ -97,7 +104,9 @@ def lose_attempt(job: JobRecord, cause: MillraceError, now: float) -> JobRecord:
     _expect(job, JobState.RUNNING)
     failures = job.failures + 1
     if failures > job.max_failures:
-        error = Internal(
+        # What an operator can put right is told as what it is.
+        kind = ResourceExhausted if isinstance(cause, ResourceExhausted) else Internal
+        error = kind(
             f"{failures} attempts were lost, {job.max_failures} may be; the last: {cause.message}",
             reason="TOO_MANY_FAILURES",
             metadata={**cause.metadata, "failures": str(failures)},

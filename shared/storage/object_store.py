@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import obstore
@@ -12,8 +13,21 @@ from obstore import exceptions
 from obstore.store import LocalStore, S3Store
 from pyarrow import fs
 
-from shared.errors import DataLoss, MillraceError, Unavailable
+from shared.errors import DataLoss, MillraceError, ResourceExhausted, Unavailable
 from shared.settings import StoreSettings
+
+# The reason of the `ResourceExhausted` that a full store raises.
+STORE_FULL = "STORE_FULL"
+FULL_SIGNS = (
+    f"(os error {errno.ENOSPC})",
+    f"(os error {errno.EDQUOT})",
+    "507 Insufficient Storage",
+    # Error codes in the answers of S3 servers; MinIO's begin with X.
+    "<Code>InsufficientStorage",
+    "<Code>QuotaExceeded",
+    "<Code>XMinioStorageFull",
+    "<Code>XMinioAdminBucketQuotaExceeded",
+)
 
 
 class ObjectExists(Exception):
@@ -28,13 +42,16 @@ class ObjectMissing(Exception):
 class ObjectInfo:
     key: str
     size_bytes: int
+    # Seconds since the epoch by the store's clock.
+    modified: float = field(default=0.0, compare=False)
 
 
 class ObjectStore:
     """Objects below one root. Keys are relative and '/'-separated; writes are atomic and, once returned, durable.
 
     On a local directory that means: durable against the death of processes, not against loss of power.
-    Every method raises `Unavailable` when the store does not answer, after its own retries.
+    Every method raises `Unavailable` when the store does not answer, after its own retries; those that write raise
+    `ResourceExhausted` with the reason STORE_FULL when it has no room, and then leave nothing of the object.
     """
 
     def __init__(self, backend: LocalStore | S3Store, filesystem: fs.FileSystem, settings: StoreSettings) -> None:
@@ -89,7 +106,7 @@ class ObjectStore:
         with _errors(prefix):
             for chunk in obstore.list(self._backend, _folder(prefix)):
                 for meta in chunk:
-                    yield ObjectInfo(meta["path"], meta["size"])
+                    yield ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
 
     def folders(self, prefix: str) -> Sequence[str]:
         """The names of the folders directly below `prefix` that hold an object at any depth, sorted."""
@@ -143,6 +160,14 @@ def _errors(key: str) -> Iterator[None]:
     except MillraceError:
         raise
     except (exceptions.BaseError, OSError) as error:
+        if _is_full(error):  # first: some servers say so with 403 Forbidden
+            raise ResourceExhausted(
+                "the object store is full: free space in it, by deleting versions, jobs or uploads, or give it more; "
+                "then try again",
+                reason=STORE_FULL,
+                metadata={"object": key},
+                retry_after_s=30.0,
+            ) from error
         if refusal := _refusal(error):
             raise Unavailable(
                 f"the object store cannot be used: {refusal}", reason="STORE_REFUSED", retry_after_s=30.0
@@ -152,6 +177,13 @@ def _errors(key: str) -> Iterator[None]:
         raise Unavailable(
             "the object store does not answer; try again", reason="STORE_UNAVAILABLE", retry_after_s=1.0
         ) from error
+
+
+def _is_full(error: Exception) -> bool:
+    """The library has no class of its own for it, neither for the system's error nor for what S3 servers answer."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return any(sign in str(error) for sign in FULL_SIGNS)
 
 
 def _refusal(error: Exception) -> str | None:

@@ -19,7 +19,8 @@ class StoreRefused(RuntimeError):
 def probe(store: ObjectStore) -> None:
     """Lets writers race for a key; raises `StoreRefused` unless each time exactly one wins and is read back.
 
-    Raises `StoreRefused` as well for a missing bucket or refused credentials, and `Unavailable` when nothing answers.
+    Raises `StoreRefused` as well for a missing bucket or refused credentials, `Unavailable` when nothing
+    answers, and `ResourceExhausted` when the store is full.
     """
     try:
         _race(store)

@@ -1,6 +1,38 @@
 """Pure batch transforms: the same code prepares data, feeds training and runs in serving."""
 
-from shared.transforms.pipeline import Pipeline, TensorSpec
-from shared.transforms.steps import Normalize, Step, ToFloat
+from shared.transforms.batch import Batch, Column, RaggedImages, batch_of, row_count, table_of
+from shared.transforms.fitting import Fitter
+from shared.transforms.pipeline import Pipeline
+from shared.transforms.problems import RowError
+from shared.transforms.randomness import RowKeys
+from shared.transforms.schema import (
+    ScalarType,
+    Schema,
+    TensorSpec,
+    TensorType,
+    arrow_schema,
+    arrow_type_of,
+    schema_of,
+    schema_of_columns,
+)
 
-__all__ = ["Normalize", "Pipeline", "Step", "TensorSpec", "ToFloat"]
+__all__ = [
+    "Batch",
+    "Column",
+    "Fitter",
+    "Pipeline",
+    "RaggedImages",
+    "RowError",
+    "RowKeys",
+    "ScalarType",
+    "Schema",
+    "TensorSpec",
+    "TensorType",
+    "arrow_schema",
+    "arrow_type_of",
+    "batch_of",
+    "row_count",
+    "schema_of",
+    "schema_of_columns",
+    "table_of",
+]

@@ -1,82 +1,194 @@
-"""A pipeline: the steps of one `millrace.common.v1.Transform`, applied in order to the input column."""
+"""A pipeline: the steps of one `millrace.common.v1.Transform`, applied in order to batches of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from google.protobuf import json_format
 
 from millrace.common.v1 import transform_pb2
-from shared.errors import InvalidArgument, invalid_field
-from shared.transforms.steps import Array, Normalize, Shape, Step, ToFloat
+from shared.dataset_version.columns import ROW_ID
+from shared.errors import InvalidArgument
+from shared.transforms.batch import Array, Batch
+from shared.transforms.fitting import Fitter
+from shared.transforms.problems import StepError, step_error
+from shared.transforms.randomness import RowKeys
+from shared.transforms.registry import build_step
+from shared.transforms.schema import Schema, TensorSpec, TensorType
+from shared.transforms.slicing import needed_columns, sliced
+from shared.transforms.steps.columns import Select
+from shared.transforms.steps.custom import Custom
+from shared.transforms.steps.step import Step
+from shared.transforms.walk import Walk
 
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One row of a tensor: its name, numpy dtype name and shape without the batch axis."""
-
-    name: str
-    dtype: str
-    shape: Shape
+MAX_STEPS = 256
 
 
 class Pipeline:
-    """Row-wise preprocessing of one input column."""
+    """Immutable and picklable. `field` is the path under which errors name the steps."""
 
-    def __init__(self, steps: list[Step], config: dict[str, Any]) -> None:
-        self._steps = steps
-        # As JSON, the form in which a checkpoint keeps it.
-        self.config = config
+    def __init__(self, steps: Sequence[Step], default_column: str = "", field: str = "transform") -> None:
+        self.steps = list(steps)
+        self._column = default_column
+        self._field = field
 
     @classmethod
-    def from_proto(cls, transform: transform_pb2.Transform, input_column: str, field: str = "transform") -> Pipeline:
-        """Raises `InvalidArgument` naming the step, below the path `field`."""
-        steps: list[Step] = []
-        for index, step in enumerate(transform.steps):
-            path = f"{field}.steps[{index}]"
-            if step.column not in ("", input_column):
-                raise invalid_field(f"{path}.column", step.column, f"use {input_column!r} or leave it empty")
+    def from_proto(
+        cls,
+        transform: transform_pb2.Transform,
+        default_column: str = "",
+        field: str = "transform",
+        custom_allowed: Collection[str] | None = None,
+    ) -> Pipeline:
+        """`default_column` is the column of steps that name none. Custom functions must be among `custom_allowed`;
+        None allows all, for workers whose pipeline has passed the check.
+
+        Raises `InvalidArgument` naming the step, below the path `field`.
+        """
+        if len(transform.steps) > MAX_STEPS:
+            raise step_error(
+                field, StepError(f"there are {len(transform.steps)} steps; use at most {MAX_STEPS}", "steps")
+            )
+        steps = []
+        for index, message in enumerate(transform.steps):
             try:
-                steps.append(_step(step))
-            except ValueError as error:
-                raise InvalidArgument(
-                    f"{path}: {error}", reason="INVALID_FIELD", metadata={"field": path}, fields=[(path, str(error))]
-                ) from None
-        return cls(steps, json_format.MessageToDict(transform))
+                steps.append(build_step(message, default_column, custom_allowed))
+            except StepError as error:
+                raise step_error(f"{field}.steps[{index}]", error) from None
+        return cls(steps, default_column, field)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], input_column: str) -> Pipeline:
+    def from_config(cls, config: Mapping[str, Any], default_column: str = "", field: str = "transform") -> Pipeline:
         """The inverse of `config`."""
         transform = json_format.ParseDict(dict(config), transform_pb2.Transform())
-        return cls.from_proto(transform, input_column)
+        return cls.from_proto(transform, default_column, field)
 
-    def output(self, given: TensorSpec, field: str = "transform") -> TensorSpec:
-        """What `given` becomes. Raises `InvalidArgument` naming the step that it does not fit."""
-        shape, dtype = given.shape, np.dtype(given.dtype)
-        for index, step in enumerate(self._steps):
+    @property
+    def config(self) -> dict[str, Any]:
+        """The `Transform` as JSON, with all that was learnt: applied again it gives the same bits."""
+        config: dict[str, Any] = json_format.MessageToDict(self.to_proto())
+        return config
+
+    def to_proto(self) -> transform_pb2.Transform:
+        return transform_pb2.Transform(steps=[step.to_proto() for step in self.steps])
+
+    @property
+    def unfitted(self) -> list[int]:
+        """The indices of the steps that still have to learn."""
+        return [index for index, step in enumerate(self.steps) if not step.fitted]
+
+    @property
+    def drops_rows(self) -> bool:
+        return any(step.drops_rows for step in self.steps)
+
+    @property
+    def has_augmentations(self) -> bool:
+        return any(step.augments for step in self.steps)
+
+    @property
+    def has_custom(self) -> bool:
+        return any(isinstance(step, Custom) for step in self.steps)
+
+    def output(self, given: Schema, field: str = "") -> Schema:
+        """The columns that `given` becomes; lengths that are still to be learnt are None.
+
+        Raises `InvalidArgument` naming the step that does not fit, below `field` (empty: as the pipeline was built).
+        """
+        return self._schemas(given, field)[-1]
+
+    def __call__(self, batch: Batch, keys: RowKeys | None = None) -> Batch:
+        """The batch after all steps, never changed in place.
+
+        With `keys`, those of the batch's rows, augmentations act: training. Without: evaluation, serving, preparation.
+        Raises `RowError` for a row that a step cannot work on, and `InvalidArgument` for a step that did not learn.
+        """
+        walk = Walk(batch, keys)
+        for place, step in enumerate(self.steps):
+            walk.through(step, f"{self._field}.steps[{place}]", place)
+        return walk.batch
+
+    def fitter(self, given: Schema) -> Fitter:
+        """Learns, from the training rows of `given`, every unfitted step that one pass can teach: those whose column
+        does not depend on a step that is still unfitted. Call it again on the result while any is `unfitted`."""
+        return Fitter(self, self._schemas(given), self._field)
+
+    def reads(self, outputs: Collection[str] | None, given: Schema) -> list[str]:
+        """The columns of `given`, in order, that it takes to make these outputs (None: all). Filters count.
+
+        Raises `InvalidArgument` for an output that is not made.
+        """
+        schemas = self._schemas(given)
+        wanted = frozenset(schemas[-1] if outputs is None else outputs)
+        self._check_outputs(wanted, schemas[-1])
+        needed = needed_columns(self.steps, schemas, wanted)[0]
+        return [name for name in given if name in needed]
+
+    def serving(self, outputs: Collection[str], given: Schema) -> Pipeline:
+        """Only what makes these columns, in this order, of single rows: without filters and augmentations.
+
+        It takes batches of `reads(outputs, given)`, or of more. Raises `InvalidArgument` as `reads` does.
+        """
+        schemas = self._schemas(given)
+        self._check_outputs(outputs, schemas[-1])
+        forms = [(index, form) for index, step in enumerate(self.steps) if (form := step.serving_form()) is not None]
+        steps, before = [form for _, form in forms], [*(schemas[index] for index, _ in forms), schemas[-1]]
+        needed = needed_columns(steps, before, frozenset(outputs))
+        part = [step for _, step in sliced(steps, before, needed)]
+        if tuple(name for name in schemas[-1] if name in outputs) != tuple(outputs):
+            part.append(Select(tuple(outputs)))
+        return Pipeline(part, self._column, self._field)
+
+    def then(self, other: Pipeline) -> Pipeline:
+        """This pipeline, and `other` on what it makes."""
+        return Pipeline([*self.steps, *other.steps], other._column, self._field)
+
+    def with_steps(self, steps: Sequence[Step]) -> Pipeline:
+        """The same with other steps."""
+        return Pipeline(steps, self._column, self._field)
+
+    def output_tensor(self, given: TensorSpec, field: str = "") -> TensorSpec:
+        """What one tensor column becomes, by itself. Raises `InvalidArgument` as `output` does."""
+        made = self.output({given.name: TensorType(given.dtype, given.shape)}, field).get(given.name)
+        if not isinstance(made, TensorType) or None in made.shape:
+            found = "nothing" if made is None else str(made)
+            raise InvalidArgument(
+                f"{field or self._field}: column {given.name!r} becomes {found}, not a tensor of a fixed shape",
+                reason="INVALID_FIELD",
+                metadata={"field": field or self._field},
+            )
+        return TensorSpec(given.name, made.dtype, tuple(length for length in made.shape if length is not None))
+
+    def apply_tensor(self, rows: Array, keys: RowKeys | None = None) -> Array:
+        """The default column alone: (B, *shape) → (B, *shape after all steps)."""
+        made: Array = self({self._column: rows}, keys)[self._column]
+        return made
+
+    def _schemas(self, given: Schema, field: str = "") -> list[Schema]:
+        """The columns before each step and, last, after all."""
+        schemas = [dict(given)]
+        for index, step in enumerate(self.steps):
+            path = f"{field or self._field}.steps[{index}]"
             try:
-                shape, dtype = step.output(shape, dtype)
-            except ValueError as error:
-                path = f"{field}.steps[{index}]"
+                schemas.append(_checked(step.output(schemas[-1])))
+            except StepError as error:
+                raise step_error(path, error) from None
+        return schemas
+
+    def _check_outputs(self, outputs: Collection[str], made: Schema) -> None:
+        for name in outputs:
+            if name not in made:
                 raise InvalidArgument(
-                    f"{path}: {error}", reason="INVALID_FIELD", metadata={"field": path}, fields=[(path, str(error))]
-                ) from None
-        return TensorSpec(given.name, dtype.name, shape)
-
-    def __call__(self, batch: Array) -> Array:
-        """The model's input for a batch of rows; the first axis is the rows'."""
-        for step in self._steps:
-            batch = step.apply(batch)
-        return batch
+                    f"{self._field}: it makes no column {name!r}, only {', '.join(made)}",
+                    reason="INVALID_FIELD",
+                    metadata={"field": self._field},
+                )
 
 
-def _step(step: transform_pb2.TransformStep) -> Step:
-    match step.WhichOneof("op"):
-        case "to_float":
-            return ToFloat()
-        case "normalize":
-            return Normalize(tuple(step.normalize.mean), tuple(step.normalize.std))
-    raise ValueError("choose one of to_float, normalize")
+def _checked(made: Schema) -> Schema:
+    if not made:
+        raise StepError("it leaves no column; keep at least one")
+    for name in made:
+        if name in ("", ROW_ID):
+            raise StepError(f"a column must not be named {name!r}; choose another name")
+    return made

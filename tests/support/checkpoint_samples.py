@@ -7,7 +7,7 @@ from typing import Any
 from shared.checkpoint import CheckpointContent, CheckpointEntry, write_checkpoint
 from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
-from shared.transforms import TensorSpec
+from tests.support.versions import SCHEMA, columns_of
 
 JOB = "trainingJobs/j"
 FILES = {"model.safetensors": b"weights" * 100, "optimizer.pt": b"momenta" * 50}
@@ -24,8 +24,16 @@ def content(**values: Any) -> CheckpointContent:
             "seed": 7,
             "metrics": {"validation_accuracy": 0.9},
             "model": ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10),
-            "transform": {"steps": [{"toFloat": {}}, {"normalize": {"mean": [0.1307], "std": [0.3081]}}]},
-            "model_input": TensorSpec("image", "uint8", (28, 28)),
+            "ingested": columns_of(SCHEMA),
+            "transforms": [
+                {
+                    "steps": [
+                        {"column": "image", "toFloat": {}},
+                        {"column": "image", "normalize": {"mean": [0.1307], "std": [0.3081]}},
+                    ]
+                }
+            ],
+            "input_column": "image",
             **values,
         }
     )

@@ -10,7 +10,8 @@ import click
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from millrace_client.cli.exits import PlainCommand
 from millrace_client.cli.options import address_options, connected, full_name, json_option
-from millrace_client.cli.output import console, new_table, print_json, size_text, state_text
+from millrace_client.cli.output import console, new_table, print_json, silent, size_text, state_text
+from millrace_client.cli.show import print_preview, print_version
 from millrace_client.operations import Operation
 from millrace_client.specs import hold_out, idx_source, parquet_source
 
@@ -57,7 +58,7 @@ def import_(
     if as_json:
         print_json(version)
     else:
-        _print_version(version)
+        print_version(version)
 
 
 @data.command("list", cls=PlainCommand)
@@ -93,25 +94,35 @@ def list_(dataset: str | None, as_json: bool, **values: Any) -> None:
 @data.command(cls=PlainCommand)
 @click.argument("version")
 @click.option("--rows", default=3, help="Rows of each split, at most 100.", show_default=True)
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the report as one HTML page.")
 @click.option(
     "--contact-sheet", type=click.Path(dir_okay=False, path_type=Path), help="Save the images of those rows as a PNG."
 )
 @address_options
 @json_option
-def show(version: str, rows: int, contact_sheet: Path | None, as_json: bool, **values: Any) -> None:
-    """Show the schema, the splits and the first rows of VERSION (datasets/d/versions/v)."""
+def show(
+    version: str, rows: int, html: Path | None, contact_sheet: Path | None, as_json: bool, **values: Any
+) -> None:
+    """Show what VERSION (datasets/d/versions/v) is made of: statistics, checks, splits and the first rows."""
     with connected(values) as millrace:
         preview = millrace.data.preview_version(version, rows_per_split=rows)
-    if contact_sheet is not None and preview.contact_sheet_png:
-        contact_sheet.write_bytes(preview.contact_sheet_png)
     if as_json:
-        print_json({"version": preview.version, "rows": _rows(preview)})
-        return
-    _print_version(preview.version)
-    _print_rows(preview)
-    if contact_sheet is not None:
-        saved = bool(preview.contact_sheet_png)
-        console().print(f"Saved {contact_sheet}" if saved else "No column of it is an image: no contact sheet.")
+        from millrace_client.report.profile import rows_of
+
+        print_json({"version": preview.version, "rows": rows_of(preview), "report": preview.report})
+    else:
+        print_preview(preview)
+    with silent(as_json):
+        if html is not None:
+            from millrace_client.report.page import page
+
+            html.write_text(page(preview), encoding="utf-8")
+            console().print(f"Wrote {html}", soft_wrap=True)
+        if contact_sheet is not None and preview.contact_sheet_png:
+            contact_sheet.write_bytes(preview.contact_sheet_png)
+            console().print(f"Saved {contact_sheet}", soft_wrap=True)
+        elif contact_sheet is not None:
+            console().print("No column of it is an image: no contact sheet.")
 
 
 def wait_with_rows(operation: Operation[resources_pb2.DatasetVersion]) -> resources_pb2.DatasetVersion:
@@ -123,48 +134,6 @@ def wait_with_rows(operation: Operation[resources_pb2.DatasetVersion]) -> resour
             line.update(f"importing … {now.metadata.rows_read:,} rows{again}")
 
         return operation.wait(on_progress=tell)
-
-
-def _print_version(version: resources_pb2.DatasetVersion) -> None:
-    state = state_text(resources_pb2.DatasetVersion.State.Name(version.state))
-    console().print(f"[bold]{version.name}[/]  {state}  {version.row_count:,} rows  {size_text(version.size_bytes)}")
-    columns = new_table("column", "type", "shape")
-    for column in version.columns:
-        columns.add_row(column.name, column.arrow_type, _shape(column) or "scalar")
-    splits = new_table("split", "rows", "row ids", numbers=("rows",))
-    for split in version.splits:
-        last = split.first_row_id + split.row_count - 1
-        splits.add_row(split.name, f"{split.row_count:,}", f"{split.first_row_id}–{last}")
-    console().print(columns, splits)
-
-
-def _rows(preview: data_service_pb2.PreviewVersionResponse) -> list[dict[str, Any]]:
-    import pyarrow as pa
-
-    table = pa.ipc.open_stream(preview.arrow_ipc).read_all()
-    tensors = {column.name: _shape(column) for column in preview.version.columns if column.shape}
-    return [
-        {name: f"<{tensors[name]}>" if name in tensors else _brief(value) for name, value in row.items()}
-        for row in table.to_pylist()
-    ]
-
-
-def _shape(column: resources_pb2.Column) -> str:
-    """E.g. `28 × 28`: nobody reads pixels in a table."""
-    return " × ".join(map(str, column.shape))
-
-
-def _brief(value: Any) -> Any:
-    return f"<{len(value)} bytes>" if isinstance(value, bytes) else value
-
-
-def _print_rows(preview: data_service_pb2.PreviewVersionResponse) -> None:
-    rows = _rows(preview)
-    if rows:
-        table = new_table(*rows[0])
-        for row in rows:
-            table.add_row(*(str(value) for value in row.values()))
-        console().print(table)
 
 
 def _idx(text: str) -> data_service_pb2.ImportSource:

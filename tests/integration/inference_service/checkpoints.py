@@ -16,12 +16,17 @@ from shared.log import ResourceLog
 from shared.model_spec import ModelSpec
 from shared.models import build_model
 from shared.storage import ObjectStore
-from shared.transforms import TensorSpec
+from tests.support.versions import SCHEMA, columns_of
 
 JOB = "trainingJobs/digits"
 DATASET_VERSION = "datasets/digits/versions/v1"
 MODEL = ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10)
-TRANSFORM = {"steps": [{"toFloat": {}}, {"normalize": {"mean": [0.1307], "std": [0.3081]}}]}
+TRANSFORM = {
+    "steps": [
+        {"column": "image", "toFloat": {}},
+        {"column": "image", "normalize": {"mean": [0.1307], "std": [0.3081]}},
+    ]
+}
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,9 @@ def content(accuracy: float, job: str = JOB) -> CheckpointContent:
         seed=7,
         metrics={"validation_accuracy": accuracy},
         model=MODEL,
-        transform=TRANSFORM,
-        model_input=TensorSpec("image", "uint8", (28, 28)),
+        ingested=columns_of(SCHEMA),
+        transforms=[TRANSFORM],
+        input_column="image",
     )
 
 

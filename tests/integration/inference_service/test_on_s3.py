@@ -20,7 +20,8 @@ def test_a_checkpoint_on_s3_is_served_and_taken_out_of_service(s3_stack: Stack) 
     deployment = client.deploy("digits", "trainingJobs/digits")
     answer = client.infer("digits", IMAGES)
     with torch.inference_mode():
-        expected = make_module()(torch.from_numpy(s3_stack.checkpoint.content.pipeline()(IMAGES))).numpy()
+        prepared = s3_stack.checkpoint.content.serving()({"image": IMAGES})["image"]
+        expected = make_module()(torch.from_numpy(prepared)).numpy()
     np.testing.assert_allclose(outputs(answer)["logits"], expected, atol=1e-5, rtol=0)
     assert answer.parameters["checkpoint_sha256"].string_param == s3_stack.checkpoint.entry.manifest_sha256
     client.delete(deployment.name)

@@ -29,7 +29,7 @@ IMAGES = np.random.default_rng(0).integers(0, 256, (5, 28, 28), dtype=np.uint8)
 
 def eager_logits(stack: Stack, images: Array) -> Array:
     """The checkpoint's own forward pass, in this process."""
-    prepared = stack.checkpoint.content.pipeline()(images)
+    prepared = stack.checkpoint.content.serving()({"image": images})["image"]
     with torch.inference_mode():
         logits: Array = make_module()(torch.from_numpy(prepared)).numpy()
     return logits
@@ -117,7 +117,7 @@ def test_tritonclient_is_refused_with_the_documented_status(
 
 @pytest.mark.usefixtures("deployed")
 def test_raw_rows_and_the_tensor_that_training_makes_of_them_give_the_same_bits(stack: Stack) -> None:
-    prepared = stack.checkpoint.content.pipeline()(IMAGES)
+    prepared = stack.checkpoint.content.serving()({"image": IMAGES})["image"]
     raw, own = (outputs(stack.client.infer("digits", image)) for image in (IMAGES, prepared))
     assert raw["logits"].tobytes() == own["logits"].tobytes()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from inference_service.domain.signature import Rows
+from inference_service.domain.rows import PREPARED, RAW, Rows
 from inference_service.replica import Loaded, ModelReplica, ReplicaSpec
 from inference_service.served_model import ServedModel
 from shared.checkpoint import load_checkpoint
@@ -21,6 +21,7 @@ from shared.storage import ObjectStore, open_store
 from tests.integration.inference_service.checkpoints import MODEL, Written, make_module, write
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (5, 28, 28), dtype=np.uint8)
+RAW_ROWS = Rows(RAW, {"image": IMAGES})
 
 
 @pytest.fixture
@@ -50,8 +51,8 @@ def test_the_tensor_that_enters_the_model_is_bit_for_bit_that_of_the_transform(s
     model = ServedModel(checkpoint.content, checkpoint.read(WEIGHTS))
     entered: list[torch.Tensor] = []
     model.module.register_forward_pre_hook(lambda _module, inputs: entered.append(inputs[0].clone()))
-    model.forward(Rows("raw", IMAGES))
-    expected = written.content.pipeline()(IMAGES)
+    model.forward(RAW_ROWS)
+    expected = written.content.serving()({"image": IMAGES})["image"]
     assert entered[0].dtype == torch.float32
     assert entered[0].numpy().tobytes() == expected.tobytes()
 
@@ -61,11 +62,11 @@ def test_a_loaded_replica_knows_its_signature_its_data_and_the_time_of_each_batc
 ) -> None:
     one = replica(file_store, write(store))
     loaded = describe(one)
-    assert str(loaded.signature.raw) == "UINT8 [-1, 28, 28]"
+    assert [(spec.name, str(spec)) for spec in loaded.signature.raw] == [("image", "UINT8 [-1, 28, 28]")]
     assert str(loaded.signature.prepared) == "FP32 [-1, 1, 28, 28]"
     assert loaded.dataset_version == "datasets/digits/versions/v1"
     assert sorted(loaded.batch_s) == [1, 2, 4]
-    logits, probabilities, label = asyncio.run(one.forward("raw", IMAGES))
+    logits, probabilities, label = asyncio.run(one.forward(RAW_ROWS)).arrays
     assert (logits.shape, probabilities.shape, label.shape) == ((5, 10), (5, 10), (5,))
     assert [array.dtype.name for array in (logits, probabilities, label)] == ["float32", "float32", "int64"]
 
@@ -73,7 +74,7 @@ def test_a_loaded_replica_knows_its_signature_its_data_and_the_time_of_each_batc
 def test_rows_in_memory_that_may_not_be_written_are_served(store: ObjectStore, file_store: StoreSettings) -> None:
     prepared = np.zeros((1, 1, 28, 28), np.float32)
     prepared.flags.writeable = False
-    assert asyncio.run(replica(file_store, write(store)).forward("prepared", prepared))
+    assert asyncio.run(replica(file_store, write(store)).forward(Rows(PREPARED, {"image": prepared})))
 
 
 @pytest.mark.parametrize("file", [WEIGHTS, "manifest.json"])
@@ -90,7 +91,7 @@ def test_a_file_that_is_damaged_or_missing_is_data_loss(
     with pytest.raises(DataLoss, match="missing"):
         describe(one)
     with pytest.raises(DataLoss, match="missing"):
-        asyncio.run(one.forward("raw", IMAGES))
+        asyncio.run(one.forward(RAW_ROWS))
 
 
 def test_weights_that_are_no_weights_or_of_another_model_do_not_load(

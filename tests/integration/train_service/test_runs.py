@@ -140,7 +140,7 @@ def test_a_checkpoints_metrics_are_those_of_the_weights_in_it(finished: Finished
         model.load_state_dict(safetensors.torch.load(checkpoint.read("model.safetensors")))
         model.eval()
         with torch.no_grad():
-            logits = model(torch.from_numpy(checkpoint.content.pipeline()(images)))
+            logits = model(torch.from_numpy(checkpoint.content.serving()({"image": images})["image"]))
         truth = torch.from_numpy(labels.astype(np.int64))
         loss = torch.nn.functional.cross_entropy(logits, truth).item()
         accuracy = (logits.argmax(1) == truth).double().mean().item()

@@ -25,3 +25,21 @@ def test_roots_are_separated_as_in_path() -> None:
 def test_a_root_that_is_not_absolute_is_refused(roots: str) -> None:
     with pytest.raises(SettingsError, match="MILLRACE_IMPORT_ROOTS"):
         data_settings({**STORE, "MILLRACE_IMPORT_ROOTS": roots})
+
+
+def test_custom_transforms_are_refused_unless_they_are_named() -> None:
+    assert data_settings(STORE).custom_transforms == frozenset()
+    named = data_settings({**STORE, "MILLRACE_CUSTOM_TRANSFORMS": "a.b:f, c:g"})
+    assert named.custom_transforms == {"a.b:f", "c:g"}
+
+
+@pytest.mark.parametrize("functions", ["a.b", "a:b:c", "a b:c", ":f", "os:system()"])
+def test_a_custom_transform_that_is_no_function_is_refused(functions: str) -> None:
+    with pytest.raises(SettingsError, match="MILLRACE_CUSTOM_TRANSFORMS"):
+        data_settings({**STORE, "MILLRACE_CUSTOM_TRANSFORMS": functions})
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "often", "nan", "1e9"])
+def test_a_sweep_interval_that_is_none_is_refused(seconds: str) -> None:
+    with pytest.raises(SettingsError, match="MILLRACE_SWEEP_INTERVAL_S"):
+        data_settings({**STORE, "MILLRACE_SWEEP_INTERVAL_S": seconds})

@@ -10,9 +10,12 @@ import pytest
 from inference_service.batcher import Batcher
 from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits
-from inference_service.domain.signature import Rows
+from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.tensors import Array
-from shared.errors import DataLoss, DeadlineExceeded, MillraceError, ResourceExhausted, Unavailable
+from shared.errors import DataLoss, DeadlineExceeded, InvalidArgument, MillraceError, ResourceExhausted, Unavailable
+
+# Rows that the model refuses begin here.
+BAD = 1000
 
 
 class Doubler:
@@ -24,7 +27,7 @@ class Doubler:
         self.may_work = asyncio.Event()
         self.error: MillraceError | None = None
 
-    async def forward(self, rows: Rows) -> list[Array]:
+    async def forward(self, rows: Rows) -> Outputs:
         self.sizes.append(len(rows))
         try:
             await self.may_work.wait()
@@ -33,11 +36,13 @@ class Doubler:
             raise
         if self.error is not None:
             raise self.error
-        return [rows.values * 2, -rows.values]
+        values = rows.values["x"]
+        refused = {int(place): f"{values[place]} is bad" for place in np.flatnonzero(values >= BAD)}
+        return Outputs([values * 2, -values], refused)
 
 
 def rows(*values: int, form: str = "raw") -> Rows:
-    return Rows(form, np.array(values))
+    return Rows(form, {"x": np.array(values)})
 
 
 def batcher(model: Doubler, **limits: Any) -> Batcher:
@@ -96,15 +101,15 @@ def test_a_request_alone_reaches_the_model_without_a_copy() -> None:
         seen: list[Array] = []
 
         class Watcher:
-            async def forward(self, given: Rows) -> list[Array]:
-                seen.append(given.values)
-                return [given.values]
+            async def forward(self, given: Rows) -> Outputs:
+                seen.append(given.values["x"])
+                return Outputs([given.values["x"]])
 
         sent = rows(1, 2)
         await Batcher(
             Watcher(), Limits(max_rows=4, max_delay_s=0, max_queued_rows=9, max_in_flight=1), BatchTimes()
         ).submit(sent, None)
-        assert np.shares_memory(seen[0], sent.values)
+        assert np.shares_memory(seen[0], sent.values["x"])
 
     on_a_loop(scenario)
 
@@ -222,6 +227,35 @@ def test_an_error_of_the_model_reaches_every_request_of_the_batch() -> None:
         model.may_work.set()
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [DataLoss] * 3
+
+    on_a_loop(scenario)
+
+
+def test_a_row_that_the_model_refuses_is_its_own_requests_fault() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        one = batcher(model)
+        first = submit(one, rows(1))
+        await settle()  # it occupies the model; the others gather behind it
+        good, bad = submit(one, rows(2)), submit(one, rows(3, 1003, 4))
+        await settle()
+        model.may_work.set()
+        outcomes = await asyncio.gather(first, good, bad, return_exceptions=True)
+        assert model.sizes == [1, 4]
+        assert outcomes[1][0].tolist() == [4]
+        assert isinstance(outcomes[2], InvalidArgument)
+        assert outcomes[2].message == "row 1: 1003 is bad"
+        assert outcomes[2].fields == [("inputs", "row 1: 1003 is bad")]
+
+    on_a_loop(scenario)
+
+
+def test_a_refused_row_of_a_request_larger_than_a_batch_is_told_by_its_place_in_the_request() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        model.may_work.set()
+        with pytest.raises(InvalidArgument, match="row 6: 1006 is bad"):
+            await batcher(model).submit(rows(0, 1, 2, 3, 4, 5, 1006, 7), None)
 
     on_a_loop(scenario)
 

@@ -10,13 +10,14 @@ from inference_service.batcher import Batcher
 from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits
 from inference_service.domain.deployment import Deployment, ModelVersion, State, check_spec
-from inference_service.domain.signature import Rows, Signature, TensorSpec
-from inference_service.domain.tensors import Array, WireTensor
+from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.signature import Signature, TensorSpec
+from inference_service.domain.tensors import WireTensor
 from inference_service.models import Models, application_name
 from shared.errors import InvalidArgument, NotFound, Unavailable
 
 SIGNATURE = Signature(
-    TensorSpec("x", "UINT8", (-1,)),
+    (TensorSpec("x", "UINT8", (-1,)),),
     TensorSpec("x", "FP32", (-1,)),
     (TensorSpec("double", "UINT8", (-1,)), TensorSpec("same", "UINT8", (-1,))),
 )
@@ -50,8 +51,8 @@ READY = Deployment(
 
 
 class Doubler:
-    async def forward(self, rows: Rows) -> list[Array]:
-        return [rows.values * 2, rows.values]
+    async def forward(self, rows: Rows) -> Outputs:
+        return Outputs([rows.values["x"] * 2, rows.values["x"]])
 
 
 def attach(models: Models) -> None:

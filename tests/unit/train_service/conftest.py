@@ -32,7 +32,7 @@ class Committed:
     def cache(self, split: str = "train", *, num_classes: int = 10, capacity: int = 2**30) -> RowCache:
         """`capacity` in bytes."""
         reader = VersionReader(self.store, load_version(self.store, self.name))
-        return RowCache(reader, split, "image", "label", num_classes, capacity)
+        return RowCache(reader, split, ["image"], "label", num_classes, capacity)
 
 
 @pytest.fixture(scope="session")

@@ -12,22 +12,31 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millrace.common.v1 import transform_pb2
 from shared.errors import InvalidArgument
-from shared.transforms import Pipeline
-from tests.support.versions import striped_digits
+from shared.model_spec import ModelSpec
+from tests.support.versions import SCHEMA, columns_of, striped_digits
 from tests.support.waiting import wait_until
-from tests.unit.train_service.conftest import TRAIN_ROWS, Committed
+from tests.unit.train_service.conftest import TRAIN_ROWS, VERSION, Committed
+from train_service.domain.spec import TrainingSpec
 from train_service.loader import Batch, Loader, Plan
+from train_service.preprocessing import Preprocessing
 
 # The version is only ever read, so examples may share it.
 SHARED = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SEEDS = st.integers(0, 2**64 - 1)
 
 
-def to_float() -> Pipeline:
-    step = transform_pb2.TransformStep(to_float=transform_pb2.ToFloat())
-    return Pipeline.from_proto(transform_pb2.Transform(steps=[step]), "image")
+SPEC = TrainingSpec(
+    dataset_version=VERSION,
+    transform={"steps": [{"toFloat": {}}]},
+    model=ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10),
+    epochs=1,
+    global_batch_size=64,
+)
+
+
+def to_float() -> Preprocessing:
+    return Preprocessing(SPEC, columns_of(SCHEMA))
 
 
 def loader(

@@ -17,7 +17,6 @@ from shared.jobs import JobRecord, Jobs
 from shared.jobs.record import begin_attempt, lose_attempt
 from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
-from shared.transforms import TensorSpec
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION
 from train_service.domain.spec import OptimizerSpec, TrainingSpec
@@ -67,8 +66,7 @@ def lose_and_begin(store: ObjectStore, name: str) -> None:
 
 
 def run_of(store: ObjectStore, name: str, attempt: int = 1, spec: TrainingSpec = SPEC) -> Run:
-    model_input = TensorSpec("image", "uint8", (28, 28))
-    config = LoopConfig(store=store.settings, job_name=name, attempt=attempt, spec=spec, model_input=model_input)
+    config = LoopConfig(store=store.settings, job_name=name, attempt=attempt, spec=spec)
     return Run(config, ALONE)
 
 

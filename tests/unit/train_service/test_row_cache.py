@@ -25,7 +25,7 @@ from train_service.row_cache import Array, RowCache, Rows, interleave
 
 
 def cache_of(store: ObjectStore, *, num_classes: int = 10) -> RowCache:
-    return RowCache(VersionReader(store, load_version(store, VERSION)), "train", "image", "label", num_classes, 2**30)
+    return RowCache(VersionReader(store, load_version(store, VERSION)), "train", ["image"], "label", num_classes, 2**30)
 
 
 def commit_labels(store: ObjectStore, labels: Array) -> None:
@@ -40,7 +40,7 @@ def test_rows_come_in_the_order_asked_for(committed: Committed) -> None:
     rows = committed.cache().rows(asked)
 
     assert rows.row_ids.tolist() == asked.tolist()
-    assert np.array_equal(rows.inputs, images[asked])
+    assert np.array_equal(rows.tensors["image"], images[asked])
     assert np.array_equal(rows.labels, labels[asked])
 
 
@@ -141,10 +141,12 @@ def test_a_missing_label_is_refused_with_its_column(store: ObjectStore, tmp_path
 def test_parts_are_put_back_in_their_places() -> None:
     def rows(*ids: int) -> Rows:
         numbers = np.asarray(ids, np.int64)
-        return Rows(numbers[:, None] * np.ones((1, 2)), numbers * 10, numbers)
+        scalars = pa.RecordBatch.from_pydict({"name": pa.array([f"row {one}" if one < 7 else None for one in ids])})
+        return Rows({"pair": numbers[:, None] * np.ones((1, 2))}, scalars, numbers * 10, numbers)
 
     together = interleave([rows(7, 5), rows(6)], [np.asarray([2, 0]), np.asarray([1])])
 
     assert together.row_ids.tolist() == [5, 6, 7]
     assert together.labels.tolist() == [50, 60, 70]
-    assert together.inputs.tolist() == [[5, 5], [6, 6], [7, 7]]
+    assert together.tensors["pair"].tolist() == [[5, 5], [6, 6], [7, 7]]
+    assert together.batch()["name"].to_pylist() == ["row 5", "row 6", None]

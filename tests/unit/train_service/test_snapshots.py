@@ -15,7 +15,6 @@ from shared.errors import DataLoss
 from shared.log import StaleAttempt
 from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
-from shared.transforms import TensorSpec
 from train_service.snapshots import CheckpointWriter, newest_good, restore
 
 JOB = "trainingJobs/a"
@@ -28,8 +27,9 @@ CONTENT = CheckpointContent(
     seed=1,
     metrics={},
     model=ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10),
-    transform={},
-    model_input=TensorSpec("image", "uint8", (28, 28)),
+    ingested=[],
+    transforms=[],
+    input_column="image",
 )
 CPU = torch.device("cpu")
 

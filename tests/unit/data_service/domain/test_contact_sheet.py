@@ -3,10 +3,13 @@ from __future__ import annotations
 import io
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
 
-from data_service.domain.contact_sheet import CELL_PX, COLUMNS, GAP_PX, Tile, draw, is_drawable
+from data_service.domain import contact_sheet as contact_sheet_module
+from data_service.domain.contact_sheet import CELL_PX, COLUMNS, GAP_PX, Tile, contact_sheet, draw, is_drawable
+from shared.dataset_version.columns import tensor_array
 
 
 def opened(png: bytes) -> Image.Image:
@@ -49,3 +52,44 @@ def test_large_and_coloured_images_are_shrunk() -> None:
 )
 def test_only_grey_and_colour_bytes_are_images(value_type: str, shape: list[int], drawable: bool) -> None:
     assert is_drawable(value_type, shape) is drawable
+
+
+def encoded(size: tuple[int, int], form: str, colour: str = "red") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, colour).save(buffer, form)
+    return buffer.getvalue()
+
+
+def test_encoded_images_of_unequal_sizes_become_equal_tiles() -> None:
+    files = [encoded((400, 300), "JPEG"), encoded((20, 90), "PNG", "blue"), b"no image", None]
+    tables, names = {"train": pa.table({"image": files, "label": [0, 1, 1, 7]})}, {"label": ["ants", "bees"]}
+    sheet = contact_sheet(tables, names)
+    pixels = np.asarray(opened(sheet).convert("RGB")).astype(int)
+    first, second = (pixels[:, GAP_PX + at * (CELL_PX + GAP_PX) :][:, :CELL_PX] for at in (0, 1))
+    assert (first[..., 0] - first[..., 2] > 200).sum() == CELL_PX * 63
+    assert (second[..., 2] - second[..., 0] > 200).sum() > 0
+    assert sheet == contact_sheet(
+        {"train": pa.table({"image": files, "label": [0, 1, 1, 7]})}, {"label": ["ants", "bees"]}
+    )
+
+
+def test_bytes_that_are_no_images_make_no_sheet() -> None:
+    assert contact_sheet({"train": pa.table({"x": [b"abc", None], "y": [1, 2]})}) == b""
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (8, 8, 3), (1, 8, 8)])
+def test_float_tensors_are_drawn_as_they_are_or_rescaled(shape: tuple[int, ...]) -> None:
+    plain = np.linspace(0, 1, 192, dtype=np.float32)[: np.prod(shape)].reshape(shape)
+    for image in (plain, plain * 6 - 3, np.full(shape, np.nan, np.float32)):
+        assert opened(contact_sheet({"train": pa.table({"x": tensor_array(image[None])})})).width > CELL_PX
+
+
+def test_a_constant_float_image_outside_0_to_1_is_drawn() -> None:
+    assert contact_sheet({"t": pa.table({"x": tensor_array(np.full((1, 1, 4, 4), -2.0, np.float32))})})
+
+
+def test_a_file_that_claims_too_many_pixels_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contact_sheet_module, "MAX_DECODED_PX", 100)
+    files = [encoded((10, 10), "PNG"), encoded((11, 10), "PNG")]
+    pixels = np.asarray(opened(contact_sheet({"t": pa.table({"x": files})})).convert("RGB")).astype(int)
+    assert (pixels[..., 0] - pixels[..., 2] > 200).sum() == 80 * 80

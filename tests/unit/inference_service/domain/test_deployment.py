@@ -19,7 +19,7 @@ from inference_service.domain.routing import choose_version, find_version
 from inference_service.domain.signature import Signature, TensorSpec
 from shared.errors import Conflict, DataLoss, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 
-SIGNATURE = Signature(TensorSpec("x", "UINT8", (-1,)), TensorSpec("x", "FP32", (-1,)), ())
+SIGNATURE = Signature((TensorSpec("x", "UINT8", (-1,)),), TensorSpec("x", "FP32", (-1,)), ())
 UNSET: dict[str, Any] = {
     "num_replicas": 0,
     "threads_per_replica": 0,

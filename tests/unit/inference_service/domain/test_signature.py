@@ -8,7 +8,7 @@ from inference_service.domain.tensors import WireTensor
 from shared.errors import InvalidArgument
 
 SIGNATURE = Signature(
-    raw=TensorSpec("image", "UINT8", (-1, 2, 2)),
+    raw=(TensorSpec("image", "UINT8", (-1, 2, 2)),),
     prepared=TensorSpec("image", "FP32", (-1, 1, 2, 2)),
     outputs=(TensorSpec("logits", "FP32", (-1, 10)), TensorSpec("label", "INT64", (-1,))),
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from shared.errors import NotFound, Unavailable, error_from_record
+from shared.errors import NotFound, ResourceExhausted, Unavailable, error_from_record
 from shared.jobs.record import (
     JobRecord,
     JobState,
@@ -134,6 +134,23 @@ def test_attempts_may_be_lost_max_failures_times_and_not_once_more() -> None:
     assert error.specific_reason == "TOO_MANY_FAILURES"
     assert error.metadata == {"node": "n1", "failures": "3"}
     assert "the process ended" in error.message
+
+
+def test_a_job_that_a_full_store_ended_says_so() -> None:
+    full = ResourceExhausted("the store is full", reason="STORE_FULL", retry_after_s=30.0)
+
+    ended = lose_attempt(a_job("RUNNING", max_failures=0), full, NOW)
+
+    assert ended.error is not None
+    assert isinstance(error_from_record(ended.error), ResourceExhausted)
+
+
+def test_the_next_attempt_begins_when_what_disturbed_the_last_one_allows_it() -> None:
+    full = ResourceExhausted("the store is full", reason="STORE_FULL", retry_after_s=30.0)
+
+    assert lose_attempt(a_job("RUNNING"), full, NOW).begin_after == NOW + 30.0
+    assert lose_attempt(a_job("RUNNING"), CAUSE, NOW).begin_after <= NOW
+    assert a_job("PENDING").begin_after == 0.0
 
 
 def test_without_allowed_failures_the_first_lost_attempt_fails_the_job() -> None:

@@ -1,15 +1,16 @@
-"""Between the wire's messages and the domain's values."""
+"""Versions, and the operations that make them, as messages."""
 
 from __future__ import annotations
 
-from google.longrunning import operations_pb2
-from google.protobuf.timestamp_pb2 import Timestamp
+from collections.abc import Mapping
+from typing import Any
 
-from data_service.domain import dataset, import_spec
-from data_service.domain.import_spec import ImportSpec, Source
+from google.longrunning import operations_pb2
+from google.protobuf import json_format
+
+from data_service.converters.times import timestamp
 from data_service.operation_pointers import operation_id
-from data_service.reading import Selection
-from data_service.versions import ActiveVersion, Version
+from data_service.versions import ActiveVersion, DamagedVersion, Version
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from shared.dataset_version.manifest import Manifest
 from shared.errors import Cancelled
@@ -26,33 +27,8 @@ VERSION_STATES = {
     JobState.SUCCEEDED: State.STATE_ACTIVE,
     JobState.FAILED: State.STATE_FAILED,
     JobState.CANCELLED: State.STATE_CANCELLED,
+    JobState.DELETING: State.STATE_DELETING,
 }
-
-
-def dataset_message(found: dataset.Dataset) -> resources_pb2.Dataset:
-    """A dataset that was only checked has neither uid nor etag."""
-    return resources_pb2.Dataset(
-        name=found.name,
-        uid=found.uid,
-        display_name=found.display_name,
-        description=found.description,
-        create_time=_timestamp(found.create_time) if found.uid else None,
-        etag=str(found.generation) if found.uid else "",
-    )
-
-
-def import_spec_from(request: data_service_pb2.ImportVersionRequest) -> ImportSpec:
-    return ImportSpec(
-        sources=[_source(source) for source in request.sources],
-        hold_outs=[
-            import_spec.HoldOut(from_split=one.from_split, to_split=one.to_split, fraction=one.fraction, seed=one.seed)
-            for one in request.hold_outs
-        ],
-    )
-
-
-def selection_from(request: data_service_pb2.ReadVersionRequest) -> Selection:
-    return Selection(split=request.split, columns=list(request.columns), offset=request.offset, limit=request.limit)
 
 
 def version_message(version: Version) -> resources_pb2.DatasetVersion:
@@ -62,58 +38,80 @@ def version_message(version: Version) -> resources_pb2.DatasetVersion:
         uid=job.uid,
         state=VERSION_STATES[job.state],
         operation=f"operations/{operation_id(job)}",
-        create_time=_timestamp(job.create_time),
+        create_time=timestamp(job.create_time),
         etag=str(job.generation),
     )
     if job.state is JobState.FAILED and job.error:
         message.error.CopyFrom(status_proto_from_record(job.error))
+    if isinstance(version, DamagedVersion):
+        message.error.CopyFrom(status_proto(version.error))
     if isinstance(version, ActiveVersion):
-        message.commit_time.CopyFrom(_timestamp(job.update_time))
+        message.commit_time.CopyFrom(timestamp(job.update_time))
         message.manifest_sha256 = version.reader.version.manifest_sha256
         _add_manifest(message, version.reader.version.manifest)
     return message
 
 
-def operation_message(version: Version, rows_read: int) -> operations_pb2.Operation:
+def operation_message(version: Version, progress: Mapping[str, Any]) -> operations_pb2.Operation:
     job = version.job
     operation = operations_pb2.Operation(name=f"operations/{operation_id(job)}", done=job.state.final)
-    operation.metadata.Pack(
-        data_service_pb2.ImportVersionMetadata(
-            version=job.name, rows_read=rows_read, attempt=job.attempts_made, create_time=_timestamp(job.create_time)
-        )
-    )
-    if job.state is JobState.SUCCEEDED:
+    operation.metadata.Pack(_metadata(job, progress))
+    if isinstance(version, ActiveVersion):
         operation.response.Pack(version_message(version))
     elif job.state is JobState.FAILED and job.error:
         operation.error.CopyFrom(status_proto_from_record(job.error))
     elif job.state is JobState.CANCELLED:
         operation.error.CopyFrom(status_proto(Cancelled(f"{job.name} was cancelled", metadata={"resource": job.name})))
+    elif job.state.final:
+        deleted = Cancelled(f"{job.name} is being deleted", reason="DELETED", metadata={"resource": job.name})
+        operation.error.CopyFrom(status_proto(deleted))
     return operation
 
 
 def checked_operation(job: JobRecord) -> operations_pb2.Operation:
     """What `validate_only` answers: which version would be made."""
     operation = operations_pb2.Operation()
-    operation.metadata.Pack(data_service_pb2.ImportVersionMetadata(version=job.name))
+    made_by = data_service_pb2.TransformVersionMetadata if "transform" in job.spec else _ImportMetadata
+    operation.metadata.Pack(made_by(version=job.name))
     return operation
 
 
-def _source(source: data_service_pb2.ImportSource) -> Source:
-    chosen = source.WhichOneof("format") or ""
-    if chosen == "idx":
-        uris = {"idx.images_uri": source.idx.images_uri, "idx.labels_uri": source.idx.labels_uri}
-    elif chosen == "parquet":
-        uris = {"parquet.uri": source.parquet.uri}
-    else:
-        uris = {}
-    return Source(split=source.split, format=chosen, uris=uris)
+_ImportMetadata = data_service_pb2.ImportVersionMetadata
+
+
+def _metadata(
+    job: JobRecord, progress: Mapping[str, Any]
+) -> data_service_pb2.ImportVersionMetadata | data_service_pb2.TransformVersionMetadata:
+    create_time = timestamp(job.create_time)
+    if "transform" not in job.spec:
+        return data_service_pb2.ImportVersionMetadata(
+            version=job.name,
+            rows_read=int(progress.get("rows_read", 0)),
+            rows_quarantined=int(progress.get("rows_quarantined", 0)),
+            attempt=job.attempts_made,
+            create_time=create_time,
+        )
+    return data_service_pb2.TransformVersionMetadata(
+        version=job.name,
+        phase=f"PHASE_{progress.get('phase', 'UNSPECIFIED')}",
+        rows_done=int(progress.get("rows_done", 0)),
+        rows_total=int(progress.get("rows_total", 0)),
+        rows_per_second=float(progress.get("rows_per_second", 0.0)),
+        attempt=job.attempts_made,
+        create_time=create_time,
+    )
 
 
 def _add_manifest(message: resources_pb2.DatasetVersion, manifest: Manifest) -> None:
     message.row_count = manifest.row_count
     message.size_bytes = manifest.size_bytes
+    message.quarantined_row_count = manifest.quarantined_row_count
+    for parent in manifest.parents:
+        message.parents.add(version=parent.version, manifest_sha256=parent.manifest_sha256)
     for column in manifest.columns:
-        message.columns.add(name=column.name, arrow_type=column.arrow_type, shape=column.shape)
+        message.columns.add(
+            name=column.name, arrow_type=column.arrow_type, shape=column.shape, value_names=column.value_names
+        )
     for split in manifest.splits:
         message.splits.add(name=split.name, first_row_id=split.first_row_id, row_count=split.row_count)
     for file in manifest.files:
@@ -124,7 +122,5 @@ def _add_manifest(message: resources_pb2.DatasetVersion, manifest: Manifest) -> 
             size_bytes=file.size_bytes,
             sha256=file.sha256,
         )
-
-
-def _timestamp(seconds: float) -> Timestamp:
-    return Timestamp(seconds=int(seconds), nanos=int(seconds % 1 * 1_000_000) * 1000)
+    if manifest.transforms:
+        json_format.ParseDict(manifest.transforms[-1], message.transform)

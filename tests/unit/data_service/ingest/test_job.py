@@ -14,6 +14,7 @@ import pytest
 
 from data_service import pipeline
 from data_service.domain.import_spec import HoldOut, ImportSpec, Source
+from data_service.ingest import job as import_job
 from shared.dataset_version import VersionReader, load_version
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import Unavailable
@@ -125,7 +126,11 @@ def test_a_later_attempt_sweeps_what_a_killed_one_left(store: ObjectStore, tmp_p
     jobs.transition(NAME, lambda job: begin_attempt(job, time.time()), attempt=2)
     run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 2)
     assert jobs.get(NAME, NAME).state is JobState.SUCCEEDED
-    assert sorted(key.rsplit("/", 1)[-1] for key in data_keys(store)) == ["manifest.json", "train-00000.parquet"]
+    assert sorted(key.rsplit("/", 1)[-1] for key in data_keys(store)) == [
+        "manifest.json",
+        "report.json",
+        "train-00000.parquet",
+    ]
 
 
 def test_a_cancelled_import_stops_between_rows_and_leaves_nothing(store: ObjectStore, tmp_path: Path) -> None:
@@ -146,15 +151,16 @@ def test_a_source_that_changes_under_the_import_fails_it(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_then: int
 ) -> None:
     sources = [parquet(tmp_path, "a", "train", n=np.arange(100))]
-    jobs = begun(store, tmp_path, ImportSpec(sources=sources, hold_outs=[]))
-    plan = pipeline._Import._plan
+    hold_out = HoldOut(from_split="train", to_split="validation", fraction=0.1, seed=1)
+    jobs = begun(store, tmp_path, ImportSpec(sources=sources, hold_outs=[hold_out]))
+    plan = import_job._Import._planned
 
-    def change_after_planning(self: pipeline._Import) -> object:
+    def change_after_planning(self: import_job._Import) -> object:
         planned = plan(self)
         parquet(tmp_path, "a", "train", n=np.arange(rows_then))
         return planned
 
-    monkeypatch.setattr(pipeline._Import, "_plan", change_after_planning)
+    monkeypatch.setattr(import_job._Import, "_planned", change_after_planning)
     run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 1)
     error = jobs.get(NAME, NAME).error
     assert error is not None

@@ -1,0 +1,183 @@
+"""A preview's columns, checks and rows, worded once for the terminal and the page."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.data.v1 import data_service_pb2, quality_pb2, resources_pb2
+from millrace_client.report.wording import check_text, moment_text, number_text, scalar_text, share_text, step_text
+
+MAX_VALUE_TEXT = 120
+
+
+@dataclass(frozen=True)
+class Value:
+    """A frequent value: its text, how many rows have it, and their share of those that are not null."""
+
+    text: str
+    row_count: int
+    share: float
+    share_text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A column in one split. `least`, `middle` and `most` are values, moments or lengths, as the column has them."""
+
+    split: str
+    row_count: int
+    null_text: str
+    has_nulls: bool
+    nan_count: int
+    least: str
+    middle: str
+    most: str
+    distinct: str
+    quantiles: Sequence[str]
+    histogram: Sequence[int]
+    values: Sequence[Value]
+
+
+@dataclass(frozen=True)
+class Column:
+    """`parts` is empty for a version without a report. `kind`: numbers, times, texts or values."""
+
+    name: str
+    type_text: str
+    kind: str
+    parts: Sequence[Part]
+
+
+@dataclass(frozen=True)
+class CheckLine:
+    passed: bool
+    text: str
+    observed: str
+    quarantined: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    version: resources_pb2.DatasetVersion
+    columns: Sequence[Column]
+    checks: Sequence[CheckLine]
+    quarantine: Sequence[quality_pb2.QuarantineReason]
+    quarantined_row_count: int
+    steps: Sequence[str]
+    rows: Sequence[dict[str, str]]
+    contact_sheet_png: bytes
+
+    @property
+    def state(self) -> str:
+        name = resources_pb2.DatasetVersion.State.Name(self.version.state)
+        return name.removeprefix("STATE_").lower()
+
+    @property
+    def contact_sheet_uri(self) -> str:
+        """For a page that needs no other file; empty where there is none."""
+        png = self.contact_sheet_png
+        return f"data:image/png;base64,{base64.b64encode(png).decode()}" if png else ""
+
+
+def profile_of(preview: data_service_pb2.PreviewVersionResponse) -> Profile:
+    version, report = preview.version, preview.report
+    return Profile(
+        version=version,
+        columns=[_column(column, report) for column in version.columns],
+        checks=[
+            CheckLine(not one.violations, check_text(one.check), one.observed, one.quarantined) for one in report.checks
+        ],
+        quarantine=list(report.quarantine),
+        quarantined_row_count=report.quarantined_row_count or version.quarantined_row_count,
+        steps=[step_text(step) for step in version.transform.steps],
+        rows=rows_of(preview),
+        contact_sheet_png=preview.contact_sheet_png,
+    )
+
+
+def rows_of(preview: data_service_pb2.PreviewVersionResponse) -> list[dict[str, str]]:
+    """The first rows as texts; tensors as their shape, bytes as their number: nobody reads pixels in a table."""
+    if not preview.arrow_ipc:
+        return []
+    import pyarrow as pa
+
+    table = pa.ipc.open_stream(preview.arrow_ipc).read_all()
+    columns = {column.name: column for column in preview.version.columns}
+    texts = {}
+    for name in table.column_names:
+        column = columns.get(name, resources_pb2.Column())
+        if column.shape:
+            texts[name] = [f"<{shape_text(column)}>"] * table.num_rows
+        else:
+            texts[name] = [_value_text(value, column.value_names) for value in table.column(name).to_pylist()]
+    return [dict(zip(texts, row, strict=True)) for row in zip(*texts.values(), strict=True)]
+
+
+def shape_text(column: resources_pb2.Column) -> str:
+    """E.g. `28 × 28`; empty for a scalar."""
+    return " × ".join(map(str, column.shape))
+
+
+def type_text(column: resources_pb2.Column) -> str:
+    """E.g. `uint8 28 × 28` for a tensor, else the Arrow type."""
+    if not column.shape:
+        return column.arrow_type
+    value_type = column.arrow_type.partition("value_type=")[2].partition(",")[0]
+    return f"{value_type} {shape_text(column)}".strip()
+
+
+def _value_text(value: Any, names: Sequence[str]) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bytes):
+        return f"<{len(value):,} bytes>"
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
+        return f"{value} ({names[value]})"
+    text = str(value)
+    return text if len(text) <= MAX_VALUE_TEXT else text[: MAX_VALUE_TEXT - 1] + "…"
+
+
+def _column(column: resources_pb2.Column, report: quality_pb2.QualityReport) -> Column:
+    found = [one for one in report.columns if one.column == column.name]
+    kinds = [kind for kind in ("numbers", "times", "texts") if any(one.HasField(kind) for one in found)]
+    parts = [_part(one, column.value_names) for one in found]
+    return Column(column.name, type_text(column), kinds[0] if kinds else "values", parts)
+
+
+def _part(one: quality_pb2.ColumnStatistics, names: Sequence[str]) -> Part:
+    least, middle, most = _ends(one)
+    there = one.row_count - one.null_count
+    distinct = f"{'' if one.distinct_is_exact else '≈ '}{one.distinct_count:,}" if one.distinct_count else "–"
+    return Part(
+        split=one.split,
+        row_count=one.row_count,
+        null_text=share_text(one.null_count, one.row_count),
+        has_nulls=one.null_count > 0,
+        nan_count=one.nan_count,
+        least=least,
+        middle=middle,
+        most=most,
+        distinct=distinct,
+        quantiles=[number_text(value) for value in one.numbers.quantiles],
+        histogram=list(one.numbers.histogram or one.times.histogram),
+        values=[
+            Value(scalar_text(value.value, names), value.row_count, value.row_count / there, share_text(value.row_count, there))
+            for value in one.values
+        ],
+    )
+
+
+def _ends(one: quality_pb2.ColumnStatistics) -> tuple[str, str, str]:
+    if one.HasField("numbers"):
+        numbers = one.numbers
+        middle = f"{number_text(numbers.mean)} ± {number_text(numbers.deviation)}"
+        return number_text(numbers.min), middle, number_text(numbers.max)
+    if one.HasField("times"):
+        return moment_text(one.times.min.seconds), "–", moment_text(one.times.max.seconds)
+    if one.HasField("texts"):
+        texts = one.texts
+        return f"{texts.min_bytes:,} B", f"{number_text(round(texts.mean_bytes, 1))} B", f"{texts.max_bytes:,} B"
+    return "–", "–", "–"

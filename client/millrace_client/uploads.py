@@ -1,0 +1,259 @@
+"""Sending bytes to the data service, to be imported from there: in chunks, and on after a break where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import google_crc32c
+
+from millrace.data.v1 import data_service_pb2 as pb
+from millrace.data.v1 import resources_pb2
+from millrace_client.byte_sources import Source, chunks_of
+from millrace_client.calls import Caller, new_request_id
+from millrace_client.chunk_stream import ChunkStream
+from millrace_client.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    MillraceError,
+    NotFound,
+    Unavailable,
+)
+
+# Bytes that are durable, and bytes in all where that is known.
+OnProgress = Callable[[int, int | None], None]
+
+CHUNK_BYTES = 4 * 1024 * 1024
+# Chunks that are kept until they are acknowledged, to be sent again after a break.
+WINDOW = 8
+# For so long without any progress a server may be away, before the upload gives up.
+PATIENCE_S = 120.0
+# A server that is silent for so long is given up, and called again.
+SILENCE_S = 30.0
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
+# The server may have to read all bytes once more.
+COMMIT_TIMEOUT_S = 900.0
+
+
+class UploadInterrupted(KeyboardInterrupt):
+    """Ctrl-C in the middle. `name` is the upload, which stays open: `resume_upload` goes on with it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"interrupted; {_how_to_resume(name)}")
+        self.name = name
+
+
+def upload(
+    caller: Caller,
+    stub: Any,
+    dataset: str,
+    source: Source,
+    *,
+    upload_id: str = "",
+    on_progress: OnProgress | None = None,
+) -> resources_pb2.Upload:
+    """Sends a file, or bytes as they come, into a new upload of `datasets/{d}`, and commits it.
+
+    It goes on by itself after a break. Where it cannot, the error's `metadata["upload"]` names the upload, which stays
+    open for 24 hours: `resume_upload` goes on with it. Memory: about 50 MB, whatever is sent.
+    """
+    request = pb.StartUploadRequest(parent=dataset, upload_id=upload_id, request_id=new_request_id())
+    # The source first: no upload is started for a path that cannot be read.
+    with chunks_of(source, CHUNK_BYTES) as (pieces, total):
+        name = caller.unary(stub.StartUpload, request, resources_pb2.Upload).name
+        return _send(_Sending(caller, stub, name, _reporting(on_progress, total)), pieces)
+
+
+def resume_upload(
+    caller: Caller, stub: Any, name: str, source: Source, *, on_progress: OnProgress | None = None
+) -> resources_pb2.Upload:
+    """Goes on with `datasets/{d}/uploads/{u}`, and commits it. `source` is the same bytes from the first on: what the
+    server has of them is read for the digest, but not sent again."""
+    with chunks_of(source, CHUNK_BYTES) as (pieces, total):
+        return _send(_Sending(caller, stub, name, _reporting(on_progress, total)), pieces)
+
+
+def _reporting(on_progress: OnProgress | None, total: int | None) -> Callable[[int], None]:
+    return (lambda size: on_progress(size, total)) if on_progress else (lambda _: None)
+
+
+def _send(sending: _Sending, pieces: Iterator[bytes]) -> resources_pb2.Upload:
+    with _telling_how_to_resume(sending.name):
+        try:
+            size_bytes, sha256 = sending.run(pieces)
+        finally:
+            sending.close()
+        return sending.commit(size_bytes, sha256)
+
+
+class _Sending:
+    """Chunks that are not acknowledged yet are kept, so that any source can be sent again from there."""
+
+    def __init__(self, caller: Caller, stub: Any, name: str, on_acknowledged: Callable[[int], None]) -> None:
+        self._caller = caller
+        self._stub = stub
+        self.name = name
+        self._on_acknowledged = on_acknowledged
+        self._kept: deque[pb.UploadChunksRequest] = deque()
+        self._stream: ChunkStream | None = None
+        self._acknowledged = 0
+        self._progressed_at = time.monotonic()
+        self._pause_s = FIRST_PAUSE_S
+
+    def run(self, pieces: Iterator[bytes]) -> tuple[int, str]:
+        """Sends all, and returns its size and SHA-256 once it is durable."""
+        self._take(self._get().acknowledged_size)
+        offset = 0
+        with _Digest() as digest:
+            for piece in pieces:
+                digest.update(piece)
+                skipped = max(0, min(len(piece), self._acknowledged - offset))
+                if skipped < len(piece):
+                    self._add(offset + skipped, piece[skipped:])
+                offset += len(piece)
+            self._drain()
+            return offset, digest.hexdigest()
+
+    def commit(self, size_bytes: int, sha256: str) -> resources_pb2.Upload:
+        self._progressed_at, self._pause_s = time.monotonic(), FIRST_PAUSE_S
+        request = pb.CommitUploadRequest(name=self.name, size_bytes=size_bytes, sha256=sha256)
+        return self._patiently(
+            lambda: self._caller.unary(
+                self._stub.CommitUpload, request, resources_pb2.Upload, timeout_s=COMMIT_TIMEOUT_S
+            )
+        )
+
+    def close(self) -> None:
+        if self._stream:
+            self._stream.cancel()
+            self._stream = None
+
+    def _add(self, offset: int, data: bytes) -> None:
+        chunk = pb.UploadChunksRequest(name=self.name, offset=offset, data=data, crc32c=google_crc32c.value(data))
+        if self._stream and self._stream.error:  # a slow source must not wait for a full window to hear of it
+            self._reopen(self._stream.error)
+        self._kept.append(chunk)
+        self._opened().send(chunk)
+        while len(self._kept) >= WINDOW:
+            self._wait()
+        self._take(self._opened().acknowledged)
+
+    def _drain(self) -> None:
+        while self._kept:
+            self._wait()
+        if self._stream:
+            self._stream.finish(SILENCE_S)  # every chunk is durable: how the call ends changes nothing
+            self._stream = None
+
+    def _wait(self) -> None:
+        """Until more is acknowledged, or the call broke and another one was begun."""
+        stream = self._opened()
+        stream.wait_beyond(self._acknowledged, SILENCE_S)
+        acknowledged, error = stream.acknowledged, stream.error
+        if acknowledged <= self._acknowledged and error is None:
+            error = DeadlineExceeded(f"{self._caller.address} was silent for {SILENCE_S:.0f} s")
+        self._take(acknowledged)
+        if error is not None and self._kept:
+            self._reopen(error)
+
+    def _reopen(self, error: MillraceError) -> None:
+        """Goes on in a new call from what the server has, where another try can help; else raises the error."""
+        self.close()
+        self._pause_after(error)
+        self._take(self._get().acknowledged_size)
+        for chunk in self._kept:
+            self._opened().send(chunk)
+
+    def _opened(self) -> ChunkStream:
+        if self._stream is None:
+            self._stream = ChunkStream(self._caller, self._stub)
+        return self._stream
+
+    def _take(self, acknowledged: int) -> None:
+        if acknowledged <= self._acknowledged:
+            return
+        self._acknowledged = acknowledged
+        self._progressed_at, self._pause_s = time.monotonic(), FIRST_PAUSE_S
+        while self._kept and self._kept[0].offset + len(self._kept[0].data) <= acknowledged:
+            self._kept.popleft()
+        self._on_acknowledged(acknowledged)
+
+    def _get(self) -> resources_pb2.Upload:
+        request = pb.GetUploadRequest(name=self.name)
+        return self._patiently(lambda: self._caller.unary(self._stub.GetUpload, request, resources_pb2.Upload))
+
+    def _patiently(self, call: Callable[[], resources_pb2.Upload]) -> resources_pb2.Upload:
+        while True:
+            try:
+                return call()
+            except MillraceError as error:
+                self._pause_after(error)
+
+    def _pause_after(self, error: MillraceError) -> None:
+        """Raises it where another try cannot help, or there was no progress for too long."""
+        if not _may_pass(error) or time.monotonic() - self._progressed_at > PATIENCE_S:
+            raise error
+        time.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+
+class _Digest:
+    """SHA-256 in a thread, beside the sending; at most one piece waits for it."""
+
+    def __init__(self) -> None:
+        self._sha256 = hashlib.sha256()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload-hash")
+        self._last: Future[None] | None = None
+
+    def update(self, piece: bytes) -> None:
+        if self._last:
+            self._last.result()
+        self._last = self._thread.submit(self._sha256.update, piece)
+
+    def hexdigest(self) -> str:
+        if self._last:
+            self._last.result()
+        return self._sha256.hexdigest()
+
+    def __enter__(self) -> _Digest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+
+
+def _may_pass(error: MillraceError) -> bool:
+    """A broken connection has many statuses, and what went wrong on the wire is sent again; a fault that the server
+    tells of would come again."""
+    if isinstance(error, (Unavailable, DeadlineExceeded)) or error.reason == "WRONG_CRC32C":
+        return True
+    broken = isinstance(error, (Cancelled, Internal)) or error.status == "UNKNOWN"
+    return broken and not error.correlation_id
+
+
+@contextmanager
+def _telling_how_to_resume(name: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise UploadInterrupted(name) from None
+    except MillraceError as error:
+        error.metadata["upload"] = name
+        if not isinstance(error, (NotFound, FailedPrecondition)):
+            error.remedy = "; ".join(filter(None, (error.remedy, _how_to_resume(name))))
+        raise
+    except Exception as error:  # of the source
+        error.add_note(_how_to_resume(name))
+        raise
+
+
+def _how_to_resume(name: str) -> str:
+    return f"the upload {name} stays open for 24 hours: go on with resume_upload({name!r}, the same source)"

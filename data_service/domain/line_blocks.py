@@ -1,0 +1,103 @@
+"""Text as UTF-8 in blocks of whole lines, whatever encoding a file has; no line takes more memory than it may."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+BLOCK_BYTES = 1024 * 1024
+# Of one line, and of one CSV record that spans several.
+MAX_LINE_BYTES = 16 * 1024 * 1024
+PYTHON_ENCODINGS = {"utf-8": "utf-8", "utf-16": "utf-16", "latin-1": "latin-1", "windows-1252": "cp1252"}
+
+
+class TextError(ValueError):
+    """The bytes are no text in their encoding at all; the text says why."""
+
+
+@dataclass(frozen=True)
+class LineBlock:
+    """Whole lines, the last of a file perhaps without its end; `first_line` counts from 1. With `too_long` it is only the
+    beginning of one line that is left out."""
+
+    data: bytes
+    first_line: int
+    too_long: bool = False
+
+
+def line_blocks(stream: BinaryIO, encoding: str) -> Iterator[LineBlock]:
+    """Lines end with LF, CR LF or CR. A byte-order mark is taken away. What is no character in the encoding comes out
+    as bytes that are no UTF-8, so that its row can be told. Raises `TextError`.
+    """
+    line = 1
+    rest = b""
+    skipping = False
+    for piece in _with_end(_utf8_pieces(stream, encoding)):
+        data = rest + (piece or b"")
+        cut = len(data) if piece is None else _end_of_lines(data)
+        lines, rest = data[:cut], data[cut:]
+        if skipping and lines:
+            end = _end_of_first_line(lines)
+            lines, skipping = lines[end:], False
+            line += 1
+        if lines:
+            yield LineBlock(lines, line)
+            line += count_lines(lines)
+        if skipping:
+            rest = rest[-1:]  # a CR may be half of a line's end
+        elif len(rest) > MAX_LINE_BYTES:
+            yield LineBlock(rest[:1024], line, too_long=True)
+            rest, skipping = rest[-1:], True
+
+
+def count_lines(data: bytes) -> int:
+    """Ends of lines, and one more where the last line has none."""
+    ends = data.count(b"\n")
+    if b"\r" in data:
+        ends += data.count(b"\r") - data.count(b"\r\n")
+    return ends + (not data.endswith((b"\n", b"\r")))
+
+
+def split_lines(data: bytes) -> list[bytes]:
+    """Lines with their ends."""
+    return data.splitlines(keepends=True)
+
+
+def _with_end(pieces: Iterator[bytes]) -> Iterator[bytes | None]:
+    yield from pieces
+    yield None
+
+
+def _end_of_lines(data: bytes) -> int:
+    """Behind the last line that has its end; a CR that comes last may be followed by its LF."""
+    return max(data.rfind(b"\n"), data.rfind(b"\r", 0, len(data) - 1)) + 1
+
+
+def _end_of_first_line(data: bytes) -> int:
+    ends = [at for at in (data.find(b"\n"), data.find(b"\r")) if at >= 0]
+    if not ends:
+        return len(data)
+    end = min(ends)
+    return end + (2 if data[end : end + 2] == b"\r\n" else 1)
+
+
+def _utf8_pieces(stream: BinaryIO, encoding: str) -> Iterator[bytes]:
+    if encoding == "utf-8":
+        first = True
+        while data := stream.read(BLOCK_BYTES):
+            while first and len(data) < 3 and (more := stream.read(3 - len(data))):
+                data += more
+            yield data.removeprefix(codecs.BOM_UTF8) if first else data
+            first = False
+        return
+    # Lone surrogates stand for what could not be decoded, and are no UTF-8.
+    errors = "surrogatepass" if encoding == "utf-16" else "surrogateescape"
+    decoder = codecs.getincrementaldecoder(PYTHON_ENCODINGS[encoding])(errors)
+    try:
+        while data := stream.read(BLOCK_BYTES):
+            yield decoder.decode(data).encode("utf-8", "surrogatepass")
+        yield decoder.decode(b"", final=True).encode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        raise TextError(f"it ends within a character, or is not {encoding}") from None

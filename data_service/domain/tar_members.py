@@ -1,0 +1,222 @@
+"""Tar archives from front to back: every member's name and content, nothing written anywhere.
+
+Source: POSIX.1-2017 pax (ustar interchange format, extended headers), and GNU tar's manual for its long names and
+base-256 numbers. Links, devices, sparse files and names that lead elsewhere are refused: no data set needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+BLOCK = 512
+MAX_MEMBER_BYTES = 256 * 1024 * 1024
+MAX_MEMBERS = 5_000_000
+MAX_NAME_BYTES = 64 * 1024
+MAX_PAX_BYTES = 1024 * 1024
+PIECE_BYTES = 1024 * 1024
+
+_FOLDER, _LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL = b"5", b"L", b"K", b"x", b"g"
+_FILES = (b"\0", b"0", b"7")
+_REFUSED = {
+    b"1": "a hard link",
+    b"2": "a symbolic link",
+    b"3": "a device",
+    b"4": "a device",
+    b"6": "a pipe",
+    b"S": "a sparse file",
+}
+
+
+class TarError(ValueError):
+    """The bytes are no whole tar archive, or a member is none that may be read; the text says which and why."""
+
+
+@dataclass(frozen=True)
+class TarMember:
+    """A regular file. `name` is its path, without `.` and empty parts; bytes that are no UTF-8 are refused. Its content
+    is at hand until the next member is asked for."""
+
+    name: str
+    size_bytes: int
+    _stream: _Content
+
+    def read(self) -> bytes:
+        """The whole content; to be called once. Raises `TarError` where the archive ends within it."""
+        return self._stream.read_all()
+
+
+def members(stream: BinaryIO) -> Iterator[TarMember]:
+    """Every regular file, in order. Goes to the stream's very end. Raises `TarError`."""
+    count = 0
+    extended: dict[str, str] = {}
+    while True:
+        header = _some(stream, BLOCK)
+        if not header:
+            raise TarError("it ends without an end marker" if count or extended else "it is empty")
+        if len(header) < BLOCK:
+            raise TarError("it ends within a header")
+        if header == bytes(BLOCK):
+            break
+        kind, size = header[156:157], _size_of(header, extended)
+        if kind in (_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL):
+            extended |= _extended(stream, kind, size)
+            continue
+        count += 1
+        name = _checked_name(extended.get("path") or _name_of(header))
+        _check_kind(kind, name, extended)
+        if count > MAX_MEMBERS:
+            raise TarError(f"it has more than {MAX_MEMBERS} members")
+        if size > MAX_MEMBER_BYTES:
+            raise TarError(f"member {name!r} has {size} bytes; at most {MAX_MEMBER_BYTES} are read")
+        content = _Content(stream, name, size)
+        if kind in _FILES and not name.endswith("/"):
+            yield TarMember(name, size, content)
+        content.skip()
+        extended = {}
+    while rest := stream.read(PIECE_BYTES):
+        if rest.count(0) != len(rest):
+            raise TarError("it goes on after its end marker")
+
+
+class _Content:
+    def __init__(self, stream: BinaryIO, name: str, size: int) -> None:
+        self._stream, self._name, self._size = stream, name, size
+        self._left = size + -size % BLOCK
+
+    def read_all(self) -> bytes:
+        data = _some(self._stream, self._size)
+        self._left -= len(data)
+        if len(data) < self._size:
+            raise self._truncated()
+        return data
+
+    def skip(self) -> None:
+        while self._left:
+            data = self._stream.read(min(self._left, PIECE_BYTES))
+            if not data:
+                raise self._truncated()
+            self._left -= len(data)
+
+    def _truncated(self) -> TarError:
+        return TarError(f"it ends within member {self._name!r}")
+
+
+def _size_of(header: bytes, extended: dict[str, str]) -> int:
+    if not _sum_fits(header):
+        raise TarError("a header's checksum is wrong: it is no tar archive, or damaged")
+    size = _number(header[124:136])
+    if header[156:157] not in (_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL) and "size" in extended:
+        text = extended["size"]
+        if not text.isascii() or not text.isdigit() or len(text) > 20:
+            raise TarError("an extended header has a size that is no number")
+        size = int(text)
+    if header[156:157] == _FOLDER:
+        return 0
+    return size
+
+
+def _sum_fits(header: bytes) -> bool:
+    """Some old writers summed signed bytes."""
+    rest = header[:148] + b" " * 8 + header[156:]
+    signed = sum(byte - 256 if byte > 127 else byte for byte in rest)
+    try:
+        return _number(header[148:156]) in (sum(rest), signed)
+    except TarError:
+        return False
+
+
+def _number(field: bytes) -> int:
+    if field[0] & 0x80:  # base 256; a negative one begins with 0xFF
+        if field[0] != 0x80:
+            raise TarError("a header has a number that is out of range")
+        return int.from_bytes(field[1:], "big")
+    text = field.strip(b" \0")
+    if not text:
+        return 0
+    if any(byte not in b"01234567" for byte in text):
+        raise TarError("a header has a number that is none")
+    return int(text, 8)
+
+
+def _extended(stream: BinaryIO, kind: bytes, size: int) -> dict[str, str]:
+    """What a header before a member's own says of it: its name, its size, whether it is sparse."""
+    most = MAX_NAME_BYTES if kind in (_LONG_NAME, _LONG_LINK) else MAX_PAX_BYTES
+    if size > most:
+        raise TarError(f"an extended header has {size} bytes; at most {most} are read")
+    content = _Content(stream, "an extended header", size)
+    data = content.read_all()
+    content.skip()
+    if kind == _LONG_NAME:
+        return {"path": _text(data.split(b"\0")[0])}
+    if kind == _LONG_LINK:
+        return {}
+    found = dict(_pax_records(data))
+    # What holds for all members that follow says nothing that we need, unless it names or sizes them.
+    if kind == _PAX_GLOBAL:
+        if not found.keys().isdisjoint(("path", "size")):
+            raise TarError("a global extended header names or sizes all members")
+        return {}
+    return found
+
+
+def _pax_records(data: bytes) -> Iterator[tuple[str, str]]:
+    """`length key=value\\n`, the length counting itself."""
+    at = 0
+    while at < len(data):
+        space = data.find(b" ", at, at + 8)
+        length = data[at:space] if space > 0 else b""
+        if not length.isdigit() or int(length) <= space - at + 1 or at + int(length) > len(data):
+            raise TarError("an extended header is damaged")
+        key, equals, value = data[space + 1 : at + int(length) - 1].partition(b"=")
+        if not equals:
+            raise TarError("an extended header is damaged")
+        key_text = key.decode("utf-8", "replace")
+        if key_text in ("path", "size"):
+            yield key_text, _text(value)
+        elif key_text.startswith("GNU.sparse"):
+            yield "sparse", "1"
+        at += int(length)
+
+
+def _name_of(header: bytes) -> str:
+    name = header[:100].split(b"\0")[0]
+    prefix = header[345:500].split(b"\0")[0] if header[257:263] == b"ustar\0" else b""
+    return _text(prefix + b"/" + name if prefix else name)
+
+
+def _text(name: bytes) -> str:
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        raise TarError(f"member {name[:200]!r} has a name that is not UTF-8") from None
+
+
+def _checked_name(name: str) -> str:
+    shown = repr(name if len(name) <= 200 else name[:200] + "…")
+    if not name or "\0" in name:
+        raise TarError(f"member {shown} has no name, or a zero byte in it")
+    if name.startswith("/"):
+        raise TarError(f"member {shown} has an absolute path")
+    parts = name.split("/")
+    if ".." in parts:
+        raise TarError(f"member {shown} has '..' in its path")
+    return "/".join(part for part in parts if part not in ("", ".")) + ("/" if name.endswith("/") else "")
+
+
+def _check_kind(kind: bytes, name: str, extended: dict[str, str]) -> None:
+    refused = "a sparse file" if "sparse" in extended else _REFUSED.get(kind)
+    if refused is None and kind not in (*_FILES, _FOLDER):
+        refused = f"of the unknown kind {kind!r}"
+    if refused is not None:
+        raise TarError(f"member {name!r} is {refused}; archive regular files")
+
+
+def _some(stream: BinaryIO, size: int) -> bytes:
+    """`size` bytes or what there is; memory is taken for bytes that come, not for bytes that are claimed."""
+    pieces = []
+    while size > 0 and (piece := stream.read(min(size, PIECE_BYTES))):
+        pieces.append(piece)
+        size -= len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -1,0 +1,92 @@
+"""Values out of text, and which types all texts of a column fit.
+
+The types that are inferred: bool (`true`, `false` in any case) < int64 < double < timestamp[us] (ISO 8601 without a zone)
+< string. Text is never trimmed. A whole number that int64 does not hold, or that a double would change, keeps the column
+from being numbers: its digits are not to be lost.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as kinds
+
+INFERRED = (pa.bool_(), pa.int64(), pa.float64(), pa.timestamp("us"))
+EXACT_IN_DOUBLE = 2**53
+
+
+def from_text(texts: pa.Array, target: pa.DataType) -> pa.Array:
+    """A string array as `target`, nulls staying null.
+
+    Raises `pa.ArrowInvalid` where a text does not fit, `pa.ArrowNotImplementedError` where none ever does.
+    """
+    if kinds.is_string(target):
+        return texts
+    if kinds.is_boolean(target):
+        return _booleans(texts)
+    if kinds.is_float16(target):
+        return texts.cast(pa.float32()).cast(target)
+    if kinds.is_time(target):
+        on_a_day = pc.binary_join_element_wise(pa.scalar("1970-01-01T"), texts, pa.scalar(""))
+        return on_a_day.cast(pa.timestamp("ns")).cast(target)
+    if kinds.is_fixed_size_binary(target):
+        return texts.cast(pa.binary()).cast(target)
+    return texts.cast(target)
+
+
+class InferredType:
+    """What one column's texts, seen a chunk at a time, can be read as."""
+
+    def __init__(self) -> None:
+        self._possible = list(INFERRED)
+        self._any_text = False
+
+    def update(self, texts: pa.Array) -> None:
+        """Takes a string array; nulls fit every type."""
+        if not self._possible:
+            return
+        present = texts.drop_null()
+        if len(present):
+            self._any_text = True
+            self._possible = [one for one in self._possible if self._fits(present, one)]
+
+    @property
+    def type(self) -> pa.DataType:
+        """The first type that all fit; string where there is none, or nothing but nulls."""
+        return self._possible[0] if self._possible and self._any_text else pa.string()
+
+    def _fits(self, texts: pa.Array, candidate: pa.DataType) -> bool:
+        try:
+            if kinds.is_floating(candidate):
+                return _fit_doubles(texts)
+            if kinds.is_integer(candidate):
+                return _fit_integers(texts)
+            if kinds.is_boolean(candidate):
+                return bool(pc.all(pc.is_in(pc.utf8_lower(texts), pa.array(["true", "false"]))).as_py())
+            from_text(texts, candidate)
+        except pa.ArrowInvalid:
+            return False
+        return True
+
+
+def _fit_integers(texts: pa.Array) -> bool:
+    texts.cast(pa.int64())
+    # Arrow reads hexadecimal, too.
+    return not pc.any(pc.match_substring(texts, "x", ignore_case=True)).as_py()
+
+
+def _fit_doubles(texts: pa.Array) -> bool:
+    values = texts.cast(pa.float64())
+    large = pc.greater_equal(pc.abs(values), float(EXACT_IN_DOUBLE))
+    if not pc.any(large).as_py():
+        return True
+    return not pc.any(pc.match_substring_regex(texts.filter(large), "^[+-]?[0-9]+$")).as_py()
+
+
+def _booleans(texts: pa.Array) -> pa.Array:
+    lower = pc.utf8_lower(texts)
+    true = pc.is_in(lower, pa.array(["true", "1"]))
+    known = pc.or_(true, pc.or_(pc.is_in(lower, pa.array(["false", "0"])), texts.is_null()))
+    if not pc.all(known, min_count=0).as_py():
+        raise pa.ArrowInvalid("neither true nor false")
+    return pc.if_else(texts.is_null(), pa.scalar(None, pa.bool_()), true)

@@ -1,0 +1,1 @@
+"""An import: sources in, a committed version out."""

@@ -1,0 +1,113 @@
+"""The columns that the sources of an import agree on, and rows brought to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from data_service.ingest.base_rows import BaseRows
+from data_service.sources import OpenSource
+from shared.errors import InvalidArgument, first_line
+
+LABEL = "label"
+
+
+class CommonColumns:
+    """`schema` is that of the version; `value_names` names the labels where a source has names for them.
+
+    A column that is of integers in one source and of doubles in another is of doubles: which of both a text file shows
+    depends on the rows that it happens to have. Raises `InvalidArgument` naming the source that does not fit.
+    """
+
+    def __init__(self, kept: BaseRows | None, sources: Sequence[OpenSource]) -> None:
+        given = [("base.version", kept.schema)] if kept else []
+        given += [(f"sources[{source.index}]", source.rows.schema) for source in sources]
+        self.schema = _common_schema(given)
+        self.value_names = _value_names(kept, sources)
+
+    def fitted(self, table: pa.Table, class_names: Sequence[str] | None) -> pa.Table:
+        """A source's rows as rows of the version. Raises `InvalidArgument` for an integer that no double has."""
+        if class_names is not None and list(class_names) != self.value_names.get(LABEL):
+            table = _renumbered(table, class_names, self.value_names[LABEL])
+        if table.schema.equals(self.schema):
+            return table
+        try:
+            return table.cast(self.schema)
+        except pa.ArrowInvalid as error:
+            raise InvalidArgument(
+                "sources: a value does not fit the type that its column has in another source: "
+                f"{first_line(error)}; set column_types",
+                reason="SCHEMA_MISMATCH",
+                metadata={"field": "sources"},
+                fields=[("sources", "types differ")],
+            ) from None
+
+
+def _common_schema(given: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
+    """A column may be null where it may be in any source."""
+    first_field, first = given[0]
+    types = list(first.types)
+    for field, schema in given[1:]:
+        for index, name in enumerate(first.names):
+            kind = schema.field(name).type if schema.names == first.names else None
+            wider = _wider(types[index], kind) if kind is not None else None
+            if wider is None:
+                raise _mismatch(field, schema, first_field, pa.schema(list(zip(first.names, types, strict=True))))
+            types[index] = wider
+        if schema.names != first.names:
+            raise _mismatch(field, schema, first_field, first)
+    nullable = [any(schema.field(index).nullable for _, schema in given) for index in range(len(types))]
+    return pa.schema([pa.field(name, kind, may) for name, kind, may in zip(first.names, types, nullable, strict=True)])
+
+
+def _wider(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    if one == other:
+        return one
+    if {one, other} == {pa.int64(), pa.float64()}:
+        return pa.float64()
+    return None
+
+
+def _mismatch(field: str, schema: pa.Schema, first_field: str, first: pa.Schema) -> InvalidArgument:
+    why = (
+        f"it has the columns {_columns(schema)}, but {first_field} has {_columns(first)}; set column_types where only "
+        "the types differ"
+    )
+    return InvalidArgument(
+        f"{field}: {why}", reason="SCHEMA_MISMATCH", metadata={"field": field}, fields=[(field, why)]
+    )
+
+
+def _columns(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name}: {field.type}" for field in schema)
+
+
+def known_classes(kept: BaseRows | None) -> list[str]:
+    """The names that the labels 0, 1, … have in the version that is appended to."""
+    return next((one.value_names for one in kept.version.columns if one.name == LABEL), []) if kept else []
+
+
+def _value_names(kept: BaseRows | None, sources: Sequence[OpenSource]) -> Mapping[str, list[str]]:
+    """Of the base, whose labels keep their numbers, and then those classes of the sources that it does not have."""
+    names = {column.name: list(column.value_names) for column in kept.version.columns} if kept else {}
+    classes = sorted({name for source in sources for name in source.rows.class_names or ()}, key=str.encode)
+    if classes:
+        known = known_classes(kept)
+        if kept and not known:
+            raise InvalidArgument(
+                "base.version: its labels have no names, so folders of classes cannot be appended to it",
+                reason="SCHEMA_MISMATCH",
+                metadata={"field": "base.version"},
+                fields=[("base.version", "its labels have no names")],
+            )
+        names[LABEL] = known + [name for name in classes if name not in known]
+    return {column: values for column, values in names.items() if values}
+
+
+def _renumbered(table: pa.Table, given: Sequence[str], wanted: Sequence[str]) -> pa.Table:
+    numbers = np.array([wanted.index(name) for name in given], np.int64)
+    labels = numbers[table.column(LABEL).to_numpy()]
+    place = table.schema.get_field_index(LABEL)
+    return table.set_column(place, table.schema.field(place), pa.array(labels, pa.int64()))

@@ -1,0 +1,92 @@
+"""What a job that makes a version refers to: versions and uploads that it reads, and the version that it follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+from data_service.domain.import_spec import ImportSpec
+from data_service.domain.transform_spec import TransformSpec
+from data_service.domain.uris import UploadSource, parse_uri
+from data_service.successors import claim_successor
+from data_service.uploads.users import mark_used, unmark
+from data_service.versions import ActiveVersion, Versions
+from shared.dataset_version.users import using
+from shared.dataset_version.version import IMPORT_KIND
+from shared.errors import FailedPrecondition, MillraceError, Unavailable, invalid_field, invalid_fields
+from shared.jobs import JobRecord, Jobs
+from shared.requests import OUTCOME_UNKNOWN
+from shared.storage import ObjectStore
+
+
+def check_base(versions: Versions, parent: str, spec: ImportSpec) -> None:
+    """Raises `InvalidArgument`, `NotFound` and `FailedPrecondition` unless the import may follow its base."""
+    base = spec.base
+    if base is None:
+        return
+    if not base.version.startswith(f"{parent}/"):
+        raise invalid_field("base.version", base.version, f"name a version of {parent}")
+    found = versions.active(base.version, "base.version")
+    if base.mode == "append":
+        _check_appendable(found, spec)
+
+
+@contextmanager
+def referring(store: ObjectStore, job: JobRecord) -> Iterator[None]:
+    """Marks what `job` reads as used, and claims its place behind its base, before the body makes it. Marks that are
+    left over when the body is refused are taken away.
+
+    Raises `NotFound` and `FailedPrecondition` where something of it is gone, and `Conflict` where another version
+    follows the base.
+    """
+    with ExitStack() as marks:
+        if "transform" in job.spec:
+            source = TransformSpec.from_record(job.spec["transform"]).source
+            marks.enter_context(using(store, source, IMPORT_KIND, job.uid, job.name))
+        else:
+            spec = ImportSpec.from_record(job.spec["import"])
+            if spec.base:
+                marks.enter_context(using(store, spec.base.version, IMPORT_KIND, job.uid, job.name))
+            for upload in _uploads(spec):
+                marks.enter_context(_using_upload(store, upload, job))
+            if spec.base:
+                claim_successor(store, Jobs(store, IMPORT_KIND).get(spec.base.version, spec.base.version), job)
+        yield
+
+
+@contextmanager
+def _using_upload(store: ObjectStore, upload: str, job: JobRecord) -> Iterator[None]:
+    mark_used(store, upload, IMPORT_KIND, job.uid, job.name)
+    try:
+        yield
+    except MillraceError as error:
+        # After an outage the job may have been made all the same; a sweep settles that.
+        if not isinstance(error, OUTCOME_UNKNOWN):
+            with suppress(Unavailable):
+                unmark(store, upload, IMPORT_KIND, job.uid)
+        raise
+
+
+def _uploads(spec: ImportSpec) -> list[str]:
+    sources = [parse_uri(uri) for source in spec.sources for uri in source.uris.values()]
+    return sorted({source.name for source in sources if isinstance(source, UploadSource)})
+
+
+def _check_appendable(base: ActiveVersion, spec: ImportSpec) -> None:
+    name, manifest = base.job.name, base.reader.version.manifest
+    if manifest.transforms:
+        raise FailedPrecondition(
+            f"base.version: {name} was made by a transform, which new rows have not gone through; append to "
+            f"{manifest.parents[0].version} and transform that",
+            reason="BASE_WAS_TRANSFORMED",
+            metadata={"resource": name},
+            fields=[("base.version", "name a version that was imported")],
+        )
+    splits = {split.name for split in manifest.splits}
+    taken = [
+        (f"hold_outs[{index}].to_split", one.to_split, f"{name} has this split; choose another")
+        for index, one in enumerate(spec.hold_outs)
+        if one.to_split in splits
+    ]
+    if taken:
+        raise invalid_fields(taken)

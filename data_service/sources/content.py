@@ -1,0 +1,34 @@
+"""A source file's bytes, and errors about them that name it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import BinaryIO
+
+import pyarrow as pa
+
+from data_service.domain.decompression import DecompressionError, decompressed
+from data_service.domain.idx import IdxError
+from data_service.source_files import SourceFile
+from shared.errors import Unavailable, first_line
+
+
+@contextmanager
+def content(file: SourceFile) -> Iterator[BinaryIO]:
+    """The file's bytes from the first on, gunzipped where they are gzip."""
+    with closing(file.open()) as opened:
+        yield decompressed(opened)
+
+
+@contextmanager
+def blaming(file: SourceFile, kind: str) -> Iterator[None]:
+    """Turns whatever a reader says about the bytes into an error that names the source. `kind` is the format."""
+    try:
+        yield
+    except (IdxError, DecompressionError) as error:
+        raise file.corrupt(str(error)) from None
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if (isinstance(error, OSError) and error.errno) or "AWS Error" in str(error):
+            raise Unavailable(f"{file.field}: {file.uri} cannot be read at present", retry_after_s=1.0) from error
+        raise file.corrupt(f"it is not a whole {kind} file: {first_line(error)}") from None

@@ -1,0 +1,187 @@
+"""JSON Lines: one object a line; a key that any row has is a column, null where others lack it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.types as kinds
+
+from data_service.domain.json_columns import InferredColumn, as_text, numbers_kind
+from data_service.domain.line_blocks import LineBlock, TextError, line_blocks, split_lines
+from data_service.domain.row_casts import Cast, CastRefused, cast_between, cast_rows
+from data_service.source_files import SourceFile
+from data_service.sources.content import blaming, content
+from data_service.sources.interface import MAX_COLUMNS, BadRowSink, RowSource, excerpt_of
+from data_service.sources.overrides import Overrides
+from data_service.sources.typed_columns import check_names
+from shared.dataset_version.columns import is_tensor
+from shared.errors import first_line, invalid_field
+
+# What one column's values become: the array, with null where a value does not fit, and which do (None: all).
+Build = Callable[[Sequence[Any]], tuple[pa.Array, "np.ndarray[Any, Any] | None"]]
+
+
+@dataclass(frozen=True)
+class _Line:
+    number: int
+    data: bytes
+    row: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _BadLine:
+    number: int
+    data: bytes
+    reason: str
+
+
+def open_json_lines(files: Sequence[SourceFile], overrides: Overrides) -> list[RowSource]:
+    """One source for each file, all with the columns of all, in the order in which they are first met. Reads all files
+    once. Raises `InvalidArgument` where they have no column, or too many."""
+    inferred: dict[str, InferredColumn] = {}
+    for file in files:
+        with _lines(file) as blocks:
+            for lines in blocks:
+                _infer(file, [line.row for line in lines if isinstance(line, _Line)], inferred)
+    check_names(files[0], list(inferred))
+    given = overrides.types_among(list(inferred))
+    types = {name: given.get(name) or one.type for name, one in inferred.items()}
+    schema = pa.schema([pa.field(name, one, nullable=not is_tensor(one)) for name, one in types.items()])
+    builds = {name: _build(overrides, name, inferred[name].type, types[name]) for name in types}
+    return [_JsonRows(file, schema, builds) for file in files]
+
+
+def _infer(file: SourceFile, rows: Sequence[Mapping[str, Any]], inferred: dict[str, InferredColumn]) -> None:
+    for name in dict.fromkeys(itertools.chain.from_iterable(rows)):
+        if name not in inferred and len(inferred) == MAX_COLUMNS:
+            raise file.corrupt(f"its rows have more than {MAX_COLUMNS} different keys")
+        inferred.setdefault(name, InferredColumn()).update([row[name] for row in rows if name in row])
+
+
+class _JsonRows:
+    class_names: list[str] | None = None
+
+    def __init__(self, file: SourceFile, schema: pa.Schema, builds: Mapping[str, Build]) -> None:
+        self._file, self._builds = file, dict(builds)
+        self.schema = schema
+
+    def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
+        with _lines(self._file) as blocks:
+            for lines in blocks:
+                table, misfits = self._converted([line for line in lines if isinstance(line, _Line)])
+                unread = [line for line in lines if isinstance(line, _BadLine)]
+                for one in sorted([*unread, *misfits], key=lambda one: one.number):
+                    bad.add(self._file.uri, f"line {one.number}", one.reason, excerpt_of(one.data))
+                if table.num_rows:
+                    yield table
+
+    def _converted(self, lines: Sequence[_Line]) -> tuple[pa.Table, list[_BadLine]]:
+        good = np.ones(len(lines), np.bool_)
+        columns, misfits = [], []
+        for field in self.schema:
+            column, fits = self._builds[field.name]([line.row.get(field.name) for line in lines])
+            columns.append(column)
+            if fits is None:
+                continue
+            for index in np.flatnonzero(good & ~fits).tolist():
+                wanted = f"list of {field.type.shape[0]} numbers" if is_tensor(field.type) else str(field.type)
+                misfits.append(_BadLine(lines[index].number, lines[index].data, f"key {field.name!r} is no {wanted}"))
+            good &= fits
+        table = pa.Table.from_arrays(columns, schema=self.schema)
+        return (table.filter(pa.array(good)) if misfits else table), misfits
+
+
+@contextmanager
+def _lines(file: SourceFile) -> Iterator[Iterator[list[_Line | _BadLine]]]:
+    with content(file) as stream, blaming(file, "JSON Lines"):
+        try:
+            yield (list(_parsed(block)) for block in line_blocks(stream, "utf-8"))
+        except TextError as error:
+            raise file.corrupt(str(error)) from None
+
+
+def _parsed(block: LineBlock) -> Iterator[_Line | _BadLine]:
+    if block.too_long:
+        yield _BadLine(block.first_line, block.data, "the line is too long")
+        return
+    for number, data in enumerate(split_lines(block.data), block.first_line):
+        if not data.strip():
+            continue
+        try:
+            row = orjson.loads(data)
+        except orjson.JSONDecodeError as error:
+            yield _BadLine(number, data[:1024], f"it is no JSON: {first_line(error)}")
+            continue
+        if not isinstance(row, dict):
+            yield _BadLine(number, data[:1024], "it is no JSON object")
+        elif "" in row:
+            yield _BadLine(number, data[:1024], "it has an empty key")
+        else:
+            yield _Line(number, data[:1024], row)
+
+
+def _build(overrides: Overrides, name: str, found: pa.DataType, wanted: pa.DataType) -> Build:
+    """How a column's values become an array of type `wanted`."""
+    try:
+        if is_tensor(wanted):
+            length = int(np.prod(wanted.shape))
+            middle = found if is_tensor(found) else pa.fixed_shape_tensor(pa.float64(), [length])
+            return _tensors(middle, cast_between(middle, wanted))
+        if is_tensor(found):
+            raise CastRefused(f"a column of lists cannot be cast to {wanted}")
+        return _scalars(wanted, cast_between(pa.string(), wanted))
+    except CastRefused as refused:
+        raise invalid_field(f"{overrides.field(name)}.arrow_type", str(wanted), f"{refused}; use another") from None
+
+
+def _scalars(wanted: pa.DataType, cast: Cast | None) -> Build:
+    direct = {pa.bool_(): (bool,), pa.int64(): (int,), pa.float64(): (int, float), pa.string(): (str,)}.get(wanted)
+
+    def build(values: Sequence[Any]) -> tuple[pa.Array, np.ndarray[Any, Any] | None]:
+        if direct is not None and set(map(type, values)) <= {*direct, type(None)}:
+            try:
+                return pa.array(values, wanted), None
+            except (pa.ArrowInvalid, OverflowError):
+                pass  # an integer beyond the type: which one is told below
+        texts = [_text(value, wanted) for value in values]
+        column, fits = cast_rows(pa.array(texts, pa.string()), cast or (lambda given: given))
+        # Objects and lists are no text, and came as null.
+        whole = np.array([value is None or text is not None for value, text in zip(values, texts, strict=True)])
+        return column, whole if fits is None else fits & whole
+
+    return build
+
+
+def _text(value: Any, wanted: pa.DataType) -> str | None:
+    if isinstance(value, (list, dict)):
+        return None
+    if isinstance(value, float) and kinds.is_integer(wanted) and value.is_integer():
+        return str(int(value))
+    return as_text(value)
+
+
+def _tensors(found: pa.FixedShapeTensorType, cast: Cast | None) -> Build:
+    length = found.shape[0]
+    allowed = (int,) if kinds.is_integer(found.value_type) else (int, float)
+
+    def build(values: Sequence[Any]) -> tuple[pa.Array, np.ndarray[Any, Any] | None]:
+        fits = np.array(
+            [isinstance(one, list) and len(one) == length and numbers_kind(one) in allowed for one in values], np.bool_
+        )
+        nothing = [0] * length
+        flat = itertools.chain.from_iterable(one if fit else nothing for one, fit in zip(values, fits, strict=True))
+        array = np.fromiter(flat, found.value_type.to_pandas_dtype(), count=len(values) * length)
+        tensors = pa.ExtensionArray.from_storage(found, pa.FixedSizeListArray.from_arrays(pa.array(array), length))
+        if cast is None:
+            return tensors, None if fits.all() else fits
+        tensors, cast_fits = cast_rows(tensors, cast)
+        return tensors, fits if cast_fits is None else fits & cast_fits
+
+    return build

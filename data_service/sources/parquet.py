@@ -1,0 +1,138 @@
+"""One Parquet file, decoded a bounded number of rows at a time."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_service.domain.parquet_pages import PageError, pages
+from data_service.source_files import SourceFile
+from data_service.sources import interface
+from data_service.sources.content import blaming
+from data_service.sources.interface import BadRowSink
+from data_service.sources.typed_columns import (
+    MAX_ROW_BYTES,
+    TypedColumns,
+    decoded_bytes,
+    is_text,
+    logical_schema_of,
+)
+from shared.dataset_version.columns import row_bytes
+
+MAX_BATCH_ROWS = 1024
+MAX_PAGE_BYTES = 256 * 1024 * 1024
+MAX_FOOTER_BYTES = 64 * 1024 * 1024
+MAX_FOOTER_LIST = 100_000
+
+
+class ParquetRows:
+    """One Parquet file; its columns keep their types as far as a version has them (`logical_field`).
+
+    Nothing that it claims is believed: rows are counted as they are decoded, and pages that would need too much memory
+    are refused by their own headers before any is decoded.
+    """
+
+    class_names: list[str] | None = None
+
+    def __init__(self, file: SourceFile) -> None:
+        self._file = file
+        # Its footer is at the end, so an upload has to be there as a whole.
+        file.wait_until_whole()
+        with self._opened() as opened:
+            self._check_footer(opened)
+            parquet = _parquet(opened)
+            given = parquet.schema_arrow
+            self._texts = [field.name for field in given if is_text(field.type)]
+            footer = parquet.metadata
+            self.schema = logical_schema_of(file, given)
+        claimed_bytes = sum(footer.row_group(index).total_byte_size for index in range(footer.num_row_groups))
+        fixed_bytes = row_bytes(pa.schema([field for field in self.schema if not is_text(field.type)])) or 0
+        if fixed_bytes > MAX_ROW_BYTES:
+            raise file.corrupt(f"a row takes {fixed_bytes} bytes; at most {MAX_ROW_BYTES} are read")
+        width = max(fixed_bytes, claimed_bytes // max(footer.num_rows, 1), 1)
+        self._batch_rows = min(max(interface.CHUNK_BYTES // width, 1), MAX_BATCH_ROWS)
+
+    def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
+        columns = TypedColumns(self._file, self.schema)
+        with self._opened() as opened:
+            self._check_footer(opened)
+            parquet = _parquet(opened, self._texts)
+            if logical_schema_of(self._file, parquet.schema_arrow) != self.schema:
+                raise self._file.corrupt("it changed while it was read")
+            self._check_pages(opened, parquet.metadata)
+            for batch in parquet.iter_batches(self._batch_rows, use_threads=False):
+                size_bytes = decoded_bytes(batch)
+                if size_bytes > interface.MAX_DECODED_BYTES:
+                    raise self._file.corrupt(f"{batch.num_rows} of its rows decode to {size_bytes} bytes")
+                yield columns.table(batch, bad)
+
+    @contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        with closing(self._file.open()) as opened, blaming(self._file, "Parquet"):
+            try:
+                yield opened
+            except PageError as error:
+                raise self._file.corrupt(str(error)) from None
+
+    def _check_footer(self, opened: BinaryIO) -> None:
+        """A footer is parsed as a whole, so its size is looked at first."""
+        size_bytes = opened.seek(0, 2)
+        size_bytes = opened.tell() if size_bytes is None else size_bytes
+        if size_bytes < 12:
+            raise self._file.corrupt("it is not a whole Parquet file: it has no footer")
+        opened.seek(size_bytes - 8)
+        (footer_bytes,) = struct.unpack("<I", opened.read(8)[:4])
+        if footer_bytes > MAX_FOOTER_BYTES:
+            raise self._file.corrupt(
+                f"its footer claims {footer_bytes} bytes; at most {MAX_FOOTER_BYTES} are read, and "
+                f"{interface.MAX_COLUMNS} columns"
+            )
+        opened.seek(0)
+
+    def _check_pages(self, opened: BinaryIO, footer: pq.FileMetaData) -> None:
+        def read_at(position: int, size: int) -> bytes:
+            opened.seek(position)
+            return bytes(opened.read(size))
+
+        file_bytes = opened.seek(0, 2)
+        file_bytes = opened.tell() if file_bytes is None else file_bytes
+        for group in range(footer.num_row_groups):
+            for index in range(footer.num_columns):
+                column = footer.row_group(group).column(index)
+                begin, size = _extent(column)
+                if begin < 4 or size < 0 or begin + size > file_bytes:
+                    raise PageError(f"column {column.path_in_schema!r} lies outside of the file")
+                for page in pages(read_at, begin, size):
+                    if page.uncompressed_bytes > MAX_PAGE_BYTES:
+                        raise PageError(
+                            f"a page of column {column.path_in_schema!r} decodes to {page.uncompressed_bytes} bytes; "
+                            f"at most {MAX_PAGE_BYTES} are decoded"
+                        )
+        opened.seek(0)
+
+
+def _extent(column: pq.ColumnChunkMetaData) -> tuple[int, int]:
+    """(first byte, size) of a column chunk; a dictionary's page comes before the others."""
+    begin = column.data_page_offset
+    dictionary = column.dictionary_page_offset
+    if dictionary is not None and 0 < dictionary < begin:
+        begin = dictionary
+    return begin, column.total_compressed_size
+
+
+def _parquet(opened: BinaryIO, as_dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
+    # Unbuffered would hold whole column chunks, however large the writer made its row groups.
+    return pq.ParquetFile(
+        opened,
+        read_dictionary=list(as_dictionaries),
+        buffer_size=1024 * 1024,
+        pre_buffer=False,
+        page_checksum_verification=True,
+        thrift_string_size_limit=MAX_FOOTER_BYTES,
+        thrift_container_size_limit=MAX_FOOTER_LIST,
+    )

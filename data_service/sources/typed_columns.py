@@ -1,0 +1,169 @@
+"""From the columns that a typed file (Parquet, Arrow) has to a version's logical ones; rows that do not fit go to the
+sink."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as kinds
+from numpy.typing import NDArray
+
+from data_service.domain.row_casts import Fits, cast_rows, rows_without_nulls
+from data_service.source_files import SourceFile
+from data_service.sources.interface import MAX_COLUMNS, BadRowSink, excerpt_of
+from shared.dataset_version.columns import ROW_ID, is_tensor, logical_field
+from shared.errors import InvalidArgument
+
+MAX_ROW_BYTES = 64 * 1024 * 1024
+
+
+def logical_schema_of(file: SourceFile, given: pa.Schema) -> pa.Schema:
+    """The columns as a version keeps them. Raises `InvalidArgument` naming the file, and the column at fault."""
+    if len(given) > MAX_COLUMNS:
+        raise file.corrupt(f"it has {len(given)} columns; at most {MAX_COLUMNS} are read")
+    check_names(file, given.names)
+    for field in given:
+        if kinds.is_fixed_size_binary(field.type) and field.type.byte_width < 1:
+            raise file.corrupt(f"column {field.name!r} has values of no bytes")
+    try:
+        return pa.schema([logical_field(field) for field in given])
+    except InvalidArgument as error:
+        raise file.corrupt(error.message) from None
+
+
+def check_names(file: SourceFile, names: Sequence[str]) -> None:
+    """Raises `InvalidArgument` for names that no version can have."""
+    if ROW_ID in names:
+        raise file.corrupt(f"it has a column {ROW_ID!r}, the name that row ids have; rename it")
+    if not names or len(set(names)) < len(names) or "" in names:
+        raise file.corrupt("it needs columns, each with a name of its own")
+
+
+def is_text(arrow_type: pa.DataType) -> bool:
+    """Strings and bytes of any length."""
+    checks = (
+        kinds.is_string,
+        kinds.is_binary,
+        kinds.is_large_string,
+        kinds.is_large_binary,
+        kinds.is_string_view,
+        kinds.is_binary_view,
+    )
+    return any(check(arrow_type) for check in checks)
+
+
+def decoded_bytes(batch: pa.RecordBatch) -> int:
+    """What the batch takes once every row has its own values: a long text that rows share takes it each time."""
+    total = 0
+    for column in batch.columns:
+        if isinstance(column, pa.DictionaryArray):
+            if is_text(column.dictionary.type):
+                lengths = _text_lengths(column.dictionary)
+                total += int(pc.sum(lengths.take(column.indices)).as_py() or 0)
+            else:
+                total += len(column) * (column.dictionary.nbytes // max(len(column.dictionary), 1) + 1)
+        elif kinds.is_string_view(column.type) or kinds.is_binary_view(column.type):
+            total += int(pc.sum(_text_lengths(column)).as_py() or 0)
+        else:
+            total += column.nbytes
+    return total
+
+
+def _text_lengths(texts: pa.Array) -> pa.Array:
+    """In bytes; 0 for nulls."""
+    if kinds.is_string_view(texts.type) or kinds.is_binary_view(texts.type):
+        # The first four bytes of each 16-byte view are its length.
+        views = np.frombuffer(texts.buffers()[1], np.int32)[texts.offset * 4 : (texts.offset + len(texts)) * 4 : 4]
+        return pc.if_else(texts.is_valid(), pa.array(views.astype(np.int64)), 0)
+    return pc.fill_null(pc.binary_length(texts), 0).cast(pa.int64())
+
+
+@dataclass(frozen=True)
+class _Misfit:
+    fits: NDArray[np.bool_]
+    reason: str
+
+
+class TypedColumns:
+    """Turns batches of one file into tables of `schema`, its logical columns."""
+
+    def __init__(self, file: SourceFile, schema: pa.Schema) -> None:
+        self._file = file
+        self._schema = schema
+        self._row = 0
+
+    def table(self, batch: pa.RecordBatch, bad: BadRowSink) -> pa.Table:
+        """The good rows of the next batch; rows are counted for the places of bad ones."""
+        columns, misfits = [], []
+        for field, given in zip(self._schema, batch.columns, strict=True):
+            column, fits = _logical(given, field.type)
+            columns.append(column)
+            if fits is not None:
+                misfits.append(_Misfit(fits, _reason(field)))
+        table = pa.Table.from_arrays([_chunked(column) for column in columns], schema=self._schema)
+        if misfits:
+            table = table.filter(pa.array(self._reported(batch, misfits, bad)))
+        self._row += batch.num_rows
+        return table
+
+    def _reported(self, batch: pa.RecordBatch, misfits: Sequence[_Misfit], bad: BadRowSink) -> NDArray[np.bool_]:
+        good: NDArray[np.bool_] = np.logical_and.reduce([one.fits for one in misfits])
+        for row in np.flatnonzero(~good).tolist():
+            reason = next(one.reason for one in misfits if not one.fits[row])
+            bad.add(self._file.uri, f"row {self._row + row + 1}", reason, shown_row(batch, row))
+        return good
+
+
+def shown_row(rows: pa.RecordBatch | pa.Table, row: int) -> str:
+    """One row as text: its first columns, without what no text shows well."""
+    shown = []
+    for name, column in zip(rows.schema.names[:20], rows.columns[:20], strict=True):
+        kind = column.type.value_type if kinds.is_dictionary(column.type) else column.type
+        plain = not is_text(kind) or kinds.is_string(kind) or kinds.is_large_string(kind)
+        if isinstance(kind, pa.BaseExtensionType) or kinds.is_nested(kind) or not plain:
+            shown.append(f"{name}=…")
+            continue
+        try:
+            shown.append(f"{name}={column[row].as_py()!r}")
+        except (UnicodeDecodeError, ValueError, OverflowError):
+            shown.append(f"{name}=?")
+    return excerpt_of(", ".join(shown))
+
+
+def _reason(field: pa.Field) -> str:
+    if is_tensor(field.type):
+        return f"column {field.name!r} has nulls, and a tensor has no place for them"
+    return f"column {field.name!r} is not UTF-8"
+
+
+def _logical(given: pa.Array, wanted: pa.DataType) -> tuple[pa.Array, Fits]:
+    if isinstance(given, pa.ChunkedArray):
+        given = given.combine_chunks()
+    storage = given.storage if isinstance(given, pa.ExtensionArray) else given
+    if kinds.is_dictionary(storage.type):
+        storage = storage.dictionary_decode()
+    if is_tensor(wanted):
+        return _tensors(storage, wanted)
+    if kinds.is_string(wanted):
+        texts, fits = cast_rows(storage.cast(_bytes_of(storage.type)), lambda values: values.cast(pa.string()))
+        return texts, fits
+    return (storage if storage.type == wanted else storage.cast(wanted)), None
+
+
+def _bytes_of(text: pa.DataType) -> pa.DataType:
+    """Strings are looked at as bytes first: files may claim that they are UTF-8."""
+    return pa.large_binary() if kinds.is_large_string(text) else pa.binary()
+
+
+def _tensors(lists: pa.Array, wanted: pa.FixedShapeTensorType) -> tuple[pa.Array, Fits]:
+    values, fits = rows_without_nulls(lists)
+    plain = pa.FixedSizeListArray.from_arrays(values, wanted.storage_type.list_size)
+    return pa.ExtensionArray.from_storage(wanted, plain), fits
+
+
+def _chunked(column: pa.Array) -> pa.ChunkedArray:
+    return column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column])

@@ -1,0 +1,156 @@
+"""Takes away what nothing names any more, a bounded piece of it at a time.
+
+Everything that it removes was listed before the log was read that says it may go, and is named once for all (attempts'
+folders have a nonce, markers a uid): what somebody makes meanwhile is never met. So any number of sweepers may run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from data_service.datasets import SERVICE, Datasets
+from data_service.domain.retention import Committed, outlived
+from data_service.lifecycle import Deletions
+from shared.dataset_version.users import live_users, markers
+from shared.errors import FailedPrecondition, Unavailable
+from shared.jobs import JobRecord, JobState
+from shared.jobs.registry import log_prefix
+from shared.log import ResourceLog
+from shared.storage import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+# After a week nobody repeats a call, hoping for its first answer.
+REQUEST_CLAIM_S = 7 * 24 * 3600.0
+# A pass ends after the dataset with which it has looked at so many versions; the next one goes on behind it.
+VERSIONS_A_PASS = 1000
+CLAIMS_A_PASS = 10_000
+
+
+class Sweeper:
+    """`sweep_uploads` is called with the time, `delete_uploads` with the name of a deleted dataset. `clock` gives
+    seconds since the epoch."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        datasets: Datasets,
+        deletions: Deletions,
+        *,
+        sweep_uploads: Callable[[float], object],
+        delete_uploads: Callable[[str], object],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._datasets = datasets
+        self._deletions = deletions
+        self._sweep_uploads = sweep_uploads
+        self._delete_uploads = delete_uploads
+        self._clock = clock
+        # The dataset that the last pass ended with, where it did not come to the end.
+        self._after = ""
+
+    def sweep(self) -> None:
+        """One pass. What goes wrong with one resource is logged and leaves the others be; raises `Unavailable`."""
+        self._apart("request claims", self._sweep_claims)
+        self._apart("uploads", lambda: self._sweep_uploads(self._clock()))
+        seen = 0
+        for dataset in sorted(self._store.folders("datasets")):
+            if dataset <= self._after:
+                continue
+            name = f"datasets/{dataset}"
+            versions = [f"{name}/versions/{one}" for one in self._store.folders(f"{name}/versions")]
+            self._apart(name, partial(self._sweep_dataset, name, versions))
+            for version in versions:
+                self._apart(version, partial(self._sweep_version, version))
+            seen += len(versions)
+            if seen >= VERSIONS_A_PASS:
+                self._after = dataset
+                return
+        self._after = ""
+
+    def _apart(self, what: str, step: Callable[[], object]) -> None:
+        try:
+            step()
+        except Unavailable:
+            raise  # which holds for everything
+        except FailedPrecondition as error:
+            logger.info("%s stays: %s", what, error.message)
+        except Exception:
+            logger.exception("%s cannot be swept; the others go on", what)
+
+    def _sweep_claims(self) -> None:
+        old = [
+            info.key
+            for info in self._store.list(f"requests/{SERVICE}")
+            if self._clock() - info.modified > REQUEST_CLAIM_S
+        ]
+        for key in old[:CLAIMS_A_PASS]:
+            self._store.delete(key)
+
+    def _sweep_dataset(self, name: str, versions: Sequence[str]) -> None:
+        if self._datasets.is_tombstone(name):
+            if self._datasets.version_names(name):
+                # It was made while the dataset was being deleted, and its maker had no time to take it back.
+                self._datasets.unearth(name)
+            else:
+                self._delete_uploads(name)
+            return
+        dataset = self._datasets.find(name)
+        if dataset is None or dataset.retention.keeps_all:
+            return
+        committed = [
+            Committed(job.name, job.update_time) for job in map(self._job, versions) if job and _is_active(job)
+        ]
+        for version in outlived(dataset.retention, committed, self._clock()):
+            if not live_users(self._store, version, self._clock()):
+                logger.info("%s has outlived the retention of its dataset", version)
+                self._apart(version, partial(self._deletions.delete, version))
+
+    def _sweep_version(self, name: str) -> None:
+        # In this order: whatever is listed here was written before the log said what it says below.
+        attempts = [f"{name}/data/{one}" for one in self._store.folders(f"{name}/data")]
+        users = markers(self._store, name)
+        job = self._job(name)
+        for marker in users:
+            if not marker.counts(self._store, self._clock()):
+                self._store.delete(marker.key)
+        if job is None or not job.state.final:
+            return
+        if job.state is JobState.DELETING:
+            self._deletions.finish(name)
+            return
+        committed = job.result["manifest"].rsplit("/", 1)[0] if _is_active(job) else None
+        for attempt in attempts:
+            if attempt != committed:
+                logger.info("%s is of no version and goes", attempt)
+                self._store.delete_folder(attempt)
+
+    def _job(self, name: str) -> JobRecord | None:
+        """Also one that was deleted."""
+        record = ResourceLog(self._store, log_prefix(name)).head()
+        return JobRecord.from_state(record.state) if record else None
+
+
+def _is_active(job: JobRecord) -> bool:
+    return job.state is JobState.SUCCEEDED
+
+
+async def sweep_periodically(sweeper: Sweeper, interval_s: float, stop: asyncio.Event) -> None:
+    """Sweeps at once and then every `interval_s` seconds until `stop`. No failure ends it."""
+    while not stop.is_set():
+        try:
+            await asyncio.to_thread(sweeper.sweep)
+        except Unavailable as error:
+            logger.warning("the sweep is put off: %s", error.message)
+        except Exception:
+            logger.exception("the sweep failed; the next one tries again")
+        try:
+            async with asyncio.timeout(interval_s):
+                await stop.wait()
+        except TimeoutError:
+            continue

@@ -1,0 +1,151 @@
+"""Runs one function on all parts of a version with Ray Data, streaming: one row a part in, one small record out.
+
+The whole of a part's work lies within its task, so no row ever travels through Ray's object store.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pyarrow as pa
+
+from data_service.attempt_folder import FULL
+from data_service.transforming.crashes import Begun, crash_error
+from data_service.transforming.plan import Part
+from shared.errors import Internal, MillraceError, ResourceExhausted, Unavailable, error_from_record, first_line
+from shared.jobs import AttemptContext
+from shared.settings import StoreSettings
+from shared.storage import open_store
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+logger = logging.getLogger(__name__)
+
+# How often a waiting attempt looks whether it is still wanted.
+POLL_S = 0.2
+# A worker that dies takes its part with it; the part is done again so often before the attempt gives up.
+MAX_RETRIES = 1
+# Records are small, and Ray Data reserves so much memory for each.
+RECORD_BYTES = 1024 * 1024
+
+# A part's work; it must travel by pickle, and so must what it returns.
+Work = Callable[[Part], Any]
+
+
+class PartRunner(Protocol):
+    def __call__(
+        self, context: AttemptContext, folder: str, work: Work, parts: Sequence[Part], *, foreign_code: bool
+    ) -> Iterator[tuple[Part, Any]]:
+        """Every part with its result, as they come. Raises what the work raised, and what `raise_if_stopped` does; when
+        the iterator is closed, no part is being worked on any more.
+
+        `folder` is the attempt's own; `foreign_code` says that the work calls functions that may crash.
+        """
+
+
+def run_on_ray(
+    context: AttemptContext, folder: str, work: Work, parts: Sequence[Part], *, foreign_code: bool
+) -> Iterator[tuple[Part, Any]]:
+    """The `PartRunner` on the Ray cluster of this process."""
+    from data_service.transforming.stream import RayFailed, RowStream  # ray.data: slow, and only the job needs it
+
+    begun = Begun(f"{folder}/begun")
+    task = _Task(work, context.store.settings, begun)
+    stream = RowStream(_dataset(task, parts)).rows(context.raise_if_stopped, POLL_S)
+    try:
+        for record in stream:
+            if record["error"]:
+                raise error_from_record(pickle.loads(record["error"]))
+            yield parts[record["part"]], pickle.loads(record["result"])
+    except RayFailed as failure:
+        raise _lost(failure.__cause__, begun, context, parts, foreign_code) from failure.__cause__
+    finally:
+        stream.close()
+        begun.forget(context.store)
+
+
+class _Task:
+    """What Ray's worker calls, once for each part."""
+
+    def __init__(self, work: Work, settings: StoreSettings, begun: Begun) -> None:
+        self._work = work
+        self._settings = settings
+        self._begun = begun
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Errors are records too: Ray would wrap them, and try some again."""
+        part: Part = pickle.loads(row["part"])
+        try:
+            with _one_thread(), self._begun.working_on(open_store(self._settings), part):
+                return {"part": part.number, "result": pickle.dumps(self._work(part)), "error": b""}
+        except Exception as error:
+            return {"part": part.number, "result": b"", "error": pickle.dumps(_told(error, part).as_record())}
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A task has one CPU. The worker may do other things later."""
+    before = pa.cpu_count()
+    pa.set_cpu_count(1)
+    try:
+        yield
+    finally:
+        pa.set_cpu_count(before)
+
+
+def _told(error: Exception, part: Part) -> MillraceError:
+    """The error of a part as the attempt gets it; one that nobody expected without its internals."""
+    if isinstance(error, MillraceError):
+        return error
+    if isinstance(error, MemoryError):
+        return ResourceExhausted(f"a worker of Ray has too little memory for the rows of part {part.number}")
+    if isinstance(error, OSError) and error.errno in FULL:
+        return ResourceExhausted(
+            "the disk of a node of Ray is full; free some space in its temporary folder", reason="SCRATCH_FULL"
+        )
+    correlation_id = uuid.uuid4().hex
+    logger.error("part %d failed; correlation_id=%s", part.number, correlation_id, exc_info=error)
+    return Internal(
+        f"unexpected error; quote the correlation id {correlation_id}", metadata={"correlation_id": correlation_id}
+    )
+
+
+def _dataset(task: _Task, parts: Sequence[Part]) -> Dataset:
+    import ray.data
+
+    from data_service.transforming.stream import RememberExecutor
+
+    settings = copy.deepcopy(ray.data.DataContext.get_current())
+    settings.enable_progress_bars = False
+    settings.enable_operator_progress_bars = False
+    settings.enable_auto_log_stats = False
+    settings.print_on_execution_start = False
+    settings.target_max_block_size = RECORD_BYTES
+    # A custom function may take an hour for one batch, and has a timeout of its own.
+    settings.execution_no_progress_timeout_s = -1
+    settings.custom_execution_callback_classes = [RememberExecutor]
+    with ray.data.DataContext.current(settings):
+        given = ray.data.from_items([{"part": pickle.dumps(part)} for part in parts], override_num_blocks=len(parts))
+        return given.map(task, num_cpus=1, max_retries=MAX_RETRIES)
+
+
+def _lost(
+    cause: BaseException | None, begun: Begun, context: AttemptContext, parts: Sequence[Part], foreign_code: bool
+) -> MillraceError:
+    """What Ray says of work that it gave up; only what the work itself did wrong ends the job."""
+    from ray import exceptions
+
+    logger.warning("Ray gave the work up: %r", cause)
+    if isinstance(cause, exceptions.WorkerCrashedError):
+        return crash_error(begun.tries(context.store), parts, foreign_code=foreign_code)
+    if isinstance(cause, exceptions.OutOfMemoryError):
+        return Unavailable("Ray ended a worker for want of memory", reason="WORKER_OUT_OF_MEMORY")
+    why = first_line(cause) if cause else "no reason"
+    return Unavailable(f"Ray gave the work up: {why}", reason="WORKER_LOST")

@@ -1,0 +1,120 @@
+"""The rows of a part, a batch at a time, each in the split where it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from data_service.domain.split_rules import Divider
+from data_service.transforming.plan import Part
+from shared.dataset_version import RowGroup, VersionReader
+from shared.dataset_version.columns import row_bytes
+from shared.dataset_version.version import DatasetVersion
+from shared.errors import InvalidArgument
+from shared.settings import StoreSettings
+from shared.storage import open_store
+from shared.transforms.pipeline import Pipeline
+from shared.transforms.problems import RowError
+
+# Rows are worked on so many bytes at a time, before or after: what stays within a processor's cache.
+BATCH_BYTES = 2 * 1024 * 1024
+MIN_BATCH_ROWS, MAX_BATCH_ROWS = 16, 16_384
+# Of rows without a fixed width.
+DEFAULT_BATCH_ROWS = 1024
+# Decoded images are as large as they like until they are resized: few at a time.
+DECODED_BATCH_ROWS = 16
+
+
+def batch_rows(pipeline: Pipeline, given: pa.Schema, made: pa.Schema) -> int:
+    """How many rows to work on at a time."""
+    if any(step.op == "decode_image" for step in pipeline.steps):
+        return DECODED_BATCH_ROWS
+    widths = [row_bytes(given), row_bytes(made)]
+    if None in widths:
+        return DEFAULT_BATCH_ROWS
+    widest = max(1, *(width for width in widths if width is not None))
+    return min(MAX_BATCH_ROWS, max(MIN_BATCH_ROWS, BATCH_BYTES // widest))
+
+
+@dataclass(frozen=True)
+class SplitRows:
+    """Rows of one batch that go to one split, in the order of their ids in the source."""
+
+    split: str
+    table: pa.Table
+    row_ids: NDArray[np.int64]
+
+    @contextmanager
+    def named_errors(self) -> Iterator[None]:
+        """A `RowError` of these rows leaves as `InvalidArgument` that names the row's id."""
+        try:
+            yield
+        except RowError as error:
+            row_id = self.row_ids[error.row]
+            why = f"row {row_id}: {error.problem}"
+            raise InvalidArgument(
+                f"{error.path}: {why}",
+                reason="BAD_ROW",
+                metadata={"field": error.path, "row_id": str(row_id)},
+                fields=[(error.path, why)],
+            ) from error
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """Reads parts of a version, at most `batch_rows` rows at a time; travels to Ray's workers.
+
+    Without a divider rows stay in their split.
+    """
+
+    settings: StoreSettings
+    version: DatasetVersion
+    divider: Divider | None
+    batch_rows: int
+
+    def divided(self, part: Part, columns: Sequence[str]) -> Iterator[SplitRows]:
+        """The named columns. Raises `InvalidArgument` for a row without a split, `DataLoss` for a damaged source."""
+        keys = self.divider.columns if self.divider else []
+        wanted = [*columns, *(name for name in keys if name not in columns)]
+        for table, row_ids in self._batches(part, wanted):
+            if self.divider is None:
+                yield SplitRows(part.split, table, row_ids)
+                continue
+            assigned = self.divider.assign(table, row_ids)
+            mine = table.select(columns)
+            for index, split in enumerate(assigned.splits):
+                chosen = assigned.choice == index
+                if chosen.all():
+                    yield SplitRows(split, mine, row_ids)
+                elif chosen.any():
+                    yield SplitRows(split, mine.filter(pa.array(chosen)).combine_chunks(), row_ids[chosen])
+
+    def _batches(self, part: Part, columns: Sequence[str]) -> Iterator[tuple[pa.Table, NDArray[np.int64]]]:
+        reader = VersionReader(open_store(self.settings), self.version)
+        for groups in _together(part.groups, self.batch_rows):
+            row_count = sum(group.row_count for group in groups)
+            # A table of no columns has no rows either.
+            table = reader.read_many(groups, columns) if columns else None
+            for begin in range(0, row_count, self.batch_rows):
+                rows = min(self.batch_rows, row_count - begin)
+                row_ids = np.arange(begin, begin + rows, dtype=np.int64) + groups[0].first_row_id
+                yield pa.table({}) if table is None else table.slice(begin, rows), row_ids
+
+
+def _together(groups: Sequence[RowGroup], batch_rows: int) -> Iterator[list[RowGroup]]:
+    """As many groups at a time as fit into a batch, at least one."""
+    packed: list[RowGroup] = []
+    rows = 0
+    for group in groups:
+        if packed and rows + group.row_count > batch_rows:
+            yield packed
+            packed, rows = [], 0
+        packed.append(group)
+        rows += group.row_count
+    if packed:
+        yield packed

@@ -1,0 +1,1 @@
+"""Uploads: bytes that clients send into the store, to be imported from there."""

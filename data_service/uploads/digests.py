@@ -1,0 +1,67 @@
+"""SHA-256 of uploads as their bytes arrive, so that a commit need not read them again."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from data_service.uploads.chunks import Chain, read_block
+from shared.storage import ObjectStore
+
+KEPT_DIGESTS = 1024
+
+
+@dataclass
+class RunningDigest:
+    """Of the bytes from 0 to `end`."""
+
+    end: int
+    sha256: Any
+
+    @classmethod
+    def empty(cls) -> RunningDigest:
+        return cls(0, hashlib.sha256())
+
+    def update(self, data: bytes) -> None:
+        self.sha256.update(data)
+        self.end += len(data)
+
+    def copy(self) -> RunningDigest:
+        return RunningDigest(self.end, self.sha256.copy())
+
+
+class KeptDigests:
+    """The digests of the uploads last written in this process, by their uid; merely a saving of time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, RunningDigest] = OrderedDict()
+
+    def get(self, uid: str) -> RunningDigest:
+        """A copy that is the caller's own; the empty digest where none is kept."""
+        with self._lock:
+            kept = self._kept.get(uid)
+            return kept.copy() if kept else RunningDigest.empty()
+
+    def keep(self, uid: str, digest: RunningDigest) -> None:
+        """Unless one that goes further is kept: chunks never change, so both are of the same bytes."""
+        with self._lock:
+            kept = self._kept.get(uid)
+            if kept is None or kept.end < digest.end:
+                self._kept[uid] = digest.copy()
+            self._kept.move_to_end(uid)
+            while len(self._kept) > KEPT_DIGESTS:
+                self._kept.popitem(last=False)
+
+    def forget(self, uid: str) -> None:
+        with self._lock:
+            self._kept.pop(uid, None)
+
+
+def catch_up(store: ObjectStore, chain: Chain, digest: RunningDigest, end: int) -> None:
+    """Reads the bytes up to `end` that the digest has not seen. Raises `DataLoss` where some are missing."""
+    for block in chain.between(digest.end, end):
+        digest.update(read_block(store, block))

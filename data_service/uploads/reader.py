@@ -1,0 +1,268 @@
+"""An upload as a seekable file. One that is still open is followed: reads wait for bytes that have yet to come."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, BinaryIO, cast
+
+from data_service.uploads.chunks import BLOCK_BYTES, Block, read_block, stored_chain
+from data_service.uploads.record import UploadRecord, UploadState, get_upload, log_of
+from shared.errors import DataLoss, FailedPrecondition
+from shared.storage import ObjectStore
+
+PATIENCE_S = 600.0
+FIRST_POLL_S = 0.02
+LONGEST_POLL_S = 0.5
+BLOCKS_AHEAD = 3
+# The blocks last read, for files whose readers go back and forth, as those of Parquet do.
+KEPT_BLOCKS = 6
+BUFFER_BYTES = 256 * 1024
+
+
+def open_upload(
+    store: ObjectStore,
+    name: str,
+    *,
+    patience_s: float = PATIENCE_S,
+    on_wait: Callable[[], None] = lambda: None,
+    field: str = "name",
+) -> BinaryIO:
+    """A seekable file of the upload's bytes; close it. It needs nothing but the store.
+
+    While the upload is open, a read past what is there waits for more, and a seek from the end waits for the commit;
+    `on_wait` is called before each look at the store, and may raise to end the wait. Once all bytes went by in order,
+    they are held against the committed digest, before the last of them are given out; `verify` does so for a file that
+    was read in another order.
+
+    Raises `InvalidArgument` naming `field` and `NotFound`; reads raise `FailedPrecondition` where the upload was
+    aborted or no byte came for `patience_s`, and `DataLoss` where bytes are missing or are not those committed.
+    """
+    raw = _UploadFile(store, get_upload(store, name, field), patience_s, on_wait)
+    return cast(BinaryIO, io.BufferedReader(raw, BUFFER_BYTES))
+
+
+def upload_size(store: ObjectStore, name: str) -> int | None:
+    """In bytes; None while it is open. Raises `InvalidArgument` and `NotFound`."""
+    upload = get_upload(store, name)
+    return upload.size_bytes if upload.state is UploadState.COMMITTED else None
+
+
+def verify(file: BinaryIO) -> None:
+    """Reads what has not gone by in order, and raises `DataLoss` unless all bytes of a file that `open_upload` gave
+    are those committed. Waits for the commit of an open one."""
+    raw = cast(io.BufferedReader, file).raw
+    assert isinstance(raw, _UploadFile)
+    raw.verify()
+
+
+class _UploadFile(io.RawIOBase):
+    def __init__(
+        self, store: ObjectStore, upload: UploadRecord, patience_s: float, on_wait: Callable[[], None]
+    ) -> None:
+        self._store = store
+        self._log = log_of(store, upload.name)
+        self._upload = upload
+        self._patience_s = patience_s
+        self._on_wait = on_wait
+        self._chain = stored_chain(store, upload.chunks_prefix)
+        self._position = 0
+        self._given_to = 0
+        self._fetching = ThreadPoolExecutor(BLOCKS_AHEAD, thread_name_prefix="upload-read")
+        self._blocks: OrderedDict[int, Future[bytes]] = OrderedDict()
+        self._last_index = -1
+        self._digest = _Digest()
+        self._verified = False
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: None}[whence]
+        position = (self._size() if base is None else base) + offset
+        if position < 0:
+            raise ValueError(f"seek to byte {position}")
+        self._position = position
+        return position
+
+    def readinto(self, buffer: Any) -> int:
+        """As many bytes as the next block holds; 0 at the end."""
+        wanted = memoryview(buffer).cast("B")
+        if not wanted or not self._await_byte(self._position):
+            return 0
+        index = self._chain.block_index(self._position)
+        block = self._chain.blocks[index]
+        data = self._block(index)
+        self._hash(block, data)
+        start = self._position - block.offset
+        # What lies past the committed size came too late, and is no part of it.
+        limit = self._upload.size_bytes if self._committed else self._chain.end
+        count = min(len(wanted), block.length - start, limit - self._position)
+        if self._committed and self._position + count == limit:
+            self._check_digest()
+        wanted[:count] = memoryview(data)[start : start + count]
+        self._position += count
+        self._given_to = max(self._given_to, self._position)
+        return count
+
+    def readall(self) -> bytes:
+        # The base class would go in steps of 8 KiB.
+        pieces = []
+        while piece := self.read(BLOCK_BYTES):
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def verify(self) -> None:
+        while not self._verified:
+            if not self._await_byte(self._digest.end):
+                self._check_digest()
+                return
+            index = self._chain.block_index(self._digest.end)
+            self._hash(self._chain.blocks[index], self._block(index))
+
+    def close(self) -> None:
+        if not self.closed:
+            self._fetching.shutdown(wait=False, cancel_futures=True)
+            self._digest.close()
+            self._blocks.clear()
+        super().close()
+
+    @property
+    def _committed(self) -> bool:
+        return self._upload.state is UploadState.COMMITTED
+
+    def _size(self) -> int:
+        self._wait_until(lambda: self._committed)
+        return self._upload.size_bytes
+
+    def _await_byte(self, offset: int) -> bool:
+        """Waits until the byte is there; False where the upload ends before it."""
+        self._wait_until(lambda: self._committed or offset < self._chain.end)
+        if not self._committed:
+            return True
+        if offset < self._upload.size_bytes and offset >= self._chain.end:
+            self._chain = stored_chain(self._store, self._upload.chunks_prefix)
+            self._blocks.clear()  # a part that was put again may have moved the others
+            if offset >= self._chain.end:
+                raise DataLoss(
+                    f"{self._upload.name} has {self._upload.size_bytes} bytes, but what begins at byte "
+                    f"{self._chain.end} is gone; abort the upload and send it again",
+                    reason="CHUNK_MISSING",
+                    metadata={"resource": self._upload.name},
+                )
+        return offset < self._upload.size_bytes
+
+    def _wait_until(self, happened: Callable[[], bool]) -> None:
+        give_up_at = time.monotonic() + self._patience_s
+        pause_s = FIRST_POLL_S
+        while not happened():
+            self._on_wait()
+            end = self._chain.end
+            self._look()
+            if self._chain.end > end:
+                give_up_at, pause_s = time.monotonic() + self._patience_s, FIRST_POLL_S
+            elif not happened():
+                if time.monotonic() > give_up_at:
+                    raise _abandoned(self._upload.name, f"no byte came for {self._patience_s:.0f} s")
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_POLL_S)
+
+    def _look(self) -> None:
+        """Takes in what came since the last look: chunks, and the commit."""
+        grown = False
+        while size_bytes := self._store.size(self._chain.key(self._chain.end)):
+            self._chain.extend(size_bytes)
+            grown = True
+        if grown:
+            return
+        record = self._log.head()
+        newest = UploadRecord.from_state(record.state) if record else None
+        if newest is None or newest.state is UploadState.GONE or newest.uid != self._upload.uid:
+            raise _abandoned(self._upload.name, "it was aborted")
+        if newest.state is UploadState.COMMITTED and newest.size_bytes < self._given_to:
+            # A second client's chunk came between the commit's count and the commit.
+            raise _changed(newest.name)
+        self._upload = newest
+
+    def _block(self, index: int) -> bytes:
+        ahead = BLOCKS_AHEAD if index in (self._last_index, self._last_index + 1) else 0
+        self._last_index = index
+        blocks = self._chain.blocks
+        for one in range(index, min(index + ahead + 1, len(blocks))):
+            if one not in self._blocks:
+                self._blocks[one] = self._fetching.submit(read_block, self._store, blocks[one])
+        self._blocks.move_to_end(index)
+        while len(self._blocks) > KEPT_BLOCKS:
+            oldest = next(iter(self._blocks))
+            self._blocks.pop(oldest).cancel()
+        return self._blocks[index].result()
+
+    def _hash(self, block: Block, data: bytes) -> None:
+        if block.offset != self._digest.end:
+            return
+        end = block.offset + block.length
+        if self._committed:
+            end = min(end, self._upload.size_bytes)
+        self._digest.update(memoryview(data)[: end - block.offset])
+
+    def _check_digest(self) -> None:
+        if self._verified or self._digest.end < self._upload.size_bytes:
+            return
+        if self._digest.end > self._upload.size_bytes:  # hashed while the upload was open and there was more
+            self._digest.close()
+            self._digest = _Digest()
+            self.verify()
+            return
+        if self._digest.hexdigest() != self._upload.sha256:
+            raise _changed(self._upload.name)
+        self._verified = True
+
+
+class _Digest:
+    """SHA-256 of bytes as they go by, in a thread beside the reading of the next."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._sha256 = hashlib.sha256()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload-hash")
+        self._last: Future[None] | None = None
+
+    def update(self, data: memoryview) -> None:
+        if self._last:
+            self._last.result()  # at most one block waits
+        self.end += len(data)
+        self._last = self._thread.submit(self._sha256.update, data)
+
+    def hexdigest(self) -> str:
+        if self._last:
+            self._last.result()
+        return self._sha256.hexdigest()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _changed(name: str) -> DataLoss:
+    return DataLoss(
+        f"the bytes of {name} are not those that were committed; abort the upload and send it again",
+        reason="UPLOAD_CHANGED",
+        metadata={"resource": name},
+    )
+
+
+def _abandoned(name: str, why: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"{name} was not committed: {why}; send it again",
+        reason="UPLOAD_ABANDONED",
+        metadata={"resource": name},
+    )

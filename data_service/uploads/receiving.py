@@ -1,0 +1,246 @@
+"""Taking in the chunks of one call: several are written at a time, and acknowledged in order once they are durable."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from dataclasses import dataclass
+
+import google_crc32c
+
+from data_service.uploads.chunks import read_block, stored_chain
+from data_service.uploads.digests import KeptDigests, RunningDigest, catch_up
+from data_service.uploads.record import UploadRecord, UploadState, get_upload
+from shared.errors import Conflict, DataLoss, FailedPrecondition, MillraceError, OutOfRange, invalid_field
+from shared.storage import ObjectExists, ObjectStore
+
+MAX_CHUNK_BYTES = 8 * 1024 * 1024
+# Chunks of one call that are being written, and so the most that it keeps in memory but for one.
+WRITES_IN_FLIGHT = 4
+# An acknowledgement is put off while more is about to become durable, but not for longer than this.
+UNSAID_BYTES = 16 * 1024 * 1024
+UNSAID_S = 0.25
+# How often a call looks whether its upload was committed or aborted meanwhile.
+LOOK_EVERY_S = 2.0
+# A digest that is this far behind is left to the commit.
+CATCH_UP_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """`name` may be empty in all but a call's first; `crc32c` is of `data`."""
+
+    name: str
+    offset: int
+    data: bytes
+    crc32c: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + len(self.data)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A chunk on its way. `written` gives False where there is such an object already; None: not tried yet."""
+
+    chunk: Chunk
+    written: asyncio.Task[bool] | None
+
+
+async def receive(store: ObjectStore, digests: KeptDigests, chunks: AsyncIterator[Chunk]) -> AsyncGenerator[int, None]:
+    """Gives how many bytes from 0 on are durable, for every chunk or for some together.
+
+    The end of `chunks` commits nothing, for it is also what a lost client looks like. A call that is cancelled leaves
+    whole chunks only. Raises `InvalidArgument`, `NotFound`, `DataLoss` (a chunk is not what its CRC32C says),
+    `OutOfRange` (a chunk after a gap), `Conflict` (other bytes are there), `FailedPrecondition` (the upload is
+    committed) and `ResourceExhausted` (the store is full), after whatever came before was acknowledged.
+    """
+    first = await anext(chunks, None)
+    if first is None:
+        return
+    upload = await asyncio.to_thread(_open_upload, store, first.name)
+    call = await asyncio.to_thread(_Call, store, digests, upload)
+    waiting: asyncio.Queue[_Flight | Exception | None] = asyncio.Queue(WRITES_IN_FLIGHT - 1)
+    feeding = asyncio.create_task(_feed(call, first, chunks, waiting))
+    unsaid, said_at = 0, time.monotonic()
+    try:
+        while (item := await waiting.get()) is not None:
+            if isinstance(item, Exception):
+                failure: Exception | None = item
+            else:
+                failure = await _failure_of(call.settle(item))
+                unsaid += 0 if failure else len(item.chunk.data)
+            late = time.monotonic() - said_at > UNSAID_S
+            if unsaid and (failure or waiting.empty() or unsaid > UNSAID_BYTES or late):
+                unsaid, said_at = 0, time.monotonic()
+                yield call.acknowledged
+            if failure:
+                raise failure
+        await call.finish()
+        if unsaid:
+            yield call.acknowledged
+    finally:
+        # Writes in flight cannot be stopped, and need not: each makes a whole chunk or none.
+        feeding.cancel()
+
+
+async def _failure_of(settling: Awaitable[None]) -> Exception | None:
+    try:
+        await settling
+    except MillraceError as error:
+        return error
+    return None
+
+
+async def _feed(
+    call: _Call, first: Chunk, rest: AsyncIterator[Chunk], waiting: asyncio.Queue[_Flight | Exception | None]
+) -> None:
+    """Starts the write of each chunk as it comes, while fewer than `WRITES_IN_FLIGHT` are under way."""
+    last: _Flight | Exception | None = None
+    try:
+        await waiting.put(call.launch(first))
+        async for chunk in rest:
+            await waiting.put(call.launch(chunk))
+    except Exception as error:  # told in its turn, by whoever settles what came before
+        last = error
+    await waiting.put(last)
+
+
+class _Call:
+    """What one call knows of its upload."""
+
+    def __init__(self, store: ObjectStore, digests: KeptDigests, upload: UploadRecord) -> None:
+        self._store = store
+        self._digests = digests
+        self._upload = upload
+        self._chain = stored_chain(store, upload.chunks_prefix)
+        # Where the next new chunk begins, once all that is in flight is durable.
+        self._fed_to = self._chain.end
+        # Parts put by URL may be put again: only what is there at the commit counts, and it is read then.
+        self._digest = None if upload.presigned else digests.get(upload.uid)
+        self._hashing: asyncio.Future[None] | None = None
+        self._looked_at = time.monotonic()
+        self._catch_up()
+
+    @property
+    def acknowledged(self) -> int:
+        return self._chain.end
+
+    def launch(self, chunk: Chunk) -> _Flight:
+        self._check(chunk)
+        is_next = chunk.offset == self._fed_to
+        self._fed_to = max(self._fed_to, chunk.end)
+        if not is_next:
+            return _Flight(chunk, None)
+        written = asyncio.create_task(asyncio.to_thread(self._write, chunk))
+        # Of a call that is over nobody hears how its last writes went; a new call finds out.
+        written.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return _Flight(chunk, written)
+
+    async def settle(self, flight: _Flight) -> None:
+        """Returns once the chunk, and with it all before, is durable."""
+        chunk = flight.chunk
+        written = flight.written is not None and await flight.written
+        if written and chunk.offset == self._chain.end:
+            self._chain.extend(len(chunk.data))
+            await self._hash(chunk)
+        else:
+            if self._hashing:
+                await self._hashing
+            await asyncio.to_thread(self._reconcile, chunk)
+        if time.monotonic() - self._looked_at > LOOK_EVERY_S:
+            await asyncio.to_thread(_open_upload, self._store, self._upload.name, self._upload.uid)
+            self._looked_at = time.monotonic()
+
+    async def finish(self) -> None:
+        if self._hashing:
+            await self._hashing
+
+    async def _hash(self, chunk: Chunk) -> None:
+        """Beside the next writes; waits for the chunk before."""
+        if self._hashing:
+            await self._hashing
+        if self._digest and self._digest.end == chunk.offset:
+            self._hashing = asyncio.ensure_future(asyncio.to_thread(self._update, self._digest, chunk.data))
+
+    def _update(self, digest: RunningDigest, data: bytes) -> None:
+        digest.update(data)
+        self._digests.keep(self._upload.uid, digest)
+
+    def _write(self, chunk: Chunk) -> bool:
+        try:
+            self._store.put_if_absent(self._chain.key(chunk.offset), chunk.data)
+        except ObjectExists:
+            return False
+        return True
+
+    def _reconcile(self, chunk: Chunk) -> None:
+        """Some of the chunk is there already, from a call before or from another client: that must be equal; the rest
+        is written. Raises `Conflict`."""
+        position, chain = chunk.offset, self._chain
+        while position < chunk.end:
+            durable = min(chunk.end, chain.end)
+            for block in chain.between(position, durable):
+                start = block.offset - chunk.offset
+                if read_block(self._store, block) != chunk.data[start : start + block.length]:
+                    raise self._conflict(block.offset)
+            position = durable
+            if position == chunk.end:
+                break
+            rest = chunk.data[position - chunk.offset :]
+            try:
+                self._store.put_if_absent(chain.key(position), rest)
+                chain.extend(len(rest))
+            except ObjectExists:
+                size_bytes = self._store.size(chain.key(position))
+                if not size_bytes:  # it went away again
+                    raise self._conflict(position) from None
+                chain.extend(size_bytes)
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        if self._digest and 0 < self._chain.end - self._digest.end <= CATCH_UP_BYTES:
+            catch_up(self._store, self._chain, self._digest, self._chain.end)
+            self._digests.keep(self._upload.uid, self._digest)
+
+    def _conflict(self, offset: int) -> Conflict:
+        return Conflict(
+            f"{self._upload.name} has other bytes at byte {offset}: another client writes to it; use an upload of your "
+            "own, or abort this one and send it again",
+            reason="OTHER_BYTES",
+            metadata={"resource": self._upload.name, "offset": str(offset)},
+        )
+
+    def _check(self, chunk: Chunk) -> None:
+        if chunk.name not in ("", self._upload.name):
+            raise invalid_field("name", chunk.name, f"this call writes to {self._upload.name}; use another call")
+        if not 1 <= len(chunk.data) <= MAX_CHUNK_BYTES:
+            raise invalid_field("data", f"{len(chunk.data)} bytes", f"use 1 to {MAX_CHUNK_BYTES} bytes")
+        if chunk.offset < 0:
+            raise invalid_field("offset", chunk.offset, "use 0 or more")
+        if google_crc32c.value(chunk.data) != chunk.crc32c:
+            raise DataLoss(
+                f"the chunk at byte {chunk.offset} is not what its CRC32C says; send it again",
+                reason="WRONG_CRC32C",
+                metadata={"resource": self._upload.name, "offset": str(chunk.offset)},
+            )
+        if chunk.offset > self._fed_to:
+            raise OutOfRange(
+                f"the chunk begins at byte {chunk.offset}, but the next byte is {self._fed_to}; go on from there",
+                reason="GAP",
+                metadata={"resource": self._upload.name, "next_offset": str(self._fed_to)},
+            )
+
+
+def _open_upload(store: ObjectStore, name: str, uid: str = "") -> UploadRecord:
+    """Raises `InvalidArgument`, `NotFound`, and `FailedPrecondition` where it takes no chunks (any more)."""
+    upload = get_upload(store, name)
+    if upload.state is not UploadState.OPEN or upload.ending or uid not in ("", upload.uid):
+        raise FailedPrecondition(
+            f"{name} takes no more chunks: it was committed or aborted; start another upload",
+            reason="UPLOAD_NOT_OPEN",
+            metadata={"resource": name},
+        )
+    return upload

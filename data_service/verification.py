@@ -1,0 +1,153 @@
+"""Reads every stored byte of a committed version again and tells all that is not as it was committed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pyarrow as pa
+
+from shared.dataset_version import ROW_ID, DatasetVersion, RowGroup, VersionReader
+from shared.dataset_version.columns import ROW_ID_FIELD
+from shared.dataset_version.manifest import DataFile
+from shared.errors import DataLoss
+from shared.storage import ObjectMissing, ObjectStore
+
+# So much is in memory at a time, besides one decoded row group.
+READ_BYTES = 4 * 1024 * 1024
+# A message at least so often.
+TELL_EVERY_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Damage:
+    """`path` is relative to the version's folder."""
+
+    path: str
+    description: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """How far it is. `damages` are those found since the one before."""
+
+    files_checked: int = 0
+    files_total: int = 0
+    bytes_checked: int = 0
+    rows_checked: int = 0
+    damages: list[Damage] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Step:
+    bytes_checked: int = 0
+    rows_checked: int = 0
+    damage: Damage | None = None
+
+
+def verify(store: ObjectStore, version: DatasetVersion) -> Generator[Verified, None, None]:
+    """Checks each file's size and SHA-256, then each page's checksum, the rows of each group and their ids.
+
+    Damage is told, never raised. The manifest itself was checked when the version was found. Raises `Unavailable`.
+    """
+    manifest = version.manifest
+    state = Verified(files_total=len(manifest.files) + len(manifest.attachments))
+    yield state
+    told_bytes = 0
+    for steps in _files(store, version):
+        for step in steps:
+            state = replace(
+                state,
+                bytes_checked=state.bytes_checked + step.bytes_checked,
+                rows_checked=state.rows_checked + step.rows_checked,
+                damages=[step.damage] if step.damage else [],
+            )
+            if step.damage or state.bytes_checked - told_bytes >= TELL_EVERY_BYTES:
+                yield state
+                told_bytes = state.bytes_checked
+        state = replace(state, files_checked=state.files_checked + 1, damages=[])
+        yield state
+
+
+def _files(store: ObjectStore, version: DatasetVersion) -> Iterator[Iterator[_Step]]:
+    for file in version.manifest.files:
+        yield _data_file(store, version, file)
+    for attachment in version.manifest.attachments:
+        yield _bytes_of(store, version, attachment.path, attachment.size_bytes, attachment.sha256)
+
+
+def _data_file(store: ObjectStore, version: DatasetVersion, file: DataFile) -> Iterator[_Step]:
+    yield from _bytes_of(store, version, file.path, file.size_bytes, file.sha256)
+    if store.size(f"{version.folder}/{file.path}") is None:
+        return  # told already; each of its groups would say so again
+    # A reader that knows this file alone: another's damage is not this one's, and no footer was read before.
+    reader = VersionReader(store, replace(version, manifest=replace(version.manifest, files=[file])))
+    try:
+        schema = reader.schema
+    except DataLoss as error:
+        yield _Step(damage=Damage(file.path, error.message))
+        return
+    if columns := _other_columns(version, schema):
+        yield _Step(damage=Damage(file.path, columns))
+    first = file.first_row_id
+    for group_index, rows in enumerate(file.row_groups):
+        yield _row_group(reader, file.path, RowGroup(0, group_index, first, rows))
+        first += rows
+
+
+def _other_columns(version: DatasetVersion, schema: pa.Schema) -> str:
+    """What is said of a file whose columns are not those of the manifest; empty where they are."""
+    found = [(one.name, str(one.type)) for one in schema]
+    wanted = [*((one.name, one.arrow_type) for one in version.columns), (ROW_ID, str(ROW_ID_FIELD.type))]
+    if found == wanted:
+        return ""
+    return f"has the columns {found}, not {wanted}"
+
+
+def _bytes_of(store: ObjectStore, version: DatasetVersion, path: str, size_bytes: int, sha256: str) -> Iterator[_Step]:
+    key = f"{version.folder}/{path}"
+    found = store.size(key)
+    if found is None:
+        yield _Step(damage=Damage(path, "is gone"))
+        return
+    if found != size_bytes:
+        yield _Step(damage=Damage(path, f"has {found:,} bytes, not {size_bytes:,}"))
+    digest = hashlib.sha256()
+    for start in range(0, found, READ_BYTES):
+        try:
+            data = store.get_range(key, start, min(READ_BYTES, found - start))
+        except (ObjectMissing, DataLoss):
+            yield _Step(damage=Damage(path, "changed while it was read"))
+            return
+        digest.update(data)
+        yield _Step(bytes_checked=len(data))
+    if found == size_bytes and digest.hexdigest() != sha256:
+        yield _Step(damage=Damage(path, f"its SHA-256 is {digest.hexdigest()}, not {sha256}"))
+
+
+def _row_group(reader: VersionReader, path: str, group: RowGroup) -> _Step:
+    place = f"row group {group.group_index}"
+    try:
+        table = reader.read(group, reader.schema.names)
+    except DataLoss as error:
+        return _Step(damage=Damage(path, f"{place}: {_why(error)}"))
+    ids = table.column(ROW_ID).to_numpy()
+    wanted = np.arange(group.first_row_id, group.first_row_id + group.row_count)
+    wrong = np.flatnonzero(ids != wanted)
+    if wrong.size:
+        at = int(wrong[0])
+        return _Step(
+            rows_checked=table.num_rows,
+            damage=Damage(path, f"{place}: row {at} has the id {int(ids[at])}, not {int(wanted[at])}"),
+        )
+    return _Step(rows_checked=table.num_rows)
+
+
+def _why(error: DataLoss) -> str:
+    """Arrow tells a wrong checksum by its text alone."""
+    cause = error.__cause__
+    if isinstance(cause, (pa.ArrowException, OSError)) and "CRC" in str(cause):
+        return "a page's checksum is wrong"
+    return error.message if cause is None else "it cannot be decoded"

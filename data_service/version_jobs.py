@@ -1,0 +1,165 @@
+"""Starting the durable jobs that make versions: imports and transforms."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from data_service.datasets import SERVICE, Datasets
+from data_service.domain import import_spec, transform_spec
+from data_service.domain.dataset import Dataset
+from data_service.domain.import_spec import ImportSpec
+from data_service.domain.transform_spec import TransformSpec
+from data_service.operation_pointers import record_operation, withdraw_operation
+from data_service.references import check_base, referring
+from data_service.source_files import s3_of
+from data_service.transforming.checking import check_transform
+from data_service.versions import Versions
+from shared import names
+from shared.errors import AlreadyExists, NotFound, already_exists
+from shared.jobs import JobRecord, Jobs
+from shared.requests import claimed
+from shared.storage import ObjectStore
+
+
+class VersionJobs:
+    """`import_roots` are the folders below which file:// sources may lie, `custom_allowed` the functions that custom
+    steps may name."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        jobs: Jobs,
+        datasets: Datasets,
+        versions: Versions,
+        *,
+        import_roots: Sequence[PurePosixPath],
+        custom_allowed: Collection[str],
+    ) -> None:
+        self._store = store
+        self._jobs = jobs
+        self._datasets = datasets
+        self._versions = versions
+        self._import_roots = import_roots
+        self._custom_allowed = custom_allowed
+
+    def start_import(
+        self,
+        parent: str,
+        version_id: str,
+        spec: ImportSpec,
+        *,
+        request_id: str,
+        body_sha256: str,
+        validate_only: bool,
+    ) -> JobRecord:
+        """Makes the import durable and returns at once. With `validate_only` the job has no uid and is not written.
+
+        Raises `InvalidArgument`, `NotFound` (the dataset, the base or an upload), `FailedPrecondition` (the base),
+        `Conflict` (the base has a successor) and `AlreadyExists`.
+        """
+        import_spec.check(spec, self._import_roots, s3=s3_of(self._store) is not None)
+        check_base(self._versions, parent, spec)
+        made_by = {
+            "import": spec.as_record(),
+            # The attempt runs on a node of Ray, whose environment is not ours.
+            "import_roots": [str(root) for root in self._import_roots],
+        }
+        return self._start(parent, version_id, made_by, request_id, body_sha256, validate_only)
+
+    def start_transform(
+        self,
+        parent: str,
+        version_id: str,
+        spec: TransformSpec,
+        *,
+        request_id: str,
+        body_sha256: str,
+        validate_only: bool,
+    ) -> JobRecord:
+        """As `start_import`. Raises `InvalidArgument` naming the step, `NotFound`, `FailedPrecondition` (the source is
+        not ACTIVE) and `AlreadyExists`."""
+        transform_spec.check(spec)
+        source = self._versions.active(spec.source, "source").reader.version
+        check_transform(spec, source.manifest, self._custom_allowed)
+        spec = replace(spec, source_sha256=source.manifest_sha256)
+        return self._start(parent, version_id, {"transform": spec.as_record()}, request_id, body_sha256, validate_only)
+
+    def _start(
+        self,
+        parent: str,
+        version_id: str,
+        made_by: dict[str, Any],
+        request_id: str,
+        body_sha256: str,
+        validate_only: bool,
+    ) -> JobRecord:
+        request_id = names.check_request_id("request_id", request_id)
+        if version_id:
+            names.check_id("version_id", version_id)
+        dataset = self._datasets.get(parent, "parent")
+
+        def job(name: str) -> JobRecord:
+            now = time.time()
+            return JobRecord(
+                uid=uuid.uuid4().hex,
+                name=name,
+                spec={**made_by, "request_id": request_id},
+                create_time=now,
+                update_time=now,
+                body_sha256=body_sha256,
+            )
+
+        while True:
+            name = f"{parent}/versions/{version_id or self._next_id(parent)}"
+            if validate_only:
+                if self._jobs.find(name):
+                    raise already_exists(name)
+                return job(name)
+            try:
+                with claimed(self._store, SERVICE, request_id, body_sha256, name) as claim:
+                    made = self._create(job, claim.name)
+            except AlreadyExists:
+                # Another job took the next free id in between.
+                if version_id or not self._jobs.find(name):
+                    raise
+                continue
+            self._keep_unless_dataset_is_gone(dataset, made)
+            return made
+
+    def _keep_unless_dataset_is_gone(self, dataset: Dataset, job: JobRecord) -> None:
+        """Whoever deletes a dataset says so and then looks for versions again; whoever makes one does it the other way
+        round."""
+        try:
+            self._datasets.check_still_there(dataset.name, dataset.uid)
+        except NotFound:
+            self._jobs.cancel(job.name, job.name)
+            raise
+
+    def _create(self, make: Callable[[str], JobRecord], name: str) -> JobRecord:
+        job = make(name)
+        # A repeated call, or one of two at the same time, is answered with what the first made.
+        if first := self._made_by(job.spec["request_id"], name):
+            return first
+        record_operation(self._store, job)
+        try:
+            with referring(self._store, job):
+                return self._jobs.create(job.name, job)
+        except AlreadyExists:
+            withdraw_operation(self._store, job)
+            if first := self._made_by(job.spec["request_id"], name):
+                return first
+            raise
+
+    def _made_by(self, request_id: str, name: str) -> JobRecord | None:
+        there = self._jobs.find(name) if request_id else None
+        return there if there and there.spec.get("request_id") == request_id else None
+
+    def _next_id(self, parent: str) -> str:
+        taken = [re.fullmatch(r"v([1-9][0-9]{0,8})", one) for one in self._store.folders(f"{parent}/versions")]
+        return f"v{1 + max((int(match[1]) for match in taken if match), default=0)}"

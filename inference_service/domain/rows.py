@@ -1,0 +1,84 @@
+"""Rows on their way to a model, gathered from several requests into batches, and what comes back for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from inference_service.domain.tensors import Array
+from shared.errors import InvalidArgument
+
+RAW, PREPARED = "raw", "prepared"
+# So many of a request's bad rows are told one by one.
+MAX_SHOWN_ROWS = 10
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """`values` has each input tensor's rows along its first axis; `form` is `RAW` or `PREPARED`.
+
+    `nulls` says of some tensors where they are null: bool (rows,). What `values` holds there means nothing.
+    """
+
+    form: str
+    values: Mapping[str, Array]
+    nulls: Mapping[str, Array] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.values.values())))
+
+    def slice(self, start: int, stop: int) -> Rows:
+        """The rows `start` to `stop`, without a copy."""
+        return Rows(
+            self.form,
+            {name: values[start:stop] for name, values in self.values.items()},
+            {name: flags[start:stop] for name, flags in self.nulls.items()},
+        )
+
+    @staticmethod
+    def joined(parts: Sequence[Rows]) -> Rows:
+        """The rows of all parts, which are of one form and one model, one part after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        names = {name: None for part in parts for name in part.nulls}
+        return Rows(
+            parts[0].form,
+            {name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values},
+            {
+                name: np.concatenate([part.nulls.get(name, np.zeros(len(part), np.bool_)) for part in parts])
+                for name in names
+            },
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """What a model gives for some rows: one array an output, rows along the first axis.
+
+    `refused` says of single rows what is wrong with them, by their place; what the arrays hold there means nothing.
+    """
+
+    arrays: Sequence[Array]
+    refused: Mapping[int, str] = field(default_factory=dict)
+
+    def slice(self, start: int, stop: int) -> Outputs:
+        return Outputs(
+            [array[start:stop] for array in self.arrays],
+            {row - start: why for row, why in self.refused.items() if start <= row < stop},
+        )
+
+    def checked(self, first_row: int = 0) -> Sequence[Array]:
+        """The arrays. Raises `InvalidArgument` naming the rows that were refused, counted from `first_row`."""
+        if not self.refused:
+            return self.arrays
+        problems = [f"row {first_row + row}: {why}" for row, why in sorted(self.refused.items())]
+        more = len(problems) - MAX_SHOWN_ROWS
+        shown = problems[:MAX_SHOWN_ROWS] + ([f"and {more} rows more"] if more > 0 else [])
+        raise InvalidArgument(
+            "; ".join(shown),
+            reason="BAD_ROW",
+            metadata={"row": str(first_row + min(self.refused))},
+            fields=[("inputs", problem) for problem in shown],
+        )

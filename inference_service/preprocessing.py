@@ -1,0 +1,88 @@
+"""From the rows of a request to the model's input: every row-wise step since ingest, with the code that training ran.
+
+It needs no torch, so it can be had without loading a model.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from inference_service.domain.rows import PREPARED, Rows
+from inference_service.domain.signature import FREE, TensorSpec
+from inference_service.domain.tensors import Array
+from inference_service.raw_columns import column_of_tensor, tensor_of_column
+from shared.checkpoint import CheckpointContent
+from shared.errors import FailedPrecondition, InvalidArgument
+from shared.transforms import Pipeline, RowError, TensorType
+
+_STEP = re.compile(r"steps\[(\d+)\]")
+
+
+class Preprocessing:
+    """`raw` are the inputs that raw rows have, `prepared` is the model's own. Immutable."""
+
+    def __init__(self, content: CheckpointContent) -> None:
+        """Raises `InvalidArgument` where the steps do not fit, and `FailedPrecondition` for a column that cannot be
+        sent."""
+        self._pipeline = content.serving()
+        self._input_column = content.input_column
+        ingested = content.ingested_schema
+        needed = self._pipeline.reads([self._input_column], ingested)
+        self._columns = {name: ingested[name] for name in needed}
+        self.raw = tuple(tensor_of_column(name, one) for name, one in self._columns.items())
+        self.prepared = self._prepared()
+
+    def prepare(self, rows: Rows) -> tuple[Array, dict[int, str]]:
+        """The model's input of these rows, float32 (B, *shape), and what is wrong with those that it cannot be made of,
+        by their place; they are zeros.
+
+        A row comes out the same in any company, so where one of many fails, each is tried alone: the fault of one
+        request is not that of the others in its batch.
+        """
+        if rows.form == PREPARED:
+            return rows.values[self._input_column], {}
+        try:
+            return self._apply(rows), {}
+        except InvalidArgument as error:
+            if len(rows) == 1:
+                return self._zeros(1), {0: self._told(error)}
+        prepared, refused = self._zeros(len(rows)), {}
+        for row in range(len(rows)):
+            try:
+                prepared[row] = self._apply(rows.slice(row, row + 1))[0]
+            except InvalidArgument as error:
+                refused[row] = self._told(error)
+        return prepared, refused
+
+    def _apply(self, rows: Rows) -> Array:
+        batch = {
+            name: column_of_tensor(name, one, rows.values[name], rows.nulls.get(name))
+            for name, one in self._columns.items()
+        }
+        made: Array = self._pipeline(batch)[self._input_column]
+        return made
+
+    def _prepared(self) -> TensorSpec:
+        made = self._pipeline.output(self._columns)[self._input_column]
+        if not isinstance(made, TensorType) or made.dtype != "float32" or None in made.shape:
+            raise FailedPrecondition(
+                f"the preprocessing makes {made} of column {self._input_column!r}, not float32 of a fixed shape",
+                reason="MODEL_DOES_NOT_LOAD",
+            )
+        return TensorSpec(self._input_column, "FP32", (FREE, *(length or 0 for length in made.shape)))
+
+    def _zeros(self, rows: int) -> Array:
+        return np.zeros((rows, *self.prepared.shape[1:]), np.float32)
+
+    def _told(self, error: InvalidArgument) -> str:
+        """What is wrong with a row, naming the tensors that it may come from."""
+        if not isinstance(error, RowError):
+            return error.message
+        place = _STEP.search(error.path)
+        names = list(self._columns)
+        if place is not None:
+            before = Pipeline(self._pipeline.steps[: int(place.group(1))])
+            names = before.reads(self._pipeline.steps[int(place.group(1))].reads, self._columns)
+        return f"tensor {', '.join(map(repr, names))}: {error.problem}"

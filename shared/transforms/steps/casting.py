@@ -1,0 +1,122 @@
+"""Casting a scalar column: exactly, or with an error that names the row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as kinds
+
+from millrace.common.v1 import transform_pb2
+from shared.errors import shown
+from shared.transforms.batch import Column
+from shared.transforms.problems import RowProblem, StepError
+from shared.transforms.randomness import StepKeys
+from shared.transforms.schema import ColumnType, ScalarType, arrow_type_of
+from shared.transforms.steps.step import ColumnStep, first_failing_row, scalar
+
+
+@dataclass(frozen=True)
+class Cast(ColumnStep):
+    """To another scalar type. Text is parsed, to the nearest float where a float is wanted; all else must be exact:
+    cast back, it gives the value again. So 0.1 of `double` cannot become `float`, and 0.5 can."""
+
+    op: ClassVar[str] = "cast"
+    arrow_type: pa.DataType
+
+    @classmethod
+    def of(cls, message: transform_pb2.Cast, column: str) -> Self:
+        try:
+            target = arrow_type_of(message.arrow_type)
+        except (ValueError, pa.ArrowException):
+            remedy = "use an Arrow type such as int64, double, string, bool, timestamp[us] or date32[day]"
+            raise StepError(f"{shown(message.arrow_type)}: {remedy}", "cast.arrow_type") from None
+        if not _is_kept(target):
+            raise StepError(f"a version cannot keep {target}; use another type", "cast.arrow_type")
+        return cls(column, target)
+
+    def message(self) -> transform_pb2.Cast:
+        return transform_pb2.Cast(arrow_type=str(self.arrow_type))
+
+    def becomes(self, given: ColumnType) -> ColumnType:
+        source = scalar(given, "cast needs a column of scalars")
+        try:
+            cast_exactly(pa.array([], source.arrow_type), self.arrow_type)
+        except pa.ArrowException:
+            raise StepError(f"{source} cannot be cast to {self.arrow_type}") from None
+        return ScalarType(self.arrow_type, source.nullable)
+
+    def work(self, column: Column, keys: StepKeys | None) -> Column:
+        try:
+            made = cast_exactly(column, self.arrow_type)
+            exact = _is_exact(column, made)
+            if exact.all():
+                return made
+            row = int(np.flatnonzero(~exact)[0])
+        except pa.ArrowException:
+            row = first_failing_row(len(column), lambda start, end: self._casts(column[start:end]))
+        value = shown(column[row].as_py())
+        raise RowProblem(row, f"{self.column!r} is {value}, which {self.arrow_type} cannot hold exactly")
+
+    def _casts(self, column: pa.Array) -> bool:
+        try:
+            return bool(_is_exact(column, cast_exactly(column, self.arrow_type)).all())
+        except pa.ArrowException:
+            return False
+
+
+def cast_exactly(column: pa.Array, target: pa.DataType) -> pa.Array:
+    """Casts what Arrow casts. Raises `pa.ArrowException` for most values that `target` cannot hold; not for all."""
+    # Arrow refuses all integers beyond the 53 bits of a double, also those that a double does hold.
+    safe = not (kinds.is_integer(column.type) and kinds.is_floating(target))
+    if kinds.is_boolean(column.type) and kinds.is_decimal(target):
+        column = column.cast(pa.int8())
+    return pc.cast(column, target, safe=safe)
+
+
+def _is_exact(column: pa.Array, made: pa.Array) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Row by row, (B): whether `made` holds the same values as `column`, of which it was cast."""
+    if kinds.is_string(column.type) or kinds.is_string(made.type) or column.type == made.type:
+        return _text_is_finite(column, made)
+    if kinds.is_integer(column.type) and kinds.is_floating(made.type):
+        # The nearest float of the greatest integers is one beyond them, which does not cast back.
+        widest = pa.decimal128(38, 0)
+        back, column = pc.cast(pc.cast(made, pa.float64()), widest), pc.cast(column, widest)
+    else:
+        back = pc.cast(made, column.type, safe=False)
+    same = pc.equal(back, column)
+    if kinds.is_floating(column.type):
+        same = pc.or_(same, pc.and_(pc.is_nan(column), pc.is_nan(back)) if kinds.is_floating(made.type) else same)
+    exact: np.ndarray[tuple[int], np.dtype[np.bool_]] = same.fill_null(True).to_numpy(zero_copy_only=False)
+    return exact
+
+
+def _text_is_finite(column: pa.Array, made: pa.Array) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Digits too large for the float type read as infinity: that is not what they say."""
+    if not kinds.is_string(column.type) or not kinds.is_floating(made.type):
+        return np.ones(len(column), np.bool_)
+    infinite = pc.is_inf(made)
+    says_so = pc.match_substring(column, "inf", ignore_case=True)
+    fine: np.ndarray[tuple[int], np.dtype[np.bool_]] = (
+        pc.or_(pc.invert(infinite), says_so).fill_null(True).to_numpy(zero_copy_only=False)
+    )
+    return fine
+
+
+def _is_kept(target: pa.DataType) -> bool:
+    checks = (
+        kinds.is_boolean,
+        kinds.is_integer,
+        kinds.is_floating,
+        kinds.is_string,
+        kinds.is_binary,
+        kinds.is_fixed_size_binary,
+        kinds.is_date32,
+        kinds.is_timestamp,
+        kinds.is_time,
+        kinds.is_decimal128,
+    )
+    return any(check(target) for check in checks)

@@ -1,0 +1,135 @@
+"""Steps that say which columns there are and what they are called: no value changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from millrace.common.v1 import transform_pb2
+from shared.transforms.batch import Batch
+from shared.transforms.problems import StepError
+from shared.transforms.randomness import StepKeys
+from shared.transforms.schema import Schema
+from shared.transforms.steps.step import Names, Step, known
+
+
+@dataclass(frozen=True)
+class Select(Step):
+    """Keeps these columns, in this order."""
+
+    op: ClassVar[str] = "select"
+    columns: tuple[str, ...]
+
+    @classmethod
+    def of(cls, message: transform_pb2.Select, column: str) -> Self:
+        return cls(named(message.columns, "select.columns"))
+
+    def to_proto(self) -> transform_pb2.TransformStep:
+        return transform_pb2.TransformStep(select=transform_pb2.Select(columns=self.columns))
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.columns
+
+    def output(self, given: Schema) -> Schema:
+        known(given, self.columns, "select.columns")
+        return {name: given[name] for name in self.columns}
+
+    def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
+        return {name: batch[name] for name in self.columns}
+
+    def sources(self, needed: Names, given: Schema) -> Names:
+        return needed
+
+    def narrowed(self, needed: Names, given: Schema) -> Step | None:
+        return None  # whoever slices takes away what is not needed
+
+
+@dataclass(frozen=True)
+class Drop(Step):
+    """Takes these columns away."""
+
+    op: ClassVar[str] = "drop"
+    columns: tuple[str, ...]
+
+    @classmethod
+    def of(cls, message: transform_pb2.Drop, column: str) -> Self:
+        return cls(named(message.columns, "drop.columns"))
+
+    def to_proto(self) -> transform_pb2.TransformStep:
+        return transform_pb2.TransformStep(drop=transform_pb2.Drop(columns=self.columns))
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ()
+
+    def output(self, given: Schema) -> Schema:
+        known(given, self.columns, "drop.columns")
+        return {name: one for name, one in given.items() if name not in self.columns}
+
+    def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
+        return {name: one for name, one in batch.items() if name not in self.columns}
+
+    def sources(self, needed: Names, given: Schema) -> Names:
+        return needed
+
+    def narrowed(self, needed: Names, given: Schema) -> Step | None:
+        return None  # as in `Select`
+
+
+@dataclass(frozen=True)
+class Rename(Step):
+    """`columns` are (old name, new name), all at once: two columns may swap their names."""
+
+    op: ClassVar[str] = "rename"
+    columns: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, message: transform_pb2.Rename, column: str) -> Self:
+        if not message.columns:
+            raise StepError("name at least one column", "rename.columns")
+        return cls(tuple(sorted(message.columns.items())))
+
+    def to_proto(self) -> transform_pb2.TransformStep:
+        return transform_pb2.TransformStep(rename=transform_pb2.Rename(columns=dict(self.columns)))
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return tuple(old for old, _ in self.columns)
+
+    def output(self, given: Schema) -> Schema:
+        for old, _ in self.columns:
+            if old not in given:
+                raise StepError(f"there is no column {old!r}; there are {', '.join(given)}", "rename.columns")
+        renamed = self._renamed(given)
+        if len(renamed) < len(given):
+            names = [dict(self.columns).get(name, name) for name in given]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise StepError(f"two columns would be named {twice!r}; choose another name for one", "rename.columns")
+        return renamed
+
+    def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
+        return self._renamed(batch)
+
+    def sources(self, needed: Names, given: Schema) -> Names:
+        old_of = {new: old for old, new in self.columns}
+        return frozenset(old_of.get(name, name) for name in needed)
+
+    def narrowed(self, needed: Names, given: Schema) -> Step | None:
+        columns = tuple((old, new) for old, new in self.columns if new in needed)
+        return Rename(columns) if columns else None
+
+    def _renamed(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        new_of = dict(self.columns)
+        return {new_of.get(name, name): one for name, one in columns.items()}
+
+
+def named(columns: Sequence[str], at: str) -> tuple[str, ...]:
+    """Raises `StepError` unless there is at least one name, and none twice; `at` is the field's path."""
+    if not columns:
+        raise StepError("name at least one column", at)
+    for index, name in enumerate(columns):
+        if name in columns[:index]:
+            raise StepError(f"name {name!r} once only", f"{at}[{index}]")
+    return tuple(columns)

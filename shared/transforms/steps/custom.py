@@ -1,0 +1,206 @@
+"""A function of an operator's own, called with record batches."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from types import FrameType
+from typing import Any, ClassVar, Self
+
+import pyarrow as pa
+
+from millrace.common.v1 import transform_pb2
+from shared.dataset_version.columns import is_tensor, logical_field
+from shared.errors import InvalidArgument, first_line, shown
+from shared.transforms.batch import Batch, batch_of, table_of
+from shared.transforms.problems import StepError
+from shared.transforms.randomness import StepKeys
+from shared.transforms.schema import Schema, arrow_schema, schema_of
+from shared.transforms.steps.columns import named
+from shared.transforms.steps.step import Names, Step, known
+
+DEFAULT_TIMEOUT_S = 60.0
+MAX_TIMEOUT_S = 3600.0
+
+_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class Custom(Step):
+    """`function` is `module:function`. What it makes of no rows tells what columns it makes: it is called so once for
+    each set of input types, before any data.
+
+    `timeout_s` (0: 60) is enforced in a process's main thread alone, where a signal can interrupt the function; other
+    threads wait for it to end, and refuse its result if it took too long.
+    """
+
+    op: ClassVar[str] = "custom"
+    function: str
+    columns: tuple[str, ...]
+    timeout_s: float = 0.0
+
+    @classmethod
+    def of(cls, message: transform_pb2.Custom, column: str) -> Self:
+        if not _NAME.fullmatch(message.function):
+            raise StepError(f"{shown(message.function)}: write it as module:function", "custom.function")
+        if not 0 <= message.timeout_s <= MAX_TIMEOUT_S:
+            raise StepError(f"{message.timeout_s}: use 0 to {MAX_TIMEOUT_S:g} seconds", "custom.timeout_s")
+        return cls(message.function, named(message.columns, "custom.columns"), message.timeout_s)
+
+    def to_proto(self) -> transform_pb2.TransformStep:
+        message = transform_pb2.Custom(function=self.function, columns=self.columns, timeout_s=self.timeout_s)
+        return transform_pb2.TransformStep(custom=message)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.columns
+
+    def output(self, given: Schema) -> Schema:
+        return _replaced(given, self.columns, self._made(given))
+
+    def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
+        schema = pa.schema([(name, _arrow_type(batch[name])) for name in self.columns])
+        rows = pa.RecordBatch.from_arrays(
+            [one.combine_chunks() for one in table_of(batch, schema).columns], schema=schema
+        )
+        made, wanted = self._call(rows), _schema_of_none(self, schema)
+        if (made.schema.names, made.schema.types) != (wanted.names, wanted.types):
+            raise StepError(f"{self.function} makes {_described(made)} of these rows and {_described(wanted)} of none")
+        return _replaced(batch, self.columns, batch_of(made))
+
+    def sources(self, needed: Names, given: Schema) -> Names:
+        made = frozenset(self._made(given))
+        return (needed - made) | frozenset(self.columns) if needed & made else needed
+
+    def narrowed(self, needed: Names, given: Schema) -> Step | None:
+        return self if needed & frozenset(self._made(given)) else None
+
+    def _made(self, given: Schema) -> Schema:
+        known(given, self.columns, "custom.columns")
+        try:
+            schema = arrow_schema({name: given[name] for name in self.columns})
+        except ValueError as error:
+            raise StepError(str(error), "custom.columns") from None
+        return schema_of(_schema_of_none(self, schema))
+
+    def _call(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        """The function's result, of logical columns. Raises `StepError` naming the function and what went wrong."""
+        function = _resolved(self.function)
+        limit_s = self.timeout_s or DEFAULT_TIMEOUT_S
+        started = time.monotonic()
+        try:
+            with _interrupted_after(limit_s):
+                made = function(rows)
+        except _TimeIsUp:
+            raise StepError(f"{self.function} took longer than {limit_s:g} s for {len(rows)} rows") from None
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever the operator's code raises is told under the step's name
+            raise StepError(f"{self.function} raised {type(error).__name__}: {first_line(error)}") from error
+        if time.monotonic() - started > limit_s:
+            raise StepError(f"{self.function} took longer than {limit_s:g} s for {len(rows)} rows")
+        if not isinstance(made, pa.RecordBatch):
+            raise StepError(f"{self.function} returned a {type(made).__name__}, not a pyarrow.RecordBatch")
+        if len(made) != len(rows):
+            raise StepError(f"{self.function} returned {len(made)} rows for {len(rows)}; return as many as it is given")
+        return self._logical(made)
+
+    def _logical(self, made: pa.RecordBatch) -> pa.RecordBatch:
+        if not made.num_columns:
+            raise StepError(f"{self.function} returned no column")
+        if len(set(made.schema.names)) < made.num_columns:
+            raise StepError(f"{self.function} returned two columns of one name: {', '.join(made.schema.names)}")
+        fields, columns = [], []
+        try:
+            for field, column in zip(made.schema, made.columns, strict=True):
+                kept = logical_field(field)
+                if is_tensor(kept.type) and not is_tensor(field.type):
+                    column = pa.ExtensionArray.from_storage(kept.type, column.cast(kept.type.storage_type))
+                elif kept.type != field.type:
+                    column = column.cast(kept.type)
+                fields.append(pa.field(field.name, kept.type, kept.nullable))
+                columns.append(column)
+            record = pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
+            record.validate()
+            batch_of(record)  # refuses tensors with nulls
+        except (pa.ArrowException, InvalidArgument) as error:
+            raise StepError(f"{self.function} returned what a version cannot keep: {first_line(error)}") from None
+        return record
+
+
+class _TimeIsUp(BaseException):
+    """Not an `Exception`: the function must not catch it as one of its own."""
+
+
+@lru_cache(maxsize=256)
+def _schema_of_none(step: Custom, schema: pa.Schema) -> pa.Schema:
+    columns = [pa.array([], field.type) for field in schema]
+    return step._call(pa.RecordBatch.from_arrays(columns, schema=schema)).schema
+
+
+@lru_cache(maxsize=256)
+def _resolved(name: str) -> Callable[[pa.RecordBatch], Any]:
+    module, _, attribute = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # an import runs the module, which may raise anything
+        raise StepError(f"{name} cannot be imported: {first_line(error)}", "custom.function") from error
+    if not callable(function):
+        raise StepError(f"{name} is no function", "custom.function")
+    found: Callable[[pa.RecordBatch], Any] = function
+    return found
+
+
+@contextmanager
+def _interrupted_after(limit_s: float) -> Iterator[None]:
+    """Raises `_TimeIsUp` inside, in the main thread; does nothing in others. Another's timer goes on afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise _TimeIsUp
+
+    started = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    others_s, interval_s = signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if others_s:
+            left_s = others_s - (time.monotonic() - started)
+            signal.setitimer(signal.ITIMER_REAL, max(left_s, 1e-3), interval_s)
+
+
+def _replaced(columns: dict[str, Any], names: tuple[str, ...], made: dict[str, Any]) -> dict[str, Any]:
+    """The made ones in the place of the first that they replace."""
+    first = next(name for name in columns if name in names)
+    out: dict[str, Any] = {}
+    for name, one in columns.items():
+        if name == first:
+            out.update(made)
+        if name not in names:
+            if name in made:
+                raise StepError(f"the function makes a column {name!r}, which there is already", "custom.columns")
+            out[name] = one
+    return out
+
+
+def _arrow_type(column: Any) -> pa.DataType:
+    if isinstance(column, pa.Array):
+        return column.type
+    return pa.fixed_shape_tensor(pa.from_numpy_dtype(column.dtype), list(column.shape[1:]))
+
+
+def _described(made: pa.RecordBatch | pa.Schema) -> str:
+    schema = made if isinstance(made, pa.Schema) else made.schema
+    return ", ".join(f"{field.name}: {field.type}" for field in schema)

@@ -1,0 +1,101 @@
+"""Encoded images to pixels."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import numpy as np
+import pyarrow.types as kinds
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from millrace.common.v1 import transform_pb2
+from shared.errors import first_line
+from shared.transforms.batch import Array, Column, RaggedImages
+from shared.transforms.problems import RowProblem, StepError
+from shared.transforms.randomness import StepKeys
+from shared.transforms.schema import ColumnType, TensorType
+from shared.transforms.steps.step import ColumnStep, scalar
+
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP")
+# As many or more are refused before any is decoded: a few bytes may claim far more memory than there is.
+PIXEL_LIMIT = 100_000_000
+
+_Mode = transform_pb2.DecodeImage.Mode
+
+
+@dataclass(frozen=True)
+class DecodeImage(ColumnStep):
+    """Bytes → uint8 (H, W, 3), or (H, W, 1) where `gray`; turned as EXIF says. Of animations, the first frame.
+
+    Transparency is left out, as torchvision's loaders do; 16 bits of grey lose their lower 8.
+    """
+
+    op: ClassVar[str] = "decode_image"
+    gray: bool = False
+
+    @classmethod
+    def of(cls, message: transform_pb2.DecodeImage, column: str) -> Self:
+        if message.mode not in _Mode.values():
+            raise StepError(f"{message.mode} is no such mode", "decode_image.mode")
+        return cls(column, message.mode == _Mode.MODE_GRAY)
+
+    def message(self) -> transform_pb2.DecodeImage:
+        return transform_pb2.DecodeImage(mode=_Mode.MODE_GRAY if self.gray else _Mode.MODE_RGB)
+
+    @property
+    def _shape(self) -> tuple[int | None, ...]:
+        return (None, None, 1 if self.gray else 3)
+
+    def becomes(self, given: ColumnType) -> ColumnType:
+        column = scalar(given, "decode_image needs a column of bytes")
+        if not (kinds.is_binary(column.arrow_type) or kinds.is_large_binary(column.arrow_type)):
+            raise StepError(f"decode_image needs a column of bytes, not {column}")
+        return TensorType("uint8", self._shape)
+
+    def work(self, column: Column, keys: StepKeys | None) -> Column:
+        images = []
+        for row, data in enumerate(column):
+            if not data.is_valid:
+                raise RowProblem(row, f"{self.column!r} is null, and holds no image; filter such rows out")
+            try:
+                images.append(decoded(data.as_py(), self.gray))
+            except ImageRefused as error:
+                raise RowProblem(row, f"{self.column!r} {error}") from None
+        return RaggedImages(tuple(images), self._shape)
+
+
+class ImageRefused(ValueError):
+    """The text says what is wrong with the image."""
+
+
+def decoded(data: bytes, gray: bool) -> Array:
+    """uint8 (H, W, 3), or (H, W, 1) where `gray`. Raises `ImageRefused`."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            if width * height >= PIXEL_LIMIT:
+                raise ImageRefused(f"has {width}×{height} pixels; use fewer than {PIXEL_LIMIT:,}")
+            image.load()
+            pixels = np.asarray(_upright(image).convert("L" if gray else "RGB"))
+    except UnidentifiedImageError:
+        raise ImageRefused(f"is no image of the formats {', '.join(FORMATS)}") from None
+    except Image.DecompressionBombError:  # Pillow's own limit, which it checks on opening
+        raise ImageRefused(f"has too many pixels; use fewer than {PIXEL_LIMIT:,}") from None
+    except (ImageRefused, MemoryError):
+        raise
+    except Exception as error:
+        # The decoders raise nearly everything at bytes that are broken: SyntaxError, struct.error, zlib.error, …
+        raise ImageRefused(f"is a broken image: {first_line(error)}") from error
+    return pixels[:, :, None] if gray else pixels
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    turned = ImageOps.exif_transpose(image)
+    if turned.mode.startswith("I;16"):
+        # Pillow's own conversion would cut everything above 255 off.
+        return Image.fromarray((np.asarray(turned) >> 8).astype(np.uint8))
+    if turned.mode in ("I", "F"):
+        raise ImageRefused(f"has pixels of 32 bits (mode {turned.mode}); save it with 8 or 16")
+    return turned

@@ -1,0 +1,160 @@
+"""Categories to numbers: strings, integers and booleans by their place among the values that fitting saw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as kinds
+from numpy.typing import NDArray
+
+from millrace.common.v1 import transform_pb2
+from shared.errors import shown
+from shared.transforms.batch import Column
+from shared.transforms.problems import RowProblem, StepError
+from shared.transforms.randomness import StepKeys
+from shared.transforms.schema import ColumnType, ScalarType, TensorType
+from shared.transforms.steps.step import ColumnStep, Learner, scalar
+from shared.transforms.value_counts import ValueCounts
+
+MAX_ORDINAL_CATEGORIES = 100_000
+MAX_ONE_HOT_CATEGORIES = 10_000
+
+_ABSENT = -1  # the place of a null
+_UNKNOWN = -2
+
+
+@dataclass(frozen=True)
+class _Encode(ColumnStep):
+    """`categories` as text, in the order of the column's type; empty: still to be learnt."""
+
+    limit: ClassVar[int]
+    categories: tuple[str, ...] = ()
+    unknown: transform_pb2.UnknownValue = transform_pb2.UNKNOWN_VALUE_UNSPECIFIED
+
+    @classmethod
+    def of(cls, message: Any, column: str) -> Self:
+        if len(message.categories) > cls.limit:
+            raise StepError(
+                f"{len(message.categories)} are too many; use at most {cls.limit:,}", f"{cls.op}.categories"
+            )
+        if len(set(message.categories)) < len(message.categories):
+            raise StepError("name each category once", f"{cls.op}.categories")
+        if message.unknown not in transform_pb2.UnknownValue.values():
+            raise StepError(f"{message.unknown} is no such value", f"{cls.op}.unknown")
+        return cls(column, tuple(message.categories), message.unknown)
+
+    @property
+    def fitted(self) -> bool:
+        return bool(self.categories)
+
+    def learner(self, given: ColumnType) -> Learner:
+        return _CategoriesLearner(self, scalar(given, "").arrow_type)
+
+    def check(self, given: ColumnType) -> ScalarType:
+        """Raises `StepError` unless the column has categories, and these are of its type."""
+        column = scalar(given, f"{self.op} needs strings, integers or booleans")
+        arrow_type = column.arrow_type
+        if not (kinds.is_string(arrow_type) or kinds.is_integer(arrow_type) or kinds.is_boolean(arrow_type)):
+            raise StepError(f"{self.op} needs strings, integers or booleans, not {column}; cast or bucketize it first")
+        try:
+            values = _typed(self.categories, arrow_type)
+        except pa.ArrowException as error:
+            raise StepError(f"not all are of the type {column}: {error}", f"{self.op}.categories") from None
+        if len(values.unique()) < len(values):
+            raise StepError(f"as {column}, two are the same", f"{self.op}.categories")
+        return column
+
+    def places(self, column: pa.Array) -> NDArray[np.int64]:
+        """(B) places among the categories, `_ABSENT` for nulls and `_UNKNOWN` for what fitting did not see.
+
+        Raises `RowProblem` for the latter, where they are errors.
+        """
+        # Arrow builds its table of the categories anew each time: for few rows, a table that is kept is faster.
+        if len(column) * 8 < len(self.categories):
+            table = self._tables.get(column.type) or self._tables.setdefault(column.type, self._table(column.type))
+            found = [_ABSENT if value is None else table.get(value, _UNKNOWN) for value in column.to_pylist()]
+            places = np.array(found, np.int64)
+        else:
+            index = pc.index_in(column, value_set=_typed(self.categories, column.type), skip_nulls=True)
+            places = index.fill_null(_UNKNOWN).to_numpy(zero_copy_only=False).astype(np.int64)
+            places[column.is_null().to_numpy(zero_copy_only=False)] = _ABSENT
+        unknown = np.flatnonzero(places == _UNKNOWN)
+        if len(unknown) and self.unknown != transform_pb2.UNKNOWN_VALUE_ENCODE:
+            row = int(unknown[0])
+            value = shown(column[row].as_py())
+            raise RowProblem(row, f"{self.column!r} is {value}, which is none of the {len(self.categories)} categories")
+        return places
+
+    @cached_property
+    def _tables(self) -> dict[pa.DataType, dict[Any, int]]:
+        return {}
+
+    def _table(self, arrow_type: pa.DataType) -> dict[Any, int]:
+        return {value: place for place, value in enumerate(_typed(self.categories, arrow_type).to_pylist())}
+
+
+@dataclass(frozen=True)
+class OrdinalEncode(_Encode):
+    """To the place of each value, int64; nulls stay null."""
+
+    op: ClassVar[str] = "ordinal_encode"
+    limit: ClassVar[int] = MAX_ORDINAL_CATEGORIES
+
+    def message(self) -> transform_pb2.OrdinalEncode:
+        return transform_pb2.OrdinalEncode(categories=self.categories, unknown=self.unknown)
+
+    def becomes(self, given: ColumnType) -> ColumnType:
+        return ScalarType(pa.int64(), self.check(given).nullable)
+
+    def work(self, column: Column, keys: StepKeys | None) -> Column:
+        places = self.places(column)
+        return pa.array(np.maximum(places, -1), mask=places == _ABSENT)
+
+
+@dataclass(frozen=True)
+class OneHotEncode(_Encode):
+    """To float32 (B, categories), 1 at the place of each value; all zeros for nulls."""
+
+    op: ClassVar[str] = "one_hot_encode"
+    limit: ClassVar[int] = MAX_ONE_HOT_CATEGORIES
+
+    def message(self) -> transform_pb2.OneHotEncode:
+        return transform_pb2.OneHotEncode(categories=self.categories, unknown=self.unknown)
+
+    def becomes(self, given: ColumnType) -> ColumnType:
+        self.check(given)
+        return TensorType("float32", (len(self.categories) or None,))
+
+    def work(self, column: Column, keys: StepKeys | None) -> Column:
+        places = self.places(column)
+        rows = np.flatnonzero(places >= 0)
+        encoded = np.zeros((len(places), len(self.categories)), np.float32)
+        encoded[rows, places[rows]] = 1
+        return encoded
+
+
+def _typed(categories: tuple[str, ...], arrow_type: pa.DataType) -> pa.Array:
+    return pc.cast(pa.array(categories, pa.string()), arrow_type)
+
+
+class _CategoriesLearner:
+    def __init__(self, step: _Encode, arrow_type: pa.DataType) -> None:
+        self._step = step
+        self._counts = ValueCounts(arrow_type, step.limit, step.op)
+
+    def update(self, column: Column) -> None:
+        self._counts.add(column.drop_null())
+
+    def merge(self, other: _CategoriesLearner) -> None:
+        self._counts.merge(other._counts)
+
+    def learnt(self) -> _Encode:
+        values, _ = self._counts.ordered()
+        if not len(values):
+            raise StepError(f"{self._step.column!r} has no value in the training rows to learn categories from")
+        return replace(self._step, categories=tuple(pc.cast(values, pa.string()).to_pylist()))

@@ -1,0 +1,198 @@
+"""Steps on uint8 images of one size, (B, H, W) or (B, H, W, C), or of sizes that differ from row to row.
+
+B = rows of the batch, H = height, W = width, C = channels.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from millrace.common.v1 import transform_pb2
+from shared.transforms.batch import Array, Column, RaggedImages
+from shared.transforms.problems import RowProblem, StepError
+from shared.transforms.randomness import StepKeys
+from shared.transforms.schema import ColumnType, TensorType
+from shared.transforms.steps.decoding import PIXEL_LIMIT
+from shared.transforms.steps.step import ColumnStep
+
+MAX_SIDE = 8192
+
+Shape = tuple[int | None, ...]
+# (B, draws) numbers of [0, 1), for steps that draw; None in evaluation.
+Draws = NDArray[np.float64] | None
+
+
+@dataclass(frozen=True)
+class ImageStep(ColumnStep):
+    """`draws` counts the random numbers that it takes for each row."""
+
+    draws: ClassVar[int] = 0
+
+    @abstractmethod
+    def shape_of(self, shape: Shape) -> Shape:
+        """One row's shape after the step; `shape` has 2 or 3 lengths. Raises `StepError`."""
+
+    @abstractmethod
+    def on_images(self, images: Array, draws: Draws) -> Array:
+        """Works on images of one size, each by itself."""
+
+    def becomes(self, given: ColumnType) -> ColumnType:
+        if not isinstance(given, TensorType) or given.dtype != "uint8" or len(given.shape) not in (2, 3):
+            raise StepError(f"{self.op} needs uint8 images of shape (H, W) or (H, W, C), not {given}")
+        return TensorType("uint8", self.shape_of(given.shape))
+
+    def work(self, column: Column, keys: StepKeys | None) -> Column:
+        draws = keys.uniform(self.draws) if keys is not None and self.draws else None
+        if isinstance(column, np.ndarray):
+            return np.ascontiguousarray(self.on_images(column, draws))
+        images = []
+        for row, image in enumerate(column.images):
+            try:
+                made = self.on_images(image[None], None if draws is None else draws[row : row + 1])[0]
+            except StepError as error:
+                raise RowProblem(row, f"{self.column!r} {error}") from None
+            images.append(np.ascontiguousarray(made))
+        shape = self.shape_of(column.shape)
+        if None in shape:
+            return RaggedImages(tuple(images), shape)
+        return np.stack(images) if images else np.zeros((0, *(length or 0 for length in shape)), np.uint8)
+
+
+@dataclass(frozen=True)
+class Resize(ImageStep):
+    """Antialiased bilinear, by Pillow.
+
+    Pillow and not torchvision: its resizing of uint8 is fixed-point arithmetic, so the same on every machine, needs no
+    torch (seconds to import, in processes that have no other use for it), and takes one row at a time, so that no
+    row's company can show. `shorter_side_only`: the shorter side becomes `height`; the other is rounded down, as in
+    torchvision.
+    """
+
+    op: ClassVar[str] = "resize"
+    height: int
+    width: int
+    shorter_side_only: bool = False
+
+    @classmethod
+    def of(cls, message: transform_pb2.Resize, column: str) -> Self:
+        check_side(message.height, "resize.height")
+        if message.shorter_side_only and message.width:
+            raise StepError(f"{message.width}: leave it 0 with shorter_side_only", "resize.width")
+        if not message.shorter_side_only:
+            check_side(message.width, "resize.width")
+        return cls(column, message.height, message.width, message.shorter_side_only)
+
+    def message(self) -> transform_pb2.Resize:
+        return transform_pb2.Resize(height=self.height, width=self.width, shorter_side_only=self.shorter_side_only)
+
+    def shape_of(self, shape: Shape) -> Shape:
+        if not self.shorter_side_only:
+            return (self.height, self.width, *shape[2:])
+        height, width = shape[:2]
+        if height is None or width is None:
+            return (None, None, *shape[2:])
+        return (*self._size(height, width), *shape[2:])
+
+    def on_images(self, images: Array, draws: Draws) -> Array:
+        height, width = self._size(*images.shape[1:3])
+        if (height, width) == images.shape[1:3]:
+            return images
+        out = np.empty((len(images), height, width, *images.shape[3:]), np.uint8)
+        for row, image in enumerate(images):
+            out[row] = by_planes(image, lambda plane: plane.resize((width, height), Image.Resampling.BILINEAR))
+        return out
+
+    def _size(self, height: int, width: int) -> tuple[int, int]:
+        if not height or not width:
+            raise StepError(f"is an image of {height}×{width} pixels")
+        if not self.shorter_side_only:
+            return self.height, self.width
+        longer = max(height, width) * self.height // min(height, width)
+        if longer * self.height >= PIXEL_LIMIT:
+            raise StepError(f"would become {longer}×{self.height} pixels; use fewer than {PIXEL_LIMIT:,}")
+        return (self.height, longer) if height <= width else (longer, self.height)
+
+
+@dataclass(frozen=True)
+class CenterCrop(ImageStep):
+    """The middle; of an odd rest, the smaller half is left out above and on the left. Zeros where nothing is."""
+
+    op: ClassVar[str] = "center_crop"
+    height: int
+    width: int
+
+    @classmethod
+    def of(cls, message: transform_pb2.CenterCrop, column: str) -> Self:
+        check_side(message.height, "center_crop.height")
+        check_side(message.width, "center_crop.width")
+        return cls(column, message.height, message.width)
+
+    def message(self) -> transform_pb2.CenterCrop:
+        return transform_pb2.CenterCrop(height=self.height, width=self.width)
+
+    def shape_of(self, shape: Shape) -> Shape:
+        return (self.height, self.width, *shape[2:])
+
+    def on_images(self, images: Array, draws: Draws) -> Array:
+        return center_crop(images, self.height, self.width)
+
+
+@dataclass(frozen=True)
+class Grayscale(ImageStep):
+    """(H, W, 3) → (H, W, 1): ITU-R 601-2 luma, as Pillow's `L`."""
+
+    op: ClassVar[str] = "grayscale"
+
+    @classmethod
+    def of(cls, message: Any, column: str) -> Self:
+        return cls(column)
+
+    def shape_of(self, shape: Shape) -> Shape:
+        if len(shape) != 3 or shape[2] != 3:
+            raise StepError(f"grayscale needs images of shape (H, W, 3), not {TensorType('uint8', shape)}")
+        return (*shape[:2], 1)
+
+    def on_images(self, images: Array, draws: Draws) -> Array:
+        return luma(images)[..., None]
+
+
+def check_side(pixels: int, at: str) -> None:
+    """Raises `StepError` unless 1 to 8,192."""
+    if not 1 <= pixels <= MAX_SIDE:
+        raise StepError(f"{pixels}: use 1 to {MAX_SIDE} pixels", at)
+
+
+def center_crop(images: Array, height: int, width: int) -> Array:
+    """(B, H, W, …) → (B, height, width, …)."""
+    images = padded_to(images, height, width)
+    top, left = (images.shape[1] - height) // 2, (images.shape[2] - width) // 2
+    return images[:, top : top + height, left : left + width]
+
+
+def padded_to(images: Array, height: int, width: int) -> Array:
+    """With zeros around, where (B, H, W, …) is smaller; of an odd rest, the smaller half goes above and on the left."""
+    missing = [max(wanted - given, 0) for wanted, given in zip((height, width), images.shape[1:3], strict=True)]
+    if not any(missing):
+        return images
+    around = [(0, 0), *((one // 2, one - one // 2) for one in missing), *[(0, 0)] * (images.ndim - 3)]
+    return np.pad(images, around)
+
+
+def luma(images: Array) -> NDArray[np.uint8]:
+    """(…, 3) → (…): the whole-number formula of Pillow's `L`, 0.299 R + 0.587 G + 0.114 B."""
+    red, green, blue = (images[..., channel].astype(np.uint32) for channel in range(3))
+    return ((red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16).astype(np.uint8)
+
+
+def by_planes(image: Array, work: Any) -> Array:
+    """What Pillow makes of (H, W) or (H, W, C): 1 and 3 channels as they are, others each by itself."""
+    if image.ndim == 3 and image.shape[2] != 3:
+        planes = [np.asarray(work(Image.fromarray(image[..., channel]))) for channel in range(image.shape[2])]
+        return np.stack(planes, axis=-1)
+    return np.asarray(work(Image.fromarray(image)))

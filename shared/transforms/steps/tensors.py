@@ -1,0 +1,161 @@
+"""Steps that make or work on float tensors.
+
+B = rows of the batch, H = height, W = width, C = channels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.types as kinds
+from numpy.typing import NDArray
+
+from millrace.common.v1 import transform_pb2
+from shared.transforms.batch import Array, Batch, Column, RaggedImages
+from shared.transforms.problems import RowProblem, StepError
+from shared.transforms.randomness import StepKeys
+from shared.transforms.schema import ColumnType, ScalarType, Schema, TensorType
+from shared.transforms.steps.columns import named
+from shared.transforms.steps.step import ColumnStep, Names, Step, known
+
+# The greatest magnitude of a mean or a std.
+LARGEST = 1e30
+
+
+@dataclass(frozen=True)
+class ToFloat(ColumnStep):
+    """uint8 (B, H, W) → float32 (B, 1, H, W), and (B, H, W, C) → (B, C, H, W); 0..255 becomes 0..1."""
+
+    op: ClassVar[str] = "to_float"
+
+    @classmethod
+    def of(cls, message: Any, column: str) -> Self:
+        return cls(column)
+
+    def becomes(self, given: ColumnType) -> ColumnType:
+        if not isinstance(given, TensorType) or given.dtype != "uint8" or len(given.shape) not in (2, 3):
+            raise StepError(f"to_float needs uint8 images of shape (H, W) or (H, W, C), not {given}")
+        if None in given.shape:
+            raise StepError(f"to_float needs images of one size, not {given}; resize or crop them first")
+        shape = (1, *given.shape) if len(given.shape) == 2 else (given.shape[2], *given.shape[:2])
+        return TensorType("float32", shape)
+
+    def work(self, column: Column, keys: StepKeys | None) -> Column:
+        channels_first = column[:, None] if column.ndim == 3 else column.transpose(0, 3, 1, 2)
+        return np.divide(channels_first, np.float32(255), dtype=np.float32, order="C")
+
+
+@dataclass(frozen=True)
+class Normalize(ColumnStep):
+    """(x - mean) / std in float32, on (B, C, H, W); one mean and one std per channel, or one for all."""
+
+    op: ClassVar[str] = "normalize"
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.mean or len(self.mean) != len(self.std):
+            raise StepError("normalize needs as many values of std as of mean, at least one each")
+        # A checkpoint keeps them as JSON, whose shortest form of the greatest float32 is beyond what reads back.
+        if not (np.abs([*self.mean, *self.std]) <= LARGEST).all() or min(self.std) <= 0:
+            raise StepError(f"normalize needs finite values, up to {LARGEST:g}, and every std above 0")
+
+    @classmethod
+    def of(cls, message: transform_pb2.Normalize, column: str) -> Self:
+        return cls(column, tuple(message.mean), tuple(message.std))
+
+    def message(self) -> transform_pb2.Normalize:
+        return transform_pb2.Normalize(mean=self.mean, std=self.std)
+
+    def becomes(self, given: ColumnType) -> ColumnType:
+        if not isinstance(given, TensorType) or given.dtype != "float32" or len(given.shape) != 3:
+            raise StepError(f"normalize needs float32 images of shape (C, H, W), not {given}")
+        if len(self.mean) not in (1, given.shape[0]):
+            raise StepError(f"normalize has {len(self.mean)} values of mean for {given.shape[0]} channels")
+        return given
+
+    def work(self, column: Column, keys: StepKeys | None) -> Column:
+        mean = np.asarray(self.mean, np.float32).reshape(1, -1, 1, 1)
+        std = np.asarray(self.std, np.float32).reshape(1, -1, 1, 1)
+        centred = column - mean
+        return np.divide(centred, std, out=centred)
+
+
+@dataclass(frozen=True)
+class Concat(Step):
+    """Numeric columns and tensors → one float32 tensor (B, their values in a row), named `into`."""
+
+    op: ClassVar[str] = "concat"
+    columns: tuple[str, ...]
+    into: str
+    keep: bool
+
+    @classmethod
+    def of(cls, message: transform_pb2.Concat, column: str) -> Self:
+        if not message.into:
+            raise StepError("name the new column", "concat.into")
+        return cls(named(message.columns, "concat.columns"), message.into, message.keep)
+
+    def to_proto(self) -> transform_pb2.TransformStep:
+        message = transform_pb2.Concat(columns=self.columns, into=self.into, keep=self.keep)
+        return transform_pb2.TransformStep(concat=message)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.columns
+
+    def output(self, given: Schema) -> Schema:
+        known(given, self.columns, "concat.columns")
+        widths = [self._width(index, given[name]) for index, name in enumerate(self.columns)]
+        kept = self._kept(given)
+        if self.into in kept:
+            raise StepError(f"there is a column {self.into!r} already; choose another name", "concat.into")
+        width = None if None in widths else sum(width for width in widths if width is not None)
+        return {**kept, self.into: TensorType("float32", (width,))}
+
+    def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
+        parts = [_values(name, batch[name]) for name in self.columns]
+        return {**self._kept(batch), self.into: np.concatenate(parts, axis=1)}
+
+    def sources(self, needed: Names, given: Schema) -> Names:
+        return (needed - {self.into}) | frozenset(self.columns) if self.into in needed else needed
+
+    def narrowed(self, needed: Names, given: Schema) -> Step | None:
+        return self if self.into in needed else None
+
+    def _kept(self, columns: dict[str, Any]) -> dict[str, Any]:
+        return {name: one for name, one in columns.items() if self.keep or name not in self.columns}
+
+    def _width(self, index: int, given: ColumnType) -> int | None:
+        if isinstance(given, ScalarType):
+            number = given.arrow_type
+            if kinds.is_integer(number) or kinds.is_floating(number) or kinds.is_boolean(number):
+                return 1
+            raise StepError(f"concat needs numbers, not {given}; cast or encode them first", f"concat.columns[{index}]")
+        if len(given.shape) > 1 and None in given.shape:
+            raise StepError(f"concat needs a fixed shape, not {given}", f"concat.columns[{index}]")
+        lengths = [length for length in given.shape if length is not None]
+        return math.prod(lengths) if len(lengths) == len(given.shape) else None
+
+
+def _values(name: str, column: Column) -> NDArray[np.float32]:
+    """(B, values of a row)."""
+    if isinstance(column, RaggedImages):
+        raise StepError(f"column {name!r} has images of unequal sizes; resize or crop them first")
+    with np.errstate(over="ignore"):  # beyond float32 is infinite
+        if isinstance(column, np.ndarray):
+            return column.reshape(len(column), math.prod(column.shape[1:])).astype(np.float32)
+        if column.null_count:
+            row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
+            raise RowProblem(row, f"column {name!r} is null; fill its nulls before concat")
+        numbers: Array = column.to_numpy(zero_copy_only=False).astype(np.float32)
+    return numbers.reshape(-1, 1)
+
+
+def numeric(arrow_type: pa.DataType) -> bool:
+    """Whether it is an integer or a binary float."""
+    return bool(kinds.is_integer(arrow_type) or kinds.is_floating(arrow_type))

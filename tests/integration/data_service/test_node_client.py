@@ -1,0 +1,97 @@
+"""A client in another language uploads, imports and reads back, by what the protos say alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow.csv import write_csv
+
+from shared.settings import StoreSettings
+from tests.support.node_client import NoNode, installed_packages, proto_path
+from tests.support.ray_head import RayHead
+from tests.support.service_process import ServiceProcess, running_service, store_environ
+
+PROGRAM = Path(__file__).parent / "node" / "client.js"
+# Several chunks, the last one short.
+ROWS = 12_345
+CITIES = ("Zürich", "東京", "Reykjavík")
+
+
+@pytest.fixture(scope="module")
+def packages() -> Path:
+    try:
+        return installed_packages()
+    except NoNode as absent:
+        if absent.required:
+            pytest.fail(str(absent), pytrace=False)
+        pytest.skip(str(absent))
+
+
+@pytest.fixture(scope="module")
+def service(data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    folder = tmp_path_factory.mktemp("node")
+    environ = {
+        **store_environ(StoreSettings(url=(folder / "store").as_uri())),
+        "RAY_ADDRESS": data_ray.address,
+    }
+    with running_service("data_service", environ, folder / "service.log") as running:
+        yield running
+
+
+def rows() -> pa.Table:
+    numbers = range(ROWS)
+    return pa.table(
+        {
+            "number": pa.array(numbers, pa.int64()),
+            "half": pa.array([None if n % 7 == 0 else n / 2 for n in numbers], pa.float64()),
+            "city": pa.array([CITIES[n % 3] for n in numbers]),
+            "even": pa.array([n % 2 == 0 for n in numbers]),
+        }
+    )
+
+
+def as_csv(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    write_csv(table, sink)
+    return bytes(sink.getvalue())
+
+
+def as_arrow(table: pa.Table) -> bytes:
+    # Without compression: JavaScript's Arrow has no LZ4 of its own.
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=1000)
+    return bytes(sink.getvalue())
+
+
+def run_client(service: ServiceProcess, packages: Path, source: Path, format_name: str, folder: Path) -> dict[str, Any]:
+    ended = subprocess.run(
+        ["node", str(PROGRAM), service.address, str(source), format_name],
+        env={**os.environ, "NODE_PATH": str(packages), "PROTO_PATH": proto_path(folder)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found
+
+
+@pytest.mark.parametrize("format_name", ["csv", "arrow"])
+def test_a_node_client_uploads_imports_and_reads_back(
+    service: ServiceProcess, packages: Path, tmp_path: Path, format_name: str
+) -> None:
+    sent = rows()
+    source = tmp_path / "rows"
+    source.write_bytes({"csv": as_csv, "arrow": as_arrow}[format_name](sent))
+    found = run_client(service, packages, source, format_name, tmp_path / "protos")
+    assert found["rows"] == ROWS
+    assert found["values"] == sent.to_pydict()
+    assert found["columns"] == {"number": "Int64", "half": "Float64", "city": "Utf8", "even": "Bool"}

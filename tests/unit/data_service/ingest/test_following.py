@@ -1,0 +1,226 @@
+"""Versions that follow another, what is left out of them, and what gates them."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from data_service import pipeline
+from data_service.domain.import_spec import BadRows, Base, ColumnType, ImportSpec, Source
+from shared.dataset_version import DatasetVersion, VersionReader, load_version
+from shared.dataset_version.attachments import read_attachment, read_report
+from shared.dataset_version.manifest import QUARANTINE, Parent
+from shared.dataset_version.version import IMPORT_KIND
+from shared.jobs import JobRecord, Jobs, JobState
+from shared.jobs.attempt import run_attempt
+from shared.jobs.record import begin_attempt
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
+
+DATASET = "datasets/d/versions"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    return open_store(StoreSettings(url=(tmp_path / "store").as_uri()))
+
+
+def run(store: ObjectStore, folder: Path, version: str, spec: ImportSpec) -> JobRecord:
+    """The job, over."""
+    jobs, name, now = Jobs(store, IMPORT_KIND), f"{DATASET}/{version}", time.time()
+    recorded = {"import": spec.as_record(), "import_roots": [str(folder)], "request_id": ""}
+    jobs.create(name, JobRecord(uid=uuid.uuid4().hex, name=name, spec=recorded, create_time=now, update_time=now))
+    jobs.transition(name, lambda job: begin_attempt(job, time.time()), attempt=1)
+    run_attempt(pipeline.run, store, IMPORT_KIND, name, 1)
+    return jobs.get(name, name)
+
+
+def made(store: ObjectStore, folder: Path, version: str, spec: ImportSpec) -> DatasetVersion:
+    job = run(store, folder, version, spec)
+    assert job.state is JobState.SUCCEEDED, job.error
+    return load_version(store, job.name)
+
+
+def refused(store: ObjectStore, folder: Path, version: str, spec: ImportSpec) -> dict[str, Any]:
+    job = run(store, folder, version, spec)
+    assert job.state is JobState.FAILED
+    assert job.error is not None
+    assert [info.key for info in store.list(f"{job.name}/data")] == []
+    return job.error
+
+
+def parquet(folder: Path, name: str, split: str, **columns: object) -> Source:
+    pq.write_table(pa.table(columns), folder / name)
+    return Source(split=split, format="parquet", uris={"parquet.uri": (folder / name).as_uri()})
+
+
+def csv(folder: Path, name: str, split: str, text: str) -> Source:
+    (folder / name).write_text(text)
+    return Source(split=split, format="csv", uris={"csv.uri": (folder / name).as_uri()})
+
+
+def images(folder: Path, name: str, classes: list[str]) -> Source:
+    """One small image of each class."""
+    for number, one in enumerate(classes):
+        (folder / name / one).mkdir(parents=True)
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / name / one / f"{number}.png")
+    uris = {"image_folder.uri": (folder / name).as_uri() + "/"}
+    return Source(split="train", format="image_folder", uris=uris)
+
+
+def rows(store: ObjectStore, version: DatasetVersion, split: str) -> dict[str, list[Any]]:
+    reader = VersionReader(store, version)
+    columns: dict[str, list[Any]] = pa.concat_tables(reader.read(one) for one in reader.row_groups(split)).to_pydict()
+    return columns
+
+
+def test_appended_rows_follow_those_of_the_base_in_each_split(store: ObjectStore, tmp_path: Path) -> None:
+    sources = [parquet(tmp_path, "a", "train", n=[1, 2]), parquet(tmp_path, "b", "test", n=[9])]
+    first = made(store, tmp_path, "v1", ImportSpec(sources=sources, hold_outs=[]))
+    more = [parquet(tmp_path, "c", "extra", n=[7]), parquet(tmp_path, "d", "train", n=[3])]
+
+    second = made(
+        store, tmp_path, "v2", ImportSpec(sources=more, hold_outs=[], base=Base(version=first.name, mode="append"))
+    )
+
+    assert [split.name for split in second.manifest.splits] == ["train", "test", "extra"]
+    assert rows(store, second, "train") == {"n": [1, 2, 3]}
+    assert rows(store, second, "test") == {"n": [9]}
+    assert rows(store, second, "extra") == {"n": [7]}
+    assert second.manifest.parents == [Parent(version=first.name, manifest_sha256=first.manifest_sha256)]
+    assert rows(store, first, "train") == {"n": [1, 2]}
+
+
+def test_a_replacement_keeps_no_row_of_its_base_but_its_name(store: ObjectStore, tmp_path: Path) -> None:
+    first = made(store, tmp_path, "v1", ImportSpec(sources=[parquet(tmp_path, "a", "train", n=[1])], hold_outs=[]))
+
+    replacing = Base(version=first.name, mode="replace")
+    sources = [parquet(tmp_path, "b", "all", other=["x"])]
+    second = made(store, tmp_path, "v2", ImportSpec(sources=sources, hold_outs=[], base=replacing))
+
+    assert rows(store, second, "all") == {"other": ["x"]}
+    assert second.manifest.parents[0].version == first.name
+
+
+def test_rows_of_other_columns_cannot_be_appended(store: ObjectStore, tmp_path: Path) -> None:
+    first = made(store, tmp_path, "v1", ImportSpec(sources=[parquet(tmp_path, "a", "train", n=[1])], hold_outs=[]))
+    appending = Base(version=first.name, mode="append")
+
+    other = [parquet(tmp_path, "b", "train", n=["x"])]
+    error = refused(store, tmp_path, "v2", ImportSpec(sources=other, hold_outs=[], base=appending))
+
+    assert error["reason"] == "SCHEMA_MISMATCH"
+    assert error["metadata"]["field"] == "sources[0]"
+
+
+def test_whole_numbers_may_be_appended_to_a_column_of_doubles(store: ObjectStore, tmp_path: Path) -> None:
+    first = made(store, tmp_path, "v1", ImportSpec(sources=[csv(tmp_path, "a", "train", "x\n1.5\n")], hold_outs=[]))
+    appending = Base(version=first.name, mode="append")
+
+    more = [csv(tmp_path, "b", "train", "x\n2\n")]
+    second = made(store, tmp_path, "v2", ImportSpec(sources=more, hold_outs=[], base=appending))
+
+    assert rows(store, second, "train") == {"x": [1.5, 2.0]}
+
+
+def test_labels_keep_their_numbers_when_images_of_new_classes_are_appended(store: ObjectStore, tmp_path: Path) -> None:
+    first = made(store, tmp_path, "v1", ImportSpec(sources=[images(tmp_path, "a", ["bee", "wasp"])], hold_outs=[]))
+    appending = Base(version=first.name, mode="append")
+
+    more = [images(tmp_path, "b", ["ant", "bee"])]
+    second = made(store, tmp_path, "v2", ImportSpec(sources=more, hold_outs=[], base=appending))
+
+    names = {column.name: column.value_names for column in second.columns}["label"]
+    assert names == ["bee", "wasp", "ant"]
+    read = rows(store, second, "train")
+    assert [names[label] for label in read["label"]] == ["bee", "wasp", "ant", "bee"]
+    assert read["path"] == ["bee/0.png", "wasp/1.png", "ant/0.png", "bee/1.png"]
+
+
+def test_a_bad_row_ends_the_import_with_its_place(store: ObjectStore, tmp_path: Path) -> None:
+    sources = [csv(tmp_path, "a.csv", "train", "n,s\n1,a\n2,b,too many\n3,c\n")]
+
+    error = refused(store, tmp_path, "v1", ImportSpec(sources=sources, hold_outs=[]))
+
+    assert error["reason"] == "BAD_ROW"
+    assert "a.csv" in error["message"]
+    assert "3" in error["metadata"]["place"]
+
+
+def test_bad_rows_are_kept_aside_with_their_reason(store: ObjectStore, tmp_path: Path) -> None:
+    sources = [csv(tmp_path, "a.csv", "train", "n,s\n1,a\n2,b,too many\nx,c\n4,d\n")]
+    spec = ImportSpec(
+        sources=sources,
+        hold_outs=[],
+        column_types=[ColumnType(column="n", arrow_type="int64")],
+        bad_rows=BadRows(action="quarantine"),
+    )
+
+    version = made(store, tmp_path, "v1", spec)
+
+    assert rows(store, version, "train") == {"n": [1, 4], "s": ["a", "d"]}
+    assert version.manifest.quarantined_row_count == 2
+    data = read_attachment(store, version, QUARANTINE)
+    assert data is not None
+    lines = [json.loads(line) for line in data.splitlines()]
+    assert len(lines) == 2
+    assert all(line["source"].endswith("a.csv") and line["reason"] and line["excerpt"] for line in lines)
+    assert read_report(store, version)["quarantinedRowCount"] == 2
+
+
+def test_more_bad_rows_than_allowed_end_the_import(store: ObjectStore, tmp_path: Path) -> None:
+    sources = [csv(tmp_path, "a.csv", "train", "n,s\n1,a\n2,b,c\n3,b,c\n")]
+    policy = BadRows(action="quarantine", max_rows=1)
+
+    error = refused(store, tmp_path, "v1", ImportSpec(sources=sources, hold_outs=[], bad_rows=policy))
+
+    assert error["reason"] == "TOO_MANY_BAD_ROWS"
+
+
+@pytest.mark.parametrize("action", ["ACTION_FAIL", "ACTION_QUARANTINE"])
+def test_a_check_leaves_rows_out_or_ends_the_import(store: ObjectStore, tmp_path: Path, action: str) -> None:
+    sources = [parquet(tmp_path, "a", "train", n=[1, 2, None, 2])]
+    checks = [
+        {"column": "n", "action": action, "unique": {}},
+        {"column": "n", "action": action, "notNull": {}},
+    ]
+    spec = ImportSpec(sources=sources, hold_outs=[], checks=checks)
+
+    if action == "ACTION_FAIL":
+        assert refused(store, tmp_path, "v1", spec)["reason"] == "QUALITY_CHECK_FAILED"
+    else:
+        version = made(store, tmp_path, "v1", spec)
+        assert rows(store, version, "train") == {"n": [1, 2]}
+        assert [one["quarantined"] for one in read_report(store, version)["checks"]] == [1, 1]
+
+
+def test_a_version_check_is_held_against_the_base(store: ObjectStore, tmp_path: Path) -> None:
+    first = made(
+        store, tmp_path, "v1", ImportSpec(sources=[parquet(tmp_path, "a", "train", n=list(range(100)))], hold_outs=[])
+    )
+    replacing = Base(version=first.name, mode="replace")
+    drift = {"column": "n", "drift": {"maxPopulationStabilityIndex": 0.1}}
+
+    other = [parquet(tmp_path, "b", "train", n=list(range(90, 190)))]
+    error = refused(store, tmp_path, "v2", ImportSpec(sources=other, hold_outs=[], base=replacing, checks=[drift]))
+
+    assert error["reason"] == "QUALITY_CHECK_FAILED"
+    same = [parquet(tmp_path, "c", "train", n=list(range(100)))]
+    made(store, tmp_path, "v3", ImportSpec(sources=same, hold_outs=[], base=replacing, checks=[drift]))
+
+
+def test_equal_sources_give_equal_digests(store: ObjectStore, tmp_path: Path) -> None:
+    text = "n,s\n" + "".join(f"{number},row {number}\n" for number in range(5000)) + "1,2,3\n"
+    spec = ImportSpec(
+        sources=[csv(tmp_path, "a.csv", "train", text)], hold_outs=[], bad_rows=BadRows(action="quarantine")
+    )
+
+    assert made(store, tmp_path, "v1", spec).manifest_sha256 == made(store, tmp_path, "v2", spec).manifest_sha256

@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import datetime
+import gzip
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_service.domain import line_blocks
+from data_service.domain.import_spec import CsvOptions
+from data_service.sources import csv_rows
+from shared.errors import InvalidArgument
+from tests.support.import_sources import Quarantine, opened, source_of, table_of, whole
+
+DATA = Path(__file__).parents[5] / "shared" / "data" / "tabular"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no example data at {DATA}")
+
+
+def read(
+    folder: Path, *contents: bytes | str, types: dict[str, str] | None = None, **options: object
+) -> tuple[pa.Table, Quarantine]:
+    for index, one in enumerate(contents):
+        (folder / f"{index}.csv").write_bytes(one.encode() if isinstance(one, str) else one)
+    csv = CsvOptions(**options)  # type: ignore[arg-type]
+    return whole(folder, source_of(f"{folder.as_uri()}/*.csv", "csv", csv=csv), types=types)
+
+
+def test_types_are_inferred_from_all_rows_of_all_files(tmp_path: Path) -> None:
+    first = "b,i,d,t,s\ntrue,1,1,2024-01-02,x\n"
+    second = "b,i,d,t,s\nFALSE,-2,2.5,2024-01-02T03:04:05.678,1\n,,,,\n"
+    table, bad = read(tmp_path, first, second)
+    assert not bad.rows
+    assert table.schema.types == [pa.bool_(), pa.int64(), pa.float64(), pa.timestamp("us"), pa.string()]
+    assert table["d"].to_pylist() == [1.0, 2.5, None]
+    assert table["b"].to_pylist() == [True, False, None]
+    assert table["t"].to_pylist()[1] == datetime.datetime(2024, 1, 2, 3, 4, 5, 678000)
+    assert table["s"].to_pylist() == ["x", "1", None]
+
+
+@pytest.mark.parametrize(
+    ("values", "inferred"),
+    [
+        (["1", "true"], pa.string()),
+        (["9223372036854775807"], pa.int64()),
+        (["9223372036854775808"], pa.string()),
+        (["9007199254740993", "0.5"], pa.string()),
+        (["0x1F"], pa.string()),
+        ([" 1"], pa.string()),
+        (["1e3", "-inf"], pa.float64()),
+        (["2024-02-30"], pa.string()),
+        (["2024-01-01T00:00:00Z"], pa.string()),
+        (["2024-01-01 10:00:00.123456789"], pa.string()),
+        (["NA", "", "nan"], pa.string()),
+        (["NA", "7"], pa.int64()),
+    ],
+)
+def test_no_value_is_changed_by_the_type_that_is_inferred(tmp_path: Path, values: list[str], inferred: object) -> None:
+    table, bad = read(tmp_path, "x,y\n" + "".join(f"{value},1\n" for value in values))
+    assert table.schema.field("x").type == inferred
+    assert not bad.rows
+
+
+def test_ragged_rows_are_told_by_their_lines(tmp_path: Path) -> None:
+    table, bad = read(tmp_path, 'a,b\n1,2\n3\n\n4,5,6\n"x\ny",7\n8,9\n"q",1,2\n')
+    assert table["a"].to_pylist() == ["1", "x\ny", "8"]
+    assert bad.places == ["line 3", "line 5", "line 9"]
+    assert bad.rows[0].reason == "it has 1 fields where 2 are named"
+    assert bad.rows[1].excerpt == "4,5,6"
+
+
+def test_values_that_do_not_fit_a_given_type_are_told_by_line_and_reason(tmp_path: Path) -> None:
+    table, bad = read(tmp_path, "a,b\n1,x\nzwei,y\n3,z\n300,z\n", types={"a": "int8"})
+    assert table.to_pydict() == {"a": [1, 3], "b": ["x", "z"]}
+    assert [(row.place, row.reason, row.excerpt) for row in bad.rows] == [
+        ("line 3", "column 'a' is no int8", "zwei,y"),
+        ("line 5", "column 'a' is no int8", "300,z"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arrow_type", "text", "value"),
+    [
+        ("float", "1.5", 1.5),
+        ("halffloat", "1.5", 1.5),
+        ("uint8", "255", 255),
+        ("bool", "1", True),
+        ("string", "007", "007"),
+        ("binary", "ab", b"ab"),
+        ("fixed_size_binary[2]", "ab", b"ab"),
+        ("date32", "2024-01-02", datetime.date(2024, 1, 2)),
+        ("time64[us]", "01:02:03", datetime.time(1, 2, 3)),
+        ("timestamp[us, tz=UTC]", "2024-01-02T00:00:00Z", datetime.datetime(2024, 1, 2, tzinfo=datetime.UTC)),
+        ("decimal128(5, 2)", "1.25", __import__("decimal").Decimal("1.25")),
+    ],
+)
+def test_a_column_can_be_given_any_scalar_type(tmp_path: Path, arrow_type: str, text: str, value: object) -> None:
+    table, bad = read(tmp_path, f"a,b\n{text},1\n#,1\n", types={"a": arrow_type})
+    assert table["a"].to_pylist()[0] == value
+    assert bad.places == ([] if arrow_type in ("string", "binary") else ["line 3"])
+
+
+def test_a_type_that_no_text_has_is_refused_by_its_field(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"column_types\[1\].arrow_type"):
+        read(tmp_path, "a,b\n1,2\n", types={"a": "int8", "b": "fixed_shape_tensor[value_type=float, shape=[2]]"})
+
+
+def test_a_type_for_a_column_that_is_not_there_is_refused_by_its_field(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"column_types\[0\].column: 'c'"):
+        read(tmp_path, "a,b\n1,2\n", types={"c": "int8"})
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "latin-1", "windows-1252", "utf-8-sig", "utf-16-le-bom"])
+def test_encodings_are_read(tmp_path: Path, encoding: str) -> None:
+    text = "näme,ä\n" + 'é,"ü\n,""ß"""\n' * 30_000
+    codec = {"windows-1252": "cp1252", "utf-16-le-bom": "utf-16-le"}.get(encoding, encoding)
+    data = (b"\xff\xfe" if encoding.endswith("bom") else b"") + text.encode(codec)
+    table, bad = read(tmp_path, data, encoding=encoding.removesuffix("-sig").removesuffix("-le-bom"))
+    assert not bad.rows
+    assert table.column_names == ["näme", "ä"]
+    assert set(table["ä"].to_pylist()) == {'ü\n,"ß"'}
+    assert table.num_rows == 30_000
+
+
+@pytest.mark.parametrize("line", [b"caf\xe9,1", b'"caf\xe9",1'])
+def test_bytes_that_are_no_text_make_a_bad_row(tmp_path: Path, line: bytes) -> None:
+    table, bad = read(tmp_path, b"a,b\nx,1\n" + line + b"\ny,2\n")
+    assert table["a"].to_pylist() == ["x", "y"]
+    assert table.schema.field("b").type == pa.int64()
+    assert bad.places == ["line 3"]
+    assert "no text in its encoding" in bad.rows[0].reason
+
+
+def test_characters_that_windows_1252_lacks_make_a_bad_row(tmp_path: Path) -> None:
+    _, bad = read(tmp_path, b"a,b\nx,1\n\x81,2\n", encoding="windows-1252")
+    assert bad.places == ["line 3"]
+
+
+def test_half_a_character_at_the_end_of_utf_16_damages_the_file(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="ends within a character"):
+        read(tmp_path, "a,b\n1,2\n".encode("utf-16") + b"\x00", encoding="utf-16")
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("last", [True, False])
+def test_lines_end_in_each_of_the_three_ways(tmp_path: Path, ending: str, last: bool) -> None:
+    table, bad = read(tmp_path, ending.join(["a,b", "1,2", "3,4"]) + ending * last)
+    assert table.to_pydict() == {"a": [1, 3], "b": [2, 4]}
+    assert not bad.rows
+
+
+def test_names_delimiters_and_null_values_can_be_given(tmp_path: Path) -> None:
+    table, _ = read(tmp_path, "1;-\n2;x\n", column_names=["a", "b"], delimiter=";", null_values=["-"])
+    assert table.to_pydict() == {"a": [1, 2], "b": [None, "x"]}
+
+
+def test_gzip_and_nul_bytes_are_read(tmp_path: Path) -> None:
+    table, bad = read(tmp_path, gzip.compress(b"a,b\nx\0y,1\n"))
+    assert table["a"].to_pylist() == ["x\0y"]
+    assert not bad.rows
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xef\xbb\xbf"], ids=["empty", "only ends of lines", "only a mark"])
+def test_a_file_without_names_is_refused(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(InvalidArgument, match="not even a line of names"):
+        read(tmp_path, content)
+
+
+@pytest.mark.parametrize(
+    ("header", "said"), [("a,a", "name of its own"), ("a,", "name of its own"), ("_row_id,b", "_row_id")]
+)
+def test_names_that_no_version_can_have_are_refused(tmp_path: Path, header: str, said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said):
+        read(tmp_path, header + "\n1,2\n")
+
+
+def test_a_million_columns_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="it has 1000000 columns; at most 10000"):
+        read(tmp_path, ",".join(map(str, range(1_000_000))) + "\n")
+
+
+def test_files_of_one_source_need_the_same_names(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"1.csv cannot be imported: its columns are b, a"):
+        read(tmp_path, "a,b\n1,2\n", "b,a\n1,2\n")
+
+
+def test_a_quote_that_is_never_closed_costs_only_so_many_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_blocks, "MAX_LINE_BYTES", 5000)
+    monkeypatch.setattr(line_blocks, "BLOCK_BYTES", 1000)
+    table, bad = read(tmp_path, 'a,b\n1,"x\n' + "2,y\n" * 5000)
+    assert bad.places == ["line 2"]
+    assert "is a quote not closed?" in bad.rows[0].reason
+    assert 5000 - 5000 // 4 <= table.num_rows < 5000
+
+
+def test_a_line_beyond_all_bounds_is_left_out_and_those_after_it_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_blocks, "MAX_LINE_BYTES", 5000)
+    monkeypatch.setattr(line_blocks, "BLOCK_BYTES", 1000)
+    table, bad = read(tmp_path, "a,b\n1,2\n" + "x" * 50_000 + ",2\n3,4\n5\n")
+    assert table["a"].to_pylist() == [1, 3]
+    assert bad.places == ["line 3", "line 5"]
+
+
+def test_stray_quotes_make_a_bad_row(tmp_path: Path) -> None:
+    table, bad = read(tmp_path, 'a,b\n"x"y,1\nz,2\n5" pipe,3\n')
+    assert table["a"].to_pylist() == ["z", '5" pipe']
+    assert bad.places == ["line 2"]
+
+
+def test_a_truncated_gzip_file_is_damaged_as_a_whole(tmp_path: Path) -> None:
+    data = gzip.compress(os.urandom(3000).hex().encode())
+    with pytest.raises(InvalidArgument, match="gzip"):
+        read(tmp_path, data[: len(data) // 2], column_names=["a"])
+
+
+field_texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
+
+
+@given(rows=st.lists(st.tuples(field_texts, field_texts), max_size=20), block=st.integers(4, 60))
+def test_whatever_a_writer_quotes_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], block: int
+) -> None:
+    folder = tmp_path_factory.mktemp("csv")
+    given_table = pa.table(
+        {"a": [a for a, _ in rows], "b": [b for _, b in rows]}, pa.schema({"a": "string", "b": "string"})
+    )
+    pyarrow.csv.write_csv(given_table, folder / "0.csv")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(line_blocks, "BLOCK_BYTES", block)
+        source = source_of((folder / "0.csv").as_uri(), "csv", csv=CsvOptions(null_values=["-"]))
+        table, bad = whole(folder, source, types={"a": "string", "b": "string"})
+    assert not bad.rows
+    assert table.to_pylist() == [
+        {name: None if value in ("", "-") else value for name, value in row.items()} for row in given_table.to_pylist()
+    ]
+
+
+@given(data=st.binary(max_size=300), block=st.integers(1, 40))
+def test_no_bytes_crash_the_reader(tmp_path_factory: pytest.TempPathFactory, data: bytes, block: int) -> None:
+    folder = tmp_path_factory.mktemp("csv")
+    (folder / "0.csv").write_bytes(data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(line_blocks, "BLOCK_BYTES", block)
+        source = source_of((folder / "0.csv").as_uri(), "csv", csv=CsvOptions(column_names=["a", "b"]))
+        try:
+            whole(folder, source)
+        except InvalidArgument as error:
+            assert error.specific_reason == "CORRUPT_SOURCE"
+
+
+def test_sources_can_be_read_again(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a\n1\n2\n")
+    (one,) = opened(tmp_path, source_of((tmp_path / "a.csv").as_uri(), "csv"))
+    assert table_of(one.rows) == table_of(one.rows)
+
+
+def test_given_types_for_all_columns_spare_the_first_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(csv_rows, "_infer", lambda *_: pytest.fail("read for nothing"))
+    table, _ = read(tmp_path, "a\n1\n", types={"a": "int8"})
+    assert table["a"].to_pylist() == [1]
+
+
+@needs_data
+@pytest.mark.parametrize(("name", "rows"), [("penguins", 344), ("taxis", 6433)])
+def test_the_example_tables_are_read_as_arrow_reads_them(name: str, rows: int) -> None:
+    table, bad = whole(DATA, source_of((DATA / f"{name}.csv").as_uri(), "csv"))
+    wanted = pyarrow.csv.read_csv(
+        DATA / f"{name}.csv", convert_options=pyarrow.csv.ConvertOptions(strings_can_be_null=True)
+    )
+    assert not bad.rows
+    assert table.num_rows == rows
+    assert table.to_pylist() == wanted.to_pylist()

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_service.sources import interface, parquet
+from data_service.sources.parquet import ParquetRows
+from shared.errors import InvalidArgument
+from tests.support.arrow_tables import tables, values_of
+from tests.support.damage import flips, truncations
+from tests.support.import_sources import Quarantine, found_file, source_of, table_of, whole
+
+
+def rows_of(path: Path, table: pa.Table, **options: Any) -> ParquetRows:
+    pq.write_table(table, path, **options)
+    return ParquetRows(found_file(path))
+
+
+SAMPLE = pa.table({"n": np.arange(3000), "s": [f"text {i % 7}" for i in range(3000)], "d": np.linspace(0, 1, 3000)})
+
+
+@given(table=tables(), codec=st.sampled_from(["none", "snappy", "zstd", "gzip", "lz4"]), version=st.sampled_from("12"))
+def test_every_type_that_a_version_keeps_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, table: pa.Table, codec: str, version: str
+) -> None:
+    # Parquet has no whole seconds; they come back as milliseconds of the same value.
+    path = tmp_path_factory.mktemp("parquet") / "t.parquet"
+    read = table_of(rows_of(path, table, compression=codec, data_page_version=f"{version}.0", row_group_size=7))
+    assert values_of(read) == values_of(table)
+
+
+def test_columns_keep_their_types(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "f": pa.FixedSizeListArray.from_arrays(pa.array(np.arange(12, dtype=np.float32)), 4),
+            "i": pa.array([1, None, 3], pa.int16()),
+            "large": pa.array(["a", "b", "c"], pa.large_string()),
+            "kind": pa.array(["x", "y", "x"]).dictionary_encode(),
+            "when": pa.array([1, 2, 3], pa.timestamp("us", tz="UTC")),
+        }
+    )
+    types = {field.name: field.type for field in table_of(rows_of(tmp_path / "t.parquet", table)).schema}
+    assert types["f"] == pa.fixed_shape_tensor(pa.float32(), [4])
+    assert types["large"] == types["kind"] == pa.string()
+    assert types["i"] == pa.int16()
+    assert types["when"] == pa.timestamp("us", tz="UTC")
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (pa.table({"_row_id": [1]}), "_row_id"),
+        (pa.table({"a": [[1, 2]]}), "'a' has the type list"),
+        (pa.table({"a": [{"b": 1}]}), "'a' has the type struct"),
+        (pa.table({}), "needs columns"),
+        (pa.table([[1], [2]], names=["a", "a"]), "a name of its own"),
+    ],
+    ids=["row ids", "list", "struct", "no column", "a name twice"],
+)
+def test_columns_that_no_version_can_keep_are_refused_by_name(tmp_path: Path, table: pa.Table, said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said):
+        rows_of(tmp_path / "t.parquet", table)
+
+
+@pytest.mark.parametrize("values", [[[1, None], [2, 3]], [None, [2, 3]]], ids=["in a tensor", "for a tensor"])
+def test_nulls_where_a_tensor_must_be_are_bad_rows(tmp_path: Path, values: list[Any]) -> None:
+    bad = Quarantine()
+    rows = rows_of(tmp_path / "t.parquet", pa.table({"a": pa.array(values, pa.list_(pa.int32(), 2))}))
+    assert table_of(rows, bad).num_rows == 1
+    assert bad.places == ["row 1"]
+
+
+def test_texts_that_are_no_utf_8_are_bad_rows(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"s": ["good", "b\u00e4d", "good"]}), path, compression="none", use_dictionary=False)
+    path.write_bytes(path.read_bytes().replace("b\u00e4d".encode(), b"b\xff\xffd"))
+    bad = Quarantine()
+    assert table_of(ParquetRows(found_file(path)), bad)["s"].to_pylist() == ["good", "good"]
+    assert [(row.place, row.reason) for row in bad.rows] == [("row 2", "column 's' is not UTF-8")]
+
+
+def test_every_truncated_copy_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    pq.write_table(SAMPLE, path)
+    for size, part in truncations(path.read_bytes()):
+        path.write_bytes(part)
+        with pytest.raises(InvalidArgument) as refused:
+            table_of(ParquetRows(found_file(path)))
+        assert refused.value.specific_reason == "CORRUPT_SOURCE", size
+
+
+def test_flipped_bits_are_refused_and_never_crash(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    pq.write_table(SAMPLE, path, write_page_checksum=True, row_group_size=700)
+    refused = 0
+    for _, data in flips(path.read_bytes(), 150):
+        path.write_bytes(data)
+        try:
+            read = table_of(ParquetRows(found_file(path)), Quarantine())
+        except InvalidArgument as error:
+            assert error.specific_reason == "CORRUPT_SOURCE"
+            refused += 1
+        else:
+            # A footer's own statistics and descriptions have no checksum.
+            assert read.num_rows == 3000
+    assert refused > 100
+
+
+def test_a_page_that_claims_gigabytes_is_refused_before_it_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = rows_of(tmp_path / "t.parquet", pa.table({"n": np.zeros(500_000)}), use_dictionary=False, compression="zstd")
+    monkeypatch.setattr(parquet, "MAX_PAGE_BYTES", 100_000)
+    with pytest.raises(InvalidArgument, match=r"a page of column 'n' decodes to \d+ bytes"):
+        table_of(rows)
+
+
+def test_a_batch_that_decodes_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "MAX_DECODED_BYTES", 1000)
+    with pytest.raises(InvalidArgument, match="decode to"):
+        table_of(rows_of(tmp_path / "t.parquet", pa.table({"s": ["x" * 100] * 50})))
+
+
+def test_a_long_text_that_many_rows_share_is_refused_before_it_is_copied(tmp_path: Path) -> None:
+    text = pa.DictionaryArray.from_arrays(pa.array(np.zeros(5000, np.int32)), pa.array(["x" * 10_000_000]))
+    with pytest.raises(InvalidArgument, match=r"of its rows decode to \d+ bytes"):
+        table_of(rows_of(tmp_path / "bomb.parquet", pa.table({"s": text})))
+
+
+def test_rows_are_counted_and_not_taken_from_the_footer(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"n": np.arange(1000)}), path)
+    # num_rows is 1000 three times in the footer, as a zigzag varint: the file's, the row group's, the column's.
+    path.write_bytes(path.read_bytes().replace(b"\xd0\x0f", b"\xfe\x7f"))
+    with pytest.raises(InvalidArgument):
+        table_of(ParquetRows(found_file(path)))
+
+
+def test_wide_rows_are_read_a_few_at_a_time(tmp_path: Path) -> None:
+    wide = pa.table({"image": [bytes([i]) * 1_000_000 for i in range(20)]})
+    read = list(rows_of(tmp_path / "t.parquet", wide).tables(Quarantine(fail=True)))
+    assert max(table.num_rows for table in read) <= 4
+    assert pa.concat_tables(read)["image"].to_pylist() == wide["image"].to_pylist()
+
+
+@pytest.mark.parametrize("columns", [10_001, 150_000])
+def test_more_columns_than_a_version_keeps_are_refused(tmp_path: Path, columns: int) -> None:
+    # The footer alone: its size is what matters, and no such file need be whole.
+    schema = pa.schema([pa.field(str(i), pa.int8()) for i in range(columns)])
+    pq.write_metadata(schema, tmp_path / "t.parquet")
+    with pytest.raises(InvalidArgument, match=f"{columns} columns; at most 10000|size limit") as refused:
+        ParquetRows(found_file(tmp_path / "t.parquet"))
+    assert refused.value.specific_reason == "CORRUPT_SOURCE"
+
+
+def test_a_footer_beyond_all_bounds_is_not_parsed(tmp_path: Path) -> None:
+    (tmp_path / "t.parquet").write_bytes(b"PAR1" + bytes(100) + struct.pack("<I", 2**31) + b"PAR1")
+    with pytest.raises(InvalidArgument, match="its footer claims 2147483648 bytes"):
+        ParquetRows(found_file(tmp_path / "t.parquet"))
+
+
+def test_columns_can_be_given_other_types(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"n": [1, 70000, 3], "t": ["2024-01-01", "2024-01-02", "never"]}), tmp_path / "t.parquet")
+    source = source_of((tmp_path / "t.parquet").as_uri(), "parquet")
+    read, bad = whole(tmp_path, source, types={"n": "int16", "t": "date32"})
+    assert read["n"].to_pylist() == [1]
+    assert [(row.place, row.reason) for row in bad.rows] == [
+        ("row 2", "column 'n' does not fit int16"),
+        ("row 3", "column 't' does not fit date32[day]"),
+    ]
+    assert bad.rows[0].excerpt == "n=70000, t='2024-01-02'"

@@ -1,0 +1,103 @@
+"""Of several writers that follow one version, one wins."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from data_service import successors
+from data_service.successors import claim_successor
+from shared.dataset_version.version import IMPORT_KIND
+from shared.errors import Conflict, NotFound
+from shared.jobs import JobRecord, Jobs
+from shared.jobs.record import begin_attempt, confirm_delete, fail, request_delete, succeed
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
+
+BASE = JobRecord(uid="base", name="datasets/d/versions/v1", spec={}, create_time=1.0, update_time=1.0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    return open_store(StoreSettings(url=tmp_path.as_uri()))
+
+
+def a_job(version: str) -> JobRecord:
+    return JobRecord(
+        uid=uuid.uuid4().hex, name=f"datasets/d/versions/{version}", spec={}, create_time=1.0, update_time=1.0
+    )
+
+
+def made(store: ObjectStore, job: JobRecord) -> Jobs:
+    """`job`, running."""
+    jobs = Jobs(store, IMPORT_KIND)
+    jobs.create(job.name, job)
+    jobs.transition(job.name, lambda job: begin_attempt(job, 1.0), attempt=1)
+    return jobs
+
+
+def test_of_writers_at_the_same_time_one_wins_and_the_others_are_told_which(store: ObjectStore) -> None:
+    writers = [a_job(f"v{number}") for number in range(2, 10)]
+
+    def claim(job: JobRecord) -> str:
+        try:
+            claim_successor(store, BASE, job)
+        except Conflict as conflict:
+            return conflict.metadata["successor"]
+        return ""
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(claim, writers))
+
+    (winner,) = [job.name for job, answer in zip(writers, answers, strict=True) if not answer]
+    assert set(answers) == {"", winner}
+
+
+def test_the_same_job_may_claim_again(store: ObjectStore) -> None:
+    job = a_job("v2")
+    claim_successor(store, BASE, job)
+    claim_successor(store, BASE, job)
+
+
+@pytest.mark.parametrize("end", ["live", "succeeded"])
+def test_a_claim_holds_while_its_job_lives_and_once_it_succeeded(store: ObjectStore, end: str) -> None:
+    first = a_job("v2")
+    claim_successor(store, BASE, first)
+    jobs = made(store, first)
+    if end == "succeeded":
+        jobs.transition(first.name, lambda job: succeed(job, {"manifest": "m"}, 2.0), attempt=1)
+
+    with pytest.raises(Conflict, match="v2 already follows"):
+        claim_successor(store, BASE, a_job("v3"))
+
+
+@pytest.mark.parametrize("end", ["failed", "deleted"])
+def test_a_job_that_made_nothing_gives_its_place_free(store: ObjectStore, end: str) -> None:
+    first = a_job("v2")
+    claim_successor(store, BASE, first)
+    jobs = made(store, first)
+    jobs.transition(first.name, lambda job: fail(job, NotFound("gone"), 2.0), attempt=1)
+    if end == "deleted":
+        jobs.transition(first.name, lambda job: request_delete(job, 3.0))
+        jobs.transition(first.name, lambda job: confirm_delete(job, 4.0))
+        later = time.time() + successors.JOB_APPEARS_WITHIN_S + 1
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(successors.time, "time", lambda: later)
+            claim_successor(store, BASE, a_job("v3"))
+    else:
+        claim_successor(store, BASE, a_job("v3"))
+
+
+def test_a_claim_whose_job_was_never_made_holds_for_a_minute(store: ObjectStore) -> None:
+    claim_successor(store, BASE, a_job("v2"))
+
+    with pytest.raises(Conflict):
+        claim_successor(store, BASE, a_job("v3"))
+    later = time.time() + successors.JOB_APPEARS_WITHIN_S + 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(successors.time, "time", lambda: later)
+        claim_successor(store, BASE, a_job("v3"))

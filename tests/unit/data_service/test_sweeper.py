@@ -1,0 +1,248 @@
+"""What no manifest and no log names goes; what is alive or committed stays."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from data_service.datasets import Datasets
+from data_service.domain.retention import Retention
+from data_service.lifecycle import Deletions
+from data_service.sweeper import REQUEST_CLAIM_S, Sweeper, sweep_periodically
+from shared.dataset_version import load_version
+from shared.dataset_version.users import mark_used
+from shared.dataset_version.version import IMPORT_KIND
+from shared.errors import Internal, NotFound, Unavailable
+from shared.jobs import JobRecord, Jobs
+from shared.jobs.record import begin_attempt, fail, request_delete
+from shared.storage import ObjectStore
+from tests.support.versions import commit_version, striped_digits
+
+DATASET = "datasets/d"
+VERSION = f"{DATASET}/versions/v1"
+
+
+class Sweeping:
+    """A sweeper with a clock of its own, that writes down what it is told of uploads."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.now = time.time()
+        self.datasets = Datasets(store)
+        self.jobs = Jobs(store, IMPORT_KIND)
+        self.swept_uploads: list[float] = []
+        self.deleted_uploads: list[str] = []
+        self.sweeper = Sweeper(
+            store,
+            self.datasets,
+            Deletions(store, self.jobs, lambda: self.now),
+            sweep_uploads=self.swept_uploads.append,
+            delete_uploads=self.deleted_uploads.append,
+            clock=lambda: self.now,
+        )
+
+    def create_dataset(self, retention: Retention | None = None) -> None:
+        self.datasets.create(
+            "d",
+            display_name="",
+            description="",
+            request_id="",
+            body_sha256="",
+            validate_only=False,
+            retention=retention or Retention(),
+        )
+
+
+@pytest.fixture
+def sweeping(store: ObjectStore) -> Sweeping:
+    return Sweeping(store)
+
+
+def commit(store: ObjectStore, name: str = VERSION) -> None:
+    commit_version(store, name, {"train": striped_digits(10)})
+
+
+def attempts(store: ObjectStore, name: str = VERSION) -> list[str]:
+    return list(store.folders(f"{name}/data"))
+
+
+def running(jobs: Jobs, name: str) -> JobRecord:
+    jobs.create(name, JobRecord(uid=uuid.uuid4().hex, name=name, spec={}, create_time=0.0, update_time=0.0))
+    return jobs.transition(name, lambda newest: begin_attempt(newest, 1.0), attempt=1)
+
+
+def test_attempts_that_lost_go_and_the_committed_one_stays(store: ObjectStore, sweeping: Sweeping) -> None:
+    commit(store)
+    committed = attempts(store)
+    store.put(f"{VERSION}/data/a00001-lost/train.parquet", b"x")
+    store.put(f"{VERSION}/data/a00007-zombie/manifest.json", b"x")
+    sweeping.sweeper.sweep()
+    assert attempts(store) == committed
+    load_version(store, VERSION)
+
+
+def test_of_a_version_that_failed_nothing_stays(store: ObjectStore, sweeping: Sweeping) -> None:
+    running(sweeping.jobs, VERSION)
+    store.put(f"{VERSION}/data/a00001-x/train.parquet", b"x")
+    sweeping.jobs.transition(VERSION, lambda newest: fail(newest, NotFound("x"), 1.0), attempt=1)
+    sweeping.sweeper.sweep()
+    assert attempts(store) == []
+
+
+def test_a_version_that_is_being_made_is_left_alone(store: ObjectStore, sweeping: Sweeping) -> None:
+    running(sweeping.jobs, VERSION)
+    store.put(f"{VERSION}/data/a00001-x/train.parquet", b"x")
+    sweeping.sweeper.sweep()
+    assert attempts(store) == ["a00001-x"]
+
+
+def test_a_deletion_that_was_left_half_way_is_finished(store: ObjectStore, sweeping: Sweeping) -> None:
+    commit(store)
+    sweeping.jobs.transition(VERSION, lambda newest: request_delete(newest, newest.update_time))
+    sweeping.sweeper.sweep()
+    assert sweeping.jobs.find(VERSION) is None
+    assert attempts(store) == []
+
+
+def test_what_a_zombie_writes_into_a_deleted_version_goes(store: ObjectStore, sweeping: Sweeping) -> None:
+    commit(store)
+    Deletions(store, sweeping.jobs).delete(VERSION)
+    store.put(f"{VERSION}/data/a00001-late/train.parquet", b"x")
+    sweeping.sweeper.sweep()
+    assert attempts(store) == []
+
+
+def test_retention_takes_the_old_and_spares_the_used_and_the_newest(store: ObjectStore, sweeping: Sweeping) -> None:
+    sweeping.create_dataset(Retention(max_age_s=3600))
+    for number in (1, 2, 3):
+        commit(store, f"{DATASET}/versions/v{number}")
+    mark_used(store, VERSION, "deploy", "m", "deployments/m", is_job=False)
+    sweeping.sweeper.sweep()
+    assert len(sweeping.datasets.version_names(DATASET)) == 3
+    sweeping.now += 2 * 3600
+    sweeping.sweeper.sweep()
+    assert sweeping.datasets.version_names(DATASET) == [VERSION, f"{DATASET}/versions/v3"]
+
+
+def test_markers_of_users_that_ended_or_never_came_go(store: ObjectStore, sweeping: Sweeping) -> None:
+    commit(store)
+    jobs = Jobs(store, "train")
+    mark_used(store, VERSION, "train", "ended", "trainingJobs/ended")
+    jobs.create(
+        "trainingJobs/ended",
+        JobRecord(uid="ended", name="trainingJobs/ended", spec={}, create_time=0.0, update_time=0.0),
+    )
+    jobs.transition("trainingJobs/ended", lambda newest: fail(newest, NotFound("x"), 1.0))
+    mark_used(store, VERSION, "train", "never", "trainingJobs/never", now=sweeping.now - 3600)
+    mark_used(store, VERSION, "train", "coming", "trainingJobs/coming", now=sweeping.now)
+    mark_used(store, VERSION, "deploy", "m", "deployments/m", is_job=False, now=sweeping.now - 3600)
+    sweeping.sweeper.sweep()
+    left = sorted(info.key.rsplit("/", 1)[-1] for info in store.list(f"{VERSION}/users"))
+    assert left == ["deploy-m.json", "train-coming.json"]
+
+
+def test_old_request_claims_go(store: ObjectStore, sweeping: Sweeping) -> None:
+    store.put("requests/data/a.json", b"{}")
+    store.put("requests/train/b.json", b"{}")
+    sweeping.sweeper.sweep()
+    assert store.exists("requests/data/a.json")
+    sweeping.now += REQUEST_CLAIM_S + 60
+    sweeping.sweeper.sweep()
+    assert [info.key for info in store.list("requests")] == ["requests/train/b.json"]
+
+
+def test_uploads_are_swept_and_those_of_a_deleted_dataset_deleted(sweeping: Sweeping) -> None:
+    sweeping.create_dataset()
+    sweeping.sweeper.sweep()
+    assert sweeping.swept_uploads == [sweeping.now]
+    assert sweeping.deleted_uploads == []
+    sweeping.datasets.delete(DATASET, "", lambda _: None)
+    sweeping.sweeper.sweep()
+    assert sweeping.deleted_uploads == [DATASET]
+
+
+def test_a_deleted_dataset_in_which_there_is_a_version_exists_again(store: ObjectStore, sweeping: Sweeping) -> None:
+    sweeping.create_dataset()
+    sweeping.datasets.delete(DATASET, "", lambda _: None)
+    commit(store)
+    sweeping.sweeper.sweep()
+    assert sweeping.datasets.get(DATASET).name == DATASET
+    assert sweeping.deleted_uploads == []
+
+
+def test_one_damaged_log_does_not_stop_the_rest(store: ObjectStore, sweeping: Sweeping) -> None:
+    store.put(f"{DATASET}/versions/a/log/000000000001.json", b"not json")
+    commit(store)
+    store.put(f"{VERSION}/data/a00009-lost/x", b"x")
+    sweeping.sweeper.sweep()
+    assert len(attempts(store)) == 1
+
+
+def test_an_outage_ends_the_pass(store: ObjectStore, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+
+    def fails(prefix: str) -> Any:
+        looked.append(prefix)
+        if prefix != "datasets":
+            raise Unavailable("no answer")
+        return ["d", "e"]
+
+    monkeypatch.setattr(store, "folders", fails)
+    with pytest.raises(Unavailable):
+        sweeping.sweeper.sweep()
+    assert looked == ["datasets", "datasets/d/versions"]
+
+
+def test_a_pass_is_bounded_and_the_next_goes_on_behind_it(
+    store: ObjectStore, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_service.sweeper.VERSIONS_A_PASS", 2)
+    names = [f"datasets/{dataset}/versions/v{number}" for dataset in "abc" for number in (1, 2)]
+    for name in names:
+        commit(store, name)
+        store.put(f"{name}/data/a00009-lost/x", b"x")
+    left = []
+    for _ in range(3):
+        sweeping.sweeper.sweep()
+        left.append(sum(len(attempts(store, name)) - 1 for name in names))
+    assert left == [4, 2, 0]
+
+
+def test_sweepers_at_the_same_time_do_no_harm(store: ObjectStore) -> None:
+    for number in (1, 2, 3, 4):
+        name = f"{DATASET}/versions/v{number}"
+        commit(store, name)
+        store.put(f"{name}/data/a00009-lost/x", b"x")
+    doomed = f"{DATASET}/versions/v4"
+    Jobs(store, IMPORT_KIND).transition(doomed, lambda newest: request_delete(newest, newest.update_time))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: Sweeping(store).sweeper.sweep(), range(4)))
+    assert Datasets(store).version_names(DATASET) == [f"{DATASET}/versions/v{number}" for number in (1, 2, 3)]
+    for name in Datasets(store).version_names(DATASET):
+        load_version(store, name)
+        assert len(attempts(store, name)) == 1
+
+
+@pytest.mark.parametrize("error", [Unavailable("no answer"), Internal("a fault"), RuntimeError("odd")], ids=repr)
+def test_a_sweep_that_fails_is_followed_by_another(error: Exception) -> None:
+    async def main() -> int:
+        stop, passes = asyncio.Event(), 0
+        loop = asyncio.get_running_loop()
+
+        class Failing:
+            def sweep(self) -> None:
+                nonlocal passes
+                passes += 1
+                if passes == 2:
+                    loop.call_soon_threadsafe(stop.set)
+                raise error
+
+        failing: Any = Failing()
+        await asyncio.wait_for(sweep_periodically(failing, 0.0, stop), 10)
+        return passes
+
+    assert asyncio.run(main()) >= 2

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from data_service.verification import Damage, Verified, verify
+from shared.dataset_version import DatasetVersion, VersionReader, load_version
+from shared.storage import ObjectStore
+from tests.support.versions import commit_version, striped_digits
+
+VERSION = "datasets/d/versions/v1"
+
+
+@pytest.fixture
+def version(store: ObjectStore) -> DatasetVersion:
+    commit_version(store, VERSION, {"train": striped_digits(600), "test": striped_digits(100)})
+    return load_version(store, VERSION)
+
+
+def verified(store: ObjectStore, version: DatasetVersion) -> tuple[list[Damage], Verified]:
+    """All damage, and the last message."""
+    messages = list(verify(store, version))
+    return [damage for message in messages for damage in message.damages], messages[-1]
+
+
+def key(version: DatasetVersion, index: int = 0) -> str:
+    return f"{version.folder}/{version.manifest.files[index].path}"
+
+
+def flip(store: ObjectStore, path: str, position: int) -> None:
+    data = bytearray(store.get(path))
+    data[position] ^= 1
+    store.put(path, data)
+
+
+def test_a_good_version_is_read_to_its_last_byte(store: ObjectStore, version: DatasetVersion) -> None:
+    damages, last = verified(store, version)
+    assert damages == []
+    assert (last.files_checked, last.files_total) == (2, 2)
+    assert last.bytes_checked == version.manifest.size_bytes
+    assert last.rows_checked == 700
+
+
+def test_a_flipped_byte_is_told_with_its_row_group(store: ObjectStore, version: DatasetVersion) -> None:
+    footer = VersionReader(store, version)._footer(0)
+    column: Any = footer.row_group(1).column(0)
+    flip(store, key(version), column.data_page_offset + column.total_compressed_size - 5)
+    damages, last = verified(store, version)
+    assert [one.path for one in damages] == ["train-00000.parquet"] * 2
+    assert damages[0].description.startswith("its SHA-256 is ")
+    assert damages[1].description == "row group 1: a page's checksum is wrong"
+    assert last.files_checked == 2
+    assert last.rows_checked == 700 - 256
+
+
+def test_a_damaged_footer_is_told(store: ObjectStore, version: DatasetVersion) -> None:
+    flip(store, key(version, 1), -12)
+    damages, last = verified(store, version)
+    assert {one.path for one in damages} == {"test-00000.parquet"}
+    assert "footer" in damages[-1].description
+    assert last.rows_checked == 600
+
+
+def test_a_file_that_is_gone_is_told_once_and_the_others_are_checked(
+    store: ObjectStore, version: DatasetVersion
+) -> None:
+    store.delete(key(version))
+    damages, last = verified(store, version)
+    assert damages == [Damage("train-00000.parquet", "is gone")]
+    assert (last.files_checked, last.rows_checked) == (2, 100)
+
+
+def test_a_truncated_file_is_told_with_its_size(store: ObjectStore, version: DatasetVersion) -> None:
+    data = store.get(key(version))
+    store.put(key(version), data[:-10])
+    damages, _ = verified(store, version)
+    assert damages[0] == Damage("train-00000.parquet", f"has {len(data) - 10:,} bytes, not {len(data):,}")
+
+
+def test_row_ids_that_do_not_follow_each_other_are_told(
+    store: ObjectStore, version: DatasetVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = VersionReader.read
+
+    def shifted(self: VersionReader, group: Any, columns: Any = None) -> Any:
+        table = whole(self, group, columns)
+        if group.first_row_id != 256:
+            return table
+        return table.take([1, 0, *range(2, table.num_rows)])
+
+    monkeypatch.setattr(VersionReader, "read", shifted)
+    damages, _ = verified(store, version)
+    assert damages == [Damage("train-00000.parquet", "row group 1: row 0 has the id 257, not 256")]
+
+
+def test_progress_comes_before_the_end(
+    store: ObjectStore, version: DatasetVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_service.verification.READ_BYTES", 10_000)
+    monkeypatch.setattr("data_service.verification.TELL_EVERY_BYTES", 20_000)
+    messages = list(verify(store, version))
+    assert messages[0] == Verified(files_total=2)
+    seen = [message.bytes_checked for message in messages]
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 4
+
+
+def test_the_files_are_parquet_with_checksums(store: ObjectStore, version: DatasetVersion) -> None:
+    """What is verified is there to be verified."""
+    import io
+
+    metadata = pq.read_metadata(io.BytesIO(store.get(key(version))))
+    assert metadata.num_row_groups == 3

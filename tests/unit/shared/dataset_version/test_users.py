@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from shared.dataset_version.users import live_users, mark_used, markers, unmark, using
+from shared.dataset_version.version import IMPORT_KIND
+from shared.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
+from shared.jobs import JobRecord, Jobs
+from shared.jobs.record import fail, request_delete
+from shared.storage import ObjectStore
+
+USER = "trainingJobs/j"
+
+
+def keys(store: ObjectStore) -> list[str]:
+    return [info.key for info in store.list() if "/users/" in info.key]
+
+
+def job(store: ObjectStore, uid: str) -> JobRecord:
+    return Jobs(store, "train").create(USER, JobRecord(uid=uid, name=USER, spec={}, create_time=0.0, update_time=0.0))
+
+
+def test_a_marker_names_its_user(store: ObjectStore, committed: str) -> None:
+    mark_used(store, committed, "train", "u1", USER)
+    job(store, "u1")
+    assert keys(store) == [f"{committed}/users/train-u1.json"]
+    assert json.loads(store.get(keys(store)[0]))["user"] == USER
+    assert live_users(store, committed, time.time()) == [USER]
+    unmark(store, committed, "train", "u1")
+    assert live_users(store, committed, time.time()) == []
+
+
+def test_a_version_that_is_not_there_is_not_marked(store: ObjectStore) -> None:
+    with pytest.raises(NotFound):
+        mark_used(store, "datasets/d/versions/none", "train", "u1", USER)
+    assert keys(store) == []
+
+
+def test_a_version_that_is_being_deleted_is_not_marked(store: ObjectStore, committed: str) -> None:
+    Jobs(store, IMPORT_KIND).transition(committed, lambda newest: request_delete(newest, 1.0))
+    with pytest.raises(FailedPrecondition):
+        mark_used(store, committed, "train", "u1", USER)
+    assert keys(store) == []
+
+
+def test_a_refused_user_leaves_no_marker(store: ObjectStore, committed: str) -> None:
+    with pytest.raises(AlreadyExists), using(store, committed, "train", "u1", USER):
+        raise AlreadyExists("taken")
+    assert keys(store) == []
+
+
+def test_after_an_outage_the_marker_stays_for_the_user_may_have_been_made(store: ObjectStore, committed: str) -> None:
+    with pytest.raises(Unavailable), using(store, committed, "train", "u1", USER):
+        job(store, "u1")
+        raise Unavailable("the answer was lost")
+    assert live_users(store, committed, time.time()) == [USER]
+
+
+def test_an_outage_while_looking_whether_it_is_active_keeps_the_marker(
+    store: ObjectStore, committed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> bytes:
+        raise Unavailable("no answer")
+
+    monkeypatch.setattr(store, "get", fails)
+    with pytest.raises(Unavailable):
+        mark_used(store, committed, "train", "u1", USER)
+    assert keys(store) == [f"{committed}/users/train-u1.json"]
+
+
+def test_a_job_that_has_ended_uses_nothing(store: ObjectStore, committed: str) -> None:
+    mark_used(store, committed, "train", "u1", USER)
+    job(store, "u1")
+    Jobs(store, "train").transition(USER, lambda newest: fail(newest, NotFound("x"), 1.0))
+    assert live_users(store, committed, time.time()) == []
+
+
+def test_a_marker_whose_job_never_came_counts_for_ten_minutes(store: ObjectStore, committed: str) -> None:
+    mark_used(store, committed, "train", "u1", USER, now=1000.0)
+    job(store, "another")  # of the same name, but not this user
+    assert live_users(store, committed, 1599.0) == [USER]
+    assert live_users(store, committed, 1601.0) == []
+
+
+def test_a_user_that_is_no_job_is_believed_until_it_unmarks(store: ObjectStore, committed: str) -> None:
+    mark_used(store, committed, "deploy", "u1", "deployments/m", is_job=False, now=1.0)
+    assert live_users(store, committed, 1e9) == ["deployments/m"]
+    assert [marker.kind for marker in markers(store, committed)] == ["deploy"]
+
+
+def test_a_marker_of_before_there_were_folders_in_them_is_believed(store: ObjectStore, committed: str) -> None:
+    store.put(f"{committed}/users/train-u0.json", json.dumps({"user": USER}).encode())
+    assert live_users(store, committed, 1e9) == [USER]

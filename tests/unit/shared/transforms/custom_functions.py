@@ -1,0 +1,82 @@
+"""Functions of an operator's own, as `custom` calls them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+
+def doubled(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Every column twice as large; tensors too."""
+    columns = []
+    for column in rows.columns:
+        if isinstance(column, pa.ExtensionArray):
+            lists = pa.FixedSizeListArray.from_arrays(
+                pc.multiply(column.storage.flatten(), 2), type=column.type.storage_type
+            )
+            columns.append(pa.ExtensionArray.from_storage(column.type, lists))
+        else:
+            columns.append(pc.multiply(column, 2))
+    return pa.RecordBatch.from_arrays(columns, rows.schema.names)
+
+
+def halves_as_lists(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """One new column, of fixed-size lists."""
+    halves = pc.divide(pc.cast(rows.column(0), pa.float64()), 2)
+    return pa.RecordBatch.from_arrays([pa.FixedSizeListArray.from_arrays(halves, 1)], ["half"])
+
+
+def named_age(rows: pa.RecordBatch) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([rows.column(0)], ["age"])
+
+
+def one_row_less(rows: pa.RecordBatch) -> pa.RecordBatch:
+    return rows.slice(1) if len(rows) else rows
+
+
+def another_type(rows: pa.RecordBatch) -> pa.RecordBatch:
+    kind = pa.int32() if len(rows) else pa.int64()
+    return pa.RecordBatch.from_arrays([pc.cast(rows.column(0), kind)], rows.schema.names)
+
+
+def no_batch(rows: pa.RecordBatch) -> Any:
+    return rows.to_pydict()
+
+
+def no_column(rows: pa.RecordBatch) -> pa.RecordBatch:
+    return rows.select([])
+
+
+def nested(rows: pa.RecordBatch) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([pa.array([[1]] * len(rows), pa.list_(pa.int64()))], rows.schema.names)
+
+
+def raising(rows: pa.RecordBatch) -> pa.RecordBatch:
+    if len(rows):
+        raise KeyError("no such thing")
+    return rows
+
+
+def stuck(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Never ends, and swallows whatever it can."""
+    while len(rows):
+        try:
+            threading.Event().wait(0.01)
+        except Exception:
+            continue
+    return rows
+
+
+def slow(rows: pa.RecordBatch) -> pa.RecordBatch:
+    if len(rows):
+        deadline = time.monotonic() + 0.05
+        while time.monotonic() < deadline:
+            pass
+    return rows
+
+
+NOT_A_FUNCTION = 3

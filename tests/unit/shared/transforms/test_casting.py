@@ -1,0 +1,128 @@
+"""Casts: exact, or refused by the row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.errors import InvalidArgument
+from shared.transforms import RowError, ScalarType, TensorType
+from tests.unit.shared.transforms.samples import pipeline
+
+
+def cast(column: pa.Array, to: str) -> pa.Array:
+    built = pipeline({"column": "x", "cast": {"arrowType": to}})
+    announced = built.output({"x": ScalarType(column.type)})["x"]
+    made = built({"x": column})["x"]
+    assert announced == ScalarType(made.type)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("given_values", "given_type", "to", "made"),
+    [
+        (["1", None, "-7"], "string", "int64", [1, None, -7]),
+        (["0.1", "nan", "-inf"], "string", "double", None),
+        (["true", "false"], "string", "bool", [True, False]),
+        ([1, 0, None], "int64", "bool", [True, False, None]),
+        ([True, None], "bool", "uint8", [1, None]),
+        ([1.0, -0.0, 3e9], "double", "int64", [1, 0, 3_000_000_000]),
+        ([0.5, None, float("inf")], "double", "float", [0.5, None, float("inf")]),
+        ([2**60, -(2**63)], "int64", "double", [2.0**60, -(2.0**63)]),
+        ([1, 255], "int64", "uint8", [1, 255]),
+        ([5, None], "int64", "string", ["5", None]),
+        (["1.25"], "string", "decimal128(5, 2)", None),
+        ([0.25], "double", "decimal128(5, 2)", None),
+        ([86_400_000_000], "timestamp[us]", "date32[day]", None),
+        ([1, None], "timestamp[s]", "timestamp[us]", None),
+        (["2019-03-01T12:00:00"], "string", "timestamp[us]", None),
+        (["2019-03-01"], "string", "date32[day]", None),
+        ([b"abc"], "binary", "string", ["abc"]),
+    ],
+)
+def test_values_that_the_type_holds_are_cast(given_values: list[Any], given_type: str, to: str, made: Any) -> None:
+    out = cast(pa.array(given_values, pa.type_for_alias(given_type)), to)
+
+    assert str(out.type) == to
+    if made is not None:
+        assert out.to_pylist() == made
+
+
+@pytest.mark.parametrize(
+    ("given_values", "given_type", "to", "row"),
+    [
+        (["1", "two", "3"], "string", "int64", 1),
+        (["300"], "string", "uint8", 0),
+        (["1", "1e999"], "string", "double", 1),
+        (["1.5"], "string", "int32", 0),
+        ([1.0, 1.5], "double", "int64", 1),
+        ([1.0, None, float("nan")], "double", "int64", 2),
+        ([1e300], "double", "int64", 0),
+        ([0.5, 0.1], "double", "float", 1),
+        ([1e300], "double", "float", 0),
+        ([2**53, 2**53 + 1], "int64", "double", 1),
+        ([2**63 - 1], "int64", "double", 0),
+        ([2**24 + 1], "int64", "float", 0),
+        ([0, 256], "int64", "uint8", 1),
+        ([-1], "int64", "uint64", 0),
+        ([0, 1, 2], "int64", "bool", 2),
+        ([0.25, 0.125], "double", "decimal128(5, 2)", 1),
+        ([86_400_000_000, 1], "timestamp[us]", "date32[day]", 1),
+        ([1_000_000, 1], "timestamp[us]", "timestamp[s]", 1),
+        (["2019-03-01", "1st of March"], "string", "date32[day]", 1),
+        ([b"abc", b"\xff"], "binary", "string", 1),
+    ],
+)
+def test_a_value_that_the_type_cannot_hold_names_its_row(
+    given_values: list[Any], given_type: str, to: str, row: int
+) -> None:
+    with pytest.raises(RowError, match="cannot hold exactly") as refused:
+        cast(pa.array(given_values, pa.type_for_alias(given_type)), to)
+
+    assert (refused.value.row, refused.value.path) == (row, "transform.steps[0]")
+
+
+@given(
+    values=st.lists(st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)), min_size=1, max_size=9),
+    to=st.sampled_from(["int8", "uint16", "int32", "uint64", "float", "double", "halffloat"]),
+)
+def test_integers_are_cast_exactly_or_refused_at_the_first_that_cannot(values: list[int | None], to: str) -> None:
+    dtype = np.dtype(pa.type_for_alias(to).to_pandas_dtype())
+
+    def holds(value: int | None) -> bool:
+        if value is None:
+            return True
+        if dtype.kind == "f":
+            with np.errstate(over="ignore"):
+                nearest = float(dtype.type(value))
+            return np.isfinite(nearest) and int(nearest) == value
+        return bool(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max)
+
+    bad = [row for row, value in enumerate(values) if not holds(value)]
+    if bad:
+        with pytest.raises(RowError) as refused:
+            cast(pa.array(values, pa.int64()), to)
+        assert refused.value.row == bad[0]
+    else:
+        assert cast(pa.array(values, pa.int64()), to).to_pylist() == values
+
+
+@pytest.mark.parametrize("spelling", ["", "int", "complex", "list<item: int64>", "timestamp", "struct", "null", "duration[s]"])
+def test_types_that_no_column_has_are_refused(spelling: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        pipeline({"column": "x", "cast": {"arrowType": spelling}})
+
+    assert refused.value.fields[0][0] == "transform.steps[0].cast.arrow_type"
+
+
+def test_tensors_and_types_with_no_cast_between_them_are_refused_before_any_row() -> None:
+    built = pipeline({"column": "x", "cast": {"arrowType": "bool"}})
+
+    for given_type in (TensorType("uint8", (2,)), ScalarType(pa.timestamp("s"))):
+        with pytest.raises(InvalidArgument):
+            built.output({"x": given_type})

@@ -1,0 +1,99 @@
+"""What a training job does to the rows of its version: which columns it reads, and the model's input made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shared.dataset_version.manifest import Column
+from shared.errors import InvalidArgument, invalid_field
+from shared.transforms import Pipeline, RowError, RowKeys, Schema, TensorSpec, TensorType, schema_of_columns
+from shared.transforms.slicing import needed_columns, sliced
+from train_service.domain.spec import TrainingSpec
+from train_service.row_cache import Array, Rows
+
+FIELD = "spec.transform"
+
+
+class Preprocessing:
+    """The steps of the job's own transform that its input column depends on, and no others. Immutable."""
+
+    def __init__(self, spec: TrainingSpec, columns: Sequence[Column]) -> None:
+        """`columns` are the version's. Raises `InvalidArgument` naming the step, or `spec.input_column`."""
+        self.input_column = spec.input_column
+        self._version = spec.dataset_version
+        given = schema_of_columns(columns)
+        whole = Pipeline.from_config(spec.transform, spec.input_column, FIELD)
+        _check_steps(whole)
+        schemas = _schemas(whole, given, spec)
+        self._made = schemas[-1].get(spec.input_column)
+        if self._made is None:
+            raise invalid_field(
+                FIELD, spec.input_column, f"it takes the input column away and leaves {_names(schemas[-1])}"
+            )
+        needed = needed_columns(whole.steps, schemas, frozenset([spec.input_column]))
+        # In the version's order; the label is read beside them, for no step gets it.
+        self.columns = [name for name in given if name in needed[0]]
+        read = {name: given[name] for name in self.columns}
+        part = [step for _, step in sliced(whole.steps, [read, *schemas[1:]], needed)]
+        self._pipeline = Pipeline(part, spec.input_column, FIELD)
+        # As a checkpoint keeps it: every step names its column.
+        self.config = whole.config
+
+    @property
+    def output(self) -> TensorSpec:
+        """The model's input for one row. Raises `InvalidArgument` unless it is a tensor of a fixed shape."""
+        made = self._made
+        lengths = [length for length in made.shape if length is not None] if isinstance(made, TensorType) else []
+        if not isinstance(made, TensorType) or len(lengths) < len(made.shape):
+            remedy = f"column {self.input_column!r} must become a float32 tensor of a fixed shape; add steps"
+            raise invalid_field(FIELD, str(made), remedy)
+        return TensorSpec(self.input_column, made.dtype, tuple(lengths))
+
+    def __call__(self, rows: Rows, keys: RowKeys | None = None) -> Array:
+        """The model's input of these rows (B, *shape). With `keys`, those of the rows, augmentations act.
+
+        Raises `InvalidArgument` naming the id of a row that a step cannot work on.
+        """
+        try:
+            made: Array = self._pipeline(rows.batch(), keys)[self.input_column]
+        except RowError as error:
+            row_id = int(rows.row_ids[error.row])
+            raise InvalidArgument(
+                f"{error.path}: row {row_id} of {self._version}: {error.problem}",
+                reason="BAD_ROW",
+                metadata={"resource": self._version, "row_id": str(row_id)},
+                fields=[(error.path, f"row {row_id}: {error.problem}")],
+            ) from error
+        return made
+
+
+def _check_steps(pipeline: Pipeline) -> None:
+    unfitted = pipeline.unfitted
+    for index, step in enumerate(pipeline.steps):
+        path = f"{FIELD}.steps[{index}]"
+        if step.drops_rows:
+            raise invalid_field(
+                path, step.op, "a training job takes every row of its split; filter in TransformVersion"
+            )
+        if index in unfitted:
+            raise invalid_field(path, step.op, "training learns no step; set what it learns, or use TransformVersion")
+
+
+def _schemas(pipeline: Pipeline, given: Schema, spec: TrainingSpec) -> list[Schema]:
+    """The columns before each step and, last, after all. An input column that no step could have made by the time it
+    is worked on is the fault of `spec.input_column`, not of the step."""
+    schemas = [given]
+    for index, step in enumerate(pipeline.steps):
+        if spec.input_column not in schemas[-1] and spec.input_column in step.reads:
+            break
+        schemas.append(Pipeline(pipeline.steps[: index + 1], field=FIELD).output(given))
+    else:
+        if spec.input_column in {*given, *schemas[-1]}:
+            return schemas
+    raise invalid_field(
+        "spec.input_column", spec.input_column, f"{spec.dataset_version} has {_names(given)}, and no step makes it"
+    )
+
+
+def _names(schema: Schema) -> str:
+    return ", ".join(schema)
