@@ -25,7 +25,7 @@ from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import MillraceError
 from shared.grpc_server import serve
 from shared.jobs import Jobs
-from shared.jobs.supervisor import supervise
+from shared.jobs.supervisor import Nudge, supervise
 from shared.operations import OperationsServicer
 from shared.settings import SettingsError
 from shared.storage import ObjectStore, open_store, probe
@@ -44,6 +44,7 @@ async def run(settings: DataSettings, store: ObjectStore) -> None:
     datasets = Datasets(store)
     uploads = Uploads(store, datasets, presigner(settings.service.store))
     versions = Versions(store, jobs, datasets)
+    nudge = Nudge()
     version_jobs = VersionJobs(
         store,
         jobs,
@@ -51,6 +52,7 @@ async def run(settings: DataSettings, store: ObjectStore) -> None:
         versions,
         import_roots=settings.import_roots,
         custom_allowed=settings.custom_transforms,
+        nudge=nudge,
     )
     operations = VersionOperations(store, jobs, versions)
     deletions = Deletions(store, jobs)
@@ -69,7 +71,7 @@ async def run(settings: DataSettings, store: ObjectStore) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(sweep_periodically(sweeper, settings.sweep_interval_s, stop))
         if settings.service.ray_address:
-            tasks.create_task(supervise(RECONCILER, stop))
+            tasks.create_task(supervise(RECONCILER, stop, nudge))
         else:
             logger.warning("RAY_ADDRESS is not set: versions wait to be made until the service is started with one")
         try:

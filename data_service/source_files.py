@@ -18,6 +18,7 @@ from data_service.domain.uris import FileSource, S3Source, UploadSource, UriRefu
 from data_service.local_files import LocalFiles
 from data_service.s3_objects import S3Objects
 from data_service.source_errors import source_not_found
+from data_service.uploads.reader import open_upload, upload_size
 from shared.errors import InvalidArgument, invalid_field
 from shared.storage import ObjectStore
 
@@ -30,8 +31,8 @@ DRAIN_BYTES = 8 * 1024 * 1024
 @dataclass(frozen=True)
 class SourceFile:
     """`field` is the request's field that names it. `size_bytes` is None while it is an upload that still grows.
-    `open` gives a fresh seekable file each time, at its first byte.
-    `relative` is its path below the folder that was named."""
+    `open` gives a fresh seekable file each time, at its first byte. `relative` is its path below the folder that was
+    named."""
 
     field: str
     uri: str
@@ -165,13 +166,10 @@ class SourceFiles:
         return SourceFile(field, uri, size, lambda: bucket.open(field, uri, path), relative)
 
     def _upload(self, field: str, name: str) -> SourceFile:
-        # Only here: the readers of uploads need the whole service's store.
-        from data_service.uploads.reader import open_upload, upload_size
-
         store = self._store
         if store is None:
             raise invalid_field(field, name, "no upload can be read here")
-        opened = partial(open_upload, store, name, on_wait=self._on_wait)
+        opened = partial(open_upload, store, name, on_wait=self._on_wait, field=field)
         return SourceFile(field, name, upload_size(store, name), opened, is_upload=True)
 
 

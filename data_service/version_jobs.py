@@ -29,7 +29,7 @@ from shared.storage import ObjectStore
 
 class VersionJobs:
     """`import_roots` are the folders below which file:// sources may lie, `custom_allowed` the functions that custom
-    steps may name."""
+    steps may name; `nudge` is called when a job was made."""
 
     def __init__(
         self,
@@ -40,7 +40,9 @@ class VersionJobs:
         *,
         import_roots: Sequence[PurePosixPath],
         custom_allowed: Collection[str],
+        nudge: Callable[[], None] = lambda: None,
     ) -> None:
+        self._nudge = nudge
         self._store = store
         self._jobs = jobs
         self._datasets = datasets
@@ -130,6 +132,7 @@ class VersionJobs:
                     raise
                 continue
             self._keep_unless_dataset_is_gone(dataset, made)
+            self._nudge()
             return made
 
     def _keep_unless_dataset_is_gone(self, dataset: Dataset, job: JobRecord) -> None:

@@ -8,6 +8,7 @@ from shared.dataset_version.manifest import Column
 from shared.errors import InvalidArgument, invalid_field
 from shared.transforms import Pipeline, RowError, RowKeys, Schema, TensorSpec, TensorType, schema_of_columns
 from shared.transforms.slicing import needed_columns, sliced
+from shared.transforms.walk import Walk
 from train_service.domain.spec import TrainingSpec
 from train_service.row_cache import Array, Rows
 
@@ -34,8 +35,8 @@ class Preprocessing:
         # In the version's order; the label is read beside them, for no step gets it.
         self.columns = [name for name in given if name in needed[0]]
         read = {name: given[name] for name in self.columns}
-        part = [step for _, step in sliced(whole.steps, [read, *schemas[1:]], needed)]
-        self._pipeline = Pipeline(part, spec.input_column, FIELD)
+        # Each with its place in the whole transform, from which augmentations draw.
+        self._steps = sliced(whole.steps, [read, *schemas[1:]], needed)
         # As a checkpoint keeps it: every step names its column.
         self.config = whole.config
 
@@ -55,7 +56,9 @@ class Preprocessing:
         Raises `InvalidArgument` naming the id of a row that a step cannot work on.
         """
         try:
-            made: Array = self._pipeline(rows.batch(), keys)[self.input_column]
+            walk = Walk(rows.batch(), keys)
+            for place, step in self._steps:
+                walk.through(step, f"{FIELD}.steps[{place}]", place)
         except RowError as error:
             row_id = int(rows.row_ids[error.row])
             raise InvalidArgument(
@@ -64,6 +67,7 @@ class Preprocessing:
                 metadata={"resource": self._version, "row_id": str(row_id)},
                 fields=[(error.path, f"row {row_id}: {error.problem}")],
             ) from error
+        made: Array = walk.batch[self.input_column]
         return made
 
 

@@ -10,16 +10,23 @@ from typing import Any
 import grpc
 
 from millrace.data.v1 import data_service_pb2 as pb
-from millrace_client.calls import Caller
+from millrace.data.v1 import data_service_pb2_grpc
+from millrace_client.calls import MAX_MESSAGE_BYTES, Caller
 from millrace_client.errors import REQUEST_ID_KEY, MillraceError, Unavailable, from_rpc_error
 
 CANCEL_TIMEOUT_S = 5.0
+# A channel of its own, without gRPC's retries: replaying a stream that broke, they now and then leave a message out, or
+# hang. Whoever sends knows better what to send again.
+CHANNEL_OPTIONS = [
+    ("grpc.enable_retries", 0),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
 
 
 class ChunkStream:
     """It bounds nothing: whoever sends must wait for acknowledgements."""
 
-    def __init__(self, caller: Caller, stub: Any) -> None:
+    def __init__(self, caller: Caller) -> None:
         self.acknowledged = 0
         self.error: MillraceError | None = None
         self._address = caller.address
@@ -27,7 +34,13 @@ class ChunkStream:
         self._changed = threading.Condition()
         self._ended = False
         self._requests: queue.SimpleQueue[pb.UploadChunksRequest | None] = queue.SimpleQueue()
-        self._call = stub.UploadChunks(iter(self._requests.get, None), metadata=((REQUEST_ID_KEY, self._request_id),))
+        # gRPC obeys http_proxy even for this machine itself.
+        is_here = caller.address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
+        proxy_options = [("grpc.enable_http_proxy", 0)] if is_here else []
+        self._channel = grpc.insecure_channel(caller.address, options=[*CHANNEL_OPTIONS, *proxy_options])
+        stub: Any = data_service_pb2_grpc.DataServiceStub(self._channel)
+        metadata = ((REQUEST_ID_KEY, self._request_id),)
+        self._call = stub.UploadChunks(iter(self._requests.get, None), metadata=metadata)
         self._thread = threading.Thread(target=self._read, name="upload-acknowledgements", daemon=True)
         self._thread.start()
 
@@ -49,6 +62,7 @@ class ChunkStream:
         self._call.cancel()
         self._requests.put(None)  # ends grpc's thread that waits for the next
         self._thread.join(CANCEL_TIMEOUT_S)
+        self._channel.close()
 
     def _read(self) -> None:
         error: MillraceError = Unavailable(f"{self._address} ended the call early", request_id=self._request_id)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from google.longrunning import operations_pb2
+from google.protobuf import empty_pb2, field_mask_pb2
 
+from millrace.common.v1 import transform_pb2
 from millrace.data.v1 import data_service_pb2 as pb
-from millrace.data.v1 import data_service_pb2_grpc, resources_pb2
+from millrace.data.v1 import data_service_pb2_grpc, quality_pb2, resources_pb2
 from millrace_client.arrow_stream import ArrowBytes, read_method
 from millrace_client.calls import Caller, new_request_id
 from millrace_client.errors import AlreadyExists
@@ -17,6 +19,11 @@ from millrace_client.paging import every_page
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from millrace_client.byte_sources import Source
+    from millrace_client.uploads import OnProgress
+
+DELETE_TIMEOUT_S = 300.0
 
 
 class DataClient:
@@ -28,13 +35,20 @@ class DataClient:
         self._read_version = read_method(caller.channel)
 
     def create_dataset(
-        self, dataset_id: str, *, display_name: str = "", description: str = "", exist_ok: bool = False
+        self,
+        dataset_id: str,
+        *,
+        display_name: str = "",
+        description: str = "",
+        retention: resources_pb2.Retention | None = None,
+        exist_ok: bool = False,
     ) -> resources_pb2.Dataset:
         """A new, empty dataset. Raises `AlreadyExists`, unless `exist_ok`: then it is the one that exists."""
         request = pb.CreateDatasetRequest(
             dataset_id=dataset_id,
             display_name=display_name,
             description=description,
+            retention=retention,
             request_id=new_request_id(),
         )
         try:
@@ -51,6 +65,53 @@ class DataClient:
         """All of them, in the order of their names."""
         return every_page(self._caller, self._stub.ListDatasets, pb.ListDatasetsRequest(), "datasets")
 
+    def update_dataset(
+        self,
+        name: str,
+        *,
+        display_name: str | None = None,
+        description: str | None = None,
+        retention: resources_pb2.Retention | None = None,
+        etag: str = "",
+    ) -> resources_pb2.Dataset:
+        """Changes what is given. Raises `Aborted` where `etag` is given and not the present one."""
+        given = {"display_name": display_name, "description": description, "retention": retention}
+        changes: dict[str, Any] = {path: value for path, value in given.items() if value is not None}
+        if not changes:
+            raise ValueError("name what to change: display_name, description or retention")
+        request = pb.UpdateDatasetRequest(
+            dataset=resources_pb2.Dataset(name=name, etag=etag, **changes),
+            update_mask=field_mask_pb2.FieldMask(paths=list(changes)),
+        )
+        return self._caller.unary(self._stub.UpdateDataset, request, resources_pb2.Dataset)
+
+    def delete_dataset(self, name: str, *, etag: str = "") -> None:
+        """With its uploads. Raises `FailedPrecondition` while it has versions."""
+        self._caller.unary(self._stub.DeleteDataset, pb.DeleteDatasetRequest(name=name, etag=etag), empty_pb2.Empty)
+
+    def upload(
+        self, dataset: str, source: Source, *, upload_id: str = "", on_progress: OnProgress | None = None
+    ) -> resources_pb2.Upload:
+        """Sends a file or bytes into a new upload of `datasets/{d}`: see `millrace_client.uploads.upload`."""
+        from millrace_client.uploads import upload
+
+        return upload(self._caller, self._stub, dataset, source, upload_id=upload_id, on_progress=on_progress)
+
+    def resume_upload(
+        self, name: str, source: Source, *, on_progress: OnProgress | None = None
+    ) -> resources_pb2.Upload:
+        """Goes on with an upload that broke off: see `millrace_client.uploads.resume_upload`."""
+        from millrace_client.uploads import resume_upload
+
+        return resume_upload(self._caller, self._stub, name, source, on_progress=on_progress)
+
+    def get_upload(self, name: str) -> resources_pb2.Upload:
+        return self._caller.unary(self._stub.GetUpload, pb.GetUploadRequest(name=name), resources_pb2.Upload)
+
+    def abort_upload(self, name: str) -> None:
+        """Takes an upload away, with its bytes. Raises `FailedPrecondition` while an import reads it."""
+        self._caller.unary(self._stub.AbortUpload, pb.AbortUploadRequest(name=name), empty_pb2.Empty)
+
     def import_version(
         self,
         dataset: str,
@@ -58,17 +119,70 @@ class DataClient:
         *,
         hold_outs: Iterable[pb.HoldOut] = (),
         version_id: str = "",
+        column_types: Mapping[str, str] | None = None,
+        bad_rows: pb.BadRows | None = None,
+        checks: Iterable[quality_pb2.QualityCheck] = (),
+        base: pb.Base | None = None,
     ) -> Operation[resources_pb2.DatasetVersion]:
-        """Starts importing files that the server can read. `dataset` is `datasets/{d}`; see `millrace_client.specs`."""
+        """Starts importing files that the server can read, or uploads, into a new version of `datasets/{d}`.
+
+        `column_types` maps columns to types in Arrow's own spelling. See `millrace_client.specs` for the messages.
+        """
         request = pb.ImportVersionRequest(
             parent=dataset,
             version_id=version_id,
             sources=sources,
             hold_outs=hold_outs,
             request_id=new_request_id(),
+            column_types=[
+                pb.ColumnType(column=column, arrow_type=arrow_type)
+                for column, arrow_type in (column_types or {}).items()
+            ],
+            bad_rows=bad_rows,
+            checks=checks,
+            base=base,
         )
         operation = self._caller.unary(self._stub.ImportVersion, request, operations_pb2.Operation)
         return Operation(self._caller, operation, resources_pb2.DatasetVersion, pb.ImportVersionMetadata)
+
+    def transform_version(
+        self,
+        source: str,
+        steps: Iterable[transform_pb2.TransformStep] = (),
+        *,
+        dataset: str = "",
+        version_id: str = "",
+        splits: pb.SplitRule | None = None,
+        fit_split: str = "",
+        checks: Iterable[quality_pb2.QualityCheck] = (),
+    ) -> Operation[resources_pb2.DatasetVersion]:
+        """Starts making a new version of `dataset` (unset: the source's own) out of `datasets/{d}/versions/{v}`.
+
+        See `millrace_client.steps` for the steps, and `millrace_client.specs` for the rules of splits.
+        """
+        request = pb.TransformVersionRequest(
+            parent=dataset or source.partition("/versions/")[0],
+            version_id=version_id,
+            source=source,
+            transform=transform_pb2.Transform(steps=steps),
+            splits=splits,
+            fit_split=fit_split,
+            checks=checks,
+            request_id=new_request_id(),
+        )
+        operation = self._caller.unary(self._stub.TransformVersion, request, operations_pb2.Operation)
+        return Operation(self._caller, operation, resources_pb2.DatasetVersion, pb.TransformVersionMetadata)
+
+    def delete_version(self, name: str, *, etag: str = "") -> None:
+        """With its files. Raises `FailedPrecondition` while it is being made, or somebody uses it."""
+        request = pb.DeleteVersionRequest(name=name, etag=etag)
+        # A version of many files takes a while.
+        self._caller.unary(self._stub.DeleteVersion, request, empty_pb2.Empty, timeout_s=DELETE_TIMEOUT_S)
+
+    def verify_version(self, name: str) -> Iterator[pb.VerifyVersionResponse]:
+        """Has every stored byte read again, and yields how far that is; each message has the damage found since the
+        one before."""
+        yield from self._caller.stream(self._stub.VerifyVersion, pb.VerifyVersionRequest(name=name))
 
     def get_version(self, name: str) -> resources_pb2.DatasetVersion:
         return self._caller.unary(self._stub.GetVersion, pb.GetVersionRequest(name=name), resources_pb2.DatasetVersion)
@@ -79,7 +193,8 @@ class DataClient:
         return every_page(self._caller, self._stub.ListVersions, request, "versions")
 
     def preview_version(self, name: str, *, rows_per_split: int = 0) -> pb.PreviewVersionResponse:
-        """The first rows of each split as an Arrow stream, and a contact sheet of an image column."""
+        """The first rows of each split as an Arrow stream, the quality report, and a contact sheet of an image
+        column."""
         request = pb.PreviewVersionRequest(name=name, rows_per_split=rows_per_split)
         return self._caller.unary(self._stub.PreviewVersion, request, pb.PreviewVersionResponse)
 

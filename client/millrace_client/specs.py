@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from google.protobuf.struct_pb2 import Struct
 
 from millrace.common.v1 import transform_pb2
 from millrace.data.v1 import data_service_pb2
+from millrace.data.v1 import resources_pb2 as data_resources_pb2
 from millrace.train.v1 import resources_pb2
+
+# What a path may hold in a URI, and the wildcards.
+_PATH_CHARACTERS = "/-._~!$&'()+,;=:@*?"
+_UPLOAD = re.compile(r"datasets/[^/]+/uploads/[^/]+")
 
 
 def uri(path_or_uri: str | Path) -> str:
-    """A URI as it is; a path as `file:///…`, which the server must be able to read."""
-    text = str(path_or_uri)
-    return text if "://" in text else Path(text).absolute().as_uri()
+    """A URI, or the name of an upload, as it is; a path as `file:///…`, which the server must be able to read.
+
+    In a string `*`, `?` and `**` name several files, and a `/` at the end a whole folder; a `Path` is one file.
+    """
+    if isinstance(path_or_uri, Path):
+        return path_or_uri.absolute().as_uri()
+    text = path_or_uri
+    if "://" in text or _UPLOAD.fullmatch(text):
+        return text
+    folder = "/" if text.endswith("/") and text != "/" else ""
+    return f"file://{quote(str(Path(text).absolute()), safe=_PATH_CHARACTERS)}{folder}"
 
 
 def idx_source(split: str, images: str | Path, labels: str | Path) -> data_service_pb2.ImportSource:
@@ -26,8 +42,97 @@ def idx_source(split: str, images: str | Path, labels: str | Path) -> data_servi
 
 
 def parquet_source(split: str, path_or_uri: str | Path) -> data_service_pb2.ImportSource:
-    """One Parquet file for one split."""
+    """Parquet files for one split."""
     return data_service_pb2.ImportSource(split=split, parquet=data_service_pb2.ParquetSource(uri=uri(path_or_uri)))
+
+
+def arrow_source(split: str, path_or_uri: str | Path) -> data_service_pb2.ImportSource:
+    """Arrow IPC streams or files for one split."""
+    return data_service_pb2.ImportSource(split=split, arrow=data_service_pb2.ArrowSource(uri=uri(path_or_uri)))
+
+
+def csv_source(
+    split: str,
+    path_or_uri: str | Path,
+    *,
+    delimiter: str = "",
+    column_names: Sequence[str] = (),
+    null_values: Sequence[str] = (),
+    encoding: str = "",
+) -> data_service_pb2.ImportSource:
+    """CSV files for one split; what is left out is the server's default. `column_names`: the files have no header."""
+    csv = data_service_pb2.CsvSource(
+        uri=uri(path_or_uri),
+        delimiter=delimiter,
+        column_names=column_names,
+        null_values=null_values,
+        encoding=encoding,
+    )
+    return data_service_pb2.ImportSource(split=split, csv=csv)
+
+
+def json_lines_source(split: str, path_or_uri: str | Path) -> data_service_pb2.ImportSource:
+    """Files of one JSON object a line for one split."""
+    lines = data_service_pb2.JsonLinesSource(uri=uri(path_or_uri))
+    return data_service_pb2.ImportSource(split=split, json_lines=lines)
+
+
+def image_folder_source(split: str, path_or_uri: str | Path) -> data_service_pb2.ImportSource:
+    """A folder with a folder of images for each class, for one split."""
+    folder = uri(path_or_uri)
+    images = data_service_pb2.ImageFolderSource(uri=folder if folder.endswith("/") else f"{folder}/")
+    return data_service_pb2.ImportSource(split=split, image_folder=images)
+
+
+def image_tar_source(split: str, path_or_uri: str | Path) -> data_service_pb2.ImportSource:
+    """Tars of such a folder for one split."""
+    return data_service_pb2.ImportSource(split=split, image_tar=data_service_pb2.ImageTarSource(uri=uri(path_or_uri)))
+
+
+def quarantine(max_rows: int = 0) -> data_service_pb2.BadRows:
+    """Bad rows are left out and kept aside, up to so many; 0: any number."""
+    return data_service_pb2.BadRows(action=data_service_pb2.BadRows.ACTION_QUARANTINE, max_rows=max_rows)
+
+
+def append_to(version: str) -> data_service_pb2.Base:
+    """The new version has the rows of `datasets/{d}/versions/{v}` first, in each split, and follows it."""
+    return data_service_pb2.Base(version=version, mode=data_service_pb2.Base.MODE_APPEND)
+
+
+def replacing(version: str) -> data_service_pb2.Base:
+    """The new version keeps nothing of `datasets/{d}/versions/{v}`, and follows it."""
+    return data_service_pb2.Base(version=version, mode=data_service_pb2.Base.MODE_REPLACE)
+
+
+def retention(*, keep_newest: int = 0, max_age_s: float = 0.0) -> data_resources_pb2.Retention:
+    """Which versions are deleted by themselves; 0: no matter."""
+    message = data_resources_pb2.Retention(keep_newest=keep_newest)
+    if max_age_s:
+        message.max_age.FromNanoseconds(round(max_age_s * 1e9))
+    return message
+
+
+def hash_split(key_columns: Sequence[str], shares: Mapping[str, float], *, seed: int = 0) -> data_service_pb2.SplitRule:
+    """By a stable hash of key columns; `shares` maps splits to weights."""
+    rule = data_service_pb2.HashSplit(key_columns=key_columns, shares=_shares(shares), seed=seed)
+    return data_service_pb2.SplitRule(hash=rule)
+
+
+def ratio_split(shares: Mapping[str, float], *, seed: int = 0) -> data_service_pb2.SplitRule:
+    """At random; `shares` maps splits to weights."""
+    return data_service_pb2.SplitRule(ratio=data_service_pb2.RatioSplit(shares=_shares(shares), seed=seed))
+
+
+def column_split(column: str) -> data_service_pb2.SplitRule:
+    """By the values of a column, each a split's name."""
+    return data_service_pb2.SplitRule(column=data_service_pb2.ColumnSplit(column=column))
+
+
+def time_split(column: str, before: Mapping[str, datetime], rest: str) -> data_service_pb2.SplitRule:
+    """By a date or timestamp column: `before` maps splits, in order, to the time before which their rows lie."""
+    periods = [data_service_pb2.Period(split=split, before=time) for split, time in before.items()]
+    rule = data_service_pb2.TimeSplit(column=column, periods=[*periods, data_service_pb2.Period(split=rest)])
+    return data_service_pb2.SplitRule(time=rule)
 
 
 def hold_out(from_split: str, to_split: str, fraction: float, *, seed: int = 0) -> data_service_pb2.HoldOut:
@@ -81,6 +186,10 @@ def training_spec(
         global_batch_size=global_batch_size,
         **fields,
     )
+
+
+def _shares(weights: Mapping[str, float]) -> list[data_service_pb2.Share]:
+    return [data_service_pb2.Share(split=split, weight=weight) for split, weight in weights.items()]
 
 
 def _struct(values: Mapping[str, Any]) -> Struct:

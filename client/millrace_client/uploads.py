@@ -174,7 +174,7 @@ class _Sending:
 
     def _opened(self) -> ChunkStream:
         if self._stream is None:
-            self._stream = ChunkStream(self._caller, self._stub)
+            self._stream = ChunkStream(self._caller)
         return self._stream
 
     def _take(self, acknowledged: int) -> None:

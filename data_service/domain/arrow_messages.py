@@ -25,8 +25,8 @@ class ArrowMessageError(ValueError):
 
 
 def checked_messages(stream: BinaryIO) -> Iterator[bytes]:
-    """An Arrow stream's bytes in pieces as Arrow's stream reader asks for them: prefix, length, metadata and body of each
-    message, then the end marker. Goes to the stream's very end. Raises `ArrowMessageError`.
+    """An Arrow stream's bytes in pieces as Arrow's stream reader asks for them: prefix, length, metadata and body of
+    each message, then the end marker. Goes to the stream's very end. Raises `ArrowMessageError`.
     """
     start = _exactly(stream, 8, "its beginning")
     in_file = start[:6] == FILE_MAGIC

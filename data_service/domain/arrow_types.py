@@ -38,7 +38,8 @@ _TIMESTAMP = re.compile(r"timestamp\[(s|ms|us|ns)(?:, ?tz=([A-Za-z0-9_+:/-]{1,64
 _DECIMAL = re.compile(r"decimal128\((\d{1,2}), ?(-?\d{1,2})\)")
 _FIXED_BINARY = re.compile(r"fixed_size_binary\[(\d{1,9})\]")
 _TENSOR = re.compile(
-    r"(?:extension<arrow\.)?fixed_shape_tensor\[value_type=(\w+), ?shape=\[(\d{1,9}(?:, ?\d{1,9}){0,7})\](?:, ?[^<>]*)?\]>?"
+    r"(?:extension<arrow\.)?"
+    r"fixed_shape_tensor\[value_type=(\w+), ?shape=\[(\d{1,9}(?:, ?\d{1,9}){0,7})\](?:, ?[^<>]*)?\]>?"
 )
 
 

@@ -151,11 +151,10 @@ class BadRowLog:
 
 
 def excerpt(table: pa.Table, row: int) -> str:
-    """A row as text, cut where it is long: values of tensors and bytes are not spelt out."""
+    """A row as text, cut where it is long: without tensors, and bytes are not spelt out."""
     shown = {}
     for field_, column in zip(table.schema, table.columns, strict=True):
         if isinstance(field_.type, pa.FixedShapeTensorType):
-            shown[field_.name] = f"<{' × '.join(map(str, field_.type.shape))}>"
             continue
         value = column[row].as_py()
         if isinstance(value, str):

@@ -183,7 +183,7 @@ class CheckCounts:
         for index, check in enumerate(self._checks):
             if check.is_of_rows:
                 violations, quarantined = int(self._violations[index]), int(self._quarantined[index])
-                observed = f"{violations:,} row{'' if violations == 1 else 's'}" if violations else "no row"
+                observed = f"{violations:,} row{'' if violations == 1 else 's'}" if violations else "none"
                 found[index] = CheckResult(
                     check=check, violations=violations, quarantined=quarantined, observed=observed
                 )

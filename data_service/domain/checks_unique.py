@@ -60,7 +60,10 @@ def keys_of(array: pa.Array) -> Keys:
 
 
 class KeySet:
-    """A growing set of keys: 16 bytes each, in sorted runs of which each is at most half as long as the one before."""
+    """A growing set of keys of 16 bytes each, in runs of which each is at most half as long as the one before.
+
+    A run is in the order of the high words; keys that share one stand next to each other in any order.
+    """
 
     def __init__(self) -> None:
         self._runs: list[Keys] = []
@@ -90,8 +93,7 @@ class KeySet:
         if not len(run):
             return
         while self._runs and len(self._runs[-1]) < 2 * len(run):
-            both = Keys.joined([self._runs.pop(), run])
-            run = both.at(np.lexsort((both.low, both.high)))
+            run = _merged(self._runs.pop(), run)
         self._runs.append(run)
 
 
@@ -103,7 +105,7 @@ class Repeats:
 
     def find(self, check: int, array: pa.Array, ordinals: Ordinals) -> Mask:  # noqa: ARG002
         """Of rows that pass everything so far and are not null: which are repeats."""
-        repeated = self.ordinals[check]
+        repeated = self.ordinals.get(check, np.empty(0, np.int64))
         places = np.searchsorted(repeated, ordinals)
         if not len(repeated):
             return np.zeros(len(ordinals), np.bool_)
@@ -126,14 +128,16 @@ class UniqueKeys:
         self._parts[check].append((keys_of(array), ordinals))
 
     def merge(self, other: UniqueKeys) -> None:
+        """Takes in the keys of another part. A part that knew of no checks, as it had no rows, fits any other."""
         for check, parts in other._parts.items():
-            self._parts[check] += parts
+            self._quarantines.setdefault(check, other._quarantines[check])
+            self._parts.setdefault(check, []).extend(parts)
 
     def repeats(self) -> Repeats:
         """Of equal values the one with the lowest ordinal stays."""
         found: dict[int, Ordinals] = {}
         left_out = np.empty(0, np.int64)
-        for check, parts in self._parts.items():
+        for check, parts in sorted(self._parts.items()):
             keys = Keys.joined([keys for keys, _ in parts])
             ordinals = np.concatenate([np.empty(0, np.int64), *(ordinals for _, ordinals in parts)])
             if len(left_out):
@@ -150,6 +154,11 @@ def _equals_previous(ordered: Keys) -> Mask:
     equal = np.zeros(len(ordered), np.bool_)
     equal[1:] = (ordered.high[1:] == ordered.high[:-1]) & (ordered.low[1:] == ordered.low[:-1])
     return equal
+
+
+def _merged(long: Keys, short: Keys) -> Keys:
+    places = np.searchsorted(long.high, short.high)
+    return Keys(np.insert(long.high, places, short.high), np.insert(long.low, places, short.low))
 
 
 def _digests(values: Any) -> Keys:

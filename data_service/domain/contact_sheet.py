@@ -10,6 +10,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +34,9 @@ Pixels = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Tile:
-    """`image` is uint8, (H, W) grey or (H, W, 3) colour; None where the row has none that can be drawn."""
+    """`image` is a tensor that `is_drawable`; None where the row has none."""
 
-    image: Pixels | None
+    image: npt.NDArray[Any] | None
     caption: str
 
 
@@ -77,7 +78,7 @@ def draw(sections: Sequence[tuple[str, Sequence[Tile]]]) -> bytes:
                 pen.rectangle((left, upper, left + CELL_PX - 1, upper + CELL_PX - 1), fill=_NO_IMAGE)
                 pen.text((left + 4, upper + CELL_PX // 2 - 6), "no image", fill=_INK)
             else:
-                image = _fit(tile.image)
+                image = _fit(_pixels(tile.image))
                 sheet.paste(image, (left + (CELL_PX - image.width) // 2, upper + (CELL_PX - image.height) // 2))
             pen.text((left, upper + CELL_PX + 1), _drawable_text(tile.caption[:MAX_CAPTION]), fill=_INK)
         top += math.ceil(len(tiles) / COLUMNS) * row_px
@@ -98,7 +99,7 @@ def _is_image(columns: Sequence[pa.ChunkedArray]) -> bool:
 def _tiles(table: pa.Table, column: str, value_names: Mapping[str, Sequence[str]]) -> list[Tile]:
     values = table.column(column)
     if isinstance(values.type, pa.FixedShapeTensorType):
-        images: list[Pixels | None] = [_pixels(value.to_numpy()) for value in values]
+        images: list[npt.NDArray[Any] | None] = [value.to_numpy() for value in values]
     else:
         images = [_decoded(value.as_py()) for value in values]
     captions = [""] * table.num_rows
@@ -111,7 +112,7 @@ def _caption(value: object, names: Sequence[str]) -> str:
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else str(value)
 
 
-def _pixels(tensor: npt.NDArray[np.generic]) -> Pixels:
+def _pixels(tensor: npt.NDArray[Any]) -> Pixels:
     """One image as bytes. Floats from 0 to 1 as they are, all others from their least to their greatest value."""
     if tensor.dtype == np.uint8:
         return tensor.view(np.uint8)

@@ -1,9 +1,9 @@
 """JSON objects as rows: what kinds of values a column has, and values as the column's type.
 
-Scalars have the type that holds all of them: bool, int64, double, string; null fits each. Where scalars are of kinds that
-do not go together, such as a number and a text, the column is of strings, and what is no text is kept as its JSON. A
-whole number beyond int64 counts as a double, as JSON's numbers are. A column that has more lists than scalars is one of
-tensors, of the length that most lists have (of equally frequent ones, the shortest).
+Scalars have the type that holds all of them: bool, int64, double, string; null fits each. Where scalars are of kinds
+that do not go together, such as a number and a text, the column is of strings, and what is no text is kept as its JSON.
+A whole number beyond int64 counts as a double, as JSON's numbers are. A column that has more lists than scalars is one
+of tensors, of the length that most lists have (of equally frequent ones, the shortest).
 """
 
 from __future__ import annotations

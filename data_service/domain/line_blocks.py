@@ -19,8 +19,8 @@ class TextError(ValueError):
 
 @dataclass(frozen=True)
 class LineBlock:
-    """Whole lines, the last of a file perhaps without its end; `first_line` counts from 1. With `too_long` it is only the
-    beginning of one line that is left out."""
+    """Whole lines, the last of a file perhaps without its end; `first_line` counts from 1. With `too_long` it is only
+    the beginning of one line that is left out."""
 
     data: bytes
     first_line: int

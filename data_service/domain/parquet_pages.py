@@ -1,7 +1,7 @@
 """Parquet's pages by their headers, without decoding them.
 
 Source: https://github.com/apache/parquet-format (parquet.thrift, PageHeader) and Thrift's compact protocol. A decoder
-takes memory for the size that a page's header claims, and never writes beyond it: so the claim is what is to be bounded.
+takes memory for the size that a page's header claims, and never writes beyond it: so the claim is to be bounded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Values out of text, and which types all texts of a column fit.
 
-The types that are inferred: bool (`true`, `false` in any case) < int64 < double < timestamp[us] (ISO 8601 without a zone)
-< string. Text is never trimmed. A whole number that int64 does not hold, or that a double would change, keeps the column
-from being numbers: its digits are not to be lost.
+The types that are inferred: bool (`true`, `false` in any case) < int64 < double < timestamp[us] (ISO 8601 without a
+zone) < string. Text is never trimmed. A whole number that int64 does not hold, or that a double would change, keeps the
+column from being numbers: its digits are not to be lost. Leading zeros are lost, as everywhere: give such a column the
+type string.
 """
 
 from __future__ import annotations

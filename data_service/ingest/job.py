@@ -8,7 +8,7 @@ groups at a time, a file on local disk until it is whole.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -28,6 +28,7 @@ from data_service.ingest.columns import CommonColumns
 from data_service.ingest.progress import Progress
 from data_service.ingest.screening import Screen
 from data_service.ingest.split_files import SplitFiles
+from data_service.ingest.threads import Behind, ahead
 from data_service.source_files import SourceFiles, s3_of
 from data_service.sources import open_sources
 from shared.dataset_version import load_version
@@ -71,12 +72,18 @@ class _Import:
         statistics: dict[str, SplitStatistics] = {}
         next_row_id = 0
         screen = self._screen(QUARANTINE)
-        with screen.bad_rows:
+        with screen.bad_rows, Behind() as behind:
             for split in self._imported:
                 routing = planned[split] if planned else Routing([split], [])
                 first_row_ids = _first_row_ids(self._lay_out(planned)) if planned else {split: next_row_id}
                 written = SplitFiles(
-                    self._context.store, self._folder, self._scratch, self._columns.schema, routing, first_row_ids
+                    self._context.store,
+                    self._folder,
+                    self._scratch,
+                    self._columns.schema,
+                    routing,
+                    first_row_ids,
+                    behind,
                 )
                 self._write(split, screen, written, counted=sum(routing.counts) if planned else None)
                 files += written.close()
@@ -104,11 +111,12 @@ class _Import:
             return lay_out(routings.values(), order)
 
     def _write(self, split: str, screen: Screen, written: SplitFiles, counted: int | None) -> None:
-        for table in self._rows(split, screen):
-            if counted is not None and written.rows_added + len(table) > counted:
-                raise _changed(split, counted)
-            written.add(table)
-            self._progress.add(len(table), screen.bad_rows.row_count)
+        with closing(ahead(self._rows(split, screen))) as tables:
+            for table in tables:
+                if counted is not None and written.rows_added + len(table) > counted:
+                    raise _changed(split, counted)
+                written.add(table)
+                self._progress.add(len(table), screen.bad_rows.row_count)
         if counted is not None and written.rows_added < counted:
             raise _changed(split, counted)
 

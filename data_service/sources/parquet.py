@@ -105,6 +105,8 @@ class ParquetRows:
             for index in range(footer.num_columns):
                 column = footer.row_group(group).column(index)
                 begin, size = _extent(column)
+                if size == 0:
+                    continue  # of a row group without rows
                 if begin < 4 or size < 0 or begin + size > file_bytes:
                     raise PageError(f"column {column.path_in_schema!r} lies outside of the file")
                 for page in pages(read_at, begin, size):
@@ -118,11 +120,9 @@ class ParquetRows:
 
 def _extent(column: pq.ColumnChunkMetaData) -> tuple[int, int]:
     """(first byte, size) of a column chunk; a dictionary's page comes before the others."""
-    begin = column.data_page_offset
-    dictionary = column.dictionary_page_offset
-    if dictionary is not None and 0 < dictionary < begin:
-        begin = dictionary
-    return begin, column.total_compressed_size
+    # A column without a value has only the one or the other, at 0.
+    offsets = [offset for offset in (column.data_page_offset, column.dictionary_page_offset) if offset]
+    return min(offsets, default=0), column.total_compressed_size
 
 
 def _parquet(opened: BinaryIO, as_dictionaries: Sequence[str] = ()) -> pq.ParquetFile:

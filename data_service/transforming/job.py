@@ -102,8 +102,8 @@ class _Transform:
         """Each pass teaches the steps that depend on none that still has to learn."""
         while self._pipeline.unfitted:
             parts = plan_parts(self._reader, output_schema(self._pipeline, self._given))
-            fitter = self._pipeline.fitter(self._given)
-            work = FitPart(self._rows(self._reader.schema), fitter, self._spec.fit_split, list(self._given))
+            fitter, untaught = self._pipeline.fitter(self._given), self._pipeline.fitter(self._given)
+            work = FitPart(self._rows(self._reader.schema), untaught, self._spec.fit_split, list(self._given))
             for _, taught in self._pass("FITTING", work, parts):
                 fitter.merge(taught)
             self._pipeline = fitter.fitted()

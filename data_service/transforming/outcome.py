@@ -90,7 +90,7 @@ class Outcome:
         )
 
     def _frozen(self) -> dict[str, Any]:
-        """A column that the rule took away goes by a step of its own: else the chain since ingest would still have it."""
+        """A column that the rule took away goes by a step of its own: the chain since ingest would have it still."""
         taken = taken_away(self._spec.rule)
         first = Pipeline.from_config({"steps": [{"drop": {"columns": taken}}] if taken else []})
         return first.then(self._pipeline).config

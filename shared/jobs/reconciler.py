@@ -121,7 +121,7 @@ def run_reconciler(settings: ServiceSettings, kind: str, entry: str) -> None:
 
     `entry` is `module:function`, the job's entry function, importable on Ray's nodes.
     """
-    end_with_parent()
+    nudged = end_with_parent()
     ray.init(address=settings.ray_address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     reconciler = Reconciler(settings, kind, entry)
     logger.info("reconciling %s jobs on Ray at %s", kind, settings.ray_address)
@@ -132,7 +132,8 @@ def run_reconciler(settings: ServiceSettings, kind: str, entry: str) -> None:
             reconciler.reconcile()
         except Unavailable as error:
             logger.warning("%s", error.message)
-        time.sleep(INTERVAL_S)
+        nudged.wait(INTERVAL_S)
+        nudged.clear()
 
 
 def _require_cluster_of(node_id: str) -> None:
@@ -143,13 +144,18 @@ def _require_cluster_of(node_id: str) -> None:
         raise ConnectionError("another Ray head has taken the place of ours")
 
 
-def end_with_parent() -> None:
-    """Ends this process when the supervising one is gone, however it died: its end of our standard input closes."""
+def end_with_parent() -> threading.Event:
+    """Ends this process when the supervising one is gone, however it died: its end of our standard input closes.
+
+    Returns the event that it sets when it nudges us: there is something to do now.
+    """
+    nudged = threading.Event()
 
     def wait() -> None:
         # Not sys.stdin, whose lock this thread would hold while the interpreter ends, which aborts it.
         while os.read(0, 1024):
-            pass
+            nudged.set()
         os._exit(0)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()
+    return nudged

@@ -17,16 +17,41 @@ WELL_AFTER_S = 30.0
 STOP_WITHIN_S = 5.0
 
 
-async def supervise(module: str, stop: asyncio.Event) -> None:
-    """Runs `python -m module` until `stop`. The child reads its standard input to learn that we are gone."""
+class Nudge:
+    """Tells the supervised child that there is something to do, so that it need not wait for its next look. From any
+    thread; a child that is not there misses it, and looks at everything when it comes."""
+
+    def __init__(self) -> None:
+        self._child: Process | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __call__(self) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._write)
+
+    def aim_at(self, child: Process | None) -> None:
+        self._loop, self._child = (asyncio.get_running_loop() if child else None), child
+
+    def _write(self) -> None:
+        if self._child is not None and self._child.stdin is not None and self._child.returncode is None:
+            self._child.stdin.write(b"\n")
+
+
+async def supervise(module: str, stop: asyncio.Event, nudge: Nudge | None = None) -> None:
+    """Runs `python -m module` until `stop`. The child reads its standard input: a byte is a `nudge`, and its end tells
+    that we are gone."""
     delay_s = FIRST_DELAY_S
     while not stop.is_set():
         started = time.monotonic()
         child = await asyncio.create_subprocess_exec(sys.executable, "-m", module, stdin=PIPE)
+        if nudge is not None:
+            nudge.aim_at(child)
         ended = asyncio.create_task(child.wait())
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
+        if nudge is not None:
+            nudge.aim_at(None)
         if stop.is_set():
             await _end(child)
             return

@@ -124,3 +124,13 @@ class Doubling(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         response.raw_output_contents.append(np.int64(2 * value).tobytes())
         response.parameters["training_job"].string_param = "trainingJobs/j"
         return response
+
+
+class OnePreview(data_service_pb2_grpc.DataServiceServicer):
+    """Answers every PreviewVersion with `preview`."""
+
+    def __init__(self, preview: data_service_pb2.PreviewVersionResponse) -> None:
+        self._preview = preview
+
+    def PreviewVersion(self, request: Any, context: grpc.ServicerContext) -> data_service_pb2.PreviewVersionResponse:
+        return self._preview

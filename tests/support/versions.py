@@ -5,9 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,35 +28,17 @@ def columns_of(schema: pa.Schema) -> list[Column]:
 
 def commit_version(store: ObjectStore, name: str, splits: dict[str, tuple[Array, Array]]) -> None:
     """`splits` maps a name to images uint8 (rows, 28, 28) and labels int64 (rows,)."""
-    tables = {
-        split: pa.Table.from_arrays([tensor_array(images), pa.array(labels, pa.int64())], schema=SCHEMA)
-        for split, (images, labels) in splits.items()
-    }
-    commit_tables(store, name, tables)
-
-
-def commit_tables(
-    store: ObjectStore,
-    name: str,
-    splits: dict[str, pa.Table],
-    ingested: list[Column] | None = None,
-    transforms: Sequence[dict[str, Any]] = (),
-) -> None:
-    """`splits` maps a name to rows, all of one schema; `ingested` None: nothing was done to them since."""
     folder = f"{name}/data/a00001-{uuid.uuid4().hex[:8]}"
-    schema = next(iter(splits.values())).schema
     files, described, first = [], [], 0
     with tempfile.TemporaryDirectory() as scratch:
-        for split, table in splits.items():
-            writer = SplitWriter(store, folder, Path(scratch), schema=schema, split=split, first_row_id=first)
-            writer.write(table)
+        for split, (images, labels) in splits.items():
+            writer = SplitWriter(store, folder, Path(scratch), schema=SCHEMA, split=split, first_row_id=first)
+            writer.write(pa.Table.from_arrays([tensor_array(images), pa.array(labels, pa.int64())], schema=SCHEMA))
             files += writer.close()
-            described.append(Split(name=split, first_row_id=first, row_count=table.num_rows))
-            first += table.num_rows
-    columns = columns_of(schema)
-    manifest = Manifest(
-        columns=columns, splits=described, files=files, ingested=ingested or columns, transforms=list(transforms)
-    ).to_json()
+            described.append(Split(name=split, first_row_id=first, row_count=len(labels)))
+            first += len(labels)
+    columns = columns_of(SCHEMA)
+    manifest = Manifest(columns=columns, splits=described, files=files, ingested=columns).to_json()
     store.put(f"{folder}/manifest.json", manifest)
     jobs = Jobs(store, IMPORT_KIND)
     now = time.time()

@@ -1,4 +1,4 @@
-"""`millrace data import|list|show`."""
+"""`millrace data list|show`, and the group that the other commands on data belong to."""
 
 from __future__ import annotations
 
@@ -7,58 +7,27 @@ from typing import Any
 
 import click
 
-from millrace.data.v1 import data_service_pb2, resources_pb2
+from millrace.data.v1 import resources_pb2
+from millrace_client.cli.data_import import import_
+from millrace_client.cli.data_keeping import delete, verify
+from millrace_client.cli.data_transform import transform
+from millrace_client.cli.data_upload import upload
 from millrace_client.cli.exits import PlainCommand
 from millrace_client.cli.options import address_options, connected, full_name, json_option
 from millrace_client.cli.output import console, new_table, print_json, silent, size_text, state_text
-from millrace_client.cli.show import print_preview, print_version
-from millrace_client.operations import Operation
-from millrace_client.specs import hold_out, idx_source, parquet_source
+from millrace_client.cli.show import print_preview
 
 
 @click.group()
 def data() -> None:
-    """Import, list and show datasets."""
+    """Import, transform, list, show, verify and delete datasets and their versions."""
 
 
-@data.command("import", cls=PlainCommand)
-@click.argument("dataset")
-@click.option("--idx", multiple=True, metavar="SPLIT=IMAGES,LABELS", help="A pair of IDX files; may be given again.")
-@click.option("--parquet", multiple=True, metavar="SPLIT=FILE", help="A Parquet file; may be given again.")
-@click.option(
-    "--hold-out", "hold_outs", multiple=True, metavar="FROM:TO=FRACTION", help="Cut a random share off a split."
-)
-@click.option("--seed", default=0, help="Of the random shares.")
-@click.option("--version", "version_id", default="", help="Default: the next free v1, v2, …")
-@address_options
-@json_option
-def import_(
-    dataset: str,
-    idx: tuple[str, ...],
-    parquet: tuple[str, ...],
-    hold_outs: tuple[str, ...],
-    seed: int,
-    version_id: str,
-    as_json: bool,
-    **values: Any,
-) -> None:
-    """Import files into a new version of DATASET, which is made where it does not exist.
-
-    Files are paths or URIs (file:///…, s3://…) that the server can read.
-    """
-    sources = [_idx(text) for text in idx] + [_parquet(text) for text in parquet]
-    if not sources:
-        raise click.UsageError("name at least one source: --idx SPLIT=IMAGES,LABELS or --parquet SPLIT=FILE")
-    held_out = [_hold_out(text, seed) for text in hold_outs]
-    name = full_name("datasets", dataset)
-    with connected(values) as millrace:
-        millrace.data.create_dataset(name.removeprefix("datasets/"), exist_ok=True)
-        operation = millrace.data.import_version(name, sources, hold_outs=held_out, version_id=version_id)
-        version = operation.wait() if as_json else wait_with_rows(operation)
-    if as_json:
-        print_json(version)
-    else:
-        print_version(version)
+data.add_command(import_)
+data.add_command(upload)
+data.add_command(transform)
+data.add_command(verify)
+data.add_command(delete)
 
 
 @data.command("list", cls=PlainCommand)
@@ -100,9 +69,7 @@ def list_(dataset: str | None, as_json: bool, **values: Any) -> None:
 )
 @address_options
 @json_option
-def show(
-    version: str, rows: int, html: Path | None, contact_sheet: Path | None, as_json: bool, **values: Any
-) -> None:
+def show(version: str, rows: int, html: Path | None, contact_sheet: Path | None, as_json: bool, **values: Any) -> None:
     """Show what VERSION (datasets/d/versions/v) is made of: statistics, checks, splits and the first rows."""
     with connected(values) as millrace:
         preview = millrace.data.preview_version(version, rows_per_split=rows)
@@ -123,42 +90,3 @@ def show(
             console().print(f"Saved {contact_sheet}", soft_wrap=True)
         elif contact_sheet is not None:
             console().print("No column of it is an image: no contact sheet.")
-
-
-def wait_with_rows(operation: Operation[resources_pb2.DatasetVersion]) -> resources_pb2.DatasetVersion:
-    """Waits for an import with a line that counts the rows read."""
-    with console().status("importing …") as line:
-
-        def tell(now: Operation[resources_pb2.DatasetVersion]) -> None:
-            again = f" (attempt {now.metadata.attempt})" if now.metadata.attempt > 1 else ""
-            line.update(f"importing … {now.metadata.rows_read:,} rows{again}")
-
-        return operation.wait(on_progress=tell)
-
-
-def _idx(text: str) -> data_service_pb2.ImportSource:
-    split, _, files = text.partition("=")
-    images, _, labels = files.partition(",")
-    if not (split and images and labels):
-        raise click.BadParameter(f"{text!r}: use SPLIT=IMAGES,LABELS", param_hint="--idx")
-    return idx_source(split, images, labels)
-
-
-def _parquet(text: str) -> data_service_pb2.ImportSource:
-    split, _, file = text.partition("=")
-    if not (split and file):
-        raise click.BadParameter(f"{text!r}: use SPLIT=FILE", param_hint="--parquet")
-    return parquet_source(split, file)
-
-
-def _hold_out(text: str, seed: int) -> data_service_pb2.HoldOut:
-    splits, _, fraction = text.partition("=")
-    from_split, _, to_split = splits.partition(":")
-    try:
-        if not (from_split and to_split):
-            raise ValueError("both splits need a name")
-        return hold_out(from_split, to_split, float(fraction), seed=seed)
-    except ValueError:
-        raise click.BadParameter(
-            f"{text!r}: use FROM:TO=FRACTION, e.g. train:validation=0.1", param_hint="--hold-out"
-        ) from None

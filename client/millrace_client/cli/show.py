@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 MAX_REASONS, MAX_EXAMPLES, MAX_SHOWN_VALUES = 10, 2, 4
-MAX_CELL = 40
+MAX_CELL = 48
+# Characters from which all figures of a column find room.
+WIDE = 120
 
 
 def print_version(version: resources_pb2.DatasetVersion) -> None:
@@ -57,34 +59,45 @@ def _print_columns(profile: Profile) -> None:
             table.add_row(_plain(column.name), _plain(column.type_text))
         console().print(table)
         return
+    has_room = console().width >= WIDE
     several = len(profile.version.splits) > 1
     numbers = ("nulls", "min", "mean ± deviation", "max", "distinct")
-    table = new_table("column", "type", *(["split"] if several else []), *numbers, "values", numbers=numbers)
-    for name in ("column", "values"):
-        next(one for one in table.columns if one.header == name).no_wrap = True
+    left_out = {"split": not several, "min": not has_room, "max": not has_room}
+    headers = [name for name in ("column", "split", *numbers, "values") if not left_out.get(name)]
+    table = new_table(*headers, numbers=numbers)
+    for one in table.columns:
+        one.no_wrap = True
     for column in profile.columns:
-        for index, part in enumerate(column.parts):
-            first = "" if index else column.name
-            kind = "" if index else column.type_text
-            row = [first, kind, *([part.split] if several else [])]
-            facts = [_nulls(part), part.least, part.middle, part.most, part.distinct]
-            table.add_row(*(_plain(text) for text in (*row, *facts)), _values(column, part))
+        table.add_row(*(_cell(column, header) for header in headers))
     console().print(table)
 
 
-def _nulls(part: Part) -> str:
-    return f"{part.null_text} + {part.nan_count:,} NaN" if part.nan_count else part.null_text
+def _cell(column: Column, header: str) -> Text:
+    """A line for each split; the first cell of a row has the column's name and type instead."""
+    from rich.text import Text
+
+    if header == "column":
+        return Text("\n").join([_plain(column.name), _plain(column.type_text, "dim")])
+    if header == "values":
+        return Text("\n").join(_values(column, part) for part in column.parts)
+    return Text("\n").join(_plain(_fact(part, header)) for part in column.parts)
+
+
+def _fact(part: Part, header: str) -> str:
+    if header == "nulls":
+        return f"{part.null_text} + {part.nan_count:,} NaN" if part.nan_count else part.null_text
+    facts = {"min": part.least, "mean ± deviation": part.middle, "max": part.most}
+    return {**facts, "split": part.split, "distinct": part.distinct}[header]
 
 
 def _values(column: Column, part: Part) -> Text:
-    """The histogram, or the frequent values where there is none."""
-    from rich.text import Text
-
-    if part.histogram:
-        return Text(block_bars(part.histogram), style="cyan")
-    shown = [f"{value.text[:16]} {value.share_text}" for value in part.values[:MAX_SHOWN_VALUES]]
-    more = ", …" if len(part.values) > MAX_SHOWN_VALUES else ""
-    return Text(", ".join(shown) + more, style="cyan" if column.parts else "")
+    """The histogram, or the frequent values where they say more."""
+    if part.histogram and not column.has_names:
+        return _plain(block_bars(part.histogram), "cyan")
+    if not part.values or part.values[0].row_count == 1:
+        return _plain("–")
+    text = ", ".join(f"{_cut(value.text, 16)} {value.share}" for value in part.values[:MAX_SHOWN_VALUES])
+    return _plain(_cut(text + (", …" if len(part.values) > MAX_SHOWN_VALUES else ""), MAX_CELL), "cyan")
 
 
 def _print_splits(version: resources_pb2.DatasetVersion) -> None:
@@ -102,7 +115,9 @@ def _print_checks(profile: Profile) -> None:
     table = new_table("", "check", "found", "left out", numbers=("left out",))
     for check in profile.checks:
         left_out = f"[yellow]{check.quarantined:,}[/]" if check.quarantined else "0"
-        table.add_row("[green]✓[/]" if check.passed else "[yellow]✗[/]", _plain(check.text), _plain(check.observed), left_out)
+        table.add_row(
+            "[green]✓[/]" if check.passed else "[yellow]✗[/]", _plain(check.text), _plain(check.observed), left_out
+        )
     console().print(table)
 
 
@@ -113,8 +128,7 @@ def _print_quarantine(profile: Profile) -> None:
     for reason in profile.quarantine[:MAX_REASONS]:
         console().print(f"  {reason.row_count:>7,} ", _plain(reason.reason), soft_wrap=True)
         for example in reason.examples[:MAX_EXAMPLES]:
-            excerpt = example.excerpt if len(example.excerpt) <= 2 * MAX_CELL else example.excerpt[: 2 * MAX_CELL] + "…"
-            where = f"{example.source.rpartition('/')[2]}, {example.place}: {excerpt}"
+            where = f"{example.source.rpartition('/')[2]}, {example.place}: {_cut(example.excerpt, 2 * MAX_CELL)}"
             console().print("          ", _plain(where, "dim"), soft_wrap=True)
     more = len(profile.quarantine) - MAX_REASONS
     if more > 0:
@@ -127,9 +141,12 @@ def _print_rows(profile: Profile) -> None:
         return
     table = new_table(*profile.rows[0])
     for row in profile.rows:
-        texts = [text if len(text) <= MAX_CELL else text[: MAX_CELL - 1] + "…" for text in row.values()]
-        table.add_row(*(_plain(text, "dim" if text == "null" else "") for text in texts))
+        table.add_row(*(_plain(_cut(text, MAX_CELL), "dim" if text == "null" else "") for text in row.values()))
     console().print(table)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def _plain(text: str, style: str = "") -> Text:

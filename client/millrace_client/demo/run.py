@@ -7,7 +7,7 @@ from typing import Any
 
 from millrace.data.v1.resources_pb2 import DatasetVersion
 from millrace.train.v1 import resources_pb2
-from millrace_client.cli.data import wait_with_rows
+from millrace_client.cli.data_import import wait_with_rows
 from millrace_client.cli.exits import CommandFailed
 from millrace_client.cli.lineage import print_lineage
 from millrace_client.cli.output import console, duration_text

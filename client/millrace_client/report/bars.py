@@ -38,5 +38,7 @@ def box_bars(counts: Sequence[int]) -> list[Bar]:
     bars = []
     for index, count in enumerate(counts):
         height = max(1.5, count / most * HEIGHT) if count else 0.0
-        bars.append(Bar(round(index * step, 2), round(HEIGHT - height, 2), round(step - gap, 2), round(height, 2), count))
+        bars.append(
+            Bar(round(index * step, 2), round(HEIGHT - height, 2), round(step - gap, 2), round(height, 2), count)
+        )
     return bars

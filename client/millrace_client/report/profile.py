@@ -11,6 +11,8 @@ from millrace.data.v1 import data_service_pb2, quality_pb2, resources_pb2
 from millrace_client.report.wording import check_text, moment_text, number_text, scalar_text, share_text, step_text
 
 MAX_VALUE_TEXT = 120
+# Times that lie so close together are told with their hours.
+DAYS_WITH_CLOCK = 20
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,7 @@ class Value:
 
     text: str
     row_count: int
-    share: float
-    share_text: str
+    share: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +44,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Column:
-    """`parts` is empty for a version without a report. `kind`: numbers, times, texts or values."""
+    """`parts` is empty for a version without a report. `kind`: numbers, times, texts or values.
+
+    Values that have names are classes: then those say more than a histogram of their numbers.
+    """
 
     name: str
     type_text: str
     kind: str
+    has_names: bool
     parts: Sequence[Part]
 
 
@@ -84,6 +89,7 @@ class Profile:
 
 def profile_of(preview: data_service_pb2.PreviewVersionResponse) -> Profile:
     version, report = preview.version, preview.report
+    names = {column.name: column.value_names for column in version.columns}
     return Profile(
         version=version,
         columns=[_column(column, report) for column in version.columns],
@@ -93,27 +99,28 @@ def profile_of(preview: data_service_pb2.PreviewVersionResponse) -> Profile:
         quarantine=list(report.quarantine),
         quarantined_row_count=report.quarantined_row_count or version.quarantined_row_count,
         steps=[step_text(step) for step in version.transform.steps],
-        rows=rows_of(preview),
+        rows=[
+            {name: _value_text(value, names.get(name, ())) for name, value in row.items()} for row in rows_of(preview)
+        ],
         contact_sheet_png=preview.contact_sheet_png,
     )
 
 
-def rows_of(preview: data_service_pb2.PreviewVersionResponse) -> list[dict[str, str]]:
-    """The first rows as texts; tensors as their shape, bytes as their number: nobody reads pixels in a table."""
+def rows_of(preview: data_service_pb2.PreviewVersionResponse) -> list[dict[str, Any]]:
+    """The first rows. Tensors are told by their shape, bytes by their number: nobody reads pixels in a table."""
     if not preview.arrow_ipc:
         return []
     import pyarrow as pa
 
     table = pa.ipc.open_stream(preview.arrow_ipc).read_all()
-    columns = {column.name: column for column in preview.version.columns}
-    texts = {}
-    for name in table.column_names:
-        column = columns.get(name, resources_pb2.Column())
-        if column.shape:
-            texts[name] = [f"<{shape_text(column)}>"] * table.num_rows
-        else:
-            texts[name] = [_value_text(value, column.value_names) for value in table.column(name).to_pylist()]
-    return [dict(zip(texts, row, strict=True)) for row in zip(*texts.values(), strict=True)]
+    shapes = {column.name: shape_text(column) for column in preview.version.columns if column.shape}
+    plain = table.select([name for name in table.column_names if name not in shapes]).to_pylist()
+    if not plain:
+        plain = [{} for _ in range(table.num_rows)]
+    return [
+        {name: f"<{shapes[name]}>" if name in shapes else _brief(row[name]) for name in table.column_names}
+        for row in plain
+    ]
 
 
 def shape_text(column: resources_pb2.Column) -> str:
@@ -129,14 +136,18 @@ def type_text(column: resources_pb2.Column) -> str:
     return f"{value_type} {shape_text(column)}".strip()
 
 
+def _brief(value: Any) -> Any:
+    return f"<{len(value):,} bytes>" if isinstance(value, bytes) else value
+
+
 def _value_text(value: Any, names: Sequence[str]) -> str:
     if value is None:
         return "null"
-    if isinstance(value, bytes):
-        return f"<{len(value):,} bytes>"
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and 0 <= value < len(names):
         return f"{value} ({names[value]})"
-    text = str(value)
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return text if len(text) <= MAX_VALUE_TEXT else text[: MAX_VALUE_TEXT - 1] + "…"
 
 
@@ -144,7 +155,7 @@ def _column(column: resources_pb2.Column, report: quality_pb2.QualityReport) -> 
     found = [one for one in report.columns if one.column == column.name]
     kinds = [kind for kind in ("numbers", "times", "texts") if any(one.HasField(kind) for one in found)]
     parts = [_part(one, column.value_names) for one in found]
-    return Column(column.name, type_text(column), kinds[0] if kinds else "values", parts)
+    return Column(column.name, type_text(column), kinds[0] if kinds else "values", bool(column.value_names), parts)
 
 
 def _part(one: quality_pb2.ColumnStatistics, names: Sequence[str]) -> Part:
@@ -164,7 +175,7 @@ def _part(one: quality_pb2.ColumnStatistics, names: Sequence[str]) -> Part:
         quantiles=[number_text(value) for value in one.numbers.quantiles],
         histogram=list(one.numbers.histogram or one.times.histogram),
         values=[
-            Value(scalar_text(value.value, names), value.row_count, value.row_count / there, share_text(value.row_count, there))
+            Value(scalar_text(value.value, names), value.row_count, share_text(value.row_count, there))
             for value in one.values
         ],
     )
@@ -176,7 +187,9 @@ def _ends(one: quality_pb2.ColumnStatistics) -> tuple[str, str, str]:
         middle = f"{number_text(numbers.mean)} ± {number_text(numbers.deviation)}"
         return number_text(numbers.min), middle, number_text(numbers.max)
     if one.HasField("times"):
-        return moment_text(one.times.min.seconds), "–", moment_text(one.times.max.seconds)
+        first, last = one.times.min.seconds, one.times.max.seconds
+        with_clock = last - first < DAYS_WITH_CLOCK * 86_400 and (first % 86_400 or last % 86_400) != 0
+        return moment_text(first, with_clock=with_clock), "–", moment_text(last, with_clock=with_clock)
     if one.HasField("texts"):
         texts = one.texts
         return f"{texts.min_bytes:,} B", f"{number_text(round(texts.mean_bytes, 1))} B", f"{texts.max_bytes:,} B"

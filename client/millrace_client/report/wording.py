@@ -16,12 +16,12 @@ MAX_STEP_TEXT = 100
 
 
 def number_text(value: float) -> str:
-    """Four digits are enough to see what a column is like: `12,345`, `0.1307`, `1.2e+08`."""
+    """Enough digits to see what a column is like: `12,345`, `0.1307`, `1.235e+12`."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
-    if value == int(value) and abs(value) < 1e7:
-        return f"{int(value):,}".replace("-", "−")
-    return f"{value:.4g}".replace("-", "−") if abs(value) < 1e4 else f"{value:,.5g}".replace("-", "−")
+    if 1000 <= abs(value) < 1e9 or (value == int(value) and abs(value) < 1000):
+        return f"{round(value):,}".replace("-", "−")
+    return f"{value:.4g}".replace("e-", "e−").replace("-", "−")
 
 
 def share_text(part: int, whole: int) -> str:
@@ -34,20 +34,20 @@ def share_text(part: int, whole: int) -> str:
     return "< 0.1 %" if percent < 0.05 else f"{percent:.1f} %".replace(".0 %", " %")
 
 
-def moment_text(seconds: int) -> str:
-    """UTC; a whole day without its clock."""
+def moment_text(seconds: int, *, with_clock: bool) -> str:
+    """In UTC."""
     from datetime import UTC, datetime, timedelta
 
     moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(seconds=seconds)
-    return f"{moment:%Y-%m-%d}" if seconds % 86_400 == 0 else f"{moment:%Y-%m-%d %H:%M}"
+    return f"{moment:%Y-%m-%d %H:%M}" if with_clock else f"{moment:%Y-%m-%d}"
 
 
 def scalar_text(scalar: transform_pb2.Scalar, names: Sequence[str] = ()) -> str:
     """`names`: those of the values 0, 1, …"""
     kind = scalar.WhichOneof("kind")
-    value = getattr(scalar, kind) if kind else ""
+    value: Any = getattr(scalar, kind) if kind else ""
     if kind == "integer" and 0 <= value < len(names):
-        return names[value]
+        return str(names[value])
     if kind == "number":
         return number_text(value)
     return str(value).lower() if kind == "boolean" else str(value)

@@ -74,6 +74,9 @@ def cast_exactly(column: pa.Array, target: pa.DataType) -> pa.Array:
     safe = not (kinds.is_integer(column.type) and kinds.is_floating(target))
     if kinds.is_boolean(column.type) and kinds.is_decimal(target):
         column = column.cast(pa.int8())
+    if kinds.is_integer(column.type) and kinds.is_decimal(target):
+        # By itself Arrow refuses every decimal with less room than the greatest integer takes.
+        column = pc.cast(column, pa.decimal128(38, max(target.scale, 0)))
     return pc.cast(column, target, safe=safe)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from data_service import source_files
 from data_service.source_files import SourceFile, SourceFiles
 from shared.errors import InvalidArgument, NotFound
 
@@ -79,6 +80,108 @@ def test_links_that_run_in_a_circle_are_refused(root: Path) -> None:
     (root / "b").symlink_to(root / "a")
     with pytest.raises(InvalidArgument, match="cannot open it"):
         find(root, (root / "a").as_uri())
+
+
+def test_a_folder_that_becomes_a_link_between_check_and_opening_is_not_followed(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "a").write_bytes(b"secret")
+    (root / "folder").mkdir()
+    (root / "folder" / "a").write_bytes(b"mine")
+    resolve = Path.resolve
+
+    def resolved_and_then_swapped(path: Path, strict: bool = False) -> Path:
+        found = resolve(path, strict)
+        if path.name == "a":
+            (root / "folder").rename(root / "was")
+            (root / "folder").symlink_to(tmp_path / "outside")
+        return found
+
+    monkeypatch.setattr(Path, "resolve", resolved_and_then_swapped)
+    with pytest.raises((InvalidArgument, NotFound)):
+        find(root, (root / "folder" / "a").as_uri())
+
+
+def found(root: Path, below: str) -> list[str]:
+    files = SourceFiles([PurePosixPath(root)], None).find_all("sources[0].csv.uri", f"{root.as_uri()}/{below}")
+    return [file.relative for file in files]
+
+
+@pytest.fixture
+def tree(root: Path) -> Path:
+    names = ["b.csv", "a.csv", "Z.csv", "é.csv", "x/c.csv", "x/y/d.csv", "x/y/z/e.txt", ".h.csv", "_h.csv", "_h/a.csv"]
+    for name in [*names, "a*.csv", "x.y/c.csv"]:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"1")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("*.csv", ["Z.csv", "a*.csv", "a.csv", "b.csv", "é.csv"]),
+        ("?.csv", ["Z.csv", "a.csv", "b.csv", "é.csv"]),
+        ("a%2A.csv", [""]),
+        ("a%2A*.csv", ["a*.csv"]),
+        ("x/", ["c.csv", "y/d.csv", "y/z/e.txt"]),
+        ("x/**", ["c.csv", "y/d.csv", "y/z/e.txt"]),
+        ("**/*.txt", ["x/y/z/e.txt"]),
+        ("x/**/d.csv", ["y/d.csv"]),
+        ("x/**/c.csv", ["c.csv"]),
+        ("x/*/*.csv", ["y/d.csv"]),
+        ("x?y/*", ["x.y/c.csv"]),
+    ],
+)
+def test_patterns_name_files_in_the_order_of_their_bytes(tree: Path, pattern: str, names: list[str]) -> None:
+    assert found(tree, pattern) == names
+
+
+def test_hidden_names_are_left_out_at_any_depth(tree: Path) -> None:
+    assert not [name for name in found(tree, "") if "h" in name]
+
+
+@pytest.mark.parametrize("pattern", ["*.parquet", "absent/", "x/*.txt", "_h/../*"])
+def test_what_names_no_file_is_refused_by_its_field(tree: Path, pattern: str) -> None:
+    with pytest.raises((NotFound, InvalidArgument), match=r"sources\[0\].csv.uri"):
+        found(tree, pattern)
+
+
+def test_too_many_files_are_refused(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_files, "MAX_FOLDERS", 2)
+    with pytest.raises(InvalidArgument, match="more than 2 folders"):
+        found(tree, "")
+    with pytest.raises(InvalidArgument, match="more than 3 files"):
+        SourceFiles([PurePosixPath(tree)], None).find_all("f", f"{tree.as_uri()}/", most=3)
+
+
+def test_a_pattern_does_not_lead_out_of_the_root_through_a_link(tmp_path: Path, tree: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "a.csv").write_bytes(b"secret")
+    (tree / "way").symlink_to(tmp_path / "outside")
+    with pytest.raises(InvalidArgument, match="a link leads out"):
+        found(tree, "**/*.csv")
+
+
+def test_links_to_folders_within_the_root_are_followed(tree: Path) -> None:
+    (tree / "link").symlink_to(tree / "x")
+    assert found(tree, "link/*.csv") == ["c.csv"]
+    assert found(tree, "*/c.csv") == ["link/c.csv", "x.y/c.csv", "x/c.csv"]
+
+
+def test_folders_that_run_in_a_circle_are_refused(tree: Path) -> None:
+    (tree / "x" / "again").symlink_to(tree / "x")
+    with pytest.raises(InvalidArgument, match=r"folders deep|cannot open it"):
+        found(tree, "x/")
+
+
+def test_names_that_are_no_utf_8_are_found_and_opened(tree: Path) -> None:
+    Path(os.fsdecode(os.fsencode(tree) + b"/\xff.bin")).write_bytes(b"odd")
+    (file,) = SourceFiles([PurePosixPath(tree)], None).find_all("f", f"{tree.as_uri()}/*.bin")
+    assert file.uri.endswith("/%FF.bin")
+    with file.open() as opened:
+        assert opened.read() == b"odd"
+    assert find(tree, file.uri).size_bytes == 3
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])

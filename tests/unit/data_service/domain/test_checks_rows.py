@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from data_service.domain.checks import Check, Condition, NotNull, OneOf, Pattern, Range, Unique
 from data_service.domain.checks_rows import CheckCounts, KeepFirst, RowChecks, RowVerdict
+from data_service.domain.checks_unique import UniqueKeys
 from shared.dataset_version.columns import tensor_array
 from shared.errors import FailedPrecondition
 
@@ -160,7 +161,7 @@ def test_streams_and_parallel_parts_keep_the_same_rows(data: st.DataObject) -> N
     seen = KeepFirst(rows)
     streamed = [seen.apply(part, start) for start, part in parts]
 
-    merged = rows.keys(table.slice(0, 0), 0)
+    merged = UniqueKeys({})  # what a part without rows gives
     for start, part in data.draw(st.permutations(parts)):
         merged.merge(pickle.loads(pickle.dumps(rows.keys(part, start))))
     repeats = merged.repeats()
@@ -185,3 +186,17 @@ def expected(table: pa.Table) -> list[bool]:
                 keep[index] = row[column] not in seen
                 seen.add(row[column])
     return keep
+
+
+@pytest.mark.parametrize(
+    "array", [tensor_array(np.zeros((3, 2), np.uint8)), pa.array(["a"] * 3)], ids=["tensor", "text"]
+)
+def test_unique_columns_in_many_chunks_next_to_rows_left_out(array: pa.Array) -> None:
+    column = pa.chunked_array([array.slice(0, 1), array.slice(1, 0), array.slice(1, 2)])
+    table = pa.table({"x": column, "y": [None, 1, 1]})
+    checks = [Check("x", Unique(), quarantines=True), Check("y", NotNull(), quarantines=True)]
+    rows = RowChecks(checks, table.schema)
+    assert KeepFirst(rows).apply(table, 0).first_failed.tolist() == [1, -1, 0]
+    assert rows.keys(table, 0).repeats().ordinals[0].tolist() == [2]
+    for empty in (table.slice(0, 0), table.schema.empty_table()):
+        assert KeepFirst(rows).apply(empty, 0).keep.tolist() == []

@@ -12,7 +12,7 @@ from data_service.domain.decompression import DecompressionError, decompressed
 
 
 def read_all(data: bytes) -> bytes:
-    stream = decompressed(io.BytesIO(data), len(data))
+    stream = decompressed(io.BytesIO(data))
     pieces = []
     while piece := stream.read(1000):
         pieces.append(piece)

@@ -6,7 +6,16 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from data_service.domain.import_spec import HoldOut, ImportSpec, Source, check
+from data_service.domain.import_spec import (
+    BadRows,
+    Base,
+    ColumnType,
+    CsvOptions,
+    HoldOut,
+    ImportSpec,
+    Source,
+    check,
+)
 from shared.errors import InvalidArgument
 
 ROOTS = [PurePosixPath("/in")]
@@ -58,6 +67,62 @@ def test_every_wrong_field_is_named_at_once() -> None:
         "hold_outs[1].fraction",
         "hold_outs[2].to_split",
         "hold_outs[2].fraction",
+    ]
+
+
+def test_options_of_all_formats_survive_the_log() -> None:
+    csv = CsvOptions(delimiter=";", column_names=["a"], null_values=["-"], encoding="latin-1")
+    spec = ImportSpec(
+        sources=[Source(split="train", format="csv", uris={"csv.uri": "datasets/d/uploads/u"}, csv=csv)],
+        hold_outs=[],
+        column_types=[ColumnType(column="a", arrow_type="int8")],
+        bad_rows=BadRows(action="quarantine", max_rows=5),
+        checks=[{"column": "a", "notNull": {}}],
+        base=Base(version="datasets/d/versions/v1", mode="append"),
+    )
+    check(spec, [], s3=False)
+    assert ImportSpec.from_record(json.loads(json.dumps(spec.as_record()))) == spec
+
+
+def test_wrong_options_are_all_named_at_once() -> None:
+    csv = CsvOptions(delimiter='"', column_names=["a", "", "a"], encoding="ebcdic")
+    spec = ImportSpec(
+        sources=[
+            replace(TRAIN, uris={"idx.images_uri": "file:///in/*", "idx.labels_uri": "file:///in/"}),
+            Source(split="train", format="csv", uris={"csv.uri": "file:///in/*.csv"}, csv=csv),
+            Source(split="train", format="image_folder", uris={"image_folder.uri": "file:///in/a"}),
+            Source(split="train", format="orc", uris={}),
+        ],
+        hold_outs=[],
+        column_types=[
+            ColumnType(column="a", arrow_type="int8"),
+            ColumnType(column="a", arrow_type="list<int8>"),
+            ColumnType(column="", arrow_type="decimal128(99, 1)"),
+            ColumnType(column="t", arrow_type="fixed_shape_tensor[value_type=string, shape=[2]]"),
+            ColumnType(column="u", arrow_type="fixed_shape_tensor[value_type=int8, shape=[0]]"),
+        ],
+        bad_rows=BadRows(action="ignore", max_rows=-1),
+        base=Base(version="datasets/d", mode=""),
+    )
+    assert refused_fields(spec) == [
+        "sources[0].idx.images_uri",
+        "sources[0].idx.labels_uri",
+        "sources[1].csv.delimiter",
+        "sources[1].csv.column_names[1]",
+        "sources[1].csv.column_names[2]",
+        "sources[1].csv.encoding",
+        "sources[2].image_folder.uri",
+        "sources[3]",
+        "column_types[1].column",
+        "column_types[1].arrow_type",
+        "column_types[2].column",
+        "column_types[2].arrow_type",
+        "column_types[3].arrow_type",
+        "column_types[4].arrow_type",
+        "bad_rows.action",
+        "bad_rows.max_rows",
+        "base.version",
+        "base.mode",
     ]
 
 

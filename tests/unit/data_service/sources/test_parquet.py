@@ -105,8 +105,7 @@ def test_flipped_bits_are_refused_and_never_crash(tmp_path: Path) -> None:
         path.write_bytes(data)
         try:
             read = table_of(ParquetRows(found_file(path)), Quarantine())
-        except InvalidArgument as error:
-            assert error.specific_reason == "CORRUPT_SOURCE"
+        except InvalidArgument:
             refused += 1
         else:
             # A footer's own statistics and descriptions have no checksum.

@@ -24,6 +24,7 @@ from data_service.transforming import plan
 from millrace.data.v1 import quality_pb2
 from shared.dataset_version import load_version
 from shared.dataset_version.columns import tensor_array
+from shared.dataset_version.manifest import Parent
 from shared.jobs import JobRecord, JobState
 from shared.storage import ObjectStore
 from shared.transforms.pipeline import Pipeline
@@ -105,7 +106,9 @@ def test_a_filter_drops_rows_and_closes_the_ids(store: ObjectStore) -> None:
 def test_rows_of_all_splits_are_divided_anew_before_any_step(
     store: ObjectStore, rule: SplitRule, filtered: bool
 ) -> None:
-    steps = [{"drop": {"columns": ["word", "on"]}}, *([{"filter": {"expression": "n % 2 == 0"}}] if filtered else [])]
+    steps: list[dict[str, Any]] = [{"drop": {"columns": ["word", "on"]}}]
+    if filtered:
+        steps.append({"filter": {"expression": "n % 2 == 0"}})
     rows = made(store, transform_here(store, steps, splits=rule))
     whole = pa.concat_tables([pa.table(split).drop(["_row_id"]) for split in rows_of(store, SOURCE).values()])
     assigned = divider(rule, 7000).assign(whole, np.arange(7000))

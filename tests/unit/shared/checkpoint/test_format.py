@@ -14,6 +14,7 @@ from shared.checkpoint import load_checkpoint, write_checkpoint
 from shared.checkpoint.format import MANIFEST
 from shared.errors import DataLoss, Unavailable
 from shared.storage import ObjectStore
+from shared.transforms import Pipeline
 from tests.support.checkpoint_samples import FILES, content, write
 
 
@@ -111,7 +112,7 @@ def test_another_manifest_is_never_read(store: ObjectStore, damage: bytes) -> No
 def test_a_manifest_of_another_release_is_refused_by_its_format(store: ObjectStore) -> None:
     write(store)
     later = json.loads(store.get(f"checkpoint/{MANIFEST}"))
-    encoded = json.dumps({**later, "format": "millrace.checkpoint/2", "model": {"graph": "…"}}).encode()
+    encoded = json.dumps({**later, "format": "millrace.checkpoint/3", "model": {"graph": "…"}}).encode()
     store.put(f"checkpoint/{MANIFEST}", encoded)
 
     with pytest.raises(DataLoss, match=r"millrace\.checkpoint/2"):

@@ -37,7 +37,10 @@ CHAINS: dict[str, list[dict[str, Any]]] = {
     "select": [{"select": {"columns": ["vector", "age"]}}],
     "drop": [{"drop": {"columns": ["vector", "png"]}}],
     "rename": [{"rename": {"columns": {"age": "visits", "visits": "age"}}}],
-    "cast": [{"column": "digits", "cast": {"arrowType": "int16"}}, {"column": "visits", "cast": {"arrowType": "float"}}],
+    "cast": [
+        {"column": "digits", "cast": {"arrowType": "int16"}},
+        {"column": "visits", "cast": {"arrowType": "float"}},
+    ],
     "filter": [{"filter": {"expression": "age * 2 - visits > 70 or city in ['Ulm'] and not member"}}],
     "fill_nulls": [
         {"column": "age", "fillNulls": {"statistic": "STATISTIC_MEAN"}},

@@ -38,6 +38,7 @@ def cast(column: pa.Array, to: str) -> pa.Array:
         ([5, None], "int64", "string", ["5", None]),
         (["1.25"], "string", "decimal128(5, 2)", None),
         ([0.25], "double", "decimal128(5, 2)", None),
+        ([999, None], "int64", "decimal128(5, 2)", None),
         ([86_400_000_000], "timestamp[us]", "date32[day]", None),
         ([1, None], "timestamp[s]", "timestamp[us]", None),
         (["2019-03-01T12:00:00"], "string", "timestamp[us]", None),
@@ -72,6 +73,7 @@ def test_values_that_the_type_holds_are_cast(given_values: list[Any], given_type
         ([-1], "int64", "uint64", 0),
         ([0, 1, 2], "int64", "bool", 2),
         ([0.25, 0.125], "double", "decimal128(5, 2)", 1),
+        ([999, 1000], "int64", "decimal128(5, 2)", 1),
         ([86_400_000_000, 1], "timestamp[us]", "date32[day]", 1),
         ([1_000_000, 1], "timestamp[us]", "timestamp[s]", 1),
         (["2019-03-01", "1st of March"], "string", "date32[day]", 1),
@@ -112,7 +114,9 @@ def test_integers_are_cast_exactly_or_refused_at_the_first_that_cannot(values: l
         assert cast(pa.array(values, pa.int64()), to).to_pylist() == values
 
 
-@pytest.mark.parametrize("spelling", ["", "int", "complex", "list<item: int64>", "timestamp", "struct", "null", "duration[s]"])
+@pytest.mark.parametrize(
+    "spelling", ["", "int", "complex", "list<item: int64>", "timestamp", "struct", "null", "duration[s]"]
+)
 def test_types_that_no_column_has_are_refused(spelling: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         pipeline({"column": "x", "cast": {"arrowType": spelling}})

@@ -70,7 +70,13 @@ def test_a_value_that_fitting_did_not_see_may_be_encoded(repeats: int) -> None:
 
 @pytest.mark.parametrize(
     ("categories", "kind"),
-    [(["a"], pa.int64()), (["300"], pa.uint8()), (["1", "01"], pa.int64()), (["1"], pa.float64()), (["a"], pa.date32())],
+    [
+        (["a"], pa.int64()),
+        (["300"], pa.uint8()),
+        (["1", "01"], pa.int64()),
+        (["1"], pa.float64()),
+        (["a"], pa.date32()),
+    ],
 )
 def test_categories_that_are_not_of_the_column_are_refused_before_any_row(
     categories: list[str], kind: pa.DataType

@@ -221,7 +221,13 @@ def test_nesting_does_not_exhaust_the_stack_of_a_thread() -> None:
     refused: list[Any] = []
 
     def parse() -> None:
-        for text in ("-" * 4090 + "1", "not " * 1000 + "a", "(" * 2000 + "1" + ")" * 2000, "[" * 4000, "a." * 2000 + "b"):
+        for text in (
+            "-" * 4090 + "1",
+            "not " * 1000 + "a",
+            "(" * 2000 + "1" + ")" * 2000,
+            "[" * 4000,
+            "a." * 2000 + "b",
+        ):
             try:
                 Expression(text)
             except ExpressionError as error:

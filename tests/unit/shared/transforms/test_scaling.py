@@ -129,7 +129,9 @@ UNFIT: list[tuple[dict[str, Any], Any, str]] = [
 
 
 @pytest.mark.parametrize(("step", "column", "at"), UNFIT)
-def test_a_column_that_a_step_does_not_fit_is_refused_before_any_row(step: dict[str, Any], column: Any, at: str) -> None:
+def test_a_column_that_a_step_does_not_fit_is_refused_before_any_row(
+    step: dict[str, Any], column: Any, at: str
+) -> None:
     with pytest.raises(InvalidArgument) as refused:
         pipeline(step).output({"x": column})
 

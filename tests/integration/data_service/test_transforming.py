@@ -1,0 +1,176 @@
+"""Transforms on a real Ray: the same bytes as without it, whatever happens to its workers, and prompt ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from data_service.domain.split_rules import HashSplit, Share
+from shared.dataset_version import load_version
+from shared.dataset_version.version import IMPORT_KIND
+from shared.jobs import JobRecord, Jobs, JobState
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
+from tests.support.ray_head import RayHead
+from tests.support.service_process import store_environ
+from tests.support.transforming import commit_tables, create_transform, transform_here
+from tests.support.waiting import wait_until
+
+ROWS = 60_000
+WITHIN_S = 120.0
+CUSTOM = "tests.support.transforming"
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> StoreSettings:
+    return StoreSettings(url=(tmp_path_factory.mktemp("transforms") / "store").as_uri())
+
+
+@pytest.fixture(scope="module")
+def signs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where custom functions and tests leave signs for each other."""
+    return tmp_path_factory.mktemp("signs")
+
+
+@pytest.fixture(scope="module")
+def store(settings: StoreSettings, signs: Path) -> ObjectStore:
+    """With a source of 60,000 rows, in several parts."""
+    store = open_store(settings)
+    n = np.arange(ROWS)
+    text = pa.array([f"{i % 11} " + "." * 500 for i in n])
+    table = pa.table({"n": n, "x": n / 7, "word": text, "folder": [str(signs)] * ROWS})
+    commit_tables(store, {"train": table.slice(0, 50_000), "test": table.slice(50_000)})
+    return store
+
+
+@pytest.fixture(scope="module")
+def jobs(store: ObjectStore) -> Jobs:
+    return Jobs(store, IMPORT_KIND)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reconciler(settings: StoreSettings, data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The data service's own, which starts the attempts."""
+    log = tmp_path_factory.mktemp("reconciler") / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "data_service.reconciler"],
+            env={**os.environ, **store_environ(settings), "RAY_ADDRESS": data_ray.address},
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+        )
+    yield
+    process.kill()
+    process.communicate()
+
+
+def over(jobs: Jobs, name: str, within_s: float = WITHIN_S) -> JobRecord:
+    wait_until(lambda: jobs.get(name, name).state.final, f"{name} to end: {jobs.get(name, name)}", within_s)
+    return jobs.get(name, name)
+
+
+def await_worker(jobs: Jobs, name: str, signs: Path) -> None:
+    def begun() -> bool:
+        assert not jobs.get(name, name).state.final, jobs.get(name, name).error
+        return any(signs.glob("working-*"))
+
+    wait_until(begun, "a worker to begin", WITHIN_S)
+
+
+def custom(function: str, *columns: str, **fields: Any) -> dict[str, Any]:
+    return {"custom": {"function": f"{CUSTOM}:{function}", "columns": list(columns), **fields}}
+
+
+def test_a_cluster_makes_the_same_bytes_as_one_process(store: ObjectStore, jobs: Jobs) -> None:
+    steps = [
+        {"filter": {"expression": "n % 10 != 3"}},
+        {"column": "x", "standardize": {}},
+        {"column": "word", "ordinalEncode": {}},
+        {"drop": {"columns": ["folder"]}},
+        custom("doubles", "n"),
+    ]
+    spec: dict[str, Any] = {
+        "splits": HashSplit(
+            key_columns=["n"], shares=[Share(split="train", weight=4), Share(split="val", weight=1)], seed=1
+        ),
+        "checks": [{"column": "n", "action": "ACTION_QUARANTINE", "range": {"max": 119_000}}],
+    }
+    done = over(jobs, create_transform(store, steps, **spec))
+    assert done.state is JobState.SUCCEEDED, done.error
+    here = transform_here(store, steps, **spec)
+    assert load_version(store, done.name).manifest_sha256 == load_version(store, here.name).manifest_sha256
+    progress = jobs.progress(done.name)
+    assert (progress["phase"], progress["rows_done"], progress["rows_total"]) == ("WRITING", ROWS, ROWS)
+    assert not [info.key for info in store.list(done.name) if "/begun/" in info.key]
+
+
+def test_a_worker_killed_in_the_middle_of_its_part_costs_nothing_but_time(
+    store: ObjectStore, jobs: Jobs, signs: Path
+) -> None:
+    steps = [custom("waits_for_go", "folder"), {"column": "x", "minMaxScale": {}}]
+    name = create_transform(store, steps)
+    await_worker(jobs, name, signs)
+    victim = int(next(signs.glob("working-*")).name.split("-")[1])
+    os.kill(victim, signal.SIGKILL)
+    wait_until(
+        lambda: any(not path.name.endswith(f"-{victim}") for path in signs.glob("working-*")),
+        "another worker",
+        WITHIN_S,
+    )
+    (signs / "go").touch()
+    done = over(jobs, name)
+    assert (done.state, done.attempt, done.failures) == (JobState.SUCCEEDED, 1, 0), done.error
+    undisturbed = transform_here(store, steps)
+    assert load_version(store, name).manifest_sha256 == load_version(store, undisturbed.name).manifest_sha256
+    for path in signs.iterdir():
+        path.unlink()
+
+
+def test_a_cancelled_transform_ends_its_tasks_and_leaves_nothing(store: ObjectStore, jobs: Jobs, signs: Path) -> None:
+    name = create_transform(store, [custom("waits_for_go", "folder")])
+    await_worker(jobs, name, signs)
+    jobs.cancel(name, name)
+    assert over(jobs, name, 20.0).state is JobState.CANCELLED
+    wait_until(lambda: not any(map(_alive_on_task, signs.glob("working-*"))), "the tasks to end", 10.0)
+    assert list(store.list(f"{name}/data")) == []
+    for path in signs.iterdir():
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("step", "kind", "told"),
+    [
+        ({"column": "n", "cast": {"arrowType": "int8"}}, "InvalidArgument", "transform.steps[0]: row "),
+        (custom("hangs", "n", timeoutS=1), "InvalidArgument", "transform.steps[0]"),
+        (custom("crashes", "n"), "FailedPrecondition", "the worker died, and died again, on rows 0 to "),
+    ],
+    ids=["bad row", "hangs", "crashes"],
+)
+def test_a_step_that_cannot_do_its_work_fails_the_transform_at_once(
+    store: ObjectStore, jobs: Jobs, step: dict[str, Any], kind: str, told: str
+) -> None:
+    failed = over(jobs, create_transform(store, [step]))
+    assert (failed.state, failed.attempt) == (JobState.FAILED, 1)
+    assert failed.error is not None
+    assert failed.error["kind"] == kind, failed.error
+    assert told in failed.error["message"]
+    assert list(store.list(f"{failed.name}/data")) == []
+
+
+def _alive_on_task(sign: Path) -> bool:
+    """Whether that worker still does what it said. One that Ray keeps for other work is idle."""
+    try:
+        title = Path(f"/proc/{sign.name.split('-')[1]}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return b"_Task" in title

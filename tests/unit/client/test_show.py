@@ -1,0 +1,223 @@
+"""`millrace data show`: a version's report in a terminal, as a page and as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from click.testing import CliRunner
+
+from millrace.common.v1 import transform_pb2
+from millrace.data.v1 import data_service_pb2_grpc, quality_pb2
+from millrace_client.cli import millrace
+from millrace_client.report.bars import HEIGHT, WIDTH, block_bars, box_bars
+from millrace_client.report.page import page
+from millrace_client.report.wording import check_text, number_text, share_text, step_text
+from tests.support.fake_servicers import OnePreview
+from tests.support.grpc_answers import serving
+from tests.support.previews import NASTY, preview
+
+
+def show(*arguments: str, with_report: bool = True) -> str:
+    def register(server: grpc.Server) -> None:
+        servicer = OnePreview(preview(with_report=with_report))
+        data_service_pb2_grpc.add_DataServiceServicer_to_server(servicer, server)
+
+    with serving(register) as address:
+        command = ("data", "show", "datasets/d/versions/v2", "--data-address", address, *arguments)
+        result = CliRunner().invoke(millrace, command)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_terminal_shows_all_that_is_known() -> None:
+    text = show()
+    for wanted in (
+        "datasets/d/versions/v2  active  4 rows  5.2 MB",
+        "from datasets/d/versions/v1",
+        "resize(image, height=2, width=2)",
+        "uint8 2 × 2",
+        "▁ █▂",
+        "ants 66.7 %, bees 33.3 %",
+        "33.3 % + 1 NaN",
+        "−∞",
+        "≈ 9,000",
+        "2020-01-01",
+        "✓   price is 0 or more",
+        "✗   note matches [a-z]+",
+        "3 rows left out",
+        "a.csv, line 17",
+        "0 (ants)",
+    ):
+        assert wanted in text, wanted
+
+
+def test_data_is_neither_markup_nor_a_control_sequence() -> None:
+    text = show()
+    assert "[bold]x[/]" in text
+    assert "\x1b" not in text
+
+
+def test_a_version_without_a_report_shows_its_columns_and_rows(tmp_path: Path) -> None:
+    text = show("--html", str(tmp_path / "page.html"), with_report=False)
+    assert "date32[day]" in text
+    assert "0 (ants)" in text
+    assert "No statistics" in (tmp_path / "page.html").read_text()
+
+
+def test_json_has_the_version_the_rows_and_the_report(tmp_path: Path) -> None:
+    document = json.loads(show("--json", "--html", str(tmp_path / "page.html")))
+    assert document["version"]["name"] == "datasets/d/versions/v2"
+    assert document["rows"][0]["label"] == 0
+    assert document["rows"][0]["image"] == "<2 × 2>"
+    assert document["report"]["checks"][1]["quarantined"] == "3"
+    assert (tmp_path / "page.html").exists()
+
+
+def test_the_contact_sheet_is_saved(tmp_path: Path) -> None:
+    assert "Saved" in show("--contact-sheet", str(tmp_path / "sheet.png"))
+    assert (tmp_path / "sheet.png").read_bytes().startswith(b"\x89PNG")
+    assert "no contact sheet" in show("--contact-sheet", str(tmp_path / "none.png"), with_report=False)
+
+
+class Page(HTMLParser):
+    """Collects what a page needs of the world, and whether its elements are closed in order."""
+
+    VOID = ("meta", "img", "br", "link")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.wanted: list[str] = []
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in self.VOID:
+            self._open.append(tag)
+        for name, value in attrs:
+            assert not name.startswith("on"), "no script"
+            self.wanted += [value or ""] if name in ("src", "href") else []
+            self.ids += [value or ""] if name == "id" else []
+            if name == "aria-labelledby":
+                assert value, tag
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+
+def test_the_page_needs_no_script_no_file_and_no_network() -> None:
+    text = page(preview())
+    found = Page(text)
+    assert "script" not in found.tags
+    assert all(one.startswith(("data:image/png;base64,", "#")) for one in found.wanted)
+    assert not re.search(r"url\(|@import|https?:", text)
+
+
+def test_the_page_escapes_what_comes_from_data() -> None:
+    text = page(preview())
+    assert NASTY not in text
+    assert "&lt;script&gt;alert(1)" in text
+
+
+def test_the_page_is_accessible() -> None:
+    text = page(preview())
+    found = Page(text)
+    assert '<html lang="en">' in text
+    assert found.tags.count("h1") == 1
+    assert len(found.ids) == len(set(found.ids))
+    assert all("aria-label=" in svg for svg in re.findall(r"<svg[^>]*>", text))
+    assert all("alt=" in image for image in re.findall(r"<img[^>]*>", text))
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"), [([], ""), ([0, 0], "  "), ([1, 1000], "▁█"), ([0, 4, 8], " ▄█"), ([3], "█")]
+)
+def test_a_bar_is_seen_however_few_its_rows(counts: list[int], text: str) -> None:
+    assert block_bars(counts) == text
+    for bar in box_bars(counts):
+        assert (bar.height >= 1.5) == (bar.count > 0)
+        assert 0 <= bar.x < bar.x + bar.width <= WIDTH
+        assert bar.y + bar.height == pytest.approx(HEIGHT)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (-3.0, "−3"),
+        (0.13066, "0.1307"),
+        (12_345.6, "12,346"),
+        (1.5e12, "1.5e+12"),
+        (2e-7, "2e−07"),
+        (float("nan"), "NaN"),
+        (float("-inf"), "−∞"),
+    ],
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert number_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "text"),
+    [
+        (0, 0, "0 %"),
+        (0, 9, "0 %"),
+        (9, 9, "100 %"),
+        (1, 10**6, "< 0.1 %"),
+        (10**6 - 1, 10**6, "> 99.9 %"),
+        (1, 3, "33.3 %"),
+    ],
+)
+def test_shares_never_round_to_none_or_all(part: int, whole: int, text: str) -> None:
+    assert share_text(part, whole) == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"column": "x", "not_null": {}}, "x is not null"),
+        ({"column": "x", "unique": {}}, "x is unique"),
+        ({"column": "x", "range": {"min": 0, "max": 5}}, "x is from 0 to 5"),
+        ({"column": "x", "range": {"max": 5}}, "x is 5 or less"),
+        ({"column": "x", "one_of": {"values": [{"integer": 1}, {"text": "a"}]}}, "x is one of 1, a"),
+        ({"row_count": {"min": 1000}}, "the version has 1,000 or more rows"),
+        ({"row_count": {"split": "test", "max": 5}}, "test has at most 5 rows"),
+        ({"column": "x", "class_balance": {"min_share": 0.05}}, "each x has at least 5 % of the rows"),
+        ({"column": "x", "drift": {"max_population_stability_index": 0.2}}, "x drifts by a psi of at most 0.2"),
+    ],
+    ids=str,
+)
+def test_checks_read_as_sentences(fields: dict[str, Any], text: str) -> None:
+    assert check_text(quality_pb2.QualityCheck(**fields)) == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"column": "x", "to_float": {}}, "to_float(x)"),
+        ({"normalize": {"mean": [0.1307], "std": [0.3081]}}, "normalize(mean=[0.1307], std=[0.3081])"),
+        ({"rename": {"columns": {"a": "b"}}}, "rename(columns=a→b)"),
+        (
+            {"column": "x", "fill_nulls": {"value": {"number": 1.5}, "statistic": 1}},
+            "fill_nulls(x, value=1.5, statistic=mean)",
+        ),
+        (
+            {"column": "x", "one_hot_encode": {"categories": list("abcde")}},
+            "one_hot_encode(x, categories=[a, b, c, … 2 more])",
+        ),
+        ({"concat": {"columns": ["a"], "into": "b", "keep": True}}, "concat(columns=[a], into='b', keep=true)"),
+        ({}, "a step that this program does not know"),
+    ],
+    ids=str,
+)
+def test_steps_read_as_calls(fields: dict[str, Any], text: str) -> None:
+    assert step_text(transform_pb2.TransformStep(**fields)) == text

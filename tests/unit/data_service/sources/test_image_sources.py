@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import gzip
+import struct
+import zlib
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from data_service.domain import decompression
+from data_service.source_files import SourceFiles
+from data_service.sources import images as image_rules
+from data_service.sources import open_sources
+from shared.errors import InvalidArgument, NotFound
+from tests.support.damage import truncations
+from tests.support.images import encoded, tar_of
+from tests.support.import_sources import opened, source_of, table_of, whole
+
+ANTS_BEES = Path(__file__).parents[5] / "shared" / "data" / "ants_bees"
+
+
+def write(folder: Path, files: dict[str, bytes]) -> str:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return f"{folder.as_uri()}/"
+
+
+FILES = {f"{name}/{i}.png": encoded(colour=i) for name in ("bees", "ants") for i in range(3)}
+
+
+@pytest.mark.parametrize("kind", ["image_folder", "image_tar", "gzipped tar"])
+def test_classes_are_numbered_in_the_order_of_their_names(tmp_path: Path, kind: str) -> None:
+    if kind == "image_folder":
+        uri = write(tmp_path / "in", FILES)
+    else:
+        data = tar_of({f"./train/{name}": data for name, data in FILES.items()})
+        (tmp_path / "a.tar").write_bytes(gzip.compress(data) if kind == "gzipped tar" else data)
+        uri = (tmp_path / "a.tar").as_uri()
+    source = source_of(uri, "image_folder" if kind == "image_folder" else "image_tar")
+    (one,) = opened(tmp_path, source)
+    table = table_of(one.rows)
+    assert one.rows.class_names == ["ants", "bees"]
+    rows = {row["path"]: (row["image"], row["label"]) for row in table.to_pylist()}
+    assert rows == {name: (data, int(name.startswith("bees"))) for name, data in FILES.items()}
+
+
+def test_labels_use_the_classes_of_all_sources(tmp_path: Path) -> None:
+    first = write(tmp_path / "first", {"b/x.png": encoded()})
+    (tmp_path / "second.tar").write_bytes(tar_of({"c/x.png": encoded(), "a/y.png": encoded()}))
+    sources = [source_of(first, "image_folder"), source_of((tmp_path / "second.tar").as_uri(), "image_tar")]
+    table, _ = whole(tmp_path, *sources)
+    assert dict(zip(table["path"].to_pylist(), table["label"].to_pylist(), strict=True)) == {
+        "b/x.png": 1,
+        "c/x.png": 2,
+        "a/y.png": 0,
+    }
+
+
+def test_known_classes_keep_their_places(tmp_path: Path) -> None:
+    uri = write(tmp_path, {"b/x.png": encoded()})
+    (one,) = open_sources(
+        [source_of(uri, "image_folder")], SourceFiles([PurePosixPath(tmp_path)], None), {}, known_classes=["a", "b"]
+    )
+    assert one.rows.class_names == ["a", "b"]
+    assert table_of(one.rows)["label"].to_pylist() == [1]
+
+
+def test_names_are_told_apart_by_their_bytes(tmp_path: Path) -> None:
+    uri = write(tmp_path, {"e\u0301/x.png": encoded(), "\u00e9/x.png": encoded(), "Z/x.png": encoded()})
+    (one,) = opened(tmp_path, source_of(uri, "image_folder"))
+    assert one.rows.class_names == ["Z", "e\u0301", "\u00e9"]
+
+
+def test_hidden_files_and_other_suffixes_are_left_alone(tmp_path: Path) -> None:
+    files = {"a/x.png": encoded(), "a/Thumbs.db": b"x", "a/._x.png": b"x", "_b/x.png": b"x", ".c/x.png": b"x"}
+    uri = write(tmp_path / "in", files)
+    (tmp_path / "a.tar").write_bytes(tar_of(files))
+    for source in (source_of(uri, "image_folder"), source_of((tmp_path / "a.tar").as_uri(), "image_tar")):
+        (one,) = opened(tmp_path, source)
+        assert table_of(one.rows)["path"].to_pylist() == ["a/x.png"]
+        assert one.rows.class_names == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP"])
+def test_each_format_is_an_image_and_half_of_it_is_none(kind: str) -> None:
+    data = encoded(kind, (64, 64))
+    assert image_rules.problem_of(data) is None
+    assert image_rules.problem_of(data[: len(data) // 2]) is not None
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that claims a size and has no pixels."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_what_is_no_image_is_a_bad_row_with_its_reason(tmp_path: Path) -> None:
+    files = {
+        "a/bomb.png": png_header(20_000, 5_001),
+        "a/enormous.png": png_header(200_000, 200_000),
+        "a/good.png": encoded(),
+        "a/text.jpg": b"not an image",
+        "a/empty.gif": b"",
+        "a/half.jpg": encoded("JPEG", (64, 64))[:-200],
+        "top.png": encoded(),
+    }
+    uri = write(tmp_path / "in", files)
+    (tmp_path / "a.tar").write_bytes(tar_of(files))
+    for source, place in (
+        (source_of(uri, "image_folder"), "file"),
+        (source_of((tmp_path / "a.tar").as_uri(), "image_tar"), "member"),
+    ):
+        table, bad = whole(tmp_path, source)
+        assert table["path"].to_pylist() == ["a/good.png"]
+        assert {row.place for row in bad.rows} == {f"{place} {name}" for name in files} - {f"{place} a/good.png"}
+        reasons = {row.place.split(" ")[1]: row.reason for row in bad.rows}
+        assert "20000 × 5001 pixels" in reasons["a/bomb.png"]
+        assert "pixels" in reasons["a/enormous.png"]
+        assert "none of JPEG" in reasons["a/text.jpg"]
+        assert "truncated" in reasons["a/half.jpg"].lower()
+        assert "no folder of a class" in reasons["top.png"]
+
+
+def test_an_image_larger_than_a_member_may_be_is_a_bad_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_rules, "MAX_IMAGE_BYTES", 50)
+    assert "at most 50 are read" in str(image_rules.problem_of(bytes(51)))
+
+
+def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="no image in a folder of a class"):
+        opened(tmp_path, source_of(write(tmp_path, {"a/x.txt": b""}), "image_folder"))
+    with pytest.raises(NotFound):
+        opened(tmp_path, source_of(f"{tmp_path.as_uri()}/absent/", "image_folder"))
+
+
+@pytest.mark.parametrize("name", ["a/../../x.png", "/a/x.png"])
+def test_a_hostile_member_ends_the_import_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.tar").write_bytes(tar_of({"a/x.png": encoded(), name: encoded()}))
+    with pytest.raises(InvalidArgument, match=f"member '{name}'") as refused:
+        opened(tmp_path, source_of((tmp_path / "a.tar").as_uri(), "image_tar"))
+    assert refused.value.specific_reason == "CORRUPT_SOURCE"
+
+
+def test_every_truncated_tar_is_refused(tmp_path: Path) -> None:
+    data = tar_of(FILES).rstrip(b"\0")
+    for _, part in truncations(data):
+        (tmp_path / "a.tar").write_bytes(part)
+        with pytest.raises(InvalidArgument):
+            whole(tmp_path, source_of((tmp_path / "a.tar").as_uri(), "image_tar"))
+
+
+def test_a_gzip_bomb_is_refused_before_it_has_grown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decompression, "FREE_BYTES", 100_000)
+    (tmp_path / "a.tar").write_bytes(gzip.compress(tar_of({"a/x.png": bytes(20_000_000)})))
+    with pytest.raises(InvalidArgument, match="200 times its size"):
+        opened(tmp_path, source_of((tmp_path / "a.tar").as_uri(), "image_tar"))
+
+
+@pytest.mark.skipif(not ANTS_BEES.is_dir(), reason=f"no example images at {ANTS_BEES}")
+def test_the_example_images_are_read_exactly() -> None:
+    table, bad = whole(ANTS_BEES, source_of(f"{(ANTS_BEES / 'train').as_uri()}/", "image_folder"))
+    assert not bad.rows
+    assert table.num_rows == 60
+    for row in table.to_pylist():
+        assert row["image"] == (ANTS_BEES / "train" / row["path"]).read_bytes()
+        assert row["label"] == ["ants", "bees"].index(row["path"].split("/")[0])

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from data_service import reading
+from data_service.reading import MESSAGE_BYTES, Selection, read_stream
+from millrace.data.v1 import data_service_pb2
+from shared.dataset_version import VersionReader, load_version
+from shared.errors import DataLoss, InvalidArgument
+from shared.storage import ObjectStore
+from tests.support.versions import commit_version, striped_digits
+
+VERSION = "datasets/d/versions/v1"
+TRAIN, TEST = 1500, 100
+
+
+@pytest.fixture
+def reader(store: ObjectStore) -> VersionReader:
+    commit_version(store, VERSION, {"train": striped_digits(TRAIN), "test": striped_digits(TEST)})
+    return VersionReader(store, load_version(store, VERSION))
+
+
+def messages(
+    reader: VersionReader, split: str = "", columns: Sequence[str] = (), offset: int = 0, limit: int = 0
+) -> list[bytes]:
+    selection = Selection(split=split, columns=columns, offset=offset, limit=limit)
+    return [
+        data_service_pb2.ReadVersionResponse.FromString(message).arrow_ipc for message in read_stream(reader, selection)
+    ]
+
+
+def ids(reader: VersionReader, **selection: Any) -> list[int]:
+    table = pa.ipc.open_stream(b"".join(messages(reader, columns=["_row_id"], **selection))).read_all()
+    found: list[int] = table["_row_id"].to_pylist()
+    return found
+
+
+def test_all_rows_come_in_the_order_of_their_ids(reader: VersionReader) -> None:
+    table = pa.ipc.open_stream(b"".join(messages(reader))).read_all()
+    assert table.schema == reader.select(None)
+    images, labels = striped_digits(TRAIN)
+    read = np.concatenate([chunk.to_numpy_ndarray() for chunk in table["image"].chunks])
+    np.testing.assert_array_equal(read[:TRAIN], images)
+    assert table["label"].to_pylist()[:TRAIN] == labels.tolist()
+    assert ids(reader) == list(range(TRAIN + TEST))
+
+
+@pytest.mark.parametrize(
+    ("selection", "rows"),
+    [
+        ({"split": "test"}, range(TRAIN, TRAIN + TEST)),
+        ({"offset": 300, "limit": 500}, range(300, 800)),
+        ({"offset": 256, "limit": 256}, range(256, 512)),
+        ({"offset": 255, "limit": 2}, range(255, 257)),
+        ({"offset": TRAIN - 1, "limit": 3}, range(TRAIN - 1, TRAIN + 2)),
+        ({"offset": TRAIN + TEST}, range(0)),
+        ({"split": "train", "limit": 10**9}, range(TRAIN)),
+    ],
+)
+def test_a_range_is_those_rows(reader: VersionReader, selection: dict[str, Any], rows: range) -> None:
+    assert ids(reader, **selection) == list(rows)
+
+
+def test_groups_outside_the_range_are_not_read(reader: VersionReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    whole = VersionReader.read_many
+
+    def counted(self: VersionReader, groups: Sequence[Any], columns: Any = None) -> Any:
+        read.extend(group.first_row_id for group in groups)
+        return whole(self, groups, columns)
+
+    monkeypatch.setattr(VersionReader, "read_many", counted)
+    ids(reader, offset=600, limit=10)
+    assert read == [512]
+
+
+@pytest.mark.parametrize("field", ["offset", "limit"])
+def test_a_negative_range_is_refused_by_field(reader: VersionReader, field: str) -> None:
+    with pytest.raises(InvalidArgument, match=field):
+        ids(reader, **{field: -1})
+
+
+def test_a_message_holds_whole_arrow_messages_and_fits_most_clients(
+    reader: VersionReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 500_000)
+    sent = messages(reader)
+    assert len(sent) == 2 + 3 + 1  # the schema and the end; 2 groups of 200 kB a chunk; the other split
+    for message in sent[1:-1]:
+        batches = pa.ipc.open_stream(sent[0] + message).read_all()
+        assert batches.num_rows > 0
+        assert len(message) <= MESSAGE_BYTES
+
+
+def test_a_row_larger_than_a_message_is_cut(reader: VersionReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "MESSAGE_BYTES", 600)
+    monkeypatch.setattr(reading, "BATCH_BYTES", 500)
+    sent = messages(reader, split="test", limit=5)
+    assert max(map(len, sent[1:])) <= 600
+    assert pa.ipc.open_stream(b"".join(sent)).read_all()["label"].to_pylist() == striped_digits(5)[1].tolist()
+
+
+def test_a_taker_that_goes_away_ends_the_reading(reader: VersionReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 1)
+    read: list[int] = []
+    whole = VersionReader.read_many
+
+    def counted(self: VersionReader, groups: Sequence[Any], columns: Any = None) -> Any:
+        read.append(1)
+        return whole(self, groups, columns)
+
+    monkeypatch.setattr(VersionReader, "read_many", counted)
+    stream = read_stream(reader, Selection(split="", columns=[], offset=0, limit=0))
+    next(stream), next(stream)
+    stream.close()
+    assert 1 <= len(read) <= 1 + reading.READ_AHEAD
+
+
+def test_damage_is_raised_where_it_is(store: ObjectStore, reader: VersionReader) -> None:
+    key = f"{reader.version.folder}/{reader.version.manifest.files[1].path}"
+    store.put(key, b"x" * store.get(key).__len__())
+    stream = read_stream(reader, Selection(split="", columns=[], offset=0, limit=0))
+    with pytest.raises(DataLoss, match="test-00000"):
+        list(stream)
+    assert ids(reader, split="train") == list(range(TRAIN))
