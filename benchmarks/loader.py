@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
 from shared.dataset_version import VersionReader, load_version
+from shared.model_spec import ModelSpec
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from shared.model_spec import ModelSpec
 from tests.support.versions import commit_version
 from train_service.domain.spec import TrainingSpec
 from train_service.loader import Loader, Plan

@@ -16,7 +16,7 @@ from data_service.datasets import SERVICE, Datasets
 from data_service.domain.retention import Committed, outlived
 from data_service.lifecycle import Deletions
 from shared.dataset_version.users import live_users, markers
-from shared.errors import FailedPrecondition, Unavailable
+from shared.errors import STORE_OUTAGES, FailedPrecondition, ResourceExhausted, Unavailable
 from shared.jobs import JobRecord, JobState
 from shared.jobs.registry import log_prefix
 from shared.log import ResourceLog
@@ -78,7 +78,7 @@ class Sweeper:
             step()
         except Unavailable:
             raise  # which holds for everything
-        except FailedPrecondition as error:
+        except (FailedPrecondition, ResourceExhausted) as error:
             logger.info("%s stays: %s", what, error.message)
         except Exception:
             logger.exception("%s cannot be swept; the others go on", what)
@@ -145,7 +145,7 @@ async def sweep_periodically(sweeper: Sweeper, interval_s: float, stop: asyncio.
     while not stop.is_set():
         try:
             await asyncio.to_thread(sweeper.sweep)
-        except Unavailable as error:
+        except STORE_OUTAGES as error:
             logger.warning("the sweep is put off: %s", error.message)
         except Exception:
             logger.exception("the sweep failed; the next one tries again")

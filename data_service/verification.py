@@ -11,10 +11,11 @@ import pyarrow as pa
 
 from shared.dataset_version import ROW_ID, DatasetVersion, RowGroup, VersionReader
 from shared.dataset_version.columns import ROW_ID_FIELD
-from shared.dataset_version.manifest import DataFile
+from shared.dataset_version.manifest import DataFile, sha256_hex
 from shared.errors import DataLoss
 from shared.storage import ObjectMissing, ObjectStore
 
+MANIFEST = "manifest.json"
 # So much is in memory at a time, besides one decoded row group.
 READ_BYTES = 4 * 1024 * 1024
 # A message at least so often.
@@ -50,10 +51,10 @@ class _Step:
 def verify(store: ObjectStore, version: DatasetVersion) -> Generator[Verified, None, None]:
     """Checks each file's size and SHA-256, then each page's checksum, the rows of each group and their ids.
 
-    Damage is told, never raised. The manifest itself was checked when the version was found. Raises `Unavailable`.
+    The manifest is one of the files. Damage is told, never raised. Raises `Unavailable`.
     """
     manifest = version.manifest
-    state = Verified(files_total=len(manifest.files) + len(manifest.attachments))
+    state = Verified(files_total=1 + len(manifest.files) + len(manifest.attachments))
     yield state
     told_bytes = 0
     for steps in _files(store, version):
@@ -72,10 +73,23 @@ def verify(store: ObjectStore, version: DatasetVersion) -> Generator[Verified, N
 
 
 def _files(store: ObjectStore, version: DatasetVersion) -> Iterator[Iterator[_Step]]:
+    yield _manifest(store, version)
     for file in version.manifest.files:
         yield _data_file(store, version, file)
     for attachment in version.manifest.attachments:
         yield _bytes_of(store, version, attachment.path, attachment.size_bytes, attachment.sha256)
+
+
+def _manifest(store: ObjectStore, version: DatasetVersion) -> Iterator[_Step]:
+    """It was read when the version was found, which may have been long ago."""
+    try:
+        data = store.get(f"{version.folder}/{MANIFEST}")
+    except ObjectMissing:
+        yield _Step(damage=Damage(MANIFEST, "is gone"))
+        return
+    if sha256_hex(data) != version.manifest_sha256:
+        yield _Step(damage=Damage(MANIFEST, f"its SHA-256 is {sha256_hex(data)}, not {version.manifest_sha256}"))
+    yield _Step(bytes_checked=len(data))
 
 
 def _data_file(store: ObjectStore, version: DatasetVersion, file: DataFile) -> Iterator[_Step]:

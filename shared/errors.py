@@ -99,6 +99,10 @@ class Unavailable(MillraceError):
     reason = "UNAVAILABLE"
 
 
+# What a store raises that passes by itself or with an operator's help: it does not answer, or it is full.
+STORE_OUTAGES = (Unavailable, ResourceExhausted)
+
+
 class DeadlineExceeded(MillraceError):
     reason = "DEADLINE_EXCEEDED"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from shared.dataset_version.manifest import Column
 from shared.errors import InvalidArgument, invalid_field
 from shared.transforms import Pipeline, RowError, RowKeys, Schema, TensorSpec, TensorType, schema_of_columns
@@ -67,8 +69,8 @@ class Preprocessing:
                 metadata={"resource": self._version, "row_id": str(row_id)},
                 fields=[(error.path, f"row {row_id}: {error.problem}")],
             ) from error
-        made: Array = walk.batch[self.input_column]
-        return made
+        # As torch takes it: contiguous, and its own to write to. Most transforms make it so.
+        return np.require(walk.batch[self.input_column], np.float32, ["C", "W"])
 
 
 def _check_steps(pipeline: Pipeline) -> None:

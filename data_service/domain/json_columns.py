@@ -30,16 +30,22 @@ class InferredColumn:
 
     def update(self, values: Sequence[Any]) -> None:
         """Takes parsed JSON values. Those that fit no column, such as objects, have no say."""
-        for value in values:
-            kind = type(value)
-            if kind is int and value not in _INT64:
-                kind = float
-            if kind in (bool, int, float, str):
-                self._scalars[kind] += 1
-            elif kind is list and numbers_kind(value) is not None and len(self._lengths) < MAX_LENGTHS:
-                self._lengths[len(value)] += 1
-                if numbers_kind(value) is float:
-                    self._doubles_in_lists.add(len(value))
+        kinds = Counter(map(type, values))
+        if kinds[int]:
+            beyond = sum(type(value) is int and value not in _INT64 for value in values)
+            kinds[int] -= beyond
+            kinds[float] += beyond
+        self._scalars += Counter({kind: kinds[kind] for kind in (bool, int, float, str)})
+        if kinds[list]:
+            self._update_lists([value for value in values if type(value) is list])
+
+    def _update_lists(self, lists: Sequence[list[Any]]) -> None:
+        for values in lists:
+            kind = numbers_kind(values)
+            if kind is not None and len(self._lengths) < MAX_LENGTHS:
+                self._lengths[len(values)] += 1
+                if kind is float:
+                    self._doubles_in_lists.add(len(values))
 
     @property
     def type(self) -> pa.DataType:

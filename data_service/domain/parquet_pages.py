@@ -14,6 +14,9 @@ FIRST_READ_BYTES = 512
 _MAX_NESTING = 16
 _BOOL_TRUE, _BOOL_FALSE, _BYTE, _I64, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 6, 7, 8, 9, 10, 12
 
+_WHOLE_NUMBERS = (4, 5, 6)
+_DATA_PAGES = (5, 8)  # the fields of PageHeader for data pages of both versions
+
 ReadAt = Callable[[int, int], bytes]
 
 
@@ -23,11 +26,12 @@ class PageError(ValueError):
 
 @dataclass(frozen=True)
 class Page:
-    """Sizes as the header claims them."""
+    """Sizes as the header claims them. `values` counts those of nested lists, and nulls; 0 for a dictionary's page."""
 
     uncompressed_bytes: int
     compressed_bytes: int
     header_bytes: int
+    values: int
 
 
 def pages(read_at: ReadAt, begin: int, size: int) -> Iterator[Page]:
@@ -56,16 +60,29 @@ def _page(read_at: ReadAt, position: int, end: int) -> Page:
 
 def _parsed(data: bytes) -> Page:
     reader = _Compact(data)
-    sizes = {}
+    sizes, values = {}, 0
     for field, kind in reader.fields():
-        if field in (2, 3) and kind in (4, 5, 6):
+        if field in (2, 3) and kind in _WHOLE_NUMBERS:
             sizes[field] = reader.zigzag()
+        elif field in _DATA_PAGES and kind == _STRUCT:
+            values = _values(reader)
         else:
             reader.skip(kind)
     uncompressed, compressed = sizes.get(2, -1), sizes.get(3, -1)
-    if uncompressed < 0 or compressed < 0:
+    if uncompressed < 0 or compressed < 0 or values < 0:
         raise PageError("a page's header is damaged")
-    return Page(uncompressed, compressed, reader.position)
+    return Page(uncompressed, compressed, reader.position, values)
+
+
+def _values(reader: _Compact) -> int:
+    """Of a DataPageHeader or a DataPageHeaderV2, which begin alike."""
+    values = -1
+    for field, kind in reader.fields():
+        if field == 1 and kind in _WHOLE_NUMBERS:
+            values = reader.zigzag()
+        else:
+            reader.skip(kind)
+    return values
 
 
 class _Compact:

@@ -8,6 +8,7 @@ type string.
 
 from __future__ import annotations
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as kinds
@@ -47,9 +48,17 @@ class InferredType:
         if not self._possible:
             return
         present = texts.drop_null()
-        if len(present):
-            self._any_text = True
-            self._possible = [one for one in self._possible if self._fits(present, one)]
+        if not len(present):
+            return
+        self._any_text = True
+        integers = _integers(present) if pa.int64() in self._possible else None
+        if integers is not None:
+            # They are no other type but doubles, which need not be looked at one by one.
+            kept = {pa.int64()} | ({pa.float64()} if _exact_in_double(integers) else set())
+            self._possible = [one for one in self._possible if one in kept]
+        else:
+            tried = [one for one in self._possible if not kinds.is_integer(one)]
+            self._possible = [one for one in tried if self._fits(present, one)]
 
     @property
     def type(self) -> pa.DataType:
@@ -60,8 +69,6 @@ class InferredType:
         try:
             if kinds.is_floating(candidate):
                 return _fit_doubles(texts)
-            if kinds.is_integer(candidate):
-                return _fit_integers(texts)
             if kinds.is_boolean(candidate):
                 return bool(pc.all(pc.is_in(pc.utf8_lower(texts), pa.array(["true", "false"]))).as_py())
             from_text(texts, candidate)
@@ -70,10 +77,22 @@ class InferredType:
         return True
 
 
-def _fit_integers(texts: pa.Array) -> bool:
-    texts.cast(pa.int64())
-    # Arrow reads hexadecimal, too.
-    return not pc.any(pc.match_substring(texts, "x", ignore_case=True)).as_py()
+def _integers(texts: pa.Array) -> pa.Array | None:
+    """The texts as int64; None where one is none."""
+    try:
+        values = texts.cast(pa.int64())
+    except pa.ArrowInvalid:
+        return None
+    # Arrow reads hexadecimal, too: such texts alone have a character beyond the digits and the minus.
+    codes = np.frombuffer(texts.buffers()[2], np.uint8)
+    if codes.max(initial=0) > ord("9") and pc.any(pc.match_substring(texts, "x", ignore_case=True)).as_py():
+        return None
+    return values
+
+
+def _exact_in_double(integers: pa.Array) -> bool:
+    bounds = pc.min_max(integers)
+    return bool(-EXACT_IN_DOUBLE <= bounds["min"].as_py() and bounds["max"].as_py() <= EXACT_IN_DOUBLE)
 
 
 def _fit_doubles(texts: pa.Array) -> bool:

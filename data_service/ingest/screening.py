@@ -25,7 +25,7 @@ class Screen:
 
     def kept(self, table: pa.Table, source: str) -> pa.Table:
         """The rows of the next table that are kept. Raises `FailedPrecondition` for one that a failing check does not
-        let pass, and `InvalidArgument` where too many are left out."""
+        let pass."""
         if self._checks.are_none:
             return table
         first = self._rows_seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -10,7 +11,7 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_service.domain.parquet_pages import PageError, pages
+from data_service.domain.parquet_pages import Page, PageError, pages
 from data_service.source_files import SourceFile
 from data_service.sources import interface
 from data_service.sources.content import blaming
@@ -22,7 +23,7 @@ from data_service.sources.typed_columns import (
     is_text,
     logical_schema_of,
 )
-from shared.dataset_version.columns import row_bytes
+from shared.dataset_version.columns import is_tensor, row_bytes
 
 MAX_BATCH_ROWS = 1024
 MAX_PAGE_BYTES = 256 * 1024 * 1024
@@ -94,6 +95,14 @@ class ParquetRows:
             )
         opened.seek(0)
 
+    def _list_size(self, footer: pq.FileMetaData, index: int) -> int | None:
+        """How many values a row of the column has; None where it has one."""
+        if footer.schema.column(index).max_repetition_level == 0:
+            return None
+        name = footer.schema.column(index).path.split(".")[0]
+        kept = self.schema.field(name).type if name in self.schema.names else None
+        return math.prod(kept.shape) if kept is not None and is_tensor(kept) else 1
+
     def _check_pages(self, opened: BinaryIO, footer: pq.FileMetaData) -> None:
         def read_at(position: int, size: int) -> bytes:
             opened.seek(position)
@@ -109,13 +118,21 @@ class ParquetRows:
                     continue  # of a row group without rows
                 if begin < 4 or size < 0 or begin + size > file_bytes:
                     raise PageError(f"column {column.path_in_schema!r} lies outside of the file")
+                list_size = self._list_size(footer, index)
                 for page in pages(read_at, begin, size):
-                    if page.uncompressed_bytes > MAX_PAGE_BYTES:
-                        raise PageError(
-                            f"a page of column {column.path_in_schema!r} decodes to {page.uncompressed_bytes} bytes; "
-                            f"at most {MAX_PAGE_BYTES} are decoded"
-                        )
+                    _check_page(page, column.path_in_schema, list_size)
         opened.seek(0)
+
+
+def _check_page(page: Page, column: str, list_size: int | None) -> None:
+    """A list's values are decoded row by row, however many a row has, and any number of equal ones takes a few bytes.
+    But where rows of the promised length begin, each takes a bit for each value, or at least a run's two bytes; only
+    rows of one value do not. Lists that go on from page to page are bounded by each page alone."""
+    decoded_bytes = page.uncompressed_bytes if list_size is None else max(page.uncompressed_bytes, 8 * page.values)
+    if decoded_bytes > MAX_PAGE_BYTES:
+        raise PageError(f"a page of column {column!r} decodes to {decoded_bytes} bytes; {MAX_PAGE_BYTES} are decoded")
+    if list_size is not None and list_size > 1 and page.values > 8 * list_size * max(page.uncompressed_bytes, 1):
+        raise PageError(f"a page of column {column!r} has lists of more than {list_size} values")
 
 
 def _extent(column: pq.ColumnChunkMetaData) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from uuid import uuid4
@@ -36,8 +36,8 @@ class Begun:
         store.delete_folder(self.folder)
 
 
-def crash_error(tries: Counter[int], parts: Sequence[Part], *, foreign_code: bool) -> MillraceError:
-    """The error for work that took its worker with it, more often than it may.
+def crash_error(tries: Mapping[int, int], parts: Mapping[int, Part], *, foreign_code: bool) -> MillraceError:
+    """The error for work that took its worker with it too often; `tries` and `parts` are by the parts' numbers.
 
     With `foreign_code`, which runs what its author likes, the work is to blame and another attempt would end the same
     way; without, whatever kills processes on this cluster.

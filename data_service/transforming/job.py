@@ -34,6 +34,7 @@ from shared.dataset_version.columns import ROW_ID
 from shared.dataset_version.version import DatasetVersion
 from shared.errors import FailedPrecondition
 from shared.jobs import AttemptContext
+from shared.transforms.fitting import Fitter
 from shared.transforms.pipeline import Pipeline
 from shared.transforms.schema import schema_of
 
@@ -102,11 +103,22 @@ class _Transform:
         """Each pass teaches the steps that depend on none that still has to learn."""
         while self._pipeline.unfitted:
             parts = plan_parts(self._reader, output_schema(self._pipeline, self._given))
+            if self._divider is None:
+                parts = [part for part in parts if part.split == self._spec.fit_split]
             fitter, untaught = self._pipeline.fitter(self._given), self._pipeline.fitter(self._given)
-            work = FitPart(self._rows(self._reader.schema), untaught, self._spec.fit_split, list(self._given))
+            columns = self._columns_to_learn(fitter)
+            work = FitPart(self._rows(self._reader.select(columns)), untaught, self._spec.fit_split, columns)
             for _, taught in self._pass("FITTING", work, parts):
                 fitter.merge(taught)
             self._pipeline = fitter.fitted()
+
+    def _columns_to_learn(self, fitter: Fitter) -> list[str]:
+        """Those of the source that it takes to bring the steps that learn now their columns."""
+        needed: set[str] = set()
+        for index in fitter.learns:
+            before = self._pipeline.with_steps(self._pipeline.steps[:index])
+            needed.update(before.reads(self._pipeline.steps[index].reads, self._given))
+        return [name for name in self._given if name in needed]
 
     def _repeats(self, parts: list[Part], schema: pa.Schema, checks: RowChecks) -> Repeats:
         keys: UniqueKeys | None = None

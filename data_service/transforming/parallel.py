@@ -9,7 +9,7 @@ import copy
 import logging
 import pickle
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -56,6 +56,7 @@ def run_on_ray(
     """The `PartRunner` on the Ray cluster of this process."""
     from data_service.transforming.stream import RayFailed, RowStream  # ray.data: slow, and only the job needs it
 
+    by_number = {part.number: part for part in parts}
     begun = Begun(f"{folder}/begun")
     task = _Task(work, context.store.settings, begun)
     stream = RowStream(_dataset(task, parts)).rows(context.raise_if_stopped, POLL_S)
@@ -63,9 +64,9 @@ def run_on_ray(
         for record in stream:
             if record["error"]:
                 raise error_from_record(pickle.loads(record["error"]))
-            yield parts[record["part"]], pickle.loads(record["result"])
+            yield by_number[record["part"]], pickle.loads(record["result"])
     except RayFailed as failure:
-        raise _lost(failure.__cause__, begun, context, parts, foreign_code) from failure.__cause__
+        raise _lost(failure.__cause__, begun.tries(context.store), by_number, foreign_code) from failure.__cause__
     finally:
         stream.close()
         begun.forget(context.store)
@@ -137,14 +138,14 @@ def _dataset(task: _Task, parts: Sequence[Part]) -> Dataset:
 
 
 def _lost(
-    cause: BaseException | None, begun: Begun, context: AttemptContext, parts: Sequence[Part], foreign_code: bool
+    cause: BaseException | None, tries: Mapping[int, int], parts: Mapping[int, Part], foreign_code: bool
 ) -> MillraceError:
     """What Ray says of work that it gave up; only what the work itself did wrong ends the job."""
     from ray import exceptions
 
     logger.warning("Ray gave the work up: %r", cause)
     if isinstance(cause, exceptions.WorkerCrashedError):
-        return crash_error(begun.tries(context.store), parts, foreign_code=foreign_code)
+        return crash_error(tries, parts, foreign_code=foreign_code)
     if isinstance(cause, exceptions.OutOfMemoryError):
         return Unavailable("Ray ended a worker for want of memory", reason="WORKER_OUT_OF_MEMORY")
     why = first_line(cause) if cause else "no reason"

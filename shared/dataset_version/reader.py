@@ -17,7 +17,8 @@ from shared.dataset_version.version import DatasetVersion
 from shared.errors import DataLoss, invalid_field
 from shared.storage import ObjectMissing, ObjectStore
 
-# So many unwanted bytes are read along rather than asked around: about what S3 sends in the time of a round trip.
+# So many unwanted bytes are read along rather than asked around: about what S3 sends in the time of a round trip. Never
+# less than 8 KiB: Arrow joins its reads over holes of that size, and must find the bytes of the hole.
 MAX_GAP_BYTES = 512 * 1024
 
 

@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shared.errors import Cancelled, DeadlineExceeded, Internal, MillraceError, ResourceExhausted, Unavailable
+from shared.errors import (
+    STORE_OUTAGES,
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    MillraceError,
+    ResourceExhausted,
+    Unavailable,
+)
 from shared.jobs.record import JobRecord, JobState, fail, lose_attempt, succeed
 from shared.jobs.registry import Jobs, progress_key
 from shared.log import StaleAttempt
@@ -45,7 +53,7 @@ class AttemptContext:
             return  # the progress is a later attempt's
         try:
             self.store.put(progress_key(self.folder), json.dumps(progress).encode())
-        except Unavailable as error:
+        except STORE_OUTAGES as error:
             logger.warning("a report of progress is lost: %s", error.message)
 
     def raise_if_stopped(self, *, fresh: bool = False) -> None:
@@ -140,7 +148,7 @@ def _conclude(jobs: Jobs, folder: str, attempt: int, decide: Callable[[JobRecord
         except StaleAttempt:
             logger.warning("a later attempt has taken over; nothing is committed")
             return
-        except Unavailable:
+        except STORE_OUTAGES:
             if time.monotonic() > give_up_at:
                 raise
             time.sleep(COMMIT_RETRY_S)

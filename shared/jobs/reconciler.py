@@ -14,7 +14,7 @@ from collections import Counter
 import ray
 from ray.exceptions import RayError
 
-from shared.errors import Unavailable
+from shared.errors import STORE_OUTAGES, Unavailable
 from shared.jobs.actor import NAMESPACE, actor_name, find_actor, start_attempt
 from shared.jobs.record import JobRecord, JobState, begin_attempt, confirm_cancel, lose_attempt
 from shared.jobs.registry import Jobs, LiveJob
@@ -51,7 +51,7 @@ class Reconciler:
                 self._reconcile(live)
             except StaleAttempt:
                 continue  # another reconciler was faster
-            except (Unavailable, RayError, ConnectionError):
+            except (*STORE_OUTAGES, RayError, ConnectionError):
                 raise  # which holds for every job
             except Exception:
                 logger.exception("%s cannot be reconciled; the others go on", live.folder)
@@ -130,7 +130,7 @@ def run_reconciler(settings: ServiceSettings, kind: str, entry: str) -> None:
         _require_cluster_of(own_node)
         try:
             reconciler.reconcile()
-        except Unavailable as error:
+        except STORE_OUTAGES as error:
             logger.warning("%s", error.message)
         nudged.wait(INTERVAL_S)
         nudged.clear()

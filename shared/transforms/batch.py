@@ -32,8 +32,8 @@ class RaggedImages:
         return len(self.images)
 
 
-# Scalars are a pa.Array, tensors an array (B, *shape), images of unequal sizes RaggedImages. (pyarrow publishes no types:
-# a union with it would make mypy ask for casts at every use, and check nothing.)
+# Scalars are a pa.Array, tensors an array (B, *shape), images of unequal sizes RaggedImages. (pyarrow publishes no
+# types: a union with it would make mypy ask for casts at every use, and check nothing.)
 Column: TypeAlias = Any
 # In the order of the columns; all have B rows.
 Batch = dict[str, Column]

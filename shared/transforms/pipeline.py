@@ -135,9 +135,10 @@ class Pipeline:
         steps, before = [form for _, form in forms], [*(schemas[index] for index, _ in forms), schemas[-1]]
         needed = needed_columns(steps, before, frozenset(outputs))
         part = [step for _, step in sliced(steps, before, needed)]
-        if tuple(name for name in schemas[-1] if name in outputs) != tuple(outputs):
-            part.append(Select(tuple(outputs)))
-        return Pipeline(part, self._column, self._field)
+        serving = self.with_steps(part)
+        if list(serving.output(given)) == list(outputs):
+            return serving
+        return self.with_steps([*part, Select(tuple(outputs))])
 
     def then(self, other: Pipeline) -> Pipeline:
         """This pipeline, and `other` on what it makes."""

@@ -21,12 +21,15 @@ class ValueCounts:
     def __init__(self, arrow_type: pa.DataType, limit: int, name: str) -> None:
         self._limit = limit
         self._name = name
-        self._known = pa.table({"value": pa.array([], arrow_type), "count": pa.array([], pa.int64())})
+        # Arrow cannot count float16.
+        self._type = pa.float32() if arrow_type == pa.float16() else arrow_type
+        self._known = pa.table({"value": pa.array([], self._type), "count": pa.array([], pa.int64())})
         self._waiting: list[pa.Table] = []
         self._rows_waiting = 0
 
     def add(self, values: pa.Array) -> None:
         """Counts values, none of them null. Raises `StepError` beyond the limit."""
+        values = values.cast(self._type)
         if pa.types.is_floating(values.type):
             values = pc.add(values, pa.scalar(0.0, values.type))  # -0.0 is the same value as 0.0
         counted = values.value_counts()
@@ -40,6 +43,7 @@ class ValueCounts:
     def ordered(self) -> tuple[pa.Array, NDArray[np.int64]]:
         """The distinct values in ascending order (of numbers, or of bytes in UTF-8), and the count of each."""
         self._count_waiting()
+        self._check()
         values = self._known["value"].combine_chunks()
         order = pc.sort_indices(values)
         return values.take(order), self._known["count"].to_numpy()[order.to_numpy()]
@@ -53,6 +57,7 @@ class ValueCounts:
         self._rows_waiting += len(table)
         if self._rows_waiting > max(ROWS_TO_WAIT_FOR, len(self._known)):
             self._count_waiting()
+            self._check()
 
     def _count_waiting(self) -> None:
         if self._waiting:
@@ -60,6 +65,8 @@ class ValueCounts:
             counted = together.group_by("value", use_threads=False).aggregate([("count", "sum")])
             self._known = pa.table({"value": counted["value"], "count": counted["count_sum"]}).combine_chunks()
             self._waiting, self._rows_waiting = [], 0
+
+    def _check(self) -> None:
         if len(self._known) > self._limit:
             raise StepError(
                 f"{self._name} learns from at most {self._limit:,} distinct values, and the training rows have more"

@@ -16,6 +16,9 @@ MAX_REASONS, MAX_EXAMPLES, MAX_SHOWN_VALUES = 10, 2, 4
 MAX_CELL = 48
 # Characters from which all figures of a column find room.
 WIDE = 120
+NARROW_CELL, NARROW_NAME = 20, 15
+# What a table puts between two columns.
+_GUTTER = 3
 
 
 def print_version(version: resources_pb2.DatasetVersion) -> None:
@@ -61,9 +64,8 @@ def _print_columns(profile: Profile) -> None:
         return
     has_room = console().width >= WIDE
     several = len(profile.version.splits) > 1
-    numbers = ("nulls", "min", "mean ± deviation", "max", "distinct")
-    left_out = {"split": not several, "min": not has_room, "max": not has_room}
-    headers = [name for name in ("column", "split", *numbers, "values") if not left_out.get(name)]
+    numbers = ("nulls", "min", "mean ± deviation", "max", "distinct") if has_room else ("nulls", "mean", "distinct")
+    headers = ["column", *(["split"] if several else []), *numbers, "values"]
     table = new_table(*headers, numbers=numbers)
     for one in table.columns:
         one.no_wrap = True
@@ -77,16 +79,18 @@ def _cell(column: Column, header: str) -> Text:
     from rich.text import Text
 
     if header == "column":
-        return Text("\n").join([_plain(column.name), _plain(column.type_text, "dim")])
+        most = MAX_CELL if console().width >= WIDE else NARROW_NAME
+        return Text("\n").join([_plain(_cut(column.name, most)), _plain(_cut(column.type_text, most), "dim")])
     if header == "values":
         return Text("\n").join(_values(column, part) for part in column.parts)
     return Text("\n").join(_plain(_fact(part, header)) for part in column.parts)
 
 
 def _fact(part: Part, header: str) -> str:
-    if header == "nulls":
-        return f"{part.null_text} + {part.nan_count:,} NaN" if part.nan_count else part.null_text
-    facts = {"min": part.least, "mean ± deviation": part.middle, "max": part.most}
+    if header == "nulls" and part.nan_count and console().width >= WIDE:
+        return f"{part.null_text} + {part.nan_count:,} NaN"
+    facts = {"nulls": part.null_text, "min": part.least, "mean ± deviation": part.middle, "max": part.most}
+    facts["mean"] = part.middle.partition(" ± ")[0]
     return {**facts, "split": part.split, "distinct": part.distinct}[header]
 
 
@@ -97,7 +101,8 @@ def _values(column: Column, part: Part) -> Text:
     if not part.values or part.values[0].row_count == 1:
         return _plain("–")
     text = ", ".join(f"{_cut(value.text, 16)} {value.share}" for value in part.values[:MAX_SHOWN_VALUES])
-    return _plain(_cut(text + (", …" if len(part.values) > MAX_SHOWN_VALUES else ""), MAX_CELL), "cyan")
+    room = MAX_CELL if console().width >= WIDE else NARROW_CELL
+    return _plain(_cut(text + (", …" if len(part.values) > MAX_SHOWN_VALUES else ""), room), "cyan")
 
 
 def _print_splits(version: resources_pb2.DatasetVersion) -> None:
@@ -137,12 +142,29 @@ def _print_quarantine(profile: Profile) -> None:
 
 
 def _print_rows(profile: Profile) -> None:
+    """As many columns as find room: rows that wrap are hard to read."""
     if not profile.rows:
         return
-    table = new_table(*profile.rows[0])
+    from rich.markup import escape
+
+    names = list(profile.rows[0])
+    shown: list[str] = []
+    room = console().width
+    for name in names:
+        room -= min(MAX_CELL, max(len(text) for text in (name, *(row[name] for row in profile.rows)))) + _GUTTER
+        if room < 0 and shown:
+            break
+        shown.append(name)
+    table = new_table(*(escape(_plain(name).plain) for name in shown))
+    for column in table.columns:
+        column.no_wrap = True
     for row in profile.rows:
-        table.add_row(*(_plain(_cut(text, MAX_CELL), "dim" if text == "null" else "") for text in row.values()))
+        texts = [_cut(row[name], MAX_CELL) for name in shown]
+        table.add_row(*(_plain(text, "dim" if text == "null" else "") for text in texts))
     console().print(table)
+    if len(shown) < len(names):
+        missing = ", ".join(names[len(shown) :])
+        console().print("[dim]not shown for want of room:[/]", _plain(missing, "dim"), "[dim](see --html, --json)[/]")
 
 
 def _cut(text: str, length: int) -> str:

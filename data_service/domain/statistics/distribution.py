@@ -44,7 +44,7 @@ class Weighted:
         elif least == most:
             bars, places = 1, np.zeros(len(self.values), np.int64)
         else:
-            bars, places = BARS, _places(self.values.astype(np.float64), float(least), float(most))
+            bars, places = BARS, _places(self.values, least, most)
         counted = np.zeros(bars, np.int64)
         np.add.at(counted, np.clip(places, 0, bars - 1), self._weights())
         return scaled(counted.tolist(), total)
@@ -64,9 +64,12 @@ def scaled(counts: list[int], total: int) -> list[int]:
     return [whole + (index in raised) for index, (whole, _) in enumerate(parts)]
 
 
-def _places(values: npt.NDArray[np.float64], least: float, most: float) -> npt.NDArray[np.int64]:
-    if math.isinf(most - least):  # halves of the two still have a difference
-        values, least, most = values / 2, least / 2, most / 2
-    share = (values - least) / (most - least)
+def _places(values: npt.NDArray[Any], least: Any, most: Any) -> npt.NDArray[np.int64]:
+    if values.dtype.kind in "iu":  # large integers are close to each other only before they become floats
+        share = (values.astype(np.uint64) - np.uint64(int(least) % 2**64)) / (int(most) - int(least))
+    elif math.isinf(most - least):  # halves of the two still have a difference
+        share = (values / 2 - least / 2) / (most / 2 - least / 2)
+    else:
+        share = (values - least) / (most - least)
     places: npt.NDArray[np.int64] = np.floor(share * BARS).astype(np.int64)
     return places

@@ -50,6 +50,8 @@ class Cast(ColumnStep):
         return ScalarType(self.arrow_type, source.nullable)
 
     def work(self, column: Column, keys: StepKeys | None) -> Column:
+        if kinds.is_float16(column.type) and not kinds.is_float16(self.arrow_type):
+            column = column.cast(pa.float32())  # which holds them all, and which Arrow can compare
         try:
             made = cast_exactly(column, self.arrow_type)
             exact = _is_exact(column, made)

@@ -70,8 +70,9 @@ class Resize(ImageStep):
 
     Pillow and not torchvision: its resizing of uint8 is fixed-point arithmetic, so the same on every machine, needs no
     torch (seconds to import, in processes that have no other use for it), and takes one row at a time, so that no
-    row's company can show. `shorter_side_only`: the shorter side becomes `height`; the other is rounded down, as in
-    torchvision.
+    row's company can show. torchvision's kernel is about three times as fast on photographs (375×500 to 224: 0.8 ms
+    against 2.4 ms on one busy core), where decoding the JPEG takes longer than either. `shorter_side_only`: the
+    shorter side becomes `height`; the other is rounded down, as in torchvision.
     """
 
     op: ClassVar[str] = "resize"

@@ -92,7 +92,7 @@ def custom(function: str, *columns: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_a_cluster_makes_the_same_bytes_as_one_process(store: ObjectStore, jobs: Jobs) -> None:
-    steps = [
+    steps: list[dict[str, Any]] = [
         {"filter": {"expression": "n % 10 != 3"}},
         {"column": "x", "standardize": {}},
         {"column": "word", "ordinalEncode": {}},

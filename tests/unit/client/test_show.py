@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from html.parser import HTMLParser
@@ -221,3 +222,19 @@ def test_checks_read_as_sentences(fields: dict[str, Any], text: str) -> None:
 )
 def test_steps_read_as_calls(fields: dict[str, Any], text: str) -> None:
     assert step_text(transform_pb2.TransformStep(**fields)) == text
+
+
+def test_a_narrow_terminal_shows_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    from millrace_client.cli import show as shown
+
+    narrow = Console(width=80, record=True, file=io.StringIO(), highlight=False)
+    monkeypatch.setattr(shown, "console", lambda: narrow)
+    shown.print_preview(preview())
+    text = narrow.export_text()
+    tables = [line for line in text.splitlines() if not line.startswith((" " * 10, "  "))]
+    assert all(len(line) <= 80 for line in tables)
+    assert re.search(r"price +train +33.3 %", text)
+    assert "not shown for want of room: " in text
+    assert text.count("…") < 8

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -7,6 +8,7 @@ import pytest
 
 from data_service.verification import Damage, Verified, verify
 from shared.dataset_version import DatasetVersion, VersionReader, load_version
+from shared.dataset_version.manifest import Attachment, sha256_hex
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 
@@ -38,8 +40,10 @@ def flip(store: ObjectStore, path: str, position: int) -> None:
 def test_a_good_version_is_read_to_its_last_byte(store: ObjectStore, version: DatasetVersion) -> None:
     damages, last = verified(store, version)
     assert damages == []
-    assert (last.files_checked, last.files_total) == (2, 2)
-    assert last.bytes_checked == version.manifest.size_bytes
+    assert (last.files_checked, last.files_total) == (3, 3)
+    manifest_bytes = store.size(f"{version.folder}/manifest.json")
+    assert manifest_bytes is not None
+    assert last.bytes_checked == version.manifest.size_bytes + manifest_bytes
     assert last.rows_checked == 700
 
 
@@ -51,7 +55,7 @@ def test_a_flipped_byte_is_told_with_its_row_group(store: ObjectStore, version: 
     assert [one.path for one in damages] == ["train-00000.parquet"] * 2
     assert damages[0].description.startswith("its SHA-256 is ")
     assert damages[1].description == "row group 1: a page's checksum is wrong"
-    assert last.files_checked == 2
+    assert last.files_checked == 3
     assert last.rows_checked == 700 - 256
 
 
@@ -69,7 +73,24 @@ def test_a_file_that_is_gone_is_told_once_and_the_others_are_checked(
     store.delete(key(version))
     damages, last = verified(store, version)
     assert damages == [Damage("train-00000.parquet", "is gone")]
-    assert (last.files_checked, last.rows_checked) == (2, 100)
+    assert (last.files_checked, last.rows_checked) == (3, 100)
+
+
+def test_a_manifest_that_changed_is_told(store: ObjectStore, version: DatasetVersion) -> None:
+    flip(store, f"{version.folder}/manifest.json", 10)
+    damages, last = verified(store, version)
+    assert [one.path for one in damages] == ["manifest.json"]
+    assert last.rows_checked == 700
+
+
+def test_attachments_are_checked_like_files(store: ObjectStore, version: DatasetVersion) -> None:
+    report = Attachment(path="report.json", size_bytes=2, sha256=sha256_hex(b"{}"))
+    version = replace(version, manifest=replace(version.manifest, attachments=[report]))
+    store.put(f"{version.folder}/report.json", b"{}")
+    assert not [one for one in verified(store, version)[0] if one.path == "report.json"]
+    store.put(f"{version.folder}/report.json", b"[]")
+    (damage,) = [one for one in verified(store, version)[0] if one.path == "report.json"]
+    assert "SHA-256" in damage.description
 
 
 def test_a_truncated_file_is_told_with_its_size(store: ObjectStore, version: DatasetVersion) -> None:
@@ -101,7 +122,7 @@ def test_progress_comes_before_the_end(
     monkeypatch.setattr("data_service.verification.READ_BYTES", 10_000)
     monkeypatch.setattr("data_service.verification.TELL_EVERY_BYTES", 20_000)
     messages = list(verify(store, version))
-    assert messages[0] == Verified(files_total=2)
+    assert messages[0] == Verified(files_total=3)
     seen = [message.bytes_checked for message in messages]
     assert seen == sorted(seen)
     assert len(set(seen)) > 4

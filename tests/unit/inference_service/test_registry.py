@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from dataclasses import replace
 from typing import Any
@@ -21,11 +22,14 @@ from inference_service.manager import DeploymentManager
 from inference_service.operations import DeploymentOperations
 from inference_service.registry import Deployments
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
+from shared.dataset_version.users import live_users
 from shared.errors import AlreadyExists, DataLoss, NotFound
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
+from tests.support.versions import commit_version, striped_digits
 
 JOB = "trainingJobs/j"
+VERSION = "datasets/digits/versions/v1"
 
 
 @pytest.fixture
@@ -76,6 +80,13 @@ def creation(deployment_id: str = "digits", **changes: Any) -> Creation:
     )
     wanted = Creation(deployment_id=deployment_id, spec=spec, request_id="", digest="d", validate_only=False)
     return replace(wanted, **changes)
+
+
+def loaded(manager: DeploymentManager) -> Deployment:
+    """READY, as a replica has loaded it."""
+    made = manager.create(creation())
+    versions = tuple(replace(version, dataset_version=VERSION) for version in made.versions)
+    return replace(made, state=State.READY, versions=versions)
 
 
 def remove(deployments: Deployments, deployment: Deployment) -> None:
@@ -196,3 +207,26 @@ def test_cancelling_the_operation_of_a_loading_deployment_deletes_it(
     assert operations.get(deployment.operation).error.message.endswith("deleted before it was ready")
     with pytest.raises(NotFound):
         operations.cancel("operations/import-1")
+
+
+def test_a_deployments_dataset_version_is_kept_until_it_is_released(
+    store: ObjectStore, deployments: Deployments, manager: DeploymentManager
+) -> None:
+    commit_version(store, VERSION, {"train": striped_digits(5)})
+    ready = loaded(manager)
+
+    deployments.mark_datasets(ready)
+    deployments.mark_datasets(ready)  # as every start of the service does
+    assert live_users(store, VERSION, time.time() + 10**9) == [ready.name]
+
+    deployments.release_datasets(ready)
+    deployments.release_datasets(ready)
+    assert live_users(store, VERSION, time.time()) == []
+
+
+def test_a_dataset_version_that_is_gone_keeps_no_deployment_from_being_served(
+    store: ObjectStore, deployments: Deployments, manager: DeploymentManager
+) -> None:
+    deployments.mark_datasets(loaded(manager))
+
+    assert list(store.list("datasets")) == []

@@ -196,3 +196,13 @@ def test_every_kind_of_event_has_its_field_in_the_contract(kind: EventKind) -> N
     assert told.WhichOneof("event") == kind
     assert (told.sequence, told.attempt, told.time.seconds) == (4, 2, 1)
     assert {field.name for field in pb.TrainingEvent.DESCRIPTOR.oneofs_by_name["event"].fields} == set(EventKind)
+
+
+def test_a_custom_step_is_refused_unless_the_operator_allows_its_function() -> None:
+    spec = res.TrainingSpec(model=res.Model(builder="b"))
+    spec.transform.steps.add().custom.MergeFrom(transform_pb2.Custom(function="os:system", columns=["image"]))
+
+    with pytest.raises(InvalidArgument, match=r"^spec.transform.steps\[0\].custom.function: 'os:system'"):
+        spec_from_proto(spec, {"a.b:f"})
+
+    assert spec_from_proto(spec, {"os:system"}).transform["steps"][0]["custom"]["function"] == "os:system"

@@ -19,6 +19,7 @@ from shared.errors import DataLoss, InvalidArgument
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.record import begin_attempt, succeed
 from shared.storage import ObjectStore
+from tests.support.transforming import commit_tables
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION, Committed
 from train_service.row_cache import Array, RowCache, Rows, interleave
@@ -57,6 +58,29 @@ def test_row_groups_are_read_once_while_there_is_room_for_them(committed: Commit
     read = [cache.rows(everything) and cache.bytes_read for _ in range(3)]
 
     assert read == [700 * (28 * 28 + 8 + 8)] * 3
+
+
+def test_texts_and_images_count_towards_the_capacity(store: ObjectStore) -> None:
+    images = [bytes(1000 + row) for row in range(50)]
+    table = pa.table({"image": pa.array(images, pa.binary()), "label": [0] * 50})
+    commit_tables(store, {"train": table}, VERSION)
+    reader = VersionReader(store, load_version(store, VERSION))
+    cache = RowCache(reader, "train", ["image"], "label", 10, 2**30)
+
+    rows = cache.rows(np.asarray([49, 0, 7], np.int64))
+
+    assert rows.batch()["image"].to_pylist() == [images[49], images[0], images[7]]
+    assert 0 <= cache.bytes_read - sum(map(len, images)) - 50 * (8 + 8) <= 50 * 8
+
+
+def test_nulls_stay_nulls_in_columns_that_a_transform_reads(store: ObjectStore) -> None:
+    numbers = [None if row % 3 == 0 else row / 2 for row in range(30)]
+    commit_tables(store, {"train": pa.table({"x": pa.array(numbers, pa.float64()), "label": [0] * 30})}, VERSION)
+    cache = RowCache(VersionReader(store, load_version(store, VERSION)), "train", ["x"], "label", 10, 2**30)
+
+    rows = cache.rows(np.arange(29, -1, -1, dtype=np.int64))
+
+    assert rows.batch()["x"].to_pylist() == numbers[::-1]
 
 
 def test_row_groups_leave_when_there_is_no_room_for_them(committed: Committed) -> None:

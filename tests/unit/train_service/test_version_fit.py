@@ -30,6 +30,7 @@ COLUMNS = [
     Column(name="small_label", arrow_type="uint8", shape=[]),
     Column(name="name", arrow_type="string", shape=[]),
     Column(name="share", arrow_type="double", shape=[]),
+    Column(name="photo", arrow_type="binary", shape=[]),
     Column(name="when", arrow_type="timestamp[us]", shape=[]),
 ]
 
@@ -61,6 +62,27 @@ def test_a_column_that_holds_prepared_floats_needs_no_transform() -> None:
     assert check_fits(replace(PREPARED, input_column="prepared"), V) == TensorSpec("prepared", "float32", (1, 28, 28))
 
 
+def steps(*given: dict[str, Any]) -> dict[str, Any]:
+    return {"steps": list(given)}
+
+
+DECODE: dict[str, Any] = {"column": "photo", "decodeImage": {"mode": "MODE_GRAY"}}
+RESIZE: dict[str, Any] = {"column": "photo", "resize": {"height": 20, "width": 30}}
+TO_FLOAT: dict[str, Any] = {"column": "photo", "toFloat": {}}
+
+
+def test_the_models_input_may_be_made_of_encoded_images() -> None:
+    photos = replace(SPEC, input_column="photo", transform=steps(DECODE, RESIZE, TO_FLOAT))
+
+    assert check_fits(photos, V) == TensorSpec("photo", "float32", (1, 20, 30))
+
+
+def test_the_models_input_may_be_a_column_that_the_transform_makes() -> None:
+    renamed = steps({"rename": {"columns": {"image": "x"}}}, {"column": "x", "toFloat": {}})
+
+    assert check_fits(replace(SPEC, input_column="x", transform=renamed), V) == TensorSpec("x", "float32", (1, 28, 28))
+
+
 @pytest.mark.parametrize("label", ["label", "small_label"])
 def test_labels_are_integers_of_any_width(label: str) -> None:
     check_fits(replace(SPEC, label_column=label), V)
@@ -85,6 +107,17 @@ def test_labels_are_integers_of_any_width(label: str) -> None:
         ("transform", replace(PREPARED, input_column="coarse")),
         ("transform", replace(SPEC, model=replace(SPEC.model, in_channels=3))),
         ("transform.steps[0]", replace(SPEC, input_column="prepared")),
+        (
+            "transform.steps[1]",
+            replace(SPEC, transform=steps({"toFloat": {}}, {"filter": {"expression": "label > 1"}})),
+        ),
+        ("transform.steps[0]", replace(SPEC, transform=steps({"column": "share", "standardize": {}}, {"toFloat": {}}))),
+        ("transform.steps[1].column", replace(SPEC, transform=steps({"toFloat": {}}, {"column": "no", "toFloat": {}}))),
+        ("transform", replace(SPEC, transform=steps({"drop": {"columns": ["image"]}}))),
+        ("transform", replace(SPEC, input_column="photo", transform=steps(DECODE))),
+        ("transform.steps[1]", replace(SPEC, input_column="photo", transform=steps(DECODE, TO_FLOAT))),
+        ("input_column", replace(SPEC, input_column="x", transform=steps(DECODE, {"column": "x", "toFloat": {}}))),
+        ("input_column", replace(SPEC, input_column="x", transform={})),
         ("global_batch_size", replace(SPEC, global_batch_size=1001)),
     ],
 )

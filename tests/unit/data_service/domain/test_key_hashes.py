@@ -35,7 +35,7 @@ FROZEN = [
 
 
 def hashes(*arrays: pa.Array, seed: int = 0) -> list[int]:
-    return key_hashes([pa.chunked_array([array]) for array in arrays], seed).tolist()
+    return [int(one) for one in key_hashes([pa.chunked_array([array]) for array in arrays], seed)]
 
 
 @pytest.mark.parametrize(("array", "seed", "expected"), FROZEN)

@@ -59,9 +59,8 @@ def test_labels_use_the_classes_of_all_sources(tmp_path: Path) -> None:
 
 def test_known_classes_keep_their_places(tmp_path: Path) -> None:
     uri = write(tmp_path, {"b/x.png": encoded()})
-    (one,) = open_sources(
-        [source_of(uri, "image_folder")], SourceFiles([PurePosixPath(tmp_path)], None), {}, known_classes=["a", "b"]
-    )
+    files = SourceFiles([PurePosixPath(tmp_path)], None)
+    (one,) = open_sources([source_of(uri, "image_folder")], files, {}, known_classes=["a", "b"])
     assert one.rows.class_names == ["a", "b"]
     assert table_of(one.rows)["label"].to_pylist() == [1]
 

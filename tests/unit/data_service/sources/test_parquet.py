@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import struct
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,32 @@ def test_a_page_that_claims_gigabytes_is_refused_before_it_is_decoded(
     monkeypatch.setattr(parquet, "MAX_PAGE_BYTES", 100_000)
     with pytest.raises(InvalidArgument, match=r"a page of column 'n' decodes to \d+ bytes"):
         table_of(rows)
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_a_few_bytes_that_are_one_row_of_millions_are_refused_before_they_are_decoded(
+    tmp_path: Path, version: str
+) -> None:
+    path = tmp_path / "t.parquet"
+    values = 5_000_000
+    promised = pa.schema([pa.field("a", pa.list_(pa.int64(), 4))]).serialize().to_pybytes()
+    one_row = pa.table({"a": pa.ListArray.from_arrays([0, values], pa.array(np.zeros(values, np.int64)))})
+    with pq.ParquetWriter(path, one_row.schema, store_schema=False, data_page_version=version) as writer:
+        writer.add_key_value_metadata({"ARROW:schema": base64.b64encode(promised).decode()})
+        writer.write_table(one_row)
+    assert path.stat().st_size < 1000
+    rows = ParquetRows(found_file(path))
+    assert rows.schema.field("a").type == pa.fixed_shape_tensor(pa.int64(), [4])
+    with pytest.raises(InvalidArgument, match=r"'a.*' has lists of more than 4 values"):
+        table_of(rows)
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 784])
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_lists_that_are_all_alike_are_no_bomb(tmp_path: Path, size: int, version: str) -> None:
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(5000 * size, np.uint8)), size)
+    rows = rows_of(tmp_path / "t.parquet", pa.table({"a": lists}), data_page_version=version, compression="zstd")
+    assert table_of(rows).num_rows == 5000
 
 
 def test_a_batch_that_decodes_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
@@ -20,10 +21,6 @@ from tests.support.upload_calls import committed, send_all, sha256, started
 from tests.support.upload_server import uploads_of
 
 ROWS = pa.table({"n": np.arange(400)})
-
-
-class Waited(Exception):
-    """The reader has to wait for bytes that have yet to come."""
 
 
 def waits() -> None:
@@ -56,8 +53,8 @@ def uploads(store: ObjectStore) -> Uploads:
     return uploads_of(store)
 
 
-def source(store: ObjectStore, name: str, kind: str) -> OpenSource:
-    (one,) = open_sources([source_of(name, kind)], SourceFiles([], None, store, on_wait=waits), {})
+def source(store: ObjectStore, name: str, kind: str, on_wait: Callable[[], None] = waits) -> OpenSource:
+    (one,) = open_sources([source_of(name, kind)], SourceFiles([], None, store, on_wait=on_wait), {})
     return one
 
 
@@ -71,7 +68,7 @@ def test_rows_of_an_open_upload_come_before_its_end(store: ObjectStore, uploads:
     name, data = started(uploads), CONTENTS["arrow"]
     cut = len(data) // 2
     send_all(uploads, name, data[:cut], chunk_bytes=300)
-    tables = source(store, name, "arrow").rows.tables(Quarantine(fail=True))
+    tables = source(store, name, "arrow", lambda: None).rows.tables(Quarantine(fail=True))
     assert next(tables).num_rows == 50
     # And what comes meanwhile is read on.
     send_all(uploads, name, data, chunk_bytes=300, offset=cut)

@@ -24,7 +24,6 @@ from data_service.transforming import plan
 from millrace.data.v1 import quality_pb2
 from shared.dataset_version import load_version
 from shared.dataset_version.columns import tensor_array
-from shared.dataset_version.manifest import Parent
 from shared.jobs import JobRecord, JobState
 from shared.storage import ObjectStore
 from shared.transforms.pipeline import Pipeline

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -50,6 +52,84 @@ def test_inputs_that_do_not_fit_are_refused_by_name(tensors: list[WireTensor], f
     assert what in refused.value.message
 
 
+PEOPLE = Signature(
+    raw=(
+        TensorSpec("age", "FP64", (-1,), nullable=True),
+        TensorSpec("name", "BYTES", (-1,), nullable=True),
+        TensorSpec("x", "FP32", (-1, 2)),
+    ),
+    prepared=TensorSpec("features", "FP32", (-1, 4)),
+    outputs=SIGNATURE.outputs,
+)
+
+
+def person(index: int, name: str, rows: int = 2) -> WireTensor:
+    datatype, shape, data = {
+        "age": ("FP64", (rows,), np.arange(float(rows)).tobytes()),
+        "name": ("BYTES", (rows,), b"".join(b"\x01\0\0\0" + b"abc"[row : row + 1] for row in range(rows))),
+        "x": ("FP32", (rows, 2), np.zeros((rows, 2), np.float32).tobytes()),
+        "age.null": ("BOOL", (rows,), bytes([0, 1, 0][:rows])),
+        "x.null": ("BOOL", (rows,), bytes(rows)),
+        "features": ("FP32", (rows, 4), np.ones((rows, 4), np.float32).tobytes()),
+    }[name]
+    return WireTensor(f"inputs[{index}]", name, datatype, shape, data, {})
+
+
+def people(*names: str) -> list[WireTensor]:
+    return [person(index, name) for index, name in enumerate(names)]
+
+
+def test_raw_rows_of_several_columns_come_in_any_order() -> None:
+    rows = rows_of(PEOPLE, people("x", "name", "age"), 100)
+
+    assert (rows.form, len(rows), set(rows.values), rows.nulls) == ("raw", 2, {"age", "name", "x"}, {})
+    assert rows.values["name"].tolist() == [b"a", b"b"]
+
+
+def test_nulls_of_a_column_are_sent_beside_it() -> None:
+    rows = rows_of(PEOPLE, people("age.null", "age", "name", "x"), 100)
+
+    assert set(rows.values) == {"age", "name", "x"}
+    assert {name: flags.tolist() for name, flags in rows.nulls.items()} == {"age": [False, True]}
+
+
+def test_a_column_whose_name_is_that_of_anothers_nulls_is_a_column() -> None:
+    clash = Signature(
+        (TensorSpec("age", "FP64", (-1,), nullable=True), TensorSpec("age.null", "BOOL", (-1,), nullable=True)),
+        PEOPLE.prepared,
+        (),
+    )
+
+    rows = rows_of(clash, people("age", "age.null"), 100)
+
+    assert (set(rows.values), rows.nulls) == ({"age", "age.null"}, {})
+
+
+def test_the_prepared_input_may_have_a_name_that_no_column_has() -> None:
+    rows = rows_of(PEOPLE, people("features"), 100)
+
+    assert (rows.form, set(rows.values)) == ("prepared", {"features"})
+
+
+@pytest.mark.parametrize(
+    ("tensors", "field", "what"),
+    [
+        ([], "inputs", "the model's inputs are 'age', 'name', 'x'"),
+        (people("age", "x"), "inputs", "'name' is missing"),
+        (people("age", "name", "x", "age"), "inputs[3].name", "twice"),
+        (people("age", "name", "x", "x.null"), "inputs[3].name", "the model's inputs are"),
+        (people("features", "age", "name", "x"), "inputs[0].name", "raw rows or the prepared input"),
+        ([person(0, "age"), person(1, "name", 3), person(2, "x")], "inputs[1].shape", "as many rows as 'age', 2"),
+        ([*people("age", "name", "x"), person(3, "age.null", 1)], "inputs[3].shape", "as many rows as 'age', 2"),
+    ],
+)
+def test_raw_rows_that_do_not_fit_are_refused_by_name(tensors: list[WireTensor], field: str, what: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        rows_of(PEOPLE, tensors, 100)
+    assert refused.value.fields[0][0] == field
+    assert what in refused.value.message
+
+
 def test_outputs_come_in_the_order_asked_for_and_all_when_none_is() -> None:
     assert [output.name for output in outputs_wanted(SIGNATURE, ["label", "logits"])] == ["label", "logits"]
     assert outputs_wanted(SIGNATURE, []) == SIGNATURE.outputs
@@ -65,4 +145,5 @@ def test_an_unknown_or_doubled_output_is_refused(requested: list[str], field: st
 
 
 def test_a_signature_survives_the_log() -> None:
-    assert Signature.from_record(SIGNATURE.as_record()) == SIGNATURE
+    for one in (SIGNATURE, PEOPLE):
+        assert Signature.from_record(json.loads(json.dumps(one.as_record()))) == one

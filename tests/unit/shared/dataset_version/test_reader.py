@@ -9,6 +9,7 @@ import pytest
 from shared.dataset_version import RowGroup, VersionReader, load_version
 from shared.errors import DataLoss, InvalidArgument
 from shared.storage import ObjectStore
+from tests.support.versions import commit_version, striped_digits
 
 
 @pytest.fixture
@@ -41,6 +42,38 @@ def test_without_names_all_columns_but_the_row_ids_are_read(reader: VersionReade
     table = reader.read(reader.row_groups("test")[0])
     assert table.schema == reader.select(["image", "label"])
     assert [column.num_chunks for column in table.columns] == [1, 1]
+
+
+@pytest.mark.parametrize("columns", [["_row_id", "image"], ["label"], ["label", "image", "_row_id"]])
+def test_groups_read_together_are_the_groups_read_one_by_one(reader: VersionReader, columns: list[str]) -> None:
+    train, test = reader.row_groups("train"), reader.row_groups("test")
+    for groups in (train, [*train, *test], [train[2], train[0]], [train[1]]):
+        together = reader.read_many(groups, columns)
+        assert together.equals(pa.concat_tables([reader.read(group, columns) for group in groups]))
+        assert [column.num_chunks for column in together.columns] == [1] * len(columns)
+    assert reader.read_many([], columns).schema == reader.select(columns)
+
+
+@pytest.mark.parametrize(("gap_bytes", "requests"), [(512 * 1024, 1), (64 * 1024, 3)])
+def test_neighbouring_groups_are_one_request_and_far_ones_several(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, gap_bytes: int, requests: int
+) -> None:
+    monkeypatch.setattr("shared.dataset_version.reader.MAX_GAP_BYTES", gap_bytes)
+    labels = striped_digits(600)[1]
+    commit_version(store, "datasets/d/versions/v1", {"train": striped_digits(600)})
+    reader = VersionReader(store, load_version(store, "datasets/d/versions/v1"))
+    groups = reader.row_groups("train")
+    reader.read(groups[0])  # fetches the footer
+    asked: list[int] = []
+    ranged = store.get_range
+
+    def counted(key: str, start: int, length: int) -> bytes:
+        asked.append(length)
+        return ranged(key, start, length)
+
+    monkeypatch.setattr(store, "get_range", counted)
+    assert reader.read_many(groups, ["label"])["label"].to_pylist() == labels.tolist()
+    assert len(asked) == requests
 
 
 def test_threads_may_share_a_reader(reader: VersionReader) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ def rows_between(batch: Batch, start: int, end: int) -> Batch:
 
 def cut(batch: Batch, places: Sequence[int]) -> list[Batch]:
     edges = [0, *sorted(places), row_count(batch)]
-    return [rows_between(batch, start, end) for start, end in zip(edges, edges[1:], strict=False)]
+    return [rows_between(batch, start, end) for start, end in pairwise(edges)]
 
 
 def bits(batch: Batch) -> dict[str, Any]:
@@ -78,7 +79,7 @@ def pixels(rows: int, shape: tuple[int, ...], seed: int = 0) -> NDArray[np.uint8
     return np.random.default_rng(seed).integers(0, 256, (rows, *shape), np.uint8)
 
 
-def encoded(image: NDArray[np.uint8], file_format: str = "PNG", **options: Any) -> bytes:
+def encoded(image: NDArray[Any], file_format: str = "PNG", **options: Any) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, file_format, **options)
     return buffer.getvalue()

@@ -44,6 +44,7 @@ def cast(column: pa.Array, to: str) -> pa.Array:
         (["2019-03-01T12:00:00"], "string", "timestamp[us]", None),
         (["2019-03-01"], "string", "date32[day]", None),
         ([b"abc"], "binary", "string", ["abc"]),
+        ([1.5, None], "halffloat", "double", [1.5, None]),
     ],
 )
 def test_values_that_the_type_holds_are_cast(given_values: list[Any], given_type: str, to: str, made: Any) -> None:
@@ -78,6 +79,7 @@ def test_values_that_the_type_holds_are_cast(given_values: list[Any], given_type
         ([1_000_000, 1], "timestamp[us]", "timestamp[s]", 1),
         (["2019-03-01", "1st of March"], "string", "date32[day]", 1),
         ([b"abc", b"\xff"], "binary", "string", 1),
+        ([1.0, 1.5], "halffloat", "int8", 1),
     ],
 )
 def test_a_value_that_the_type_cannot_hold_names_its_row(

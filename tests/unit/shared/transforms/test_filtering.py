@@ -39,7 +39,8 @@ def kept(expression: str) -> list[int]:
     built = pipeline({"filter": {"expression": expression}})
     built.output(SCHEMA)
     made = built({**ROWS, "index": pa.array(range(5))})
-    return made["index"].to_pylist()
+    indices: list[int] = made["index"].to_pylist()
+    return indices
 
 
 @pytest.mark.parametrize(
@@ -82,13 +83,11 @@ def kept(expression: str) -> list[int]:
         ("huge < 2.5", [1, 2]),
         ("price > 1.1", [1, 3]),
         ("'b' > 'a'", [0, 1, 2, 3, 4]),
-        ("(age > 2) == member", [0, 3][1:] + [4]),
-        ("\n age\n > 2 ", [1, 3]),
+        ("(age > 2) == member", [3, 4]),
+        ("\n  (age\n > 2) ", [1, 3]),
     ],
 )
 def test_it_keeps_the_rows_for_which_it_is_true(expression: str, rows: list[int]) -> None:
-    if "\n age\n" in expression:
-        expression = expression.replace("\n age\n", "(age\n") + ")"
     assert kept(expression) == rows
 
 
@@ -250,7 +249,7 @@ def test_numbers_work_out_as_in_python(left: list[int | None], constant: int, ot
     made = pipeline({"filter": {"expression": expression}})({"x": pa.array(left, pa.int64()), "y": pa.array(left)})
 
     def wanted(x: int) -> bool:
-        return (x * constant - x % other < x / other and not x == constant) or abs(x) in [other, 5]
+        return (x * constant - x % other < x / other and x != constant) or abs(x) in [other, 5]
 
     assert made["y"].to_pylist() == [x for x in left if x is not None and wanted(x)]
 

@@ -117,6 +117,19 @@ def test_what_is_learnt_is_the_same_for_any_order_and_cut_of_the_rows(seed: int,
     assert passes == 2
 
 
+@pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.float64(), pa.int8(), pa.uint64()], ids=str)
+@pytest.mark.parametrize(
+    "step", [{"standardize": {}}, {"minMaxScale": {}}, {"fillNulls": {"statistic": "STATISTIC_MEDIAN"}}]
+)
+def test_every_type_of_number_teaches(kind: pa.DataType, step: dict[str, Any]) -> None:
+    rows: Batch = {"x": pa.array([3, None, 1, 3], pa.float32()).cast(kind)}
+    built = fitted(pipeline({"column": "x", **step}), rows)
+
+    double: Batch = {"x": rows["x"].cast(pa.float64())}
+    same = fitted(pipeline({"column": "x", **step}), double)(double)["x"].to_pylist()
+    assert built(rows)["x"].to_pylist() == same
+
+
 def test_a_step_waits_until_what_it_depends_on_is_learnt_and_no_longer() -> None:
     built = pipeline(
         {"column": "age", "fillNulls": {"statistic": "STATISTIC_MEAN"}},
@@ -244,11 +257,15 @@ def test_more_categories_than_the_limit_are_refused_by_step_and_limit(op: str, l
     built = pipeline({"column": "x", op: {}})
 
     assert len(fitted(built, {"x": many["x"][:limit]}).config["steps"][0][op]["categories"]) == limit
-    with pytest.raises(InvalidArgument, match=f"at most {limit:,} distinct values") as refused:
-        fitter = built.fitter(schema_of_batch(many))
+    fitter = built.fitter(schema_of_batch(many))
+
+    def learn() -> None:
         for part in cut(many, [limit * place // parts for place in range(1, parts)]):
             fitter.update(part)
         fitter.fitted()
+
+    with pytest.raises(InvalidArgument, match=f"at most {limit:,} distinct values") as refused:
+        learn()
     assert refused.value.fields[0][0] == "transform.steps[0]"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -115,6 +117,13 @@ def test_a_checkpoints_config_builds_the_very_same_pipeline(values: list[tuple[f
 
     assert read.config == built.config
     assert read.steps == built.steps
+
+
+def test_light_processes_may_import_transforms() -> None:
+    heavy = "sorted({'torch', 'torchvision', 'ray', 'scipy', 'matplotlib'} & set(sys.modules))"
+    command = [sys.executable, "-c", f"import sys, shared.transforms; print({heavy})"]
+
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
 REFUSED = {

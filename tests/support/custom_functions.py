@@ -1,0 +1,54 @@
+"""Functions for custom transform steps, as operators write them: one that waits to be let on, and poisonous ones.
+
+None does anything to no rows, with which the service asks what columns they make.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+MODULE = __name__
+# The folder of the gate, for all that run below it: heads, services and their workers.
+GATE_VARIABLE = "MILLRACE_TEST_GATE"
+POISON = 13
+
+
+def gated(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Leaves its process's id in the gate's folder, and waits until somebody makes the file `open` there."""
+    if len(rows):
+        gate = Path(os.environ[GATE_VARIABLE])
+        (gate / f"begun-{os.getpid()}").touch()
+        while not (gate / "open").exists():
+            time.sleep(0.02)
+    return rows
+
+
+def raising(rows: pa.RecordBatch) -> pa.RecordBatch:
+    if _is_poisoned(rows):
+        raise ValueError("thirteen is unlucky")
+    return rows
+
+
+def hanging(rows: pa.RecordBatch) -> pa.RecordBatch:
+    while _is_poisoned(rows):
+        time.sleep(0.02)
+    return rows
+
+
+def crashing(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """As a fault in native code does: without a word to Python."""
+    if _is_poisoned(rows):
+        os.kill(os.getpid(), signal.SIGSEGV)
+        time.sleep(60)
+    return rows
+
+
+def _is_poisoned(rows: pa.RecordBatch) -> bool:
+    """Some row's first column is `POISON`."""
+    return bool(pc.any(pc.equal(rows.column(0), POISON)).as_py())

@@ -1,0 +1,213 @@
+"""A data service on a store and a Ray head of the test's own, and what it makes of some digits while it is struck."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pyarrow as pa
+from google.longrunning import operations_pb2
+
+from millrace.common.v1 import transform_pb2
+from millrace.data.v1 import data_service_pb2 as pb
+from millrace.data.v1.resources_pb2 import DatasetVersion
+from shared.dataset_version.columns import tensor_array
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
+from tests.integration.data_service.client import DataClient, imported
+from tests.support import custom_functions
+from tests.support.chunk_sender import patiently
+from tests.support.ray_head import RayHead
+from tests.support.service_process import ServiceProcess, running_service, store_environ
+from tests.support.waiting import wait_until
+
+DONE_WITHIN_S = 180.0
+FUNCTIONS = ("gated", "raising", "hanging", "crashing")
+
+
+def digits_stream(row_count: int, seed: int = 1) -> bytes:
+    """An Arrow stream of noisy images, uint8 (28, 28), and labels 0..9."""
+    generator = np.random.default_rng(seed)
+    images = generator.integers(0, 256, (row_count, 28, 28), np.uint8)
+    table = pa.table({"image": tensor_array(images), "label": generator.integers(0, 10, row_count)})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=512)
+    return bytes(sink.getvalue())
+
+
+def normalising(*functions: str) -> transform_pb2.Transform:
+    """Images to normalised floats; each of `custom_functions` named gets the labels first."""
+    step = transform_pb2.TransformStep
+    custom = [
+        step(
+            custom=transform_pb2.Custom(function=f"{custom_functions.MODULE}:{name}", columns=["label"], timeout_s=120)
+        )
+        for name in functions
+    ]
+    to_float = step(column="image", to_float=transform_pb2.ToFloat())
+    normalize = step(column="image", normalize=transform_pb2.Normalize(mean=[0.1307], std=[0.3081]))
+    return transform_pb2.Transform(steps=[*custom, to_float, normalize])
+
+
+class Gate:
+    """Where `custom_functions.gated` waits. It must be made before the head is started."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir()
+        os.environ[custom_functions.GATE_VARIABLE] = str(folder)
+
+    def shut(self) -> None:
+        for file in self._folder.iterdir():
+            file.unlink()
+
+    def open(self) -> None:
+        (self._folder / "open").touch()
+
+    def waiting(self) -> list[int]:
+        """The ids of the live processes that have come to it."""
+        pids = [int(file.name.removeprefix("begun-")) for file in self._folder.glob("begun-*")]
+        return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+@dataclass
+class DataPlace:
+    """`struck` counts the processes that were killed."""
+
+    service: ServiceProcess
+    client: DataClient
+    store: ObjectStore
+    settings: StoreSettings
+    head: RayHead
+    struck: int = 0
+    _dataset: str = field(default="", repr=False)
+
+    @property
+    def dataset(self) -> str:
+        if not self._dataset:
+            request = pb.CreateDatasetRequest(dataset_id=f"d{uuid.uuid4().hex[:12]}")
+            self._dataset = str(self.client.data.CreateDataset(request, timeout=30).name)
+        return self._dataset
+
+    def start_upload(self) -> str:
+        request = pb.StartUploadRequest(parent=self.dataset, request_id=str(uuid.uuid4()))
+        return str(patiently(lambda: self.client.data.StartUpload(request, timeout=30)).name)
+
+    def acknowledged(self, upload: str) -> int:
+        request = pb.GetUploadRequest(name=upload)
+        return int(patiently(lambda: self.client.data.GetUpload(request, timeout=30)).acknowledged_size)
+
+    def start_import(self, upload: str) -> operations_pb2.Operation:
+        source = pb.ImportSource(split="train", arrow=pb.ArrowSource(uri=upload))
+        request = pb.ImportVersionRequest(parent=self.dataset, sources=[source], request_id=str(uuid.uuid4()))
+        return patiently(lambda: self.client.data.ImportVersion(request, timeout=30))
+
+    def start_transform(self, source: str, transform: transform_pb2.Transform) -> operations_pb2.Operation:
+        request = pb.TransformVersionRequest(
+            parent=self.dataset, source=source, transform=transform, request_id=str(uuid.uuid4())
+        )
+        return patiently(lambda: self.client.data.TransformVersion(request, timeout=30))
+
+    def operation(self, name: str) -> operations_pb2.Operation:
+        request = operations_pb2.GetOperationRequest(name=name)
+        return patiently(lambda: self.client.operations.GetOperation(request, timeout=30))
+
+    def ended(self, started: operations_pb2.Operation, within_s: float = DONE_WITHIN_S) -> operations_pb2.Operation:
+        """The operation once it is done, whatever is killed meanwhile."""
+        until = time.monotonic() + within_s
+        while not (operation := self.operation(started.name)).done:
+            assert time.monotonic() < until, f"{operation}\n{self.said()}"
+            time.sleep(0.1)
+        return operation
+
+    def version_of(self, started: operations_pb2.Operation) -> str:
+        for metadata in (pb.ImportVersionMetadata(), pb.TransformVersionMetadata()):
+            if started.metadata.Unpack(metadata):
+                return str(metadata.version)
+        raise AssertionError(started)
+
+    def assert_invisible(self, version: str) -> None:
+        """Nothing of a version that is being made can be read."""
+        assert self.get(version).state == DatasetVersion.STATE_CREATING
+        try:
+            self.client.stream(version)
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.FAILED_PRECONDITION, error
+        else:
+            raise AssertionError(f"{version} can be read")
+
+    def get(self, version: str) -> DatasetVersion:
+        return patiently(lambda: self.client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=30))
+
+    def assert_made_once(self, done: operations_pb2.Operation, digest: str) -> DatasetVersion:
+        """One record of success, the undisturbed manifest, and no file that it does not name."""
+        assert done.WhichOneof("result") == "response", f"{done}\n{self.said()}"
+        version = imported(done)
+        records = [json.loads(self.store.get(info.key)) for info in self.store.list(f"{version.name}/log")]
+        states = [record["state"]["state"] for record in sorted(records, key=lambda record: int(record["number"]))]
+        assert states.count("SUCCEEDED") == 1, states
+        assert states[-1] == "SUCCEEDED", states
+        assert version.manifest_sha256 == digest
+        assert self.get(version.name).state == DatasetVersion.STATE_ACTIVE
+        there = sorted(info.key.rsplit("/", 1)[-1] for info in self.store.list(f"{version.name}/data"))
+        assert there == sorted(["manifest.json", "report.json", *(file.path for file in version.files)])
+        assert self.damages(version.name) == []
+        return version
+
+    def damages(self, version: str) -> list[Any]:
+        answers = self.client.data.VerifyVersion(pb.VerifyVersionRequest(name=version), timeout=60)
+        return [damage for answer in answers for damage in answer.damages]
+
+    def strike_service(self) -> None:
+        """SIGKILL; it is started again at once."""
+        self.service.kill()
+        self.struck += 1
+        self.service.start()
+
+    def strike(self, title: str) -> None:
+        """SIGKILLs the head's processes of that title; waits until there is one."""
+        wait_until(lambda: bool(self.head.processes(title)), f"a process {title}", 60)
+        self.strike_pids(self.head.processes(title))
+
+    def strike_pids(self, pids: list[int]) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                self.struck += 1
+
+    def said(self) -> str:
+        """The end of the service's log."""
+        return self.service.log.read_text(errors="replace")[-3000:]
+
+
+@contextmanager
+def data_place(
+    settings: StoreSettings, head: RayHead, folder: Path, behind: StoreSettings | None = None, **environ: str
+) -> Iterator[DataPlace]:
+    """`behind` is how the test itself reaches the store, where the service goes through a proxy."""
+    folder.mkdir(parents=True, exist_ok=True)
+    functions = ",".join(f"{custom_functions.MODULE}:{name}" for name in FUNCTIONS)
+    wanted: Mapping[str, str] = {
+        **store_environ(settings),
+        "RAY_ADDRESS": head.address,
+        "MILLRACE_IMPORT_ROOTS": str(folder),
+        "MILLRACE_CUSTOM_TRANSFORMS": functions,
+        **environ,
+    }
+    with running_service("data_service", wanted, folder / "service.log") as service:
+        client = DataClient(service.address)
+        try:
+            yield DataPlace(service, client, open_store(behind or settings), settings, head)
+        finally:
+            client.close()

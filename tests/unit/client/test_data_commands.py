@@ -1,0 +1,154 @@
+"""`millrace data verify|delete|transform|import`: what they ask the server for, and how they end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from click.testing import CliRunner, Result
+from google.longrunning import operations_pb2
+from google.protobuf import empty_pb2
+
+from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc, resources_pb2
+from millrace_client.cli import millrace
+from tests.support.grpc_answers import serving
+
+VERSION = "datasets/d/versions/v1"
+
+
+class Recording(data_service_pb2_grpc.DataServiceServicer):
+    """Answers everything at once and keeps what it was asked."""
+
+    def __init__(self, *damages: data_service_pb2.Damage) -> None:
+        self.asked: list[Any] = []
+        self._damages = damages
+
+    def CreateDataset(self, request: Any, _context: Any) -> resources_pb2.Dataset:  # noqa: N802
+        return resources_pb2.Dataset(name=f"datasets/{request.dataset_id}")
+
+    def ImportVersion(self, request: Any, _context: Any) -> operations_pb2.Operation:  # noqa: N802
+        return self._done(request)
+
+    def TransformVersion(self, request: Any, _context: Any) -> operations_pb2.Operation:  # noqa: N802
+        return self._done(request)
+
+    def DeleteVersion(self, request: Any, _context: Any) -> empty_pb2.Empty:  # noqa: N802
+        self.asked.append(request)
+        return empty_pb2.Empty()
+
+    def DeleteDataset(self, request: Any, _context: Any) -> empty_pb2.Empty:  # noqa: N802
+        self.asked.append(request)
+        return empty_pb2.Empty()
+
+    def VerifyVersion(self, _request: Any, _context: Any) -> Iterator[Any]:  # noqa: N802
+        yield data_service_pb2.VerifyVersionResponse(files_total=2)
+        yield data_service_pb2.VerifyVersionResponse(
+            files_total=2, files_checked=2, bytes_checked=2_000_000, rows_checked=700, damages=self._damages
+        )
+
+    def _done(self, request: Any) -> operations_pb2.Operation:
+        self.asked.append(request)
+        operation = operations_pb2.Operation(name="operations/o", done=True)
+        operation.response.Pack(resources_pb2.DatasetVersion(name=VERSION))
+        return operation
+
+
+def run(servicer: Recording, *arguments: str, **options: Any) -> Result:
+    def register(server: grpc.Server) -> None:
+        data_service_pb2_grpc.add_DataServiceServicer_to_server(servicer, server)
+
+    with serving(register) as address:
+        result = CliRunner().invoke(millrace, ["data", *arguments, "--data-address", address], **options)
+    assert "Traceback" not in result.output
+    return result
+
+
+def test_a_good_version_is_said_to_be_good() -> None:
+    result = run(Recording(), "verify", VERSION)
+    assert result.exit_code == 0, result.output
+    assert "as it was committed: 2 files, 2.0 MB, 700 rows" in result.stdout
+
+
+@pytest.mark.parametrize("json_flag", [(), ("--json",)])
+def test_damage_is_exit_code_1_and_told_whole(json_flag: tuple[str, ...]) -> None:
+    damages = [data_service_pb2.Damage(path=f"{name}.parquet", description="is gone") for name in "ab"]
+    result = run(Recording(*damages), "verify", VERSION, *json_flag)
+    assert result.exit_code == 1
+    if json_flag:
+        document = json.loads(result.stdout)
+        assert [one["path"] for one in document["damages"]] == ["a.parquet", "b.parquet"]
+    else:
+        assert "a.parquet: is gone\nb.parquet: is gone" in result.stdout
+
+
+def test_nothing_is_deleted_without_a_yes() -> None:
+    servicer = Recording()
+    assert run(servicer, "delete", VERSION, input="n\n").exit_code == 1
+    assert servicer.asked == []
+    assert run(servicer, "delete", VERSION, input="y\n").exit_code == 0
+    assert run(servicer, "delete", "d", "--yes", "--etag", "3").exit_code == 0
+    assert servicer.asked == [
+        data_service_pb2.DeleteVersionRequest(name=VERSION),
+        data_service_pb2.DeleteDatasetRequest(name="datasets/d", etag="3"),
+    ]
+
+
+def test_a_transform_is_read_from_a_file_and_goes_into_the_sources_dataset(tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    file.write_text('{"steps": [{"column": "age", "standardize": {}}]}')
+    servicer = Recording()
+    split = ("--split-hash", "id,day", "--share", "train=9", "--share", "test=1", "--seed", "7")
+    result = run(servicer, "transform", VERSION, "--steps", str(file), *split)
+    assert result.exit_code == 0, result.output
+    (request,) = servicer.asked
+    assert (request.parent, request.source) == ("datasets/d", VERSION)
+    assert request.transform.steps[0].WhichOneof("op") == "standardize"
+    assert list(request.splits.hash.key_columns) == ["id", "day"]
+    assert request.splits.hash.seed == 7
+    assert [(share.split, share.weight) for share in request.splits.hash.shares] == [("train", 9), ("test", 1)]
+
+
+def test_the_options_of_an_import_become_its_sources_in_their_order() -> None:
+    servicer = Recording()
+    result = run(
+        servicer,
+        *("import", "d", "--csv", "train=/a.csv", "--csv", "train=/b.csv", "--images", "test=/photos"),
+        *("--quarantine", "--append-to", VERSION, "--type", "zip=string"),
+    )
+    assert result.exit_code == 0, result.output
+    (request,) = servicer.asked
+    assert [source.csv.uri for source in request.sources[:2]] == ["file:///a.csv", "file:///b.csv"]
+    assert request.sources[2].image_folder.uri == "file:///photos/"
+    assert request.bad_rows.action == data_service_pb2.BadRows.ACTION_QUARANTINE
+    assert request.base == data_service_pb2.Base(version=VERSION, mode=data_service_pb2.Base.MODE_APPEND)
+    assert request.column_types[0] == data_service_pb2.ColumnType(column="zip", arrow_type="string")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("transform", VERSION),
+        ("transform", VERSION, "--split-hash", "id"),
+        ("transform", VERSION, "--split-ratio", "--split-column", "s", "--share", "a=1"),
+        ("transform", VERSION, "--split-ratio", "--share", "a=much"),
+        ("import", "d", "--csv", "train"),
+        ("import", "d", "--csv", "t=x", "--append-to", VERSION, "--replace", VERSION),
+    ],
+    ids=lambda arguments: " ".join(arguments[2:]) or "nothing to do",
+)
+def test_wrong_usage_is_exit_code_2_and_asks_for_nothing(arguments: tuple[str, ...]) -> None:
+    servicer = Recording()
+    assert run(servicer, *arguments).exit_code == 2
+    assert servicer.asked == []
+
+
+def test_a_file_that_is_no_transform_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    file.write_text('{"steps": [{"standardise": {}}]}')
+    result = run(Recording(), "transform", VERSION, "--steps", str(file))
+    assert result.exit_code == 2
+    assert "no Transform" in result.stderr

@@ -1,0 +1,49 @@
+"""Parts cover a version, in order, each row once, and depend on nothing but the version and the new columns."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from data_service.transforming import plan
+from data_service.transforming.plan import plan_parts
+from shared.dataset_version import VersionReader, load_version
+from shared.storage import ObjectStore
+from tests.support.transforming import SOURCE, commit_tables
+
+
+@pytest.fixture
+def reader(store: ObjectStore) -> VersionReader:
+    n = np.arange(30_000)
+    commit_tables(store, {"train": pa.table({"n": n}), "test": pa.table({"n": n[:5000]})})
+    return VersionReader(store, load_version(store, SOURCE))
+
+
+def test_parts_follow_each_other_within_one_split_each(reader: VersionReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "MIN_PART_BYTES", 50_000)
+    parts = plan_parts(reader, pa.schema([("n", pa.int64())]))
+    assert [part.number for part in parts] == list(range(len(parts)))
+    assert len(parts) > 4
+    first_row_id = 0
+    for part in parts:
+        assert part.first_row_id == first_row_id
+        first_row_id += part.row_count
+        assert (part.split == "train") == (first_row_id <= 30_000)
+    assert first_row_id == 35_000
+
+
+def test_wide_results_make_smaller_parts(reader: VersionReader) -> None:
+    narrow, wide = (
+        plan_parts(reader, pa.schema([("t", pa.fixed_shape_tensor(pa.float32(), [width]))])) for width in (1, 1000)
+    )
+    assert len(narrow) == 2
+    assert len(wide) > 4
+
+
+def test_texts_are_taken_for_what_they_weigh(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "MIN_PART_BYTES", 100_000)
+    noise = np.random.default_rng(0).integers(32, 127, (2000, 500), np.uint8)
+    commit_tables(store, {"train": pa.table({"text": [bytes(row).decode() for row in noise]})})
+    parts = plan_parts(VersionReader(store, load_version(store, SOURCE)), pa.schema([("text", pa.string())]))
+    assert len(parts) > 4
