@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from data_service.domain import contact_sheet
-from data_service.domain.contact_sheet import Tile
 from data_service.streaming import framed
 from shared.dataset_version import RowGroup, VersionReader
 from shared.errors import invalid_field
@@ -25,10 +23,6 @@ CHUNK_BYTES = 3 * 1024 * 1024
 READ_AHEAD = 2
 # As Arrow's format has it: a continuation marker, and a message of length 0.
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-DEFAULT_PREVIEW_ROWS, MAX_PREVIEW_ROWS = 10, 100
-# A preview is one message, and most clients take no more than 4 MiB.
-PREVIEW_BYTES = 2 * 1024 * 1024
-LABEL = "label"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,65 +152,6 @@ class _Parts:
 
     def close(self) -> None:
         """The parts stay."""
-
-
-@dataclass(frozen=True)
-class Preview:
-    """`arrow_ipc` has a column `split` in front; `contact_sheet_png` is empty where no column is an image."""
-
-    arrow_ipc: bytes
-    contact_sheet_png: bytes
-
-
-def preview(reader: VersionReader, rows_per_split: int) -> Preview:
-    """The first rows of each split, fewer where they would not fit one message."""
-    if not 0 <= rows_per_split <= MAX_PREVIEW_ROWS:
-        raise invalid_field(
-            "rows_per_split", rows_per_split, f"use 0 (for {DEFAULT_PREVIEW_ROWS}) to {MAX_PREVIEW_ROWS}"
-        )
-    splits = [split.name for split in reader.version.manifest.splits]
-    tables = {
-        split: _first_rows(reader, split, rows_per_split or DEFAULT_PREVIEW_ROWS, PREVIEW_BYTES // len(splits))
-        for split in splits
-    }
-    labelled = [
-        table.add_column(0, "split", pa.array([split] * table.num_rows, pa.string())) for split, table in tables.items()
-    ]
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, labelled[0].schema) as stream:
-        for table in labelled:
-            stream.write_table(table)
-    return Preview(sink.getvalue().to_pybytes(), _contact_sheet(tables))
-
-
-def _first_rows(reader: VersionReader, split: str, rows: int, most_bytes: int) -> pa.Table:
-    pieces: list[pa.Table] = []
-    for group in reader.row_groups(split):
-        pieces.append(reader.read(group).slice(0, rows - sum(piece.num_rows for piece in pieces)))
-        if sum(piece.num_rows for piece in pieces) >= rows:
-            break
-    table = pa.concat_tables(pieces)
-    while table.num_rows > 1 and table.nbytes > most_bytes:
-        table = table.slice(0, table.num_rows // 2)
-    return table
-
-
-def _contact_sheet(tables: dict[str, pa.Table]) -> bytes:
-    schema = next(iter(tables.values())).schema
-    for field in schema:
-        if isinstance(field.type, pa.FixedShapeTensorType) and contact_sheet.is_drawable(
-            str(field.type.value_type), field.type.shape
-        ):
-            return contact_sheet.draw([(split, _tiles(table, field.name)) for split, table in tables.items()])
-    return b""
-
-
-def _tiles(table: pa.Table, column: str) -> list[Tile]:
-    images = table.column(column).combine_chunks().to_numpy_ndarray()
-    captions = [""] * table.num_rows
-    if LABEL in table.schema.names:
-        captions = [str(value) for value in table.column(LABEL).to_pylist()]
-    return [Tile(image, caption) for image, caption in zip(images, captions, strict=True)]
 
 
 def _batches(table: pa.Table) -> Iterator[pa.RecordBatch]:

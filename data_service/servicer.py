@@ -18,6 +18,7 @@ from data_service.converters.transforms import selection_from, transform_spec_fr
 from data_service.converters.versions import checked_operation, version_message
 from data_service.datasets import Datasets
 from data_service.lifecycle import Deletions
+from data_service.preview import preview
 from data_service.streaming import in_threads
 from data_service.uploads.servicer import UploadServicerPart
 from data_service.uploads.uploads import Uploads
@@ -147,12 +148,12 @@ class DataServicer(UploadServicerPart):
         self, request: data_service_pb2.PreviewVersionRequest, context: Context
     ) -> data_service_pb2.PreviewVersionResponse:
         version = await asyncio.to_thread(self._versions.active, request.name)
-        preview = await asyncio.to_thread(reading.preview, version.reader, request.rows_per_split)
+        shown = await asyncio.to_thread(preview, version.reader, request.rows_per_split)
         report = await asyncio.to_thread(self._versions.report, version)
         return data_service_pb2.PreviewVersionResponse(
             version=version_message(version),
-            arrow_ipc=preview.arrow_ipc,
-            contact_sheet_png=preview.contact_sheet_png,
+            arrow_ipc=shown.arrow_ipc,
+            contact_sheet_png=shown.contact_sheet_png,
             report=json_format.ParseDict(report, quality_pb2.QualityReport()),
         )
 

@@ -17,7 +17,7 @@ from shared.transforms import RowKeys
 from train_service.domain.order import Ints, blocks_of, epoch_order
 from train_service.domain.slices import rank_positions, step_bounds, steps_per_epoch
 from train_service.preprocessing import Preprocessing
-from train_service.row_cache import Array, RowCache, Rows, interleave
+from train_service.row_cache import Array, RowCache, Rows, gather
 
 BATCHES_AHEAD = 4
 
@@ -127,15 +127,15 @@ class _Windows:
 
     def rows(self, positions: Ints) -> Rows:
         lanes, indices = positions % self._lanes, positions // self._lanes
-        parts, where = [], []
+        parts, places = [], []
         for lane in np.unique(lanes).tolist():
             of_lane = np.flatnonzero(lanes == lane)
             numbers = indices[of_lane] // self._order.window_rows
             for number in np.unique(numbers).tolist():
                 mine = of_lane[numbers == number]
-                parts.append(self._window(lane, number).take(indices[mine] % self._order.window_rows))
-                where.append(mine)
-        return interleave(parts, where)
+                parts.append((self._window(lane, number), indices[mine] % self._order.window_rows))
+                places.append(mine)
+        return gather(parts, places)
 
     def _window(self, lane: int, number: int) -> Rows:
         open_number, rows = self._open.get(lane, (-1, None))

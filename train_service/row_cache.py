@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,14 +38,6 @@ class Rows:
             return dict(self.tensors)
         return {**dict(zip(self.scalars.schema.names, self.scalars.columns, strict=True)), **self.tensors}
 
-    def take(self, indices: Ints) -> Rows:
-        return Rows(
-            {name: values[indices] for name, values in self.tensors.items()},
-            None if self.scalars is None else self.scalars.take(pa.array(indices)),
-            self.labels[indices],
-            self.row_ids[indices],
-        )
-
     @property
     def size_bytes(self) -> int:
         tensors = sum(values.nbytes for values in self.tensors.values())
@@ -53,16 +45,32 @@ class Rows:
         return tensors + scalars + self.labels.nbytes + self.row_ids.nbytes
 
 
-def interleave(parts: list[Rows], where: list[Ints]) -> Rows:
-    """Puts parts together: row i of part k goes to place `where[k][i]`; the places are 0 to the number of rows."""
-    back = np.argsort(np.concatenate(where), kind="stable")
-    scalars = [part.scalars for part in parts if part.scalars is not None]
+def gather(parts: list[tuple[Rows, Ints]], places: list[Ints]) -> Rows:
+    """Picks rows and puts them together: row `parts[k][1][i]` of `parts[k][0]` goes to place `places[k][i]`; the places
+    are 0 to the number of rows."""
+    first, count = parts[0][0], sum(map(len, places))
+
+    def picked(values_of: Callable[[Rows], Array]) -> Array:
+        like = values_of(first)
+        together = np.empty((count, *like.shape[1:]), like.dtype)
+        for (rows, indices), mine in zip(parts, places, strict=True):
+            together[mine] = values_of(rows)[indices]
+        return together
+
     return Rows(
-        {name: np.concatenate([part.tensors[name] for part in parts])[back] for name in parts[0].tensors},
-        pa.concat_batches(scalars).take(pa.array(back)) if scalars else None,
-        np.concatenate([part.labels for part in parts])[back],
-        np.concatenate([part.row_ids for part in parts])[back],
+        {name: picked(lambda rows, name=name: rows.tensors[name]) for name in first.tensors},
+        _picked_scalars(parts, places),
+        picked(lambda rows: rows.labels),
+        picked(lambda rows: rows.row_ids),
     )
+
+
+def _picked_scalars(parts: list[tuple[Rows, Ints]], places: list[Ints]) -> pa.RecordBatch | None:
+    if parts[0][0].scalars is None:
+        return None
+    taken = [rows.scalars.take(pa.array(indices)) for rows, indices in parts if rows.scalars is not None]
+    back = np.argsort(np.concatenate(places), kind="stable")
+    return pa.concat_batches(taken).take(pa.array(back))
 
 
 class RowCache:
@@ -100,13 +108,13 @@ class RowCache:
         `InvalidArgument` for a label that is missing or outside 0..num_classes-1.
         """
         group_of = np.searchsorted(self._ends, positions, side="right")
-        parts, where = [], []
+        parts, places = [], []
         for number in np.unique(group_of).tolist():
             mine = np.flatnonzero(group_of == number)
             first = self._ends[number] - self._groups[number].row_count
-            parts.append(self._group(number).take(positions[mine] - first))
-            where.append(mine)
-        return interleave(parts, where)
+            parts.append((self._group(number), positions[mine] - first))
+            places.append(mine)
+        return gather(parts, places)
 
     def _group(self, number: int) -> Rows:
         held = self._held.get(number)

@@ -140,18 +140,6 @@ def hold_out(from_split: str, to_split: str, fraction: float, *, seed: int = 0) 
     return data_service_pb2.HoldOut(from_split=from_split, to_split=to_split, fraction=fraction, seed=seed)
 
 
-def to_float() -> transform_pb2.TransformStep:
-    """uint8 pixels (H, W) to float32 0..1 of shape (1, H, W)."""
-    return transform_pb2.TransformStep(to_float=transform_pb2.ToFloat())
-
-
-def normalize(mean: float | Sequence[float], std: float | Sequence[float]) -> transform_pb2.TransformStep:
-    """(x - mean) / std; one value for all channels, or one per channel."""
-    means = [mean] if isinstance(mean, (int, float)) else list(mean)
-    stds = [std] if isinstance(std, (int, float)) else list(std)
-    return transform_pb2.TransformStep(normalize=transform_pb2.Normalize(mean=means, std=stds))
-
-
 def optimizer(name: str, learning_rate: float, *, cosine: bool = False, **kwargs: Any) -> resources_pb2.Optimizer:
     """A class of torch.optim with its arguments; `cosine`: warm-up, then a half cosine to zero."""
     schedule = (

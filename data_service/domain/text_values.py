@@ -92,7 +92,7 @@ def _integers(texts: pa.Array) -> pa.Array | None:
 
 def _exact_in_double(integers: pa.Array) -> bool:
     bounds = pc.min_max(integers)
-    return bool(-EXACT_IN_DOUBLE <= bounds["min"].as_py() and bounds["max"].as_py() <= EXACT_IN_DOUBLE)
+    return bool(bounds["min"].as_py() >= -EXACT_IN_DOUBLE and bounds["max"].as_py() <= EXACT_IN_DOUBLE)
 
 
 def _fit_doubles(texts: pa.Array) -> bool:

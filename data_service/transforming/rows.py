@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ from shared.dataset_version.version import DatasetVersion
 from shared.errors import InvalidArgument
 from shared.settings import StoreSettings
 from shared.storage import open_store
+from shared.transforms.batch import Batch, batch_of
 from shared.transforms.pipeline import Pipeline
 from shared.transforms.problems import RowError
 
@@ -28,6 +30,10 @@ MIN_BATCH_ROWS, MAX_BATCH_ROWS = 16, 16_384
 DEFAULT_BATCH_ROWS = 1024
 # Decoded images are as large as they like until they are resized: few at a time.
 DECODED_BATCH_ROWS = 16
+# A batch that fails sooner is searched for the row at fault.
+SEARCH_WITHIN_S = 1.0
+
+T = TypeVar("T")
 
 
 def batch_rows(pipeline: Pipeline, given: pa.Schema, made: pa.Schema) -> int:
@@ -49,20 +55,47 @@ class SplitRows:
     table: pa.Table
     row_ids: NDArray[np.int64]
 
-    @contextmanager
-    def named_errors(self) -> Iterator[None]:
-        """A `RowError` of these rows leaves as `InvalidArgument` that names the row's id."""
+    def worked(self, work: Callable[[Batch], T]) -> T:
+        """What `work`, steps that work row by row, makes of the rows; raises as steps do, but names row ids."""
+        started = time.monotonic()
         try:
-            yield
+            return work(batch_of(self.table))
         except RowError as error:
-            row_id = self.row_ids[error.row]
-            why = f"row {row_id}: {error.problem}"
-            raise InvalidArgument(
-                f"{error.path}: {why}",
-                reason="BAD_ROW",
-                metadata={"field": error.path, "row_id": str(row_id)},
-                fields=[(error.path, why)],
-            ) from error
+            row_id = str(self.row_ids[error.row])
+            raise _told(error.path, f"row {row_id}: {error.problem}", {"row_id": row_id}) from error
+        except InvalidArgument as error:
+            # A custom function says only that it failed. What is slow to fail would be slow to search.
+            searched = time.monotonic() - started < SEARCH_WITHIN_S
+            rows = self._smallest_refused(work) if searched else self
+            raise rows._named(error) from error
+
+    def _smallest_refused(self, work: Callable[[Batch], object]) -> SplitRows:
+        """Of rows that `work` refuses, the first row by whose half of a half of … it is refused still."""
+        half = len(self.row_ids) // 2
+        if not half:
+            return self
+        for part in (self._slice(0, half), self._slice(half, len(self.row_ids))):
+            try:
+                work(batch_of(part.table))
+            except InvalidArgument:
+                return part._smallest_refused(work)
+        return self  # only all together
+
+    def _slice(self, begin: int, end: int) -> SplitRows:
+        return SplitRows(self.split, self.table.slice(begin, end - begin), self.row_ids[begin:end])
+
+    def _named(self, error: InvalidArgument) -> InvalidArgument:
+        first, last = self.row_ids[0], self.row_ids[-1]
+        where = f"row {first}" if first == last else f"rows {first} to {last}"
+        field = error.metadata.get("field", "")
+        why = error.message.removeprefix(f"{field}: ")
+        return _told(field, f"{where}: {why}", {"row_id": str(first)})
+
+
+def _told(field: str, why: str, metadata: dict[str, str]) -> InvalidArgument:
+    return InvalidArgument(
+        f"{field}: {why}", reason="BAD_ROW", metadata={"field": field, **metadata}, fields=[(field, why)]
+    )
 
 
 @dataclass(frozen=True)

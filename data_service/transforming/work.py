@@ -26,7 +26,7 @@ from data_service.transforming.rows import RowSource
 from shared.dataset_version import SplitWriter
 from shared.dataset_version.manifest import DataFile
 from shared.storage import open_store
-from shared.transforms.batch import batch_of, table_of
+from shared.transforms.batch import table_of
 from shared.transforms.fitting import Fitter
 
 
@@ -43,8 +43,7 @@ class FitPart:
         fitter = copy.deepcopy(self.fitter)
         for rows in self.source.divided(part, self.columns):
             if rows.split == self.fit_split:
-                with rows.named_errors():
-                    fitter.update(batch_of(rows.table))
+                rows.worked(fitter.update)
         return fitter
 
 
@@ -67,8 +66,7 @@ class Maker:
 
     def rows(self, part: Part) -> Iterator[Made]:
         for rows in self.source.divided(part, self.chain.reads):
-            with rows.named_errors():
-                batch, left = self.chain.apply(batch_of(rows.table))
+            batch, left = rows.worked(self.chain.apply)
             row_ids = rows.row_ids if left is None else rows.row_ids[left]
             # Counting may need no column at all.
             table = table_of(batch, self.schema) if len(self.schema) else pa.table({})

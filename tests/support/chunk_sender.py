@@ -46,7 +46,8 @@ def send(stub: Any, name: str, data: bytes, begin: int, end: int) -> int:
 
 def commit(stub: Any, name: str, data: bytes) -> Upload:
     request = pb.CommitUploadRequest(name=name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-    return patiently(lambda: stub.CommitUpload(request, timeout=30))
+    committed: Upload = patiently(lambda: stub.CommitUpload(request, timeout=30))
+    return committed
 
 
 def patiently(call: Any) -> Any:

@@ -28,6 +28,7 @@ from tests.integration.data_service.client import DataClient, imported
 from tests.support import custom_functions
 from tests.support.chunk_sender import patiently
 from tests.support.ray_head import RayHead
+from tests.support.refusals import refused
 from tests.support.service_process import ServiceProcess, running_service, store_environ
 from tests.support.waiting import wait_until
 
@@ -46,18 +47,21 @@ def digits_stream(row_count: int, seed: int = 1) -> bytes:
     return bytes(sink.getvalue())
 
 
-def normalising(*functions: str) -> transform_pb2.Transform:
-    """Images to normalised floats; each of `custom_functions` named gets the labels first."""
+def normalising(*functions: str, images: bool = True, timeout_s: float = 120.0) -> transform_pb2.Transform:
+    """Images to normalised floats, if there are `images`; each of `custom_functions` named gets the labels first."""
     step = transform_pb2.TransformStep
-    custom = [
+    steps = [
         step(
-            custom=transform_pb2.Custom(function=f"{custom_functions.MODULE}:{name}", columns=["label"], timeout_s=120)
+            custom=transform_pb2.Custom(
+                function=f"{custom_functions.MODULE}:{name}", columns=["label"], timeout_s=timeout_s
+            )
         )
         for name in functions
     ]
-    to_float = step(column="image", to_float=transform_pb2.ToFloat())
-    normalize = step(column="image", normalize=transform_pb2.Normalize(mean=[0.1307], std=[0.3081]))
-    return transform_pb2.Transform(steps=[*custom, to_float, normalize])
+    if images:
+        steps.append(step(column="image", to_float=transform_pb2.ToFloat()))
+        steps.append(step(column="image", normalize=transform_pb2.Normalize(mean=[0.1307], std=[0.3081])))
+    return transform_pb2.Transform(steps=steps)
 
 
 class Gate:
@@ -131,6 +135,16 @@ class DataPlace:
             time.sleep(0.1)
         return operation
 
+    def imported(self, upload: str) -> DatasetVersion:
+        return self._made(self.start_import(upload))
+
+    def transformed(self, source: str, transform: transform_pb2.Transform) -> DatasetVersion:
+        return self._made(self.start_transform(source, transform))
+
+    def _made(self, started: operations_pb2.Operation) -> DatasetVersion:
+        done = self.ended(started)
+        return self.assert_made_once(done, self.get(self.version_of(done)).manifest_sha256)
+
     def version_of(self, started: operations_pb2.Operation) -> str:
         for metadata in (pb.ImportVersionMetadata(), pb.TransformVersionMetadata()):
             if started.metadata.Unpack(metadata):
@@ -140,15 +154,13 @@ class DataPlace:
     def assert_invisible(self, version: str) -> None:
         """Nothing of a version that is being made can be read."""
         assert self.get(version).state == DatasetVersion.STATE_CREATING
-        try:
-            self.client.stream(version)
-        except grpc.RpcError as error:
-            assert error.code() is grpc.StatusCode.FAILED_PRECONDITION, error
-        else:
-            raise AssertionError(f"{version} can be read")
+        refusal = refused(lambda: self.client.stream(version))
+        assert refusal.code is grpc.StatusCode.FAILED_PRECONDITION, refusal
 
     def get(self, version: str) -> DatasetVersion:
-        return patiently(lambda: self.client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=30))
+        request = pb.GetVersionRequest(name=version)
+        found: DatasetVersion = patiently(lambda: self.client.data.GetVersion(request, timeout=30))
+        return found
 
     def assert_made_once(self, done: operations_pb2.Operation, digest: str) -> DatasetVersion:
         """One record of success, the undisturbed manifest, and no file that it does not name."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from data_service.commit import columns_of
 from data_service.domain.transform_spec import TransformSpec
@@ -29,6 +30,7 @@ from shared.jobs.record import begin_attempt, succeed
 from shared.storage import ObjectStore
 
 SOURCE = "datasets/d/versions/source"
+FICKLE_FOLDER = "FICKLE_FOLDER"
 
 
 def commit_tables(store: ObjectStore, splits: Mapping[str, pa.Table], name: str = SOURCE, **names: list[str]) -> None:
@@ -106,6 +108,21 @@ def rows_of(store: ObjectStore, name: str) -> dict[str, dict[str, list[Any]]]:
 
 def doubles(batch: pa.RecordBatch) -> pa.RecordBatch:
     return pa.RecordBatch.from_pydict({"n": [2 * n for n in batch["n"].to_pylist()]}, schema=batch.schema)
+
+
+def fickle(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Adds 1 to all numbers after it was called for the last time of a pass."""
+    called = Path(os.environ[FICKLE_FOLDER]) / "called"
+    again = called.exists()
+    if 0 in batch["n"].to_pylist():
+        called.touch()
+    return pa.RecordBatch.from_arrays([pc.add(batch["n"], int(again))], schema=batch.schema)
+
+
+def refuses(batch: pa.RecordBatch) -> pa.RecordBatch:
+    if 1234 in batch["n"].to_pylist():
+        raise ValueError("no such luck")
+    return batch
 
 
 def waits_for_go(batch: pa.RecordBatch) -> pa.RecordBatch:

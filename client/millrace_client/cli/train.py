@@ -13,7 +13,8 @@ from millrace_client.cli.exits import CommandFailed, PlainCommand
 from millrace_client.cli.options import address_options, connected, full_name, json_option
 from millrace_client.cli.output import console, new_table, print_json, state_text
 from millrace_client.connection import Millrace
-from millrace_client.specs import normalize, optimizer, to_float, training_spec
+from millrace_client.specs import optimizer, training_spec
+from millrace_client.steps import normalize, to_float
 
 Job = resources_pb2.TrainingJob
 

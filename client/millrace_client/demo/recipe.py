@@ -6,7 +6,8 @@ from millrace.data.v1 import data_service_pb2
 from millrace.data.v1.resources_pb2 import DatasetVersion
 from millrace.train.v1.resources_pb2 import TrainingSpec
 from millrace_client.demo.digits import FILES
-from millrace_client.specs import hold_out, idx_source, normalize, optimizer, to_float, training_spec
+from millrace_client.specs import hold_out, idx_source, optimizer, training_spec
+from millrace_client.steps import normalize, to_float
 
 SEED = 17
 VALIDATION_SHARE = 1 / 7

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from types import FrameType
 from typing import Any, ClassVar, Self
 
 import pyarrow as pa
@@ -165,7 +164,7 @@ def _interrupted_after(limit_s: float) -> Iterator[None]:
         yield
         return
 
-    def interrupt(signum: int, frame: FrameType | None) -> None:
+    def interrupt(*_: object) -> None:
         raise _TimeIsUp
 
     started = time.monotonic()

@@ -19,6 +19,7 @@ IMPORT_WITHIN_S = 120.0
 
 class DataClient:
     def __init__(self, address: str) -> None:
+        self.address = address
         self._channel = grpc.insecure_channel(address)
         self.data = data_service_pb2_grpc.DataServiceStub(self._channel)
         self.operations = operations_pb2_grpc.OperationsStub(self._channel)
@@ -39,6 +40,9 @@ class DataClient:
             request = operations_pb2.WaitOperationRequest(name=operation.name)
             operation = self.operations.WaitOperation(request, timeout=65)
         return operation
+
+    def cancel(self, operation: Any) -> None:
+        self.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=operation.name), timeout=10)
 
     def import_version(self, request: pb.ImportVersionRequest) -> DatasetVersion:
         """Imports and waits; fails unless the version became ACTIVE."""

@@ -136,6 +136,27 @@ def test_a_worker_killed_in_the_middle_of_its_part_costs_nothing_but_time(
         path.unlink()
 
 
+def test_an_attempt_killed_in_the_middle_is_followed_by_one_that_makes_the_same(
+    store: ObjectStore, jobs: Jobs, signs: Path, data_ray: RayHead
+) -> None:
+    steps = [custom("waits_for_go", "folder"), {"column": "x", "minMaxScale": {}}]
+    name = create_transform(store, steps)
+    await_worker(jobs, name, signs)
+    begun = list(signs.iterdir())
+    for pid in data_ray.processes("ray::AttemptActor"):
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: jobs.get(name, name).attempt == 2, "the second attempt", WITHIN_S)
+    wait_until(lambda: not any(map(_alive_on_task, begun)), "the tasks of the first to end", 30.0)
+    (signs / "go").touch()
+    done = over(jobs, name)
+    assert (done.state, done.attempt, done.failures) == (JobState.SUCCEEDED, 2, 1), done.error
+    undisturbed = transform_here(store, steps)
+    assert load_version(store, name).manifest_sha256 == load_version(store, undisturbed.name).manifest_sha256
+    assert [folder[:6] for folder in store.folders(f"{name}/data")] == ["a00002"]
+    for path in signs.iterdir():
+        path.unlink()
+
+
 def test_a_cancelled_transform_ends_its_tasks_and_leaves_nothing(store: ObjectStore, jobs: Jobs, signs: Path) -> None:
     name = create_transform(store, [custom("waits_for_go", "folder")])
     await_worker(jobs, name, signs)

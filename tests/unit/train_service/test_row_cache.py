@@ -22,7 +22,7 @@ from shared.storage import ObjectStore
 from tests.support.transforming import commit_tables
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION, Committed
-from train_service.row_cache import Array, RowCache, Rows, interleave
+from train_service.row_cache import Array, RowCache, Rows, gather
 
 
 def cache_of(store: ObjectStore, *, num_classes: int = 10) -> RowCache:
@@ -168,7 +168,9 @@ def test_parts_are_put_back_in_their_places() -> None:
         scalars = pa.RecordBatch.from_pydict({"name": pa.array([f"row {one}" if one < 7 else None for one in ids])})
         return Rows({"pair": numbers[:, None] * np.ones((1, 2))}, scalars, numbers * 10, numbers)
 
-    together = interleave([rows(7, 5), rows(6)], [np.asarray([2, 0]), np.asarray([1])])
+    parts = [(rows(8, 5, 7), np.asarray([2, 1])), (rows(6), np.asarray([0]))]
+
+    together = gather(parts, [np.asarray([2, 0]), np.asarray([1])])
 
     assert together.row_ids.tolist() == [5, 6, 7]
     assert together.labels.tolist() == [50, 60, 70]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,7 @@ from shared.dataset_version.columns import tensor_array
 from shared.jobs import JobRecord, JobState
 from shared.storage import ObjectStore
 from shared.transforms.pipeline import Pipeline
-from tests.support.transforming import SOURCE, commit_tables, rows_of, transform_here
+from tests.support.transforming import FICKLE_FOLDER, SOURCE, commit_tables, rows_of, transform_here
 
 HALVES = [Share(split="left", weight=1), Share(split="right", weight=1)]
 
@@ -63,6 +65,10 @@ def refused(job: JobRecord, kind: str) -> str:
     assert job.error is not None
     assert job.error["kind"] == kind
     return str(job.error["message"])
+
+
+def custom(function: str, *columns: str, **fields: Any) -> dict[str, Any]:
+    return {"custom": {"function": f"tests.support.transforming:{function}", "columns": list(columns), **fields}}
 
 
 def column(name: str, **step: Any) -> dict[str, Any]:
@@ -239,6 +245,30 @@ def test_a_row_that_a_step_cannot_work_on_is_named(store: ObjectStore) -> None:
     assert message.startswith("transform.steps[1]: row ")
     row_id = int(message.split("row ")[1].split(":")[0])
     assert row_id > 127
+
+
+@pytest.mark.usefixtures("source")
+def test_the_row_on_which_a_custom_function_fails_is_found(store: ObjectStore) -> None:
+    steps = [{"filter": {"expression": "n % 2 == 0"}}, custom("refuses", "n")]
+    told = refused(transform_here(store, steps), "InvalidArgument")
+    assert told == "transform.steps[1]: row 1234: tests.support.transforming:refuses raised ValueError: no such luck"
+
+
+@pytest.mark.usefixtures("source")
+def test_the_rows_with_which_a_custom_function_hangs_are_told(store: ObjectStore) -> None:
+    told = refused(transform_here(store, [custom("hangs", "n", timeoutS=1.05)]), "InvalidArgument")
+    rows = re.search(r"transform.steps\[0\]: rows (\d+) to (\d+): .* took longer than 1.05 s", told)
+    assert rows is not None
+    assert int(rows[1]) <= 1234 <= int(rows[2])
+
+
+@pytest.mark.usefixtures("source")
+def test_a_custom_function_that_is_not_pure_is_found_out(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(FICKLE_FOLDER, str(tmp_path))
+    steps = [custom("fickle", "n"), {"filter": {"expression": "n < 3000 or n > 6000"}}]
+    assert "must be pure" in refused(transform_here(store, steps), "FailedPrecondition")
 
 
 @pytest.mark.usefixtures("source")

@@ -1,0 +1,36 @@
+"""Sources on a real S3 endpoint: listed by prefix, named by percent-encoded keys."""
+
+from __future__ import annotations
+
+import pytest
+
+from data_service.source_files import SourceFiles, s3_of
+from data_service.sources import open_sources
+from shared.errors import NotFound
+from shared.settings import StoreSettings
+from shared.storage import open_store
+from tests.support.images import encoded
+from tests.support.import_sources import source_of, table_of
+
+
+def test_objects_are_found_by_folder_and_pattern_and_read(s3_store: StoreSettings) -> None:
+    store, base = open_store(s3_store), s3_store.url
+    files = SourceFiles([], s3_of(store), store)
+    for name in ("in/b.csv", "in/a b.csv", "in/x/é+c.csv", "in/_d.csv"):
+        store.put(name, b"n\n1\n")
+    found = files.find_all("f", f"{base}/in/")
+    assert [file.relative for file in found] == ["a b.csv", "b.csv", "x/é+c.csv"]
+    assert [file.relative for file in files.find_all("f", f"{base}/in/**/*c.csv")] == ["x/é+c.csv"]
+    assert {files.find("f", file.uri).size_bytes for file in found} == {4}
+    rows = [one.rows for one in open_sources([source_of(f"{base}/in/", "csv")], files, {})]
+    assert [table_of(one)["n"].to_pylist() for one in rows] == [[1], [1], [1]]
+    with pytest.raises(NotFound, match="f: s3://"):
+        files.find_all("f", f"{base}/none/")
+
+
+def test_a_folder_of_images_may_be_a_prefix(s3_store: StoreSettings) -> None:
+    store = open_store(s3_store)
+    store.put("images/cat/x.png", encoded())
+    files = SourceFiles([], s3_of(store), store)
+    (one,) = open_sources([source_of(f"{s3_store.url}/images/", "image_folder")], files, {})
+    assert table_of(one.rows)["path"].to_pylist() == ["cat/x.png"]

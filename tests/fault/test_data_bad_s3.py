@@ -1,0 +1,129 @@
+"""Upload, import and transform where the way to S3 is slow, fails, resets or goes silent: the result is the same."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import grpc
+import pytest
+
+import millrace_client
+from millrace.data.v1.resources_pb2 import Upload
+from shared.storage.opening import ensure_bucket
+from tests.support.chunk_sender import chunks, commit, send
+from tests.support.data_place import DataPlace, data_place, digits_stream, normalising
+from tests.support.ray_head import RayHead
+from tests.support.refusals import refused
+from tests.support.s3_fault_proxy import (
+    NONE,
+    WRITES,
+    Fault,
+    S3FaultProxy,
+    failing,
+    fault_proxy,
+    full,
+    resetting,
+    silent,
+    slow,
+)
+from tests.support.s3_server import S3Server
+
+ROWS = 4_000
+SILENT_S = 8.0
+chaos = pytest.mark.chaos
+
+
+@dataclass
+class Scene:
+    """`imported` and `transformed` are the digests that come out without faults, `source` what was imported then."""
+
+    place: DataPlace
+    proxy: S3FaultProxy
+    data: bytes
+    source: str
+    imported: str
+    transformed: str
+
+
+@pytest.fixture(scope="module")
+def scene(s3_server: S3Server, data_head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    behind = s3_server.settings(f"s3://millrace/{uuid.uuid4().hex}")
+    ensure_bucket(behind)
+    with fault_proxy(behind) as proxy:
+        folder = tmp_path_factory.mktemp("bad-s3")
+        with data_place(proxy.settings(behind), data_head, folder, behind) as place:
+            data = digits_stream(ROWS)
+            source = place.imported(uploaded(place, data).name)
+            transformed = place.transformed(source.name, normalising())
+            yield Scene(place, proxy, data, source.name, source.manifest_sha256, transformed.manifest_sha256)
+
+
+def uploaded(place: DataPlace, data: bytes) -> Upload:
+    """By our own client, which goes on after breaks."""
+    with millrace_client.connect(data=place.service.address) as client:
+        return client.data.upload(place.dataset, data)
+
+
+FAULTS = [
+    pytest.param(failing(503, share=0.1), id="a tenth fails with 503"),
+    pytest.param(failing(500, share=0.1), id="a tenth fails with 500", marks=chaos),
+    pytest.param(failing(503, share=0.3), id="a third fails with 503", marks=chaos),
+    pytest.param(resetting("response", share=0.1), id="a tenth is done but reset", marks=chaos),
+    pytest.param(resetting("response", 500, share=0.1), id="a tenth of answers is cut", marks=chaos),
+    pytest.param(resetting("request", 5000, share=0.2, methods=WRITES), id="a fifth of writes is cut", marks=chaos),
+    pytest.param(slow(4_000_000, latency_s=0.02), id="slow", marks=chaos),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_way_to_the_store_changes_nothing(scene: Scene, fault: Fault) -> None:
+    place, proxy = scene.place, scene.proxy
+    proxy.fault = fault
+    try:
+        upload = uploaded(place, scene.data)
+        imported = place.ended(place.start_import(upload.name))
+        transformed = place.ended(place.start_transform(scene.source, normalising()))
+        assert proxy.struck >= 3
+    finally:
+        proxy.fault = NONE
+    place.assert_made_once(imported, scene.imported)
+    place.assert_made_once(transformed, scene.transformed)
+
+
+@chaos
+def test_a_store_that_falls_silent_is_waited_for(scene: Scene) -> None:
+    place, proxy = scene.place, scene.proxy
+    upload = place.start_upload()
+    send(place.client.data, upload, scene.data, 0, len(scene.data) // 2)
+    started = place.start_import(upload)
+    proxy.fault = silent()
+    well_again = threading.Timer(SILENT_S, setattr, (proxy, "fault", NONE))
+    well_again.start()
+    try:
+        acknowledged = place.acknowledged(upload)
+        send(place.client.data, upload, scene.data, acknowledged, len(scene.data))
+        commit(place.client.data, upload, scene.data)
+    finally:
+        well_again.join()
+    place.assert_made_once(place.ended(started), scene.imported)
+
+
+def test_a_full_bucket_refuses_chunks_and_takes_them_later(scene: Scene) -> None:
+    place, proxy = scene.place, scene.proxy
+    upload, half = place.start_upload(), len(scene.data) // 2
+    acknowledged = send(place.client.data, upload, scene.data, 0, half)
+    proxy.fault = full()
+    try:
+        rest = chunks(upload, scene.data, acknowledged, len(scene.data))
+        refusal = refused(lambda: place.client.data.UploadChunks(rest, timeout=60))
+    finally:
+        proxy.fault = NONE
+    assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert refusal.reason == "STORE_FULL"
+    assert place.acknowledged(upload) == acknowledged
+    send(place.client.data, upload, scene.data, acknowledged, len(scene.data))
+    commit(place.client.data, upload, scene.data)
+    place.assert_made_once(place.ended(place.start_import(upload)), scene.imported)

@@ -1,0 +1,87 @@
+"""A full disk: what does not fit is refused, what was acknowledged stays, and work goes on once there is room."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from shared.dataset_version.version import IMPORT_KIND
+from shared.jobs import Jobs
+from shared.settings import StoreSettings
+from tests.support.chunk_sender import chunks, commit, send
+from tests.support.data_place import DataPlace, data_place, digits_stream
+from tests.support.ray_head import RayHead
+from tests.support.refusals import refused
+from tests.support.waiting import wait_until
+
+DISK_MIB = 48
+ROWS = 8_000
+ROOM_FOR_LOGS = 1_000_000
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small file system of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"this user may not mount a small file system: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def place(disk: Path, data_head: RayHead, tmp_path: Path) -> Iterator[DataPlace]:
+    with data_place(StoreSettings(url=(disk / "store").as_uri()), data_head, tmp_path / "service") as running:
+        yield running
+
+
+def fill(disk: Path, room: int) -> Path:
+    """Leaves `room` bytes free; deleting the file that is returned frees the rest."""
+    filler = disk / "filler"
+    free = os.statvfs(disk)
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_bsize - room)
+    return filler
+
+
+def test_chunks_that_do_not_fit_are_refused_and_taken_once_there_is_room(disk: Path, place: DataPlace) -> None:
+    data = digits_stream(ROWS)
+    upload = place.start_upload()
+    acknowledged = send(place.client.data, upload, data, 0, len(data) // 2)
+    filler = fill(disk, ROOM_FOR_LOGS)
+    refusal = refused(lambda: place.client.data.UploadChunks(chunks(upload, data, acknowledged, len(data)), timeout=60))
+    assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert refusal.reason == "STORE_FULL"
+    durable = place.acknowledged(upload)
+    assert acknowledged <= durable < len(data)
+    filler.unlink()
+    assert send(place.client.data, upload, data, durable, len(data)) == len(data)
+    commit(place.client.data, upload, data)
+    assert place.imported(upload).row_count == ROWS
+
+
+def test_an_import_goes_on_once_there_is_room(disk: Path, place: DataPlace) -> None:
+    data = digits_stream(ROWS)
+    upload = place.start_upload()
+    send(place.client.data, upload, data, 0, len(data))
+    commit(place.client.data, upload, data)
+    filler = fill(disk, ROOM_FOR_LOGS)
+    started = place.start_import(upload)
+    version = place.version_of(started)
+    jobs = Jobs(place.store, IMPORT_KIND)
+    wait_until(lambda: jobs.get(version, version).failures > 0, "an attempt that does not fit", 60)
+    place.assert_invisible(version)
+    filler.unlink()
+    digest = place.imported(upload).manifest_sha256
+    place.assert_made_once(place.ended(started), digest)

@@ -1,0 +1,118 @@
+"""Bytes from a client become a version: uploaded, committed, imported, also while they are still on their way."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+
+import grpc
+import pyarrow as pa
+import pytest
+
+from millrace.data.v1 import data_service_pb2 as pb
+from millrace.data.v1.resources_pb2 import Upload
+from millrace_client import MillraceError, connect
+from millrace_client.data import DataClient as Sdk
+from tests.integration.data_service.client import DataClient, imported
+from tests.integration.data_service.conftest import DataStack
+from tests.support.refusals import refused
+
+ROWS = pa.table({"n": pa.array(range(50_000), pa.int64()), "s": [f"row {number}" for number in range(50_000)]})
+
+
+@pytest.fixture
+def sdk(stack: DataStack) -> Iterator[Sdk]:
+    with connect(data=stack.client.address) as millrace:
+        yield millrace.data
+
+
+def arrow_stream(table: pa.Table) -> bytes:
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table, max_chunksize=1000)
+    return sink.getvalue()
+
+
+def arrow(upload: str) -> pb.ImportSource:
+    return pb.ImportSource(split="train", arrow=pb.ArrowSource(uri=upload))
+
+
+def test_an_uploaded_arrow_stream_becomes_a_version_with_the_same_rows(
+    client: DataClient, sdk: Sdk, dataset: str
+) -> None:
+    upload = sdk.upload(dataset, io.BytesIO(arrow_stream(ROWS)))
+
+    version = client.import_version(pb.ImportVersionRequest(parent=dataset, sources=[arrow(upload.name)]))
+
+    assert upload.state == Upload.STATE_COMMITTED
+    assert client.read(version.name).equals(ROWS)
+
+
+def test_an_import_begins_while_its_upload_is_open_and_ends_with_the_commit(
+    client: DataClient, sdk: Sdk, dataset: str
+) -> None:
+    upload = client.data.StartUpload(pb.StartUploadRequest(parent=dataset), timeout=10)
+    operation = client.data.ImportVersion(
+        pb.ImportVersionRequest(parent=dataset, sources=[arrow(upload.name)]), timeout=10
+    )
+
+    sdk.resume_upload(upload.name, io.BytesIO(arrow_stream(ROWS)))
+
+    assert client.read(imported(client.wait(operation)).name).equals(ROWS)
+
+
+def test_an_import_of_an_open_upload_can_be_cancelled(client: DataClient, dataset: str) -> None:
+    upload = client.data.StartUpload(pb.StartUploadRequest(parent=dataset), timeout=10)
+    operation = client.data.ImportVersion(
+        pb.ImportVersionRequest(parent=dataset, sources=[arrow(upload.name)]), timeout=10
+    )
+
+    client.cancel(operation)
+
+    assert client.wait(operation).error.code == grpc.StatusCode.CANCELLED.value[0]
+
+
+def test_an_upload_that_an_import_reads_cannot_be_aborted_and_goes_afterwards(client: DataClient, dataset: str) -> None:
+    upload = client.data.StartUpload(pb.StartUploadRequest(parent=dataset), timeout=10)
+    operation = client.data.ImportVersion(
+        pb.ImportVersionRequest(parent=dataset, sources=[arrow(upload.name)]), timeout=10
+    )
+
+    refusal = refused(lambda: client.data.AbortUpload(pb.AbortUploadRequest(name=upload.name), timeout=10))
+    client.cancel(operation)
+    client.wait(operation)
+    client.data.AbortUpload(pb.AbortUploadRequest(name=upload.name), timeout=10)
+
+    assert refusal.code is grpc.StatusCode.FAILED_PRECONDITION
+    gone = refused(lambda: client.data.GetUpload(pb.GetUploadRequest(name=upload.name), timeout=10))
+    assert gone.code is grpc.StatusCode.NOT_FOUND
+
+
+def test_two_uploads_at_once_do_not_disturb_each_other(client: DataClient, sdk: Sdk, dataset: str) -> None:
+    tables = {split: ROWS.slice(begin, 20_000) for split, begin in (("train", 0), ("test", 20_000))}
+    uploads: dict[str, str] = {}
+
+    def send(split: str) -> None:
+        uploads[split] = sdk.upload(dataset, io.BytesIO(arrow_stream(tables[split]))).name
+
+    threads = [threading.Thread(target=send, args=(split,)) for split in tables]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sources = [pb.ImportSource(split=split, arrow=pb.ArrowSource(uri=uploads[split])) for split in tables]
+    version = client.import_version(pb.ImportVersionRequest(parent=dataset, sources=sources))
+
+    for split, table in tables.items():
+        assert client.read(version.name, split=split).equals(table)
+
+
+def test_an_upload_of_another_dataset_or_none_is_not_found(client: DataClient, sdk: Sdk, dataset: str) -> None:
+    request = pb.ImportVersionRequest(parent=dataset, sources=[arrow(f"{dataset}/uploads/none")])
+
+    refusal = refused(lambda: client.data.ImportVersion(request, timeout=10))
+
+    assert refusal.code is grpc.StatusCode.NOT_FOUND
+    with pytest.raises(MillraceError):
+        sdk.resume_upload(f"{dataset}/uploads/none", io.BytesIO(b"x"))
