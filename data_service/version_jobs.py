@@ -17,7 +17,7 @@ from data_service.domain.import_spec import ImportSpec
 from data_service.domain.transform_spec import TransformSpec
 from data_service.operation_pointers import record_operation, withdraw_operation
 from data_service.references import check_base, referring
-from data_service.source_files import s3_of
+from data_service.sources.source_files import s3_of
 from data_service.transforming.checking import check_transform
 from data_service.versions import Versions
 from shared import names

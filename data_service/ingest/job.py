@@ -29,8 +29,8 @@ from data_service.ingest.progress import Progress
 from data_service.ingest.screening import Screen
 from data_service.ingest.split_files import SplitFiles
 from data_service.ingest.threads import Behind, ahead
-from data_service.source_files import SourceFiles, s3_of
 from data_service.sources import open_sources
+from data_service.sources.source_files import SourceFiles, s3_of
 from shared.dataset_version import load_version
 from shared.dataset_version.attachments import read_report
 from shared.dataset_version.manifest import QUARANTINE, DataFile, Parent

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.types as kinds
 
 from data_service.domain.arrow_messages import ArrowMessageError, PieceReader, checked_messages
-from data_service.source_files import SourceFile
 from data_service.sources import interface
 from data_service.sources.content import blaming
 from data_service.sources.interface import BadRowSink
+from data_service.sources.source_files import SourceFile
 from data_service.sources.typed_columns import TypedColumns, decoded_bytes, is_text, logical_schema_of
 from shared.dataset_version.columns import row_bytes
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from data_service.domain.decompression import DecompressionError, decompressed
 from data_service.domain.idx import IdxError
-from data_service.source_files import SourceFile
+from data_service.sources.source_files import SourceFile
 from shared.errors import Unavailable, first_line
 
 

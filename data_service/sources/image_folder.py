@@ -7,10 +7,10 @@ from contextlib import closing
 
 import pyarrow as pa
 
-from data_service.source_files import SourceFile
 from data_service.sources.content import blaming
 from data_service.sources.images import MAX_IMAGE_BYTES, SCHEMA, ClassNames, ImageBatch, is_image_name, problem_of
 from data_service.sources.interface import BadRowSink, excerpt_of
+from data_service.sources.source_files import SourceFile
 
 MAX_IMAGES = 2_000_000
 

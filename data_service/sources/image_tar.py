@@ -9,10 +9,10 @@ import pyarrow as pa
 
 from data_service.domain.globs import is_hidden
 from data_service.domain.tar_members import TarError, TarMember, members
-from data_service.source_files import SourceFile
 from data_service.sources.content import blaming, content
 from data_service.sources.images import SCHEMA, ClassNames, ImageBatch, is_image_name, problem_of
 from data_service.sources.interface import BadRowSink, excerpt_of
+from data_service.sources.source_files import SourceFile
 
 
 class ImageTar:

@@ -16,10 +16,10 @@ import pyarrow.types as kinds
 from data_service.domain.json_columns import InferredColumn, as_text, numbers_kind
 from data_service.domain.line_blocks import LineBlock, TextError, line_blocks, split_lines
 from data_service.domain.row_casts import Cast, CastRefused, cast_between, cast_rows
-from data_service.source_files import SourceFile
 from data_service.sources.content import blaming, content
 from data_service.sources.interface import MAX_COLUMNS, BadRowSink, RowSource, excerpt_of
 from data_service.sources.overrides import Overrides
+from data_service.sources.source_files import SourceFile
 from data_service.sources.typed_columns import check_names
 from shared.dataset_version.columns import is_tensor
 from shared.errors import first_line, invalid_field

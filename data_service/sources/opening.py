@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from data_service.domain.import_spec import Source
-from data_service.source_files import SourceFile, SourceFiles
 from data_service.sources.arrow_ipc import ArrowRows
 from data_service.sources.csv_rows import open_csv
 from data_service.sources.idx import IdxPair
@@ -16,6 +15,7 @@ from data_service.sources.interface import OpenSource, RowSource
 from data_service.sources.json_rows import open_json_lines
 from data_service.sources.overrides import Overrides
 from data_service.sources.parquet import ParquetRows
+from data_service.sources.source_files import SourceFile, SourceFiles
 
 
 def open_sources(

@@ -9,8 +9,8 @@ import pyarrow as pa
 
 from data_service.domain.arrow_types import TypeRefused, parse_type
 from data_service.domain.row_casts import Cast, CastRefused, Fits, cast_between, cast_rows
-from data_service.source_files import SourceFile
 from data_service.sources.interface import BadRowSink, RowSource
+from data_service.sources.source_files import SourceFile
 from data_service.sources.typed_columns import shown_row
 from shared.dataset_version.columns import is_tensor
 from shared.errors import invalid_field

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_service.domain.parquet_pages import Page, PageError, pages
-from data_service.source_files import SourceFile
 from data_service.sources import interface
 from data_service.sources.content import blaming
 from data_service.sources.interface import BadRowSink
+from data_service.sources.source_files import SourceFile
 from data_service.sources.typed_columns import (
     MAX_ROW_BYTES,
     TypedColumns,

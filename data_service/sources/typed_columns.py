@@ -13,8 +13,8 @@ import pyarrow.types as kinds
 from numpy.typing import NDArray
 
 from data_service.domain.row_casts import Fits, cast_rows, rows_without_nulls
-from data_service.source_files import SourceFile
 from data_service.sources.interface import MAX_COLUMNS, BadRowSink, excerpt_of
+from data_service.sources.source_files import SourceFile
 from shared.dataset_version.columns import ROW_ID, is_tensor, logical_field
 from shared.errors import InvalidArgument
 

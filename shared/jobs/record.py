@@ -145,9 +145,7 @@ def request_delete(job: JobRecord, now: float) -> JobRecord:
     if job.state is JobState.DELETING:
         return job
     _expect(job, JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
-    return replace(
-        job, state=JobState.DELETING, deleted_from=job.state, generation=job.generation + 1, update_time=now
-    )
+    return replace(job, state=JobState.DELETING, deleted_from=job.state, generation=job.generation + 1, update_time=now)
 
 
 def undo_delete(job: JobRecord, now: float) -> JobRecord:

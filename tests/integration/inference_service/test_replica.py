@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save
 
 from inference_service.domain.rows import PREPARED, RAW, Rows
@@ -19,6 +22,7 @@ from shared.errors import DataLoss, FailedPrecondition
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.integration.inference_service.checkpoints import MODEL, Written, make_module, write
+from tests.support.versions import columns_of
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (5, 28, 28), dtype=np.uint8)
 RAW_ROWS = Rows(RAW, {"image": IMAGES})
@@ -69,6 +73,27 @@ def test_a_loaded_replica_knows_its_signature_its_data_and_the_time_of_each_batc
     logits, probabilities, label = asyncio.run(one.forward(RAW_ROWS)).arrays
     assert (logits.shape, probabilities.shape, label.shape) == ((5, 10), (5, 10), (5,))
     assert [array.dtype.name for array in (logits, probabilities, label)] == ["float32", "float32", "int64"]
+
+
+def test_encoded_images_are_decoded_by_the_model_and_a_bad_one_harms_no_other(store: ObjectStore) -> None:
+    steps = [{"decodeImage": {"mode": "MODE_GRAY"}}, {"resize": {"height": 28, "width": 28}}, {"toFloat": {}}]
+    of_photos = replace(
+        write(store).content,
+        ingested=columns_of(pa.schema([("photo", pa.binary())])),
+        transforms=[{"steps": [{"column": "photo", **step} for step in steps]}],
+        input_column="photo",
+    )
+    model = ServedModel(of_photos, save(make_module().state_dict()))
+    assert sorted(model.warm_up(2)) == [1, 2]
+    file = io.BytesIO()
+    Image.fromarray(IMAGES[0]).save(file, "PNG")
+
+    outputs = model.forward(Rows(RAW, {"photo": np.array([b"no image", file.getvalue()], object)}))
+
+    pixels = IMAGES[:1, None].astype(np.float32) / np.float32(255)
+    expected = model.forward(Rows(PREPARED, {"photo": pixels}))
+    assert [*outputs.refused] == [0]
+    np.testing.assert_allclose(outputs.arrays[0][1], expected.arrays[0][0], rtol=1e-5)
 
 
 def test_rows_in_memory_that_may_not_be_written_are_served(store: ObjectStore, file_store: StoreSettings) -> None:

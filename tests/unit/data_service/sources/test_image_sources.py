@@ -8,9 +8,9 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from data_service.domain import decompression
-from data_service.source_files import SourceFiles
 from data_service.sources import images as image_rules
 from data_service.sources import open_sources
+from data_service.sources.source_files import SourceFiles
 from shared.errors import InvalidArgument, NotFound
 from tests.support.damage import truncations
 from tests.support.images import encoded, tar_of

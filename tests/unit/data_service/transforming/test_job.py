@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from google.protobuf import json_format
+from PIL import Image
 
 from data_service.domain.split_rules import (
     ColumnSplit,
@@ -308,3 +310,30 @@ def test_progress_tells_the_phase_and_adds_up(store: ObjectStore) -> None:
     progress = json.loads(store.get(f"{job.name}/progress.json"))
     assert (progress["phase"], progress["rows_done"], progress["rows_total"]) == ("WRITING", 7000, 7000)
     assert progress["rows_per_second"] > 0
+
+
+def test_images_of_any_size_become_tensors(store: ObjectStore) -> None:
+    generator = np.random.default_rng(0)
+    encoded = []
+    for i in range(40):
+        pixels = generator.integers(0, 256, (20 + i, 50 - i, 3), np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "PNG")
+        encoded.append(file.getvalue())
+    commit_tables(store, {"train": pa.table({"image": encoded, "label": range(40)})})
+    steps = [
+        column("image", decodeImage={}),
+        column("image", resize={"height": 8, "width": 6}),
+        {"filter": {"expression": "label != 7"}},
+    ]
+    job = transform_here(store, steps)
+    rows = made(store, job)["train"]
+    alone = Pipeline.from_config({"steps": steps[:2]})({"image": pa.array(encoded[39:]), "label": pa.array([39])})
+    assert len(rows["label"]) == 39
+    assert np.array_equal(np.array(rows["image"][-1], np.uint8).reshape(8, 6, 3), alone["image"][0])
+
+
+def test_bytes_that_are_no_image_are_named_by_their_row(store: ObjectStore) -> None:
+    commit_tables(store, {"train": pa.table({"image": [b"no image"] * 20})})
+    steps = [column("image", decodeImage={}), column("image", resize={"height": 8, "width": 6})]
+    assert refused(transform_here(store, steps), "InvalidArgument").startswith("transform.steps[0]: row 0: ")

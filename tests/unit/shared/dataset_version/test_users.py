@@ -54,9 +54,13 @@ def test_a_refused_user_leaves_no_marker(store: ObjectStore, committed: str) -> 
 
 
 def test_after_an_outage_the_marker_stays_for_the_user_may_have_been_made(store: ObjectStore, committed: str) -> None:
-    with pytest.raises(Unavailable), using(store, committed, "train", "u1", USER):
-        job(store, "u1")
-        raise Unavailable("the answer was lost")
+    def make_and_lose_the_answer() -> None:
+        with using(store, committed, "train", "u1", USER):
+            job(store, "u1")
+            raise Unavailable("the answer was lost")
+
+    with pytest.raises(Unavailable):
+        make_and_lose_the_answer()
     assert live_users(store, committed, time.time()) == [USER]
 
 

@@ -8,14 +8,11 @@ from pathlib import Path
 import pytest
 
 from shared.jobs.supervisor import Nudge, supervise
-
-PATIENCE_S = 30.0
+from tests.support.waiting import wait_until
 
 
 async def appeared(path: Path) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not path.exists():
-            await asyncio.sleep(0.01)
+    await asyncio.to_thread(wait_until, path.exists, path.name)
 
 
 def test_a_nudge_reaches_the_child_and_one_without_a_child_is_missed(

@@ -15,9 +15,9 @@ from pyarrow import fs
 
 from data_service.domain.globs import MAX_DEPTH, Glob, is_hidden
 from data_service.domain.uris import FileSource, S3Source, UploadSource, UriRefused, check_allowed, parse_uri
-from data_service.local_files import LocalFiles
-from data_service.s3_objects import S3Objects
-from data_service.source_errors import source_not_found
+from data_service.sources.local_files import LocalFiles
+from data_service.sources.s3_objects import S3Objects
+from data_service.sources.source_errors import source_not_found
 from data_service.uploads.reader import open_upload, upload_size
 from shared.errors import InvalidArgument, invalid_field
 from shared.storage import ObjectStore

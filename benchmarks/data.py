@@ -1,0 +1,262 @@
+"""`make bench-data`: ingest, transforms and reading of the data service, over pyarrow and plain Ray Data.
+
+All work on the same MNIST digits (MNIST_ROOT, or ../shared/data/mnist), repeated, on one store and one Ray head: real
+service processes, the client in its own process, Ray's peers in another. Runs are interleaved; ratios are of medians.
+The last line is one JSON object; it says which bars are met.
+
+    python -m benchmarks.data [--store file|s3] [--rows 200000] [--repeats 3] [--skip-memory]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import ray
+
+import millrace_client
+from benchmarks import data_client, data_ray
+from benchmarks.data_memory import PeakMemory
+from benchmarks.data_rows import mnist_folder
+from shared.settings import StoreSettings
+from shared.storage import open_store
+from shared.storage.opening import ensure_bucket
+from tests.support.ray_head import RayHead, ray_head
+from tests.support.s3_server import find_program, running
+from tests.support.service_process import ServiceProcess, running_service, store_environ
+
+MIN_ROWS = 200_000
+# It makes some hundred rows a second.
+ROW_MAP_ROWS = 10_000
+GROWTH = 10
+BARS = {
+    "ingest_vs_pyarrow": 0.5,
+    "transform_vs_ray_row_map": 20.0,
+    "transform_vs_ray_map_batches": 1.0,
+    "read_vs_pyarrow": 0.4,
+}
+RSS_GROWTH_BAR = 1.3
+
+
+@dataclass(frozen=True)
+class Bench:
+    settings: StoreSettings
+    head: RayHead
+    service: ServiceProcess
+    client: ProcessPoolExecutor
+    ray: ProcessPoolExecutor
+    rows: int
+    repeats: int
+
+    def in_client(self, task: Callable[..., Any], *arguments: Any) -> Any:
+        return self.client.submit(task, *arguments).result()
+
+    def in_ray(self, task: Callable[..., Any], *arguments: Any) -> Any:
+        return self.ray.submit(task, *arguments).result()
+
+    def new_dataset(self, dataset_id: str) -> str:
+        with millrace_client.connect(data=self.service.address) as client:
+            return client.data.create_dataset(dataset_id).name
+
+    def files_of(self, version: str) -> list[str]:
+        keys = (info.key for info in open_store(self.settings).list(f"{version}/data"))
+        return sorted(key for key in keys if key.endswith(".parquet"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench-data")
+    parser.add_argument("--store", choices=("file", "s3"), default="file")
+    parser.add_argument("--rows", type=int, default=MIN_ROWS)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--skip-memory", action="store_true")
+    given = parser.parse_args()
+    if not mnist_folder().is_dir():
+        sys.exit(f"bench-data: no {mnist_folder()}; set MNIST_ROOT to a folder that torchvision's MNIST reads")
+    # Ray's processes must know it before they start; see tests/conftest.py.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-data-")))
+        settings = _store(stack, given.store, folder)
+        head = stack.enter_context(ray_head(num_cpus=os.cpu_count() or 1))
+        with _bench(settings, head, folder, given.rows, given.repeats) as bench:
+            rates = _ingest(bench)
+            version, more = _transforms(bench)
+            rates |= more | _reading(bench, version)
+        memory = None if given.skip_memory else _memory(settings, head, folder, given.rows)
+    print(json.dumps(_report(rates, memory, given)))
+
+
+def _store(stack: ExitStack, kind: str, folder: Path) -> StoreSettings:
+    if kind == "file":
+        return StoreSettings(url=(folder / "store").as_uri())
+    (folder / "s3").mkdir()
+    server = stack.enter_context(running(find_program(), folder / "s3"))
+    settings = server.settings("s3://bench/data")
+    ensure_bucket(settings)
+    return settings
+
+
+@contextmanager
+def _bench(settings: StoreSettings, head: RayHead, folder: Path, rows: int, repeats: int) -> Iterator[Bench]:
+    environ = {**store_environ(settings), "RAY_ADDRESS": head.address}
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        running_service("data_service", environ, folder / "service.log") as service,
+        ProcessPoolExecutor(1, mp_context=spawn) as client,
+        ProcessPoolExecutor(1, mp_context=spawn, initializer=data_ray.connect, initargs=(head.address,)) as peers,
+    ):
+        bench = Bench(settings, head, service, client, peers, rows, repeats)
+        bench.in_client(data_client.warm_up, rows)
+        yield bench
+
+
+# --- throughput: rows/s of each contender, run by run ------------------------------------------------------------
+
+Rates = dict[str, list[float]]
+
+
+def _interleaved(bench: Bench, contenders: Mapping[str, Callable[[], float]]) -> Rates:
+    rates: Rates = {name: [] for name in contenders}
+    for number in range(bench.repeats + 1):
+        for name, run in contenders.items():
+            rate = bench.rows / run()
+            if number:  # the first round warms up
+                rates[name].append(rate)
+                print(f"{name}: {rate:,.0f} rows/s", flush=True)
+    return rates
+
+
+def _ingest(bench: Bench) -> Rates:
+    dataset = bench.new_dataset("ingested")
+
+    def ours(compression: str | None) -> Callable[[], float]:
+        def run() -> float:
+            took_s, version = bench.in_client(
+                data_client.ingest, bench.service.address, dataset, bench.rows, compression
+            )
+            bench.in_client(data_client.delete, bench.service.address, version)
+            return float(took_s)
+
+        return run
+
+    return _interleaved(
+        bench,
+        {
+            "ingest": ours(None),
+            "ingest_lz4": ours("lz4"),
+            "pyarrow_write": lambda: bench.in_client(data_client.write_with_pyarrow, bench.settings, bench.rows),
+        },
+    )
+
+
+def _transforms(bench: Bench) -> tuple[str, Rates]:
+    """And the version that they worked on."""
+    dataset = bench.new_dataset("transformed")
+    _, source = bench.in_client(data_client.ingest, bench.service.address, dataset, bench.rows, None)
+    paths = bench.files_of(source)
+
+    def ours() -> float:
+        took_s, version = bench.in_client(data_client.transform, bench.service.address, source)
+        bench.in_client(data_client.delete, bench.service.address, version)
+        return float(took_s)
+
+    def peer(batch_size: int | None, form: str) -> float:
+        arguments = bench.settings, paths, "peers/batches", batch_size, form
+        return float(bench.in_ray(data_ray.map_batches, *arguments))
+
+    # Every form once to warm up, and once to choose.
+    tried = {}
+    for form in data_ray.FORMS:
+        for batch_size in (data_ray.BATCH_SIZES[0], *data_ray.BATCH_SIZES):
+            tried[batch_size, form] = peer(batch_size, form)
+            print(f"ray_map_batches({batch_size}, {form}): {bench.rows / tried[batch_size, form]:,.0f} rows/s")
+    best = min(tried, key=lambda one: tried[one])
+    rates = _interleaved(bench, {"transform": ours, "ray_map_batches": lambda: peer(*best)})
+    rates["ray_row_map"] = []
+    for form in ("lists", "bytes", "lists", "bytes"):
+        rate = ROW_MAP_ROWS / bench.in_ray(data_ray.row_map, bench.settings, ROW_MAP_ROWS, "peers/rows", form)
+        print(f"ray_row_map({form}): {rate:,.0f} rows/s", flush=True)
+        rates["ray_row_map"].append(rate)
+    return source, rates
+
+
+def _reading(bench: Bench, version: str) -> Rates:
+    paths = bench.files_of(version)
+    return _interleaved(
+        bench,
+        {
+            "read": lambda: bench.in_client(data_client.read, bench.service.address, version, bench.rows),
+            "pyarrow_read": lambda: bench.in_client(data_client.read_with_pyarrow, bench.settings, paths, bench.rows),
+        },
+    )
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+
+def _memory(settings: StoreSettings, head: RayHead, folder: Path, rows: int) -> dict[str, float]:
+    """The peak while rows are uploaded, imported and transformed, by a service that has just been started."""
+    peaks = {}
+    for times in (1, GROWTH):
+        with _bench(settings, head, folder, rows * times, 1) as bench:
+            dataset = bench.new_dataset(f"times{times}")
+            memory = PeakMemory(bench.service, head)
+            with memory.measured():
+                _, source = bench.in_client(data_client.ingest, bench.service.address, dataset, bench.rows, None)
+                _, made = bench.in_client(data_client.transform, bench.service.address, source)
+            for version in (made, source):
+                bench.in_client(data_client.delete, bench.service.address, version)
+            peaks[f"idle_{times}x_mib"] = round(memory.idle_bytes / 2**20, 1)
+            peaks[f"peak_{times}x_mib"] = round(memory.peak_bytes / 2**20, 1)
+            print(f"memory at {times}x: {peaks[f'peak_{times}x_mib']} MiB", flush=True)
+    return {**peaks, "rss_growth": round(peaks[f"peak_{GROWTH}x_mib"] / peaks["peak_1x_mib"], 3)}
+
+
+# --- the JSON object --------------------------------------------------------------------------------------------
+
+
+def _report(rates: Rates, memory: dict[str, float] | None, given: argparse.Namespace) -> dict[str, Any]:
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    # Where a peer ran in several forms, against the fastest run.
+    row_map = max(rates["ray_row_map"])
+    ratios = {
+        "ingest_vs_pyarrow": medians["ingest"] / medians["pyarrow_write"],
+        "transform_vs_ray_row_map": medians["transform"] / row_map,
+        "transform_vs_ray_map_batches": medians["transform"] / medians["ray_map_batches"],
+        "read_vs_pyarrow": medians["read"] / medians["pyarrow_read"],
+    }
+    met = {name: ratios[name] >= bar for name, bar in BARS.items()}
+    if memory:
+        ratios["rss_growth"] = memory["rss_growth"]
+        met["rss_growth"] = memory["rss_growth"] <= RSS_GROWTH_BAR
+    return {
+        **{name: round(value, 3) for name, value in ratios.items()},
+        "bars": {**BARS, "rss_growth": RSS_GROWTH_BAR},
+        "met": met,
+        "rows_per_s": {name: round(value) for name, value in medians.items()},
+        "spread_rows_per_s": {name: [round(min(values)), round(max(values))] for name, values in rates.items()},
+        "memory": memory and {**memory, "measures": "sum of PSS of service, reconciler and busy Ray workers"},
+        "rows": given.rows,
+        "row_map_rows": ROW_MAP_ROWS,
+        "repeats": given.repeats,
+        "store": given.store,
+        "upload": "Arrow stream without compression, imported while it arrives; ingest_lz4 is the same with LZ4",
+        "machine": f"{os.cpu_count()} CPUs, {platform.machine()}, pyarrow {pyarrow.__version__}, ray {ray.__version__}",
+    }
+
+
+if __name__ == "__main__":
+    main()

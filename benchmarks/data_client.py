@@ -1,0 +1,148 @@
+"""What the client's process does: ours through the SDK, and the peers that are pyarrow alone. Each returns seconds."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import millrace_client
+from benchmarks.data_rows import MEAN, STD, digits
+from millrace.data.v1.resources_pb2 import DatasetVersion
+from millrace_client import specs, steps
+from millrace_client.operations import Operation
+from shared.dataset_version.columns import to_stored
+from shared.settings import StoreSettings
+from shared.storage import open_store
+
+# As an Arrow writer would cut them.
+BATCH_ROWS = 4096
+# As our own files are written.
+WRITER_OPTIONS: dict[str, Any] = {
+    "compression": "lz4",
+    "row_group_size": 256,
+    "write_page_checksum": True,
+    "use_dictionary": False,
+    "write_statistics": ["label"],
+}
+COLUMNS = ["image", "label"]
+
+
+@lru_cache(maxsize=1)
+def rows_in_memory(row_count: int) -> pa.Table:
+    return digits(row_count)
+
+
+def warm_up(row_count: int) -> None:
+    """Makes the rows, so that no contender is charged for them."""
+    rows_in_memory(row_count)
+
+
+def ingest(address: str, dataset: str, row_count: int, compression: str | None) -> tuple[float, str]:
+    """Uploads the rows as an Arrow stream and imports it while it arrives; returns the ACTIVE version's name, too."""
+    table = rows_in_memory(row_count)
+    upload_id = f"u{uuid.uuid4().hex[:12]}"
+    operations: list[Operation[DatasetVersion]] = []
+    with millrace_client.connect(data=address) as client:
+
+        def follow(*_: int | None) -> None:
+            # The upload is there, and open: its import reads on as chunks arrive.
+            if not operations:
+                source = specs.arrow_source("train", f"{dataset}/uploads/{upload_id}")
+                operations.append(client.data.import_version(dataset, [source]))
+
+        began = time.perf_counter()
+        client.data.upload(dataset, arrow_stream(table, compression), upload_id=upload_id, on_progress=follow)
+        version = operations[0].wait()
+        took_s = time.perf_counter() - began
+        client.data.abort_upload(f"{dataset}/uploads/{upload_id}")
+    assert version.row_count == row_count
+    return took_s, version.name
+
+
+def arrow_stream(table: pa.Table, compression: str | None) -> Iterator[bytes]:
+    sink = _Pieces()
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
+        for batch in table.to_batches(max_chunksize=BATCH_ROWS):
+            writer.write_batch(batch)
+            yield from sink.taken()
+    yield from sink.taken()
+
+
+class _Pieces:
+    """A sink for Arrow."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+
+    def write(self, data: bytes) -> int:
+        self._pieces.append(data)
+        return len(data)
+
+    def taken(self) -> list[bytes]:
+        taken, self._pieces = self._pieces, []
+        return taken
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """The pieces stay."""
+
+
+def write_with_pyarrow(settings: StoreSettings, row_count: int) -> float:
+    """The same rows to the same store: images as fixed-size binary, which Parquet writes and reads fastest."""
+    table, store = rows_in_memory(row_count), open_store(settings)
+    store.filesystem().create_dir("peers", recursive=True)
+    began = time.perf_counter()
+    pq.write_table(to_stored(table), "peers/rows.parquet", filesystem=store.filesystem(), **WRITER_OPTIONS)
+    took_s = time.perf_counter() - began
+    store.delete_folder("peers")
+    return took_s
+
+
+def transform(address: str, source: str) -> tuple[float, str]:
+    """Our normalising pipeline, until the new version is ACTIVE."""
+    with millrace_client.connect(data=address) as client:
+        began = time.perf_counter()
+        operation = client.data.transform_version(
+            source, [steps.to_float("image"), steps.normalize(MEAN, STD, "image")]
+        )
+        version = operation.wait()
+        return time.perf_counter() - began, version.name
+
+
+def delete(address: str, version: str) -> None:
+    with millrace_client.connect(data=address) as client:
+        client.data.delete_version(version)
+
+
+def read(address: str, version: str, row_count: int) -> float:
+    """`ReadVersion` into one Arrow table."""
+    with millrace_client.connect(data=address) as client:
+        began = time.perf_counter()
+        table = client.data.read_table(version, columns=COLUMNS)
+        took_s = time.perf_counter() - began
+    assert table.num_rows == row_count
+    return took_s
+
+
+def read_with_pyarrow(settings: StoreSettings, paths: Sequence[str], row_count: int) -> float:
+    """The same files, page checksums verified."""
+    filesystem = open_store(settings).filesystem()
+    began = time.perf_counter()
+    tables = [
+        pq.read_table(path, columns=COLUMNS, filesystem=filesystem, page_checksum_verification=True) for path in paths
+    ]
+    table = pa.concat_tables(tables)
+    took_s = time.perf_counter() - began
+    assert table.num_rows == row_count
+    return took_s

@@ -1,0 +1,83 @@
+"""What goes wrong in a task, or with Ray itself, reaches the attempt as an error that says what to do about it."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, OutOfMemoryError, WorkerCrashedError
+
+from data_service.transforming.crashes import Begun
+from data_service.transforming.parallel import _lost, _Task
+from data_service.transforming.plan import Part
+from shared.dataset_version import RowGroup
+from shared.errors import (
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    MillraceError,
+    ResourceExhausted,
+    Unavailable,
+    error_from_record,
+)
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore
+
+PART = Part(3, "train", (RowGroup(0, 0, 700, 100),))
+
+
+def record_of(settings: StoreSettings, raised: BaseException | None) -> dict[str, Any]:
+    """What a task answers whose work raises that, or gives its part's number."""
+
+    def work(part: Part) -> int:
+        if raised is not None:
+            raise raised
+        return part.number
+
+    return _Task(work, settings, Begun("begun"))({"part": pickle.dumps(PART)})
+
+
+def error_of(record: dict[str, Any]) -> MillraceError:
+    return error_from_record(pickle.loads(record["error"]))
+
+
+def test_a_task_answers_with_its_result(store: ObjectStore) -> None:
+    record = record_of(store.settings, None)
+    assert (record["part"], pickle.loads(record["result"]), record["error"]) == (3, 3, b"")
+    assert list(store.list()) == []
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "told"),
+    [
+        (InvalidArgument("row 3 is bad"), InvalidArgument, "row 3 is bad"),
+        (MemoryError(), ResourceExhausted, "too little memory"),
+        (OSError(errno.ENOSPC, "no space"), ResourceExhausted, "disk"),
+        (KeyError("secret"), Internal, "correlation id"),
+    ],
+)
+def test_an_error_is_an_answer_too(
+    store: ObjectStore, raised: BaseException, kind: type[MillraceError], told: str
+) -> None:
+    error = error_of(record_of(store.settings, raised))
+    assert type(error) is kind
+    assert told in error.message
+    assert "secret" not in error.message
+
+
+@pytest.mark.parametrize(
+    ("cause", "foreign", "kind"),
+    [
+        (WorkerCrashedError(), True, FailedPrecondition),
+        (WorkerCrashedError(), False, Unavailable),
+        (OutOfMemoryError("oom"), True, Unavailable),  # type: ignore[no-untyped-call]
+        (ActorDiedError(), True, Unavailable),
+        (None, True, Unavailable),
+    ],
+)
+def test_only_foreign_code_that_kills_its_workers_ends_the_job(
+    cause: BaseException | None, foreign: bool, kind: type[MillraceError]
+) -> None:
+    assert type(_lost(cause, {3: 2}, {3: PART}, foreign)) is kind
