@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,20 +48,19 @@ class Rows:
 def gather(parts: list[tuple[Rows, Ints]], places: list[Ints]) -> Rows:
     """Picks rows and puts them together: row `parts[k][1][i]` of `parts[k][0]` goes to place `places[k][i]`; the places
     are 0 to the number of rows."""
-    first, count = parts[0][0], sum(map(len, places))
+    sources, indices = [rows for rows, _ in parts], [chosen for _, chosen in parts]
 
-    def picked(values_of: Callable[[Rows], Array]) -> Array:
-        like = values_of(first)
-        together = np.empty((count, *like.shape[1:]), like.dtype)
-        for (rows, indices), mine in zip(parts, places, strict=True):
-            together[mine] = values_of(rows)[indices]
+    def picked(values: list[Array]) -> Array:
+        together = np.empty((sum(map(len, places)), *values[0].shape[1:]), values[0].dtype)
+        for one, chosen, mine in zip(values, indices, places, strict=True):
+            together[mine] = one[chosen]
         return together
 
     return Rows(
-        {name: picked(lambda rows, name=name: rows.tensors[name]) for name in first.tensors},
+        {name: picked([rows.tensors[name] for rows in sources]) for name in sources[0].tensors},
         _picked_scalars(parts, places),
-        picked(lambda rows: rows.labels),
-        picked(lambda rows: rows.row_ids),
+        picked([rows.labels for rows in sources]),
+        picked([rows.row_ids for rows in sources]),
     )
 
 

@@ -7,7 +7,7 @@ the data alone do not tell how many rows each part has for each split, they are 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from data_service.transforming.chain import Chain
 from data_service.transforming.checking import output_schema, remaining
 from data_service.transforming.layout import lay_out
 from data_service.transforming.outcome import Outcome
-from data_service.transforming.parallel import PartRunner, Work, run_on_ray
+from data_service.transforming.parallel import PartRunner, Results, Work, run_on_ray
 from data_service.transforming.plan import Part, plan_parts
 from data_service.transforming.progress import Progress
 from data_service.transforming.rows import RowSource, batch_rows
@@ -91,11 +91,12 @@ class _Transform:
         ranges, parts = lay_out(self._spec.rule, self._source.manifest.splits, parts, counts)
         outcome = Outcome(self._spec, self._source, self._pipeline, schema, ranges, self._scratch)
         work = WritePart(self._maker(schema, None), checks, repeats, self._folder)
-        for part, written in self._pass("WRITING", work, parts):
-            # Rows that a failing check met are not written, and all parts are looked at before the first is told.
-            if written.rows != counts[part.number] and written.checks.failure is None:
-                raise _impure(part)
-            outcome.add(part, written)
+        with closing(self._pass("WRITING", work, parts)) as results:
+            for part, written in results:
+                # Rows that a failing check met are not written, and all parts are looked at before the first is told.
+                if written.rows != counts[part.number] and written.checks.failure is None:
+                    raise _impure(part)
+                outcome.add(part, written)
         self._context.raise_if_stopped(fresh=True)
         return outcome.commit(self._context.store, self._folder)
 
@@ -108,8 +109,9 @@ class _Transform:
             fitter, untaught = self._pipeline.fitter(self._given), self._pipeline.fitter(self._given)
             columns = self._columns_to_learn(fitter)
             work = FitPart(self._rows(self._reader.select(columns)), untaught, self._spec.fit_split, columns)
-            for _, taught in self._pass("FITTING", work, parts):
-                fitter.merge(taught)
+            with closing(self._pass("FITTING", work, parts)) as results:
+                for _, taught in results:
+                    fitter.merge(taught)
             self._pipeline = fitter.fitted()
 
     def _columns_to_learn(self, fitter: Fitter) -> list[str]:
@@ -122,11 +124,12 @@ class _Transform:
 
     def _repeats(self, parts: list[Part], schema: pa.Schema, checks: RowChecks) -> Repeats:
         keys: UniqueKeys | None = None
-        for _, found in self._pass("FITTING", FindKeys(self._judging(schema, checks), checks), parts):
-            if keys is None:
-                keys = found
-            else:
-                keys.merge(found)
+        with closing(self._pass("FITTING", FindKeys(self._judging(schema, checks), checks), parts)) as results:
+            for _, found in results:
+                if keys is None:
+                    keys = found
+                else:
+                    keys.merge(found)
         assert keys is not None
         return keys.repeats()
 
@@ -144,9 +147,11 @@ class _Transform:
             checks, repeats = RowChecks([], schema), None
         counts: list[Counter[str]] = [Counter() for _ in parts]
         found = CheckCounts(checks.checks)
-        for part, counted in self._pass("FITTING", CountPart(self._judging(schema, checks), checks, repeats), parts):
-            counts[part.number] = counted.rows
-            found.merge(counted.checks)
+        work = CountPart(self._judging(schema, checks), checks, repeats)
+        with closing(self._pass("FITTING", work, parts)) as results:
+            for part, counted in results:
+                counts[part.number] = counted.rows
+                found.merge(counted.checks)
         found.refuse(lambda row_id: f"row {row_id} of {self._source.name}")
         return counts
 
@@ -164,12 +169,14 @@ class _Transform:
         limit = batch_rows(self._pipeline, self._reader.schema, made)
         return RowSource(self._context.store.settings, self._source, self._divider, limit)
 
-    def _pass(self, phase: str, work: Work, parts: list[Part]) -> Iterator[tuple[Part, Any]]:
+    def _pass(self, phase: str, work: Work, parts: list[Part]) -> Results:
+        """To be closed, before anything else is done, by whoever leaves it early: tasks may still write."""
         self._progress.begin(phase, sum(part.row_count for part in parts))
         foreign = self._pipeline.has_custom
-        for part, result in self._run_parts(self._context, self._folder, work, parts, foreign_code=foreign):
-            self._progress.add(part.row_count)
-            yield part, result
+        with closing(self._run_parts(self._context, self._folder, work, parts, foreign_code=foreign)) as results:
+            for part, result in results:
+                self._progress.add(part.row_count)
+                yield part, result
         self._progress.tell()
 
 

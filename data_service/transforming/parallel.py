@@ -6,10 +6,12 @@ The whole of a part's work lies within its task, so no row ever travels through 
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import pickle
+import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,14 +39,16 @@ RECORD_BYTES = 1024 * 1024
 
 # A part's work; it must travel by pickle, and so must what it returns.
 Work = Callable[[Part], Any]
+# Parts with what their work returned.
+Results = Generator[tuple[Part, Any], None, None]
 
 
 class PartRunner(Protocol):
     def __call__(
         self, context: AttemptContext, folder: str, work: Work, parts: Sequence[Part], *, foreign_code: bool
-    ) -> Iterator[tuple[Part, Any]]:
-        """Every part with its result, as they come. Raises what the work raised, and what `raise_if_stopped` does; when
-        the iterator is closed, no part is being worked on any more.
+    ) -> Results:
+        """Every part with its result, as they come. Raises what the work raised, and what `raise_if_stopped` does; once
+        it has, or is closed, no part is being worked on any more.
 
         `folder` is the attempt's own; `foreign_code` says that the work calls functions that may crash.
         """
@@ -52,8 +56,9 @@ class PartRunner(Protocol):
 
 def run_on_ray(
     context: AttemptContext, folder: str, work: Work, parts: Sequence[Part], *, foreign_code: bool
-) -> Iterator[tuple[Part, Any]]:
+) -> Results:
     """The `PartRunner` on the Ray cluster of this process."""
+    _warm_up(len(parts))
     from data_service.transforming.stream import RayFailed, RowStream  # ray.data: slow, and only the job needs it
 
     by_number = {part.number: part for part in parts}
@@ -70,6 +75,23 @@ def run_on_ray(
     finally:
         stream.close()
         begun.forget(context.store)
+
+
+def _warm_up(tasks: int) -> None:
+    """Has the workers load what the tasks need while this process does: else it does so first, and then they."""
+    import ray
+
+    if "ray.data" in sys.modules:
+        return
+    load = ray.remote(num_cpus=1, max_retries=0)(_load)
+    cpus = ray.cluster_resources().get("CPU", 0)  # type: ignore[no-untyped-call]
+    for _ in range(min(tasks, int(cpus))):
+        load.remote()
+
+
+def _load() -> None:
+    for module in ("ray.data", "data_service.transforming.work"):
+        importlib.import_module(module)
 
 
 class _Task:

@@ -69,7 +69,6 @@ class Gate:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        folder.mkdir()
         os.environ[custom_functions.GATE_VARIABLE] = str(folder)
 
     def shut(self) -> None:

@@ -34,7 +34,7 @@ class DataStack:
     settings: StoreSettings
     inputs: Path
 
-    def keys(self) -> list[str]:
+    def stored_keys(self) -> list[str]:
         """What is in the store, to see that nothing was left behind; without the markers of live jobs, which the
         reconciler takes away in its own time."""
         return sorted(info.key for info in self.store.list() if not info.key.startswith("live/"))

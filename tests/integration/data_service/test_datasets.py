@@ -35,32 +35,32 @@ def test_the_same_request_gets_the_first_answer(client: DataClient) -> None:
 def test_the_same_request_id_with_another_body_is_refused(client: DataClient, stack: DataStack) -> None:
     request = pb.CreateDatasetRequest(dataset_id=new_id(), request_id=str(uuid.uuid4()))
     client.data.CreateDataset(request, timeout=10)
-    before = stack.keys()
+    before = stack.stored_keys()
     request.dataset_id = new_id()
     refusal = refused(lambda: client.data.CreateDataset(request, timeout=10))
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_REUSED")
     assert "request_id" in refusal.fields
-    assert stack.keys() == before
+    assert stack.stored_keys() == before
 
 
 def test_a_taken_id_is_refused_and_nothing_is_claimed(client: DataClient, stack: DataStack, dataset: str) -> None:
-    before = stack.keys()
+    before = stack.stored_keys()
     request = pb.CreateDatasetRequest(dataset_id=dataset.removeprefix("datasets/"), request_id=str(uuid.uuid4()))
     refusal = refused(lambda: client.data.CreateDataset(request, timeout=10))
     assert refusal.code is grpc.StatusCode.ALREADY_EXISTS
     assert refusal.metadata["resource"] == dataset
-    assert stack.keys() == before
+    assert stack.stored_keys() == before
 
 
 def test_validating_makes_nothing(client: DataClient, stack: DataStack, dataset: str) -> None:
-    before = stack.keys()
+    before = stack.stored_keys()
     request = pb.CreateDatasetRequest(dataset_id=new_id(), validate_only=True, request_id=str(uuid.uuid4()))
     checked = client.data.CreateDataset(request, timeout=10)
     assert checked.name == f"datasets/{request.dataset_id}"
     assert not checked.uid
     request.dataset_id = dataset.removeprefix("datasets/")
     assert refused(lambda: client.data.CreateDataset(request, timeout=10)).code is grpc.StatusCode.ALREADY_EXISTS
-    assert stack.keys() == before
+    assert stack.stored_keys() == before
 
 
 def test_pages_hold_every_dataset_once_in_the_order_of_names(client: DataClient, stack: DataStack) -> None:
@@ -91,11 +91,11 @@ def test_pages_hold_every_dataset_once_in_the_order_of_names(client: DataClient,
 def test_bad_fields_are_named_and_nothing_is_made(
     client: DataClient, stack: DataStack, request_: pb.CreateDatasetRequest, fields: set[str]
 ) -> None:
-    before = stack.keys()
+    before = stack.stored_keys()
     refusal = refused(lambda: client.data.CreateDataset(request_, timeout=10))
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
     assert set(refusal.fields) == fields
-    assert stack.keys() == before
+    assert stack.stored_keys() == before
 
 
 @pytest.mark.parametrize("name", ["", "d", "datasets/", "datasets/D", "datasets/a/b", "datasets/..", "x" * 5000])
@@ -124,10 +124,10 @@ def test_a_bad_page_is_refused(client: DataClient, request_: pb.ListDatasetsRequ
 
 
 def test_malformed_bytes_are_refused_by_every_method(client: DataClient, stack: DataStack) -> None:
-    before = stack.keys()
+    before = stack.stored_keys()
     methods = pb.DESCRIPTOR.services_by_name["DataService"].methods
     for method in methods:
         if not method.server_streaming:
             refusal = refused(partial(client.send_raw, method.name, b"\xff\xff\xff"))
             assert (refusal.code, refusal.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
-    assert stack.keys() == before
+    assert stack.stored_keys() == before

@@ -131,14 +131,14 @@ def test_a_repeated_request_makes_one_version(client: DataClient, stack: DataSta
 
 
 def test_validating_makes_nothing(client: DataClient, stack: DataStack, dataset: str) -> None:
-    before = stack.keys()
+    before = stack.stored_keys()
     request = digits_request(stack, dataset)
     request.validate_only = True
     request.request_id = str(uuid.uuid4())
     operation = client.data.ImportVersion(request, timeout=10)
     assert not operation.name
     assert metadata_of(operation).version == f"{dataset}/versions/v1"
-    assert stack.keys() == before
+    assert stack.stored_keys() == before
 
 
 def test_operations_are_listed_and_got(client: DataClient, digits_version: Digits) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -76,7 +77,11 @@ def test_a_loaded_replica_knows_its_signature_its_data_and_the_time_of_each_batc
 
 
 def test_encoded_images_are_decoded_by_the_model_and_a_bad_one_harms_no_other(store: ObjectStore) -> None:
-    steps = [{"decodeImage": {"mode": "MODE_GRAY"}}, {"resize": {"height": 28, "width": 28}}, {"toFloat": {}}]
+    steps: list[dict[str, Any]] = [
+        {"decodeImage": {"mode": "MODE_GRAY"}},
+        {"resize": {"height": 28, "width": 28}},
+        {"toFloat": {}},
+    ]
     of_photos = replace(
         write(store).content,
         ingested=columns_of(pa.schema([("photo", pa.binary())])),

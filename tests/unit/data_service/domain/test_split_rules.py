@@ -43,7 +43,7 @@ def names(rule: Divider, rows: pa.Table, first_row_id: int = 0) -> list[str]:
 
 def ratio_counts(rule: RatioSplit, rows: int) -> list[int]:
     assigned = divider(rule, rows).assign(pa.table({}), np.arange(rows))
-    return np.bincount(assigned.choice, minlength=len(rule.shares)).tolist()
+    return [int(one) for one in np.bincount(assigned.choice, minlength=len(rule.shares))]
 
 
 # By hash
