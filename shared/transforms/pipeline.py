@@ -10,12 +10,12 @@ from google.protobuf import json_format
 from millrace.common.v1 import transform_pb2
 from shared.dataset_version.columns import ROW_ID
 from shared.errors import InvalidArgument
-from shared.transforms.batch import Array, Batch
+from shared.transforms.batch import Batch
 from shared.transforms.fitting import Fitter
 from shared.transforms.problems import StepError, step_error
 from shared.transforms.randomness import RowKeys
 from shared.transforms.registry import build_step
-from shared.transforms.schema import Schema, TensorSpec, TensorType
+from shared.transforms.schema import Schema
 from shared.transforms.slicing import needed_columns, sliced
 from shared.transforms.steps.columns import Select
 from shared.transforms.steps.custom import Custom
@@ -147,23 +147,6 @@ class Pipeline:
     def with_steps(self, steps: Sequence[Step]) -> Pipeline:
         """The same with other steps."""
         return Pipeline(steps, self._column, self._field)
-
-    def output_tensor(self, given: TensorSpec, field: str = "") -> TensorSpec:
-        """What one tensor column becomes, by itself. Raises `InvalidArgument` as `output` does."""
-        made = self.output({given.name: TensorType(given.dtype, given.shape)}, field).get(given.name)
-        if not isinstance(made, TensorType) or None in made.shape:
-            found = "nothing" if made is None else str(made)
-            raise InvalidArgument(
-                f"{field or self._field}: column {given.name!r} becomes {found}, not a tensor of a fixed shape",
-                reason="INVALID_FIELD",
-                metadata={"field": field or self._field},
-            )
-        return TensorSpec(given.name, made.dtype, tuple(length for length in made.shape if length is not None))
-
-    def apply_tensor(self, rows: Array, keys: RowKeys | None = None) -> Array:
-        """The default column alone: (B, *shape) → (B, *shape after all steps)."""
-        made: Array = self({self._column: rows}, keys)[self._column]
-        return made
 
     def _schemas(self, given: Schema, field: str = "") -> list[Schema]:
         """The columns before each step and, last, after all."""

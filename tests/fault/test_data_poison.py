@@ -53,11 +53,11 @@ def scene(data_head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Itera
         ("hanging", code_pb2.INVALID_ARGUMENT, [f"took longer than {TIMEOUT_S:g} s"]),
         ("crashing", code_pb2.FAILED_PRECONDITION, ["a custom function crashes"]),
     ],
+    ids=["raising", "hanging", "crashing"],
 )
 def test_a_poisonous_function_fails_its_job_alone(scene: Scene, function: str, code: int, said: list[str]) -> None:
     place = scene.place
-    transform = normalising(function, timeout_s=TIMEOUT_S, images=False)
-    started = place.start_transform(scene.source, transform)
+    started = place.start_transform(scene.source, normalising(function, timeout_s=TIMEOUT_S, images=False))
     done = place.ended(started)
     refusal = refusal_of(done.error)
     assert done.error.code == code, done.error

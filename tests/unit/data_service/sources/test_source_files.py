@@ -5,7 +5,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from data_service import source_files
+from data_service.sources import source_files
 from data_service.sources.source_files import SourceFile, SourceFiles
 from shared.errors import InvalidArgument, NotFound
 

@@ -132,3 +132,14 @@ def test_tensors_and_types_with_no_cast_between_them_are_refused_before_any_row(
     for given_type in (TensorType("uint8", (2,)), ScalarType(pa.timestamp("s"))):
         with pytest.raises(InvalidArgument):
             built.output({"x": given_type})
+
+
+@pytest.mark.parametrize("target", ["float", "double"])
+def test_half_floats_are_cast_exactly(target: str) -> None:
+    column = pa.array(np.array([1.5, np.nan, -0.0, 65504], np.float16))
+
+    made = pipeline({"column": "x", "cast": {"arrowType": target}})({"x": column})["x"]
+
+    assert isinstance(made, pa.Array)
+    assert made.type == pa.type_for_alias(target)
+    np.testing.assert_array_equal(made.to_numpy(), [1.5, np.nan, 0.0, 65504])
