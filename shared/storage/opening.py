@@ -6,9 +6,6 @@ from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import urllib3
-from minio import Minio
-from minio.error import MinioException, S3Error
 from obstore.store import LocalStore, S3Store
 from pyarrow import fs
 
@@ -40,6 +37,11 @@ def ensure_bucket(settings: StoreSettings) -> None:
     parts = urlsplit(settings.url)
     if parts.scheme != "s3":
         return
+    # Here alone: they take a sixth of a second, and workers, which start often, make no buckets.
+    import urllib3
+    from minio import Minio
+    from minio.error import MinioException, S3Error
+
     endpoint = urlsplit(settings.s3_endpoint or "https://s3.amazonaws.com")
     client = Minio(
         endpoint=endpoint.netloc,
