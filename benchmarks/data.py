@@ -4,7 +4,7 @@ All work on the same MNIST digits (MNIST_ROOT, or ../shared/data/mnist), repeate
 service processes, the client in its own process, Ray's peers in another. Runs are interleaved; ratios are of medians.
 The last line is one JSON object; it says which bars are met.
 
-    python -m benchmarks.data [--store file|s3] [--rows 200000] [--repeats 3] [--skip-memory]
+    python -m benchmarks.data [--store file|s3] [--rows 200000] [--repeats 3] [--only ingest transform read memory]
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -24,12 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import ray
-
 import millrace_client
 from benchmarks import data_client, data_ray
 from benchmarks.data_memory import PeakMemory
+from benchmarks.data_report import Rates, report
 from benchmarks.data_rows import mnist_folder
 from shared.settings import StoreSettings
 from shared.storage import open_store
@@ -42,13 +38,7 @@ MIN_ROWS = 200_000
 # Of the tutorial's way, which makes about a thousand rows a second.
 ROW_MAP_ROWS = 20_000
 GROWTH = 10
-BARS = {
-    "ingest_vs_pyarrow": 0.5,
-    "transform_vs_ray_row_map": 20.0,
-    "transform_vs_ray_map_batches": 1.0,
-    "read_vs_pyarrow": 0.4,
-}
-RSS_GROWTH_BAR = 1.3
+PARTS = ("ingest", "transform", "read", "memory")
 
 
 @dataclass(frozen=True)
@@ -81,7 +71,7 @@ def main() -> None:
     parser.add_argument("--store", choices=("file", "s3"), default="file")
     parser.add_argument("--rows", type=int, default=MIN_ROWS)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--skip-memory", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     given = parser.parse_args()
     if not mnist_folder().is_dir():
         sys.exit(f"bench-data: no {mnist_folder()}; set MNIST_ROOT to a folder that torchvision's MNIST reads")
@@ -91,12 +81,20 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-data-")))
         settings = _store(stack, given.store, folder)
         head = stack.enter_context(ray_head(num_cpus=os.cpu_count() or 1))
+        rates: Rates = {}
         with _bench(settings, head, folder, given.rows, given.repeats) as bench:
-            rates = _ingest(bench)
-            version, more = _transforms(bench)
-            rates |= more | _reading(bench, version)
-        memory = None if given.skip_memory else _memory(settings, head, folder, given.rows)
-    print(json.dumps(_report(rates, memory, given)))
+            if "ingest" in given.only:
+                rates |= _ingest(bench)
+            _, version = bench.in_client(
+                data_client.ingest, bench.service.address, bench.new_dataset("digits"), bench.rows, None
+            )
+            if "transform" in given.only:
+                rates |= _transforms(bench, version)
+            if "read" in given.only:
+                rates |= _reading(bench, version)
+        memory = _memory(settings, head, folder, given.rows) if "memory" in given.only else {}
+    said = {"store": given.store, "rows": given.rows, "row_map_rows": ROW_MAP_ROWS, "repeats": given.repeats}
+    print(json.dumps(report(rates, memory, said)))
 
 
 def _store(stack: ExitStack, kind: str, folder: Path) -> StoreSettings:
@@ -125,8 +123,6 @@ def _bench(settings: StoreSettings, head: RayHead, folder: Path, rows: int, repe
 
 # --- throughput: rows/s of each contender, run by run ------------------------------------------------------------
 
-Rates = dict[str, list[float]]
-
 
 def _interleaved(bench: Bench, contenders: Mapping[str, Callable[[], float]]) -> Rates:
     rates: Rates = {name: [] for name in contenders}
@@ -152,20 +148,21 @@ def _ingest(bench: Bench) -> Rates:
 
         return run
 
+    def peer(as_bytes: bool) -> float:
+        return float(bench.in_client(data_client.write_with_pyarrow, bench.settings, bench.rows, as_bytes))
+
     return _interleaved(
         bench,
         {
             "ingest": ours(None),
             "ingest_lz4": ours("lz4"),
-            "pyarrow_write": lambda: bench.in_client(data_client.write_with_pyarrow, bench.settings, bench.rows),
+            "pyarrow_write": lambda: peer(True),
+            "pyarrow_write_as_it_is": lambda: peer(False),
         },
     )
 
 
-def _transforms(bench: Bench) -> tuple[str, Rates]:
-    """And the version that they worked on."""
-    dataset = bench.new_dataset("transformed")
-    _, source = bench.in_client(data_client.ingest, bench.service.address, dataset, bench.rows, None)
+def _transforms(bench: Bench, source: str) -> Rates:
     paths = bench.files_of(source)
 
     def ours() -> float:
@@ -195,7 +192,7 @@ def _transforms(bench: Bench) -> tuple[str, Rates]:
         "ray_row_map": lambda: row_map("lists"),
         "ray_row_map_of_bytes": lambda: row_map("bytes"),
     }
-    return source, _interleaved(bench, contenders)
+    return _interleaved(bench, contenders)
 
 
 def _reading(bench: Bench, version: str) -> Rates:
@@ -227,44 +224,11 @@ def _memory(settings: StoreSettings, head: RayHead, folder: Path, rows: int) -> 
             with memory.measured():
                 _, source = bench.in_client(data_client.ingest, bench.service.address, dataset, bench.rows, None)
                 _, made = bench.in_client(data_client.transform, bench.service.address, source)
-            for version in (made, source):
-                bench.in_client(data_client.delete, bench.service.address, version)
+            bench.in_client(data_client.delete, bench.service.address, made)
             peaks[f"idle_{times}x_mib"] = round(memory.idle_bytes / 2**20, 1)
             peaks[f"peak_{times}x_mib"] = round(memory.peak_bytes / 2**20, 1)
             print(f"memory at {times}x: {peaks[f'peak_{times}x_mib']} MiB", flush=True)
     return {**peaks, "rss_growth": round(peaks[f"peak_{GROWTH}x_mib"] / peaks["peak_1x_mib"], 3)}
-
-
-# --- the JSON object --------------------------------------------------------------------------------------------
-
-
-def _report(rates: Rates, memory: dict[str, float] | None, given: argparse.Namespace) -> dict[str, Any]:
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    ratios = {
-        "ingest_vs_pyarrow": medians["ingest"] / medians["pyarrow_write"],
-        "transform_vs_ray_row_map": medians["transform"] / medians["ray_row_map"],
-        "transform_vs_ray_map_batches": medians["transform"] / medians["ray_map_batches"],
-        # Of the two ways that pyarrow has, over the faster.
-        "read_vs_pyarrow": medians["read"] / max(medians["pyarrow_read"], medians["pyarrow_read_together"]),
-    }
-    met = {name: ratios[name] >= bar for name, bar in BARS.items()}
-    if memory:
-        ratios["rss_growth"] = memory["rss_growth"]
-        met["rss_growth"] = memory["rss_growth"] <= RSS_GROWTH_BAR
-    return {
-        **{name: round(value, 3) for name, value in ratios.items()},
-        "bars": {**BARS, "rss_growth": RSS_GROWTH_BAR},
-        "met": met,
-        "rows_per_s": {name: round(value) for name, value in medians.items()},
-        "spread_rows_per_s": {name: [round(min(values)), round(max(values))] for name, values in rates.items()},
-        "memory": memory and {**memory, "measures": "sum of PSS of service, reconciler and busy Ray workers"},
-        "rows": given.rows,
-        "row_map_rows": ROW_MAP_ROWS,
-        "repeats": given.repeats,
-        "store": given.store,
-        "upload": "Arrow stream without compression, imported while it arrives; ingest_lz4 is the same with LZ4",
-        "machine": f"{os.cpu_count()} CPUs, {platform.machine()}, pyarrow {pyarrow.__version__}, ray {ray.__version__}",
-    }
 
 
 if __name__ == "__main__":

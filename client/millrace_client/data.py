@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from google.longrunning import operations_pb2
@@ -13,7 +14,7 @@ from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import data_service_pb2_grpc, quality_pb2, resources_pb2
 from millrace_client.arrow_stream import ArrowBytes, read_method
 from millrace_client.calls import Caller, new_request_id
-from millrace_client.errors import AlreadyExists
+from millrace_client.errors import AlreadyExists, MillraceError
 from millrace_client.operations import Operation
 from millrace_client.paging import every_page
 
@@ -144,6 +145,38 @@ class DataClient:
         )
         operation = self._caller.unary(self._stub.ImportVersion, request, operations_pb2.Operation)
         return Operation(self._caller, operation, resources_pb2.DatasetVersion, pb.ImportVersionMetadata)
+
+    def import_table(
+        self,
+        dataset: str,
+        rows: pa.Table | pa.RecordBatchReader | Iterable[pa.RecordBatch],
+        *,
+        split: str = "train",
+        **options: Any,
+    ) -> Operation[resources_pb2.DatasetVersion]:
+        """Sends rows from memory, and imports them into a new version of `datasets/{d}` while they arrive.
+
+        Returns once they are all sent; the import may still be at work. `options` are those of `import_version`. Where
+        sending fails the import is cancelled and nothing is left.
+        """
+        from millrace_client.arrow_upload import stream_of
+        from millrace_client.specs import arrow_source
+
+        request = pb.StartUploadRequest(parent=dataset, request_id=new_request_id())
+        upload = self._caller.unary(self._stub.StartUpload, request, resources_pb2.Upload).name
+        operation = None
+        try:
+            operation = self.import_version(dataset, [arrow_source(split, upload)], **options)
+            self.resume_upload(upload, stream_of(rows))
+        except BaseException:
+            with suppress(MillraceError):  # what is left then is swept by the server in its time
+                if operation is not None:
+                    operation.cancel()
+                    operation.wait()
+            with suppress(MillraceError):
+                self.abort_upload(upload)
+            raise
+        return operation
 
     def transform_version(
         self,

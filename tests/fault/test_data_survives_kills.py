@@ -62,7 +62,7 @@ class Running:
         found = self.client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=10)
         assert (found.state, found.row_count) == (DatasetVersion.STATE_ACTIVE, ROWS)
         names = [info.key.rsplit("/", 1)[-1] for info in self.store.list(f"{version}/data")]
-        assert sorted(names) == sorted(["manifest.json", *(file.path for file in found.files)])
+        assert sorted(names) == sorted(["manifest.json", "report.json", *(file.path for file in found.files)])
 
 
 def write_holes(path: Path, rows: int, row_shape: tuple[int, ...]) -> str:
@@ -74,12 +74,6 @@ def write_holes(path: Path, rows: int, row_shape: tuple[int, ...]) -> str:
         file.write(struct.pack(f">HBB{1 + len(row_shape)}I", 0, 8, 1 + len(row_shape), rows, *row_shape))
         file.truncate(file.tell() + rows * row_bytes)
     return path.as_uri()
-
-
-@pytest.fixture(scope="module")
-def head() -> Iterator[RayHead]:
-    with ray_head(num_cpus=4) as running:
-        yield running
 
 
 def running_import_service(stack: ExitStack, folder: Path, ray_address: str) -> Running:
@@ -95,9 +89,9 @@ def running_import_service(stack: ExitStack, folder: Path, ray_address: str) -> 
 
 
 @pytest.fixture
-def running(head: RayHead, tmp_path: Path) -> Iterator[Running]:
+def running(data_head: RayHead, tmp_path: Path) -> Iterator[Running]:
     with ExitStack() as stack:
-        yield running_import_service(stack, tmp_path, head.address)
+        yield running_import_service(stack, tmp_path, data_head.address)
 
 
 def test_imports_outlive_the_service(running: Running) -> None:
@@ -114,10 +108,10 @@ def test_imports_outlive_the_service(running: Running) -> None:
     assert running.job(version).attempt == 1
 
 
-def test_an_import_outlives_the_process_of_its_attempt(running: Running, head: RayHead) -> None:
+def test_an_import_outlives_the_process_of_its_attempt(running: Running, data_head: RayHead) -> None:
     started = running.start_import()
     version = running.wait_until_rows_are_read(started)
-    (actor,) = head.processes("ray::AttemptActor")
+    (actor,) = data_head.processes("ray::AttemptActor")
     os.kill(actor, signal.SIGKILL)
     done = running.client.wait(started)
     assert metadata_of(done).attempt == 2

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from millrace.data.v1 import data_service_pb2 as pb
-from millrace.data.v1.resources_pb2 import Upload
+from millrace.data.v1.resources_pb2 import DatasetVersion, Upload
 from millrace_client import MillraceError, connect
 from millrace_client.data import DataClient as Sdk
 from tests.integration.data_service.client import DataClient, imported
@@ -116,3 +116,24 @@ def test_an_upload_of_another_dataset_or_none_is_not_found(client: DataClient, s
     assert refusal.code is grpc.StatusCode.NOT_FOUND
     with pytest.raises(MillraceError):
         sdk.resume_upload(f"{dataset}/uploads/none", io.BytesIO(b"x"))
+
+
+def test_a_table_in_memory_is_imported_in_one_call(client: DataClient, sdk: Sdk, dataset: str) -> None:
+    version = sdk.import_table(dataset, ROWS, split="all").wait()
+
+    assert client.read(version.name, split="all").equals(ROWS)
+
+
+def test_rows_that_break_off_on_their_way_leave_neither_a_version_nor_an_upload(
+    stack: DataStack, sdk: Sdk, dataset: str
+) -> None:
+    def breaking_off() -> Iterator[pa.RecordBatch]:
+        yield from ROWS.to_batches(max_chunksize=1000)[:5]
+        raise OSError("the source went away")
+
+    with pytest.raises(OSError, match="went away"):
+        sdk.import_table(dataset, breaking_off(), version_id="broken")
+
+    kept = [key for key in stack.stored_keys() if key.startswith(dataset) and ("/data/" in key or "/chunks/" in key)]
+    assert kept == []
+    assert [one.state for one in sdk.list_versions(dataset)] == [DatasetVersion.STATE_CANCELLED]
