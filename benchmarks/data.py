@@ -77,11 +77,8 @@ def main() -> None:
         sys.exit(f"bench-data: no {mnist_folder()}; set MNIST_ROOT to a folder that torchvision's MNIST reads")
     # Ray's processes must know it before they start; see tests/conftest.py.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-data-")))
-        settings = _store(stack, given.store, folder)
-        head = stack.enter_context(ray_head(num_cpus=os.cpu_count() or 1))
-        rates: Rates = {}
+    rates: Rates = {}
+    with _place(given.store) as (settings, head, folder):
         with _bench(settings, head, folder, given.rows, given.repeats) as bench:
             if "ingest" in given.only:
                 rates |= _ingest(bench)
@@ -92,9 +89,18 @@ def main() -> None:
                 rates |= _transforms(bench, version)
             if "read" in given.only:
                 rates |= _reading(bench, version)
-        memory = _memory(settings, head, folder, given.rows) if "memory" in given.only else {}
+    memory = _memory(given.store, given.rows) if "memory" in given.only else {}
     said = {"store": given.store, "rows": given.rows, "row_map_rows": ROW_MAP_ROWS, "repeats": given.repeats}
     print(json.dumps(report(rates, memory, said)))
+
+
+@contextmanager
+def _place(store: str) -> Iterator[tuple[StoreSettings, RayHead, Path]]:
+    """An empty store, a Ray head and a folder of their own."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-data-")))
+        settings = _store(stack, store, folder)
+        yield settings, stack.enter_context(ray_head(num_cpus=os.cpu_count() or 1)), folder
 
 
 def _store(stack: ExitStack, kind: str, folder: Path) -> StoreSettings:
@@ -214,17 +220,16 @@ def _reading(bench: Bench, version: str) -> Rates:
 # --- memory -----------------------------------------------------------------------------------------------------
 
 
-def _memory(settings: StoreSettings, head: RayHead, folder: Path, rows: int) -> dict[str, float]:
-    """The peak while rows are uploaded, imported and transformed, by a service that has just been started."""
+def _memory(store: str, rows: int) -> dict[str, float]:
+    """The peak while rows are uploaded, imported and transformed, on a service, a head and a store just started."""
     peaks = {}
     for times in (1, GROWTH):
-        with _bench(settings, head, folder, rows * times, 1) as bench:
+        with _place(store) as (settings, head, folder), _bench(settings, head, folder, rows * times, 1) as bench:
             dataset = bench.new_dataset(f"times{times}")
             memory = PeakMemory(bench.service, head)
             with memory.measured():
                 _, source = bench.in_client(data_client.ingest, bench.service.address, dataset, bench.rows, None)
-                _, made = bench.in_client(data_client.transform, bench.service.address, source)
-            bench.in_client(data_client.delete, bench.service.address, made)
+                bench.in_client(data_client.transform, bench.service.address, source)
             peaks[f"idle_{times}x_mib"] = round(memory.idle_bytes / 2**20, 1)
             peaks[f"peak_{times}x_mib"] = round(memory.peak_bytes / 2**20, 1)
             print(f"memory at {times}x: {peaks[f'peak_{times}x_mib']} MiB", flush=True)
