@@ -77,21 +77,27 @@ def main() -> None:
         sys.exit(f"bench-data: no {mnist_folder()}; set MNIST_ROOT to a folder that torchvision's MNIST reads")
     # Ray's processes must know it before they start; see tests/conftest.py.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    rates: Rates = {}
-    with _place(given.store) as (settings, head, folder):
-        with _bench(settings, head, folder, given.rows, given.repeats) as bench:
-            if "ingest" in given.only:
-                rates |= _ingest(bench)
-            _, version = bench.in_client(
-                data_client.ingest, bench.service.address, bench.new_dataset("digits"), bench.rows, None
-            )
-            if "transform" in given.only:
-                rates |= _transforms(bench, version)
-            if "read" in given.only:
-                rates |= _reading(bench, version)
+    rates = _throughput(given) if set(given.only) - {"memory"} else {}
     memory = _memory(given.store, given.rows) if "memory" in given.only else {}
     said = {"store": given.store, "rows": given.rows, "row_map_rows": ROW_MAP_ROWS, "repeats": given.repeats}
     print(json.dumps(report(rates, memory, said)))
+
+
+def _throughput(given: argparse.Namespace) -> Rates:
+    rates: Rates = {}
+    with (
+        _place(given.store) as (settings, head, folder),
+        _bench(settings, head, folder, given.rows, given.repeats) as bench,
+    ):
+        if "ingest" in given.only:
+            rates |= _ingest(bench)
+        dataset = bench.new_dataset("digits")
+        _, version = bench.in_client(data_client.ingest, bench.service.address, dataset, bench.rows, None)
+        if "transform" in given.only:
+            rates |= _transforms(bench, version)
+        if "read" in given.only:
+            rates |= _reading(bench, version)
+    return rates
 
 
 @contextmanager

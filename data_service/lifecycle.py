@@ -30,8 +30,8 @@ class Deletions:
         self._jobs = jobs
         self._clock = clock
 
-    def delete(self, name: str, etag: str = "") -> None:
-        """Takes the version away, with its files.
+    def delete(self, name: str, etag: str = "", uid: str = "") -> None:
+        """Takes the version away, with its files; with `uid` given only that one, and no other of its name.
 
         Raises `InvalidArgument`, `NotFound`, `Conflict` when `etag` is given and not the present one, and
         `FailedPrecondition` while it is being made or somebody uses it.
@@ -40,6 +40,8 @@ class Deletions:
         self._jobs.get(name, name)
 
         def decide(newest: JobRecord) -> JobRecord:
+            if uid and newest.uid != uid:
+                raise not_found(name)
             _check_deletable(newest, etag)
             # The time of a version's last transition is that of its commit, to which a refusal goes back.
             return request_delete(newest, newest.update_time)

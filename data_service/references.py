@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 
 from data_service.domain.import_spec import ImportSpec
 from data_service.domain.transform_spec import TransformSpec
 from data_service.domain.uris import UploadSource, parse_uri
-from data_service.successors import claim_successor
+from data_service.successors import following
 from data_service.uploads.users import mark_used, unmark
 from data_service.versions import ActiveVersion, Versions
 from shared.dataset_version.users import using
@@ -19,16 +20,18 @@ from shared.requests import OUTCOME_UNKNOWN
 from shared.storage import ObjectStore
 
 
-def check_base(versions: Versions, parent: str, spec: ImportSpec) -> None:
-    """Raises `InvalidArgument`, `NotFound` and `FailedPrecondition` unless the import may follow its base."""
+def with_base(versions: Versions, parent: str, spec: ImportSpec) -> ImportSpec:
+    """The spec with the digest of its base. Raises `InvalidArgument`, `NotFound` and `FailedPrecondition` unless the
+    import may follow it."""
     base = spec.base
     if base is None:
-        return
+        return spec
     if not base.version.startswith(f"{parent}/"):
         raise invalid_field("base.version", base.version, f"name a version of {parent}")
     found = versions.active(base.version, "base.version")
     if base.mode == "append":
         _check_appendable(found, spec)
+    return replace(spec, base=replace(base, manifest_sha256=found.reader.version.manifest_sha256))
 
 
 @contextmanager
@@ -50,7 +53,8 @@ def referring(store: ObjectStore, job: JobRecord) -> Iterator[None]:
             for upload in _uploads(spec):
                 marks.enter_context(_using_upload(store, upload, job))
             if spec.base:
-                claim_successor(store, Jobs(store, IMPORT_KIND).get(spec.base.version, spec.base.version), job)
+                base = Jobs(store, IMPORT_KIND).get(spec.base.version, spec.base.version)
+                marks.enter_context(following(store, base, job))
         yield
 
 

@@ -1,29 +1,48 @@
 """Which version follows which: of several writers that append to or replace one version, one wins.
 
 `datasets/{d}/versions/{v}/successors/{uid}/log` names the version that follows v. A claim is taken before the job is
-made and holds while that job lives or has succeeded; a job that failed, was cancelled or deleted gives its place free.
+made and holds while that job lives or has succeeded; a job that failed, was cancelled or deleted gives its place free,
+and so does a call that was refused after all.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from shared.dataset_version.version import IMPORT_KIND
-from shared.errors import Conflict
+from shared.errors import STORE_OUTAGES, Conflict, MillraceError
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.log import ResourceLog
 from shared.log.resource_log import Record, State
+from shared.requests import OUTCOME_UNKNOWN
 from shared.storage import ObjectStore
 
 # Whoever claims makes the job at once. A claim without one for so long was left by a process that died in between.
 JOB_APPEARS_WITHIN_S = 60.0
+FREE: State = {"version": "", "uid": ""}
 
 
-def claim_successor(store: ObjectStore, base: JobRecord, successor: JobRecord) -> None:
-    """Makes `successor` the version that follows `base`.
+@contextmanager
+def following(store: ObjectStore, base: JobRecord, successor: JobRecord) -> Iterator[None]:
+    """Makes `successor` the version that follows `base` while the body makes its job; the place is free again if that
+    is refused, but not when an outage leaves open whether it was made.
 
-    Raises `Conflict` where another version does already, or is being made to.
+    Raises `Conflict` where another version follows already, or is being made to.
     """
+    log = ResourceLog(store, f"{base.name}/successors/{base.uid}/log")
+    _claim(store, log, base, successor)
+    try:
+        yield
+    except MillraceError as error:
+        if not isinstance(error, OUTCOME_UNKNOWN):
+            with suppress(*STORE_OUTAGES):  # then the claim is free once its job has not come for a minute
+                log.update(lambda newest: FREE if newest and newest.state["uid"] == successor.uid else None)
+        raise
+
+
+def _claim(store: ObjectStore, log: ResourceLog, base: JobRecord, successor: JobRecord) -> None:
     jobs = Jobs(store, IMPORT_KIND)
 
     def decide(newest: Record | None) -> State | None:
@@ -34,13 +53,15 @@ def claim_successor(store: ObjectStore, base: JobRecord, successor: JobRecord) -
                 metadata={"resource": base.name, "successor": newest.state["version"]},
             )
         if newest is not None and newest.state["uid"] == successor.uid:
-            return None
+            return None  # a repeated call
         return {"version": successor.name, "uid": successor.uid}
 
-    ResourceLog(store, f"{base.name}/successors/{base.uid}/log").update(decide)
+    log.update(decide)
 
 
 def _holds(jobs: Jobs, claim: Record) -> bool:
+    if not claim.state["uid"]:
+        return False
     job = jobs.find(claim.state["version"])
     if job is None or job.uid != claim.state["uid"]:
         return time.time() - claim.time < JOB_APPEARS_WITHIN_S

@@ -16,10 +16,9 @@ from data_service.datasets import SERVICE, Datasets
 from data_service.domain.retention import Committed, outlived
 from data_service.lifecycle import Deletions
 from shared.dataset_version.users import live_users, markers
+from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import STORE_OUTAGES, FailedPrecondition, ResourceExhausted, Unavailable
-from shared.jobs import JobRecord, JobState
-from shared.jobs.registry import log_prefix
-from shared.log import ResourceLog
+from shared.jobs import JobRecord, Jobs, JobState
 from shared.storage import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -48,6 +47,7 @@ class Sweeper:
         self._store = store
         self._datasets = datasets
         self._deletions = deletions
+        self._jobs = Jobs(store, IMPORT_KIND)
         self._sweep_uploads = sweep_uploads
         self._delete_uploads = delete_uploads
         self._clock = clock
@@ -93,29 +93,36 @@ class Sweeper:
             self._store.delete(key)
 
     def _sweep_dataset(self, name: str, versions: Sequence[str]) -> None:
+        jobs = [job for job in map(self._jobs.newest, versions) if job and job.state is not JobState.DELETED]
         if self._datasets.is_tombstone(name):
-            if self._datasets.version_names(name):
-                # It was made while the dataset was being deleted, and its maker had no time to take it back.
-                self._datasets.unearth(name)
-            else:
-                self._delete_uploads(name)
+            self._sweep_deleted_dataset(name, jobs)
             return
         dataset = self._datasets.find(name)
         if dataset is None or dataset.retention.keeps_all:
             return
-        committed = [
-            Committed(job.name, job.update_time) for job in map(self._job, versions) if job and _is_active(job)
-        ]
+        active = {job.name: job for job in jobs if _is_active(job)}
+        committed = [Committed(job.name, job.update_time) for job in active.values()]
         for version in outlived(dataset.retention, committed, self._clock()):
             if not live_users(self._store, version, self._clock()):
                 logger.info("%s has outlived the retention of its dataset", version)
-                self._apart(version, partial(self._deletions.delete, version))
+                # This one alone: another of its name would be the newest.
+                self._apart(version, partial(self._deletions.delete, version, uid=active[version].uid))
+
+    def _sweep_deleted_dataset(self, name: str, jobs: Sequence[JobRecord]) -> None:
+        """What was made while the dataset was being deleted, and whose maker had no time to take it back, brings the
+        dataset back; what was cancelled or failed goes after it."""
+        if any(_is_active(job) or not job.state.final for job in jobs):
+            self._datasets.unearth(name)
+            return
+        for job in jobs:
+            self._apart(job.name, partial(self._deletions.delete, job.name, uid=job.uid))
+        self._delete_uploads(name)
 
     def _sweep_version(self, name: str) -> None:
         # In this order: whatever is listed here was written before the log said what it says below.
         attempts = [f"{name}/data/{one}" for one in self._store.folders(f"{name}/data")]
         users = markers(self._store, name)
-        job = self._job(name)
+        job = self._jobs.newest(name)
         for marker in users:
             if not marker.counts(self._store, self._clock()):
                 self._store.delete(marker.key)
@@ -129,11 +136,6 @@ class Sweeper:
             if attempt != committed:
                 logger.info("%s is of no version and goes", attempt)
                 self._store.delete_folder(attempt)
-
-    def _job(self, name: str) -> JobRecord | None:
-        """Also one that was deleted."""
-        record = ResourceLog(self._store, log_prefix(name)).head()
-        return JobRecord.from_state(record.state) if record else None
 
 
 def _is_active(job: JobRecord) -> bool:

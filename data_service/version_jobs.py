@@ -16,14 +16,14 @@ from data_service.domain.dataset import Dataset
 from data_service.domain.import_spec import ImportSpec
 from data_service.domain.transform_spec import TransformSpec
 from data_service.operation_pointers import record_operation, withdraw_operation
-from data_service.references import check_base, referring
+from data_service.references import referring, with_base
 from data_service.sources.source_files import s3_of
 from data_service.transforming.checking import check_transform
 from data_service.versions import Versions
 from shared import names
-from shared.errors import AlreadyExists, NotFound, already_exists
+from shared.errors import AlreadyExists, MillraceError, NotFound, already_exists
 from shared.jobs import JobRecord, Jobs
-from shared.requests import claimed
+from shared.requests import OUTCOME_UNKNOWN, claimed
 from shared.storage import ObjectStore
 
 
@@ -66,7 +66,7 @@ class VersionJobs:
         `Conflict` (the base has a successor) and `AlreadyExists`.
         """
         import_spec.check(spec, self._import_roots, s3=s3_of(self._store) is not None)
-        check_base(self._versions, parent, spec)
+        spec = with_base(self._versions, parent, spec)
         made_by = {
             "import": spec.as_record(),
             # The attempt runs on a node of Ray, whose environment is not ours.
@@ -109,7 +109,7 @@ class VersionJobs:
         def job(name: str) -> JobRecord:
             now = time.time()
             return JobRecord(
-                uid=uuid.uuid4().hex,
+                uid=_uid(request_id, name),
                 name=name,
                 spec={**made_by, "request_id": request_id},
                 create_time=now,
@@ -153,10 +153,11 @@ class VersionJobs:
         try:
             with referring(self._store, job):
                 return self._jobs.create(job.name, job)
-        except AlreadyExists:
-            withdraw_operation(self._store, job)
-            if first := self._made_by(job.spec["request_id"], name):
+        except MillraceError as error:
+            if isinstance(error, AlreadyExists) and (first := self._made_by(job.spec["request_id"], name)):
                 return first
+            if not isinstance(error, OUTCOME_UNKNOWN):
+                withdraw_operation(self._store, job)
             raise
 
     def _made_by(self, request_id: str, name: str) -> JobRecord | None:
@@ -166,3 +167,8 @@ class VersionJobs:
     def _next_id(self, parent: str) -> str:
         taken = [re.fullmatch(r"v([1-9][0-9]{0,8})", one) for one in self._store.folders(f"{parent}/versions")]
         return f"v{1 + max((int(match[1]) for match in taken if match), default=0)}"
+
+
+def _uid(request_id: str, name: str) -> str:
+    """The same for a call that is repeated, so that what the first one claimed and marked is the second one's too."""
+    return uuid.uuid5(uuid.UUID(request_id), name).hex if request_id else uuid.uuid4().hex

@@ -87,14 +87,15 @@ class _Readers:
 
     def of(self, job: JobRecord) -> VersionReader:
         """Looks at the job's state first: what is being deleted has a reader no more."""
+        manifest = job.result.get("manifest", "")  # whose folder has a nonce
         with self._lock:
-            known = self._kept.get(job.uid)
+            known = self._kept.get(manifest)
             if known and job.state is JobState.SUCCEEDED:
-                self._kept.move_to_end(job.uid)
+                self._kept.move_to_end(manifest)
                 return known
         reader = VersionReader(self._store, committed_version(self._store, job))
         with self._lock:
-            self._kept[job.uid] = reader
+            self._kept[manifest] = reader
             while len(self._kept) > KEPT_READERS:
                 self._kept.popitem(last=False)
         return reader

@@ -60,7 +60,7 @@ class CsvReader:
             for found in list(self._rows(block, most=1)):
                 if isinstance(found, BadRecord):
                     return [""]
-                return [field.decode("utf-8", "surrogateescape") for field in found[1]]
+                return found[1]
         return None
 
     def records(self, width: int) -> Iterator[Records]:
@@ -111,10 +111,10 @@ class CsvReader:
             if isinstance(found, BadRecord):
                 bad.append(found)
             elif len(found[1]) != width:
-                bad.append(_ragged(found[0], len(found[1]), width, self._joined(found[1])))
+                bad.append(_ragged(found[0], len(found[1]), width, found[2]))
             else:
                 lines.append(found[0])
-                rows.append(found[1])
+                rows.append([field.encode("utf-8", "surrogateescape") for field in found[1]])
         columns = [
             pa.array([None if field in self._nulls else field for field in column], pa.binary())
             for column in (zip(*rows, strict=True) if rows else [()] * width)
@@ -124,9 +124,9 @@ class CsvReader:
     def _joined(self, row: Sequence[bytes]) -> bytes:
         return self._delimiter.encode().join(row)
 
-    def _rows(self, block: LineBlock, most: int | None = None) -> Iterator[tuple[int, list[bytes]] | BadRecord]:
-        """(first line, fields) of the records that begin in `block`, or of `most` of them; a last one may go on in the
-        blocks that follow. What is left is pushed back."""
+    def _rows(self, block: LineBlock, most: int | None = None) -> Iterator[tuple[int, list[str], bytes] | BadRecord]:
+        """(first line, fields, beginning) of the records that begin in `block`, or of `most` of them; a last one may go
+        on in the blocks that follow. What is left is pushed back."""
         lines = _Lines(block, self._take)
         reader = lines.reader(self._delimiter)
         own = count_lines(block.data)
@@ -149,7 +149,7 @@ class CsvReader:
                 continue
             if row:
                 found += 1
-                yield start, [field.encode("utf-8", "surrogateescape") for field in row]
+                yield start, row, lines.beginning.rstrip(b"\r\n")
         self._pushed_back = lines.left()
 
 

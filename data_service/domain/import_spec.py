@@ -82,10 +82,12 @@ class BadRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """The version that the new one follows; `mode` is `append` or `replace`, or empty where the request sets none."""
+    """The version that the new one follows; `mode` is `append` or `replace`, or empty where the request sets none.
+    `manifest_sha256` is that of the version as it was when the import was asked for."""
 
     version: str
     mode: str
+    manifest_sha256: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,10 +94,25 @@ def _utf8_pieces(stream: BinaryIO, encoding: str) -> Iterator[bytes]:
         return
     # Lone surrogates stand for what could not be decoded, and are no UTF-8.
     errors = "surrogatepass" if encoding == "utf-16" else "surrogateescape"
-    decoder = codecs.getincrementaldecoder(PYTHON_ENCODINGS[encoding])(errors)
+    data = stream.read(BLOCK_BYTES)
+    while len(data) < 2 and (more := stream.read(BLOCK_BYTES)):
+        data += more
+    decoder = codecs.getincrementaldecoder(_codec(encoding, data))(errors)
     try:
+        yield decoder.decode(data).encode("utf-8", "surrogatepass")
         while data := stream.read(BLOCK_BYTES):
             yield decoder.decode(data).encode("utf-8", "surrogatepass")
         yield decoder.decode(b"", final=True).encode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
         raise TextError(f"it ends within a character, or is not {encoding}") from None
+
+
+def _codec(encoding: str, beginning: bytes) -> str:
+    """Python's name of the encoding. UTF-16 may lack its byte-order mark: then the zero bytes of commas and line ends
+    tell the order."""
+    if encoding == "utf-16" and beginning[:2] not in (b"", codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        upper_first, lower_first = beginning[0::2].count(0), beginning[1::2].count(0)
+        if upper_first == lower_first:
+            raise TextError("it has no byte-order mark, so it is not known to be utf-16; put one in front")
+        return "utf-16-be" if upper_first > lower_first else "utf-16-le"
+    return PYTHON_ENCODINGS[encoding]

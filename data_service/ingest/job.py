@@ -19,7 +19,7 @@ from data_service.commit import columns_of, commit_version
 from data_service.domain.bad_rows import BadRowPolicy
 from data_service.domain.checks_gate import gate
 from data_service.domain.checks_parsing import fits, parse_checks
-from data_service.domain.import_spec import ImportSpec
+from data_service.domain.import_spec import Base, ImportSpec
 from data_service.domain.layout import LayoutError, Routing, SplitRange, lay_out, route
 from data_service.domain.report import build_report
 from data_service.domain.statistics import SplitStatistics
@@ -31,11 +31,12 @@ from data_service.ingest.split_files import SplitFiles
 from data_service.ingest.threads import Behind, ahead
 from data_service.sources import open_sources
 from data_service.sources.source_files import SourceFiles, s3_of
-from shared.dataset_version import load_version
+from shared.dataset_version import DatasetVersion, load_version
 from shared.dataset_version.attachments import read_report
 from shared.dataset_version.manifest import QUARANTINE, DataFile, Parent
-from shared.errors import InvalidArgument
+from shared.errors import FailedPrecondition, InvalidArgument
 from shared.jobs import AttemptContext
+from shared.storage import ObjectStore
 
 
 def run_import(context: AttemptContext) -> dict[str, Any]:
@@ -51,7 +52,7 @@ class _Import:
         self._spec = spec
         self._folder = folder
         self._scratch = scratch
-        self._base = load_version(context.store, spec.base.version) if spec.base else None
+        self._base = _base(context.store, spec.base) if spec.base else None
         appends = spec.base is not None and spec.base.mode == "append"
         self._kept = BaseRows(context.store, self._base) if self._base and appends else None
         roots = [PurePosixPath(root) for root in context.job.spec["import_roots"]]
@@ -165,6 +166,19 @@ class _Import:
         )
         self._progress.report()
         return result
+
+
+def _base(store: ObjectStore, base: Base) -> DatasetVersion:
+    """Raises `FailedPrecondition` where another version has taken the name since."""
+    version = load_version(store, base.version)
+    if base.manifest_sha256 and version.manifest_sha256 != base.manifest_sha256:
+        raise FailedPrecondition(
+            f"base.version: {base.version} is another version now; read it, and decide again",
+            reason="BASE_CHANGED",
+            metadata={"resource": base.version},
+            fields=[("base.version", "it is another version now")],
+        )
+    return version
 
 
 def _first_row_ids(ranges: Sequence[SplitRange]) -> dict[str, int]:

@@ -24,6 +24,8 @@ from data_service.sources.typed_columns import check_names
 from shared.dataset_version.columns import is_tensor
 from shared.errors import first_line, invalid_field
 
+# Of one line. An empty one takes two or three bytes of it, and thirty times as much once it is parsed.
+MAX_CONTAINERS = 250_000
 # What one column's values become: the array, with null where a value does not fit, and which do (None: all).
 Build = Callable[[Sequence[Any]], tuple[pa.Array, "np.ndarray[Any, Any] | None"]]
 
@@ -46,10 +48,14 @@ def open_json_lines(files: Sequence[SourceFile], overrides: Overrides) -> list[R
     """One source for each file, all with the columns of all, in the order in which they are first met. Reads all files
     once. Raises `InvalidArgument` where they have no column, or too many."""
     inferred: dict[str, InferredColumn] = {}
+    bad: tuple[SourceFile, _BadLine] | None = None
     for file in files:
         with _lines(file) as blocks:
             for lines in blocks:
                 _infer(file, [line.row for line in lines if isinstance(line, _Line)], inferred)
+                bad = bad or next(((file, line) for line in lines if isinstance(line, _BadLine)), None)
+    if bad and not inferred:
+        raise bad[0].corrupt(f"no line of it is a row; of line {bad[1].number}, {bad[1].reason}")
     check_names(files[0], list(inferred))
     given = overrides.types_among(list(inferred))
     types = {name: given.get(name) or one.type for name, one in inferred.items()}
@@ -113,6 +119,9 @@ def _parsed(block: LineBlock) -> Iterator[_Line | _BadLine]:
         return
     for number, data in enumerate(split_lines(block.data), block.first_line):
         if not data.strip():
+            continue
+        if data.count(b"{") + data.count(b"[") > MAX_CONTAINERS:
+            yield _BadLine(number, data[:1024], f"it has more than {MAX_CONTAINERS} lists and objects")
             continue
         try:
             row = orjson.loads(data)

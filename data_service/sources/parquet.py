@@ -11,7 +11,8 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_service.domain.parquet_pages import Page, PageError, pages
+from data_service.domain.parquet_footer import Footer, FooterError, parse_footer
+from data_service.domain.parquet_pages import DELTA_BYTE_ARRAY, DELTA_LENGTH_BYTE_ARRAY, Page, PageError, pages
 from data_service.sources import interface
 from data_service.sources.content import blaming
 from data_service.sources.interface import BadRowSink
@@ -45,28 +46,30 @@ class ParquetRows:
         # Its footer is at the end, so an upload has to be there as a whole.
         file.wait_until_whole()
         with self._opened() as opened:
-            self._check_footer(opened)
-            parquet = _parquet(opened)
-            given = parquet.schema_arrow
+            footer = self._footer(opened)
+            given = _parquet(opened).schema_arrow
             self._texts = [field.name for field in given if is_text(field.type)]
-            footer = parquet.metadata
             self.schema = logical_schema_of(file, given)
-        claimed_bytes = sum(footer.row_group(index).total_byte_size for index in range(footer.num_row_groups))
+        claimed_bytes = sum(group.total_bytes for group in footer.row_groups)
         fixed_bytes = row_bytes(pa.schema([field for field in self.schema if not is_text(field.type)])) or 0
         if fixed_bytes > MAX_ROW_BYTES:
             raise file.corrupt(f"a row takes {fixed_bytes} bytes; at most {MAX_ROW_BYTES} are read")
-        width = max(fixed_bytes, claimed_bytes // max(footer.num_rows, 1), 1)
+        width = max(fixed_bytes, claimed_bytes // max(footer.row_count, 1), 1)
         self._batch_rows = min(max(interface.CHUNK_BYTES // width, 1), MAX_BATCH_ROWS)
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
         columns = TypedColumns(self._file, self.schema)
         with self._opened() as opened:
-            self._check_footer(opened)
+            footer = self._footer(opened)
             parquet = _parquet(opened, self._texts)
             if logical_schema_of(self._file, parquet.schema_arrow) != self.schema:
                 raise self._file.corrupt("it changed while it was read")
-            self._check_pages(opened, parquet.metadata)
-            for batch in parquet.iter_batches(self._batch_rows, use_threads=False):
+            whole = self._check_pages(opened, footer, parquet.schema)
+            batch_rows = self._batch_rows
+            if whole:
+                parquet = _parquet(opened, [name for name in self._texts if name not in whole])
+                batch_rows = min(batch_rows, max(interface.MAX_DECODED_BYTES // sum(whole.values()), 1))
+            for batch in parquet.iter_batches(batch_rows, use_threads=False):
                 size_bytes = decoded_bytes(batch)
                 if size_bytes > interface.MAX_DECODED_BYTES:
                     raise self._file.corrupt(f"{batch.num_rows} of its rows decode to {size_bytes} bytes")
@@ -77,51 +80,67 @@ class ParquetRows:
         with closing(self._file.open()) as opened, blaming(self._file, "Parquet"):
             try:
                 yield opened
-            except PageError as error:
+            except (FooterError, PageError) as error:
                 raise self._file.corrupt(str(error)) from None
 
-    def _check_footer(self, opened: BinaryIO) -> None:
-        """A footer is parsed as a whole, so its size is looked at first."""
-        size_bytes = opened.seek(0, 2)
-        size_bytes = opened.tell() if size_bytes is None else size_bytes
+    def _footer(self, opened: BinaryIO) -> Footer:
+        """Looked at before Arrow parses it, and so is its size before it is read."""
+        size_bytes = _size(opened)
         if size_bytes < 12:
             raise self._file.corrupt("it is not a whole Parquet file: it has no footer")
         opened.seek(size_bytes - 8)
-        (footer_bytes,) = struct.unpack("<I", opened.read(8)[:4])
+        footer_bytes, magic = struct.unpack("<I4s", opened.read(8))
         if footer_bytes > MAX_FOOTER_BYTES:
             raise self._file.corrupt(
                 f"its footer claims {footer_bytes} bytes; at most {MAX_FOOTER_BYTES} are read, and "
                 f"{interface.MAX_COLUMNS} columns"
             )
+        if magic != b"PAR1" or footer_bytes > size_bytes - 12:
+            raise self._file.corrupt("it is not a whole Parquet file: it does not end with a footer")
+        opened.seek(size_bytes - 8 - footer_bytes)
+        footer = parse_footer(opened.read(footer_bytes))
         opened.seek(0)
+        return footer
 
-    def _list_size(self, footer: pq.FileMetaData, index: int) -> int | None:
+    def _list_size(self, schema: pq.ParquetSchema, index: int) -> int | None:
         """How many values a row of the column has; None where it has one."""
-        if footer.schema.column(index).max_repetition_level == 0:
+        if schema.column(index).max_repetition_level == 0:
             return None
-        name = footer.schema.column(index).path.split(".")[0]
+        name = schema.column(index).path.split(".")[0]
         kept = self.schema.field(name).type if name in self.schema.names else None
         return math.prod(kept.shape) if kept is not None and is_tensor(kept) else 1
 
-    def _check_pages(self, opened: BinaryIO, footer: pq.FileMetaData) -> None:
+    def _check_pages(self, opened: BinaryIO, footer: Footer, schema: pq.ParquetSchema) -> dict[str, int]:
+        """The columns of texts that Arrow cannot read as dictionaries, with the bytes that one text may have: it shares
+        bytes with those before it, or with a dictionary, but none has more than its page."""
+
         def read_at(position: int, size: int) -> bytes:
             opened.seek(position)
             return bytes(opened.read(size))
 
-        file_bytes = opened.seek(0, 2)
-        file_bytes = opened.tell() if file_bytes is None else file_bytes
-        for group in range(footer.num_row_groups):
-            for index in range(footer.num_columns):
-                column = footer.row_group(group).column(index)
-                begin, size = _extent(column)
-                if size == 0:
+        file_bytes = _size(opened)
+        list_sizes = [self._list_size(schema, index) for index in range(footer.leaf_count)]
+        page_bytes: dict[str, int] = {}
+        in_deltas: set[str] = set()
+        for group in footer.row_groups:
+            for column, list_size in zip(group.columns, list_sizes, strict=True):
+                if column.size_bytes == 0:
                     continue  # of a row group without rows
-                if begin < 4 or size < 0 or begin + size > file_bytes:
-                    raise PageError(f"column {column.path_in_schema!r} lies outside of the file")
-                list_size = self._list_size(footer, index)
-                for page in pages(read_at, begin, size):
-                    _check_page(page, column.path_in_schema, list_size)
+                if column.begin < 4 or column.size_bytes < 0 or column.begin + column.size_bytes > file_bytes:
+                    raise PageError(f"column {column.path!r} lies outside of the file")
+                for page in pages(read_at, column.begin, column.size_bytes):
+                    _check_page(page, column.path, list_size)
+                    page_bytes[column.path] = max(page_bytes.get(column.path, 1), page.uncompressed_bytes)
+                    if page.encoding in (DELTA_LENGTH_BYTE_ARRAY, DELTA_BYTE_ARRAY):
+                        in_deltas.add(column.path)
         opened.seek(0)
+        return {name: page_bytes[name] for name in self._texts if name in in_deltas}
+
+
+def _size(opened: BinaryIO) -> int:
+    """In bytes; Arrow's files do not tell where they are sought to."""
+    size_bytes = opened.seek(0, 2)
+    return opened.tell() if size_bytes is None else size_bytes
 
 
 def _check_page(page: Page, column: str, list_size: int | None) -> None:
@@ -133,13 +152,6 @@ def _check_page(page: Page, column: str, list_size: int | None) -> None:
         raise PageError(f"a page of column {column!r} decodes to {decoded_bytes} bytes; {MAX_PAGE_BYTES} are decoded")
     if list_size is not None and list_size > 1 and page.values > 8 * list_size * max(page.uncompressed_bytes, 1):
         raise PageError(f"a page of column {column!r} has lists of more than {list_size} values")
-
-
-def _extent(column: pq.ColumnChunkMetaData) -> tuple[int, int]:
-    """(first byte, size) of a column chunk; a dictionary's page comes before the others."""
-    # A column without a value has only the one or the other, at 0.
-    offsets = [offset for offset in (column.data_page_offset, column.dictionary_page_offset) if offset]
-    return min(offsets, default=0), column.total_compressed_size
 
 
 def _parquet(opened: BinaryIO, as_dictionaries: Sequence[str] = ()) -> pq.ParquetFile:

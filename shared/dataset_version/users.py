@@ -38,7 +38,7 @@ class UserMarker:
         """Whether the user still lives: its job is not final, or may yet be made. One that is no job is believed."""
         if self.job_folder is None:
             return True
-        job = Jobs(store, self.kind).find(self.job_folder)
+        job = Jobs(store, self.kind).newest(self.job_folder)  # its tombstone, too: it is not still to come
         if job is None or job.uid != self.uid:
             return now - self.marked_at < JOB_APPEARS_WITHIN_S
         return not job.state.final

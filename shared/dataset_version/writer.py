@@ -4,41 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pyarrow.types as kinds
 
 from shared.dataset_version.columns import ROW_ID_FIELD, is_tensor, row_bytes, stored_schema, to_stored
 from shared.dataset_version.manifest import DataFile, sha256_hex
+from shared.dataset_version.row_groups import MAX_GROUP_ROWS, cut_groups, group_rows, raw_bytes
 from shared.storage import ObjectStore
 
 COMPRESSION = "lz4"
 MAX_FILE_BYTES = 64 * 1024 * 1024
-# A row group is the unit of reading: small enough that even a small version divides over many lanes, large enough that
-# a request per group is worth its round trip.
-TARGET_GROUP_BYTES = 256 * 1024
-MAX_GROUP_BYTES = 32 * 1024 * 1024
-MIN_GROUP_ROWS, MAX_GROUP_ROWS = 256, 4096
-# Of rows without a fixed width.
-DEFAULT_GROUP_ROWS = 256
 # Row groups are written some at once, which takes two thirds of the time.
 BLOCK_BYTES = 4 * 1024 * 1024
 BLOCK_ROWS = 16 * MAX_GROUP_ROWS
-
-
-def group_rows(schema: pa.Schema) -> int:
-    """How many rows of these columns make a row group: a power of two, and a function of the types alone."""
-    width = row_bytes(schema)
-    if width is None:
-        return DEFAULT_GROUP_ROWS
-    target = TARGET_GROUP_BYTES // max(width, 1)
-    rows = min(max(target, MIN_GROUP_ROWS), MAX_GROUP_ROWS, max(MAX_GROUP_BYTES // max(width, 1), 1))
-    return 1 << (rows.bit_length() - 1)
 
 
 class SplitWriter:
@@ -67,6 +50,7 @@ class SplitWriter:
         self._name = name or split
         self._next_row_id = first_row_id
         self._group_rows = group_rows(schema)
+        self._is_unequal = row_bytes(schema) is None
         self._pending: list[pa.Table] = []
         self._pending_rows = self._pending_bytes = 0
         self._file: _OpenFile | None = None
@@ -77,50 +61,57 @@ class SplitWriter:
         self._pending.append(table)
         self._pending_rows += table.num_rows
         self._pending_bytes += table.nbytes
-        if self._pending_rows >= self._group_rows and (
-            self._pending_bytes >= BLOCK_BYTES or self._pending_rows >= BLOCK_ROWS
-        ):
-            self._drain(self._pending_rows - self._pending_rows % self._group_rows)
+        # The bytes of unequal rows fill a group sooner than their number does.
+        may_fill = self._is_unequal or self._pending_rows >= self._group_rows
+        if may_fill and (self._pending_bytes >= BLOCK_BYTES or self._pending_rows >= BLOCK_ROWS):
+            self._drain(to_end=False)
 
     def close(self) -> list[DataFile]:
         """Writes what is pending and uploads the last file. Returns all files of the split."""
-        self._drain(self._pending_rows)
+        self._drain(to_end=True)
         if self._file:
             self._upload(self._file)
         return self._files
 
-    def _drain(self, rows: int) -> None:
-        """Writes the first `rows` of what is pending: whole row groups, and at the end what is left."""
-        if not rows:
+    def _drain(self, *, to_end: bool) -> None:
+        """Writes what is pending: whole row groups, and at the end what is left."""
+        if not self._pending_rows:
             return
         pending = pa.concat_tables(self._pending)
-        self._pending = [pending.slice(rows)]
-        self._pending_rows, self._pending_bytes = pending.num_rows - rows, self._pending[0].nbytes
-        ids = pa.array(np.arange(self._next_row_id, self._next_row_id + rows, dtype=np.int64))
-        stored = to_stored(pending.slice(0, rows).append_column(ROW_ID_FIELD, ids)).combine_chunks()
+        ids = pa.array(np.arange(self._next_row_id, self._next_row_id + self._pending_rows, dtype=np.int64))
+        stored = to_stored(pending.append_column(ROW_ID_FIELD, ids))
         begin = 0
-        for count in self._runs(stored):
-            self._open_file().write_groups(stored.slice(begin, count), self._group_rows)
-            self._next_row_id += count
-            begin += count
+        for groups in self._runs(stored, cut_groups(stored, to_end=to_end)):
+            # In one chunk: pages begin anew where chunks do, and those are as the rows arrived.
+            self._open_file().write_groups(stored.slice(begin, sum(groups)).combine_chunks(), groups)
+            self._next_row_id += sum(groups)
+            begin += sum(groups)
+        self._pending = [pending.slice(begin)]
+        self._pending_rows, self._pending_bytes = pending.num_rows - begin, self._pending[0].nbytes
 
-    def _runs(self, stored: pa.Table) -> Iterator[int]:
-        """How many rows go into the open file, the next one, …: a file ends before it grows beyond `MAX_FILE_BYTES`."""
-        run = 0
-        for begin in range(0, stored.num_rows, self._group_rows):
-            group = stored.slice(begin, self._group_rows)
-            size = _raw_bytes(group)
+    def _runs(self, stored: pa.Table, groups: Sequence[int]) -> Iterator[list[int]]:
+        """The groups that go into the open file, the next one, …: a file ends before it grows beyond `MAX_FILE_BYTES`.
+        Of one run, all but the last have equally many rows."""
+        run: list[int] = []
+        begin = 0
+        for rows in groups:
+            size = raw_bytes(stored.slice(begin, rows))
+            begin += rows
             file = self._open_file()
             if file.raw_bytes and file.raw_bytes + size > MAX_FILE_BYTES:
                 if run:
                     yield run
-                    run = 0
+                    run = []
                 self._upload(file)
                 self._file = None
                 file = self._open_file()
+            elif run and (rows > run[0] or run[-1] < run[0]):
+                yield run
+                run = []
             file.raw_bytes += size
-            run += group.num_rows
-        yield run
+            run.append(rows)
+        if run:
+            yield run
 
     def _open_file(self) -> _OpenFile:
         if self._file is None:
@@ -133,17 +124,6 @@ class SplitWriter:
         self._files.append(file.describe(self._split))
         self._store.upload_file(path, f"{self._folder}/{path.name}")
         path.unlink()
-
-
-def _raw_bytes(stored: pa.Table) -> int:
-    """Of the values, as the rows alone determine it: how they were cut into buffers has no say in it."""
-    total = 0
-    for column in stored.columns:
-        try:
-            total += column.type.bit_width * len(column) // 8
-        except ValueError:  # of no fixed width
-            total += 4 * len(column) + (pc.sum(pc.binary_length(column)).as_py() or 0)
-    return total
 
 
 class _OpenFile:
@@ -167,10 +147,10 @@ class _OpenFile:
             use_dictionary=texts,
         )
 
-    def write_groups(self, stored: pa.Table, group_rows: int) -> None:
-        """Row groups of `group_rows` rows; the last may be smaller."""
-        self._writer.write_table(stored, row_group_size=group_rows)
-        self._groups += [min(group_rows, stored.num_rows - begin) for begin in range(0, stored.num_rows, group_rows)]
+    def write_groups(self, stored: pa.Table, groups: Sequence[int]) -> None:
+        """Row groups of so many rows each: all as many as the first, but the last may have fewer."""
+        self._writer.write_table(stored, row_group_size=groups[0])
+        self._groups += groups
 
     def close(self) -> Path:
         self._writer.close()

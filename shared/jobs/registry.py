@@ -60,9 +60,13 @@ class Jobs:
 
     def find(self, folder: str) -> JobRecord | None:
         """None where none ever was, or where it was deleted."""
-        record = ResourceLog(self._store, log_prefix(folder)).head()
-        job = JobRecord.from_state(record.state) if record else None
+        job = self.newest(folder)
         return None if job is None or job.state is JobState.DELETED else job
+
+    def newest(self, folder: str) -> JobRecord | None:
+        """As `find`, but gives the tombstone of a deleted one, too."""
+        record = ResourceLog(self._store, log_prefix(folder)).head()
+        return JobRecord.from_state(record.state) if record else None
 
     def cancel(self, folder: str, name: str, etag: str = "") -> JobRecord:
         """Writes the wish. Raises `NotFound`, and `Conflict` when `etag` is given and not the present generation."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from obstore.store import LocalStore, S3Store
@@ -14,8 +15,16 @@ from shared.settings import StoreSettings
 from shared.storage.object_store import ObjectStore
 from shared.storage.probe import StoreRefused
 
+if TYPE_CHECKING:
+    from obstore.store import BackoffConfig
+
 # Short enough that an RPC can still answer UNAVAILABLE before its deadline.
 RETRY_FOR = timedelta(seconds=10)
+BACKOFF: BackoffConfig = {
+    "init_backoff": timedelta(milliseconds=100),
+    "max_backoff": timedelta(seconds=1),
+    "base": 2,
+}
 CONNECT_TIMEOUT = timedelta(seconds=5)
 # A server that accepts and then says nothing for so long is given up.
 SILENCE_TIMEOUT = timedelta(seconds=10)
@@ -91,7 +100,8 @@ def _open_s3(settings: StoreSettings) -> ObjectStore:
             "read_timeout": SILENCE_TIMEOUT,
             "timeout": REQUEST_TIMEOUT,
         },
-        retry_config={"max_retries": 5, "retry_timeout": RETRY_FOR},
+        # As many as there is time for: a server that is restarted is away for some seconds.
+        retry_config={"max_retries": 30, "retry_timeout": RETRY_FOR, "backoff": BACKOFF},
     )
     filesystem = fs.S3FileSystem(
         access_key=settings.s3_access_key,

@@ -73,7 +73,7 @@ FAULTS = [
     pytest.param(failing(503, share=0.3), id="a third fails with 503", marks=chaos),
     pytest.param(resetting("response", share=0.1), id="a tenth is done but reset", marks=chaos),
     pytest.param(resetting("response", 500, share=0.1), id="a tenth of answers is cut", marks=chaos),
-    pytest.param(resetting("request", 5000, share=0.2, methods=WRITES), id="a fifth of writes is cut", marks=chaos),
+    pytest.param(resetting("request", 100, share=0.4, methods=WRITES), id="four tenths of writes are cut", marks=chaos),
     pytest.param(slow(4_000_000, latency_s=0.02), id="slow", marks=chaos),
 ]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from data_service import successors
-from data_service.successors import claim_successor
+from data_service.successors import following
 from shared.dataset_version.version import IMPORT_KIND
-from shared.errors import Conflict, NotFound
+from shared.errors import AlreadyExists, Conflict, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.record import begin_attempt, confirm_delete, fail, request_delete, succeed
 from shared.settings import StoreSettings
@@ -37,6 +37,12 @@ def made(store: ObjectStore, job: JobRecord) -> Jobs:
     jobs.create(job.name, job)
     jobs.transition(job.name, lambda job: begin_attempt(job, 1.0), attempt=1)
     return jobs
+
+
+def claim_successor(store: ObjectStore, base: JobRecord, job: JobRecord) -> None:
+    """A claim that stays."""
+    with following(store, base, job):
+        pass
 
 
 def test_of_writers_at_the_same_time_one_wins_and_the_others_are_told_which(store: ObjectStore) -> None:
@@ -97,4 +103,27 @@ def test_a_claim_whose_job_was_never_made_holds_for_a_minute(store: ObjectStore)
         claim_successor(store, BASE, a_job("v3"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(successors, "JOB_APPEARS_WITHIN_S", -1.0)
+        claim_successor(store, BASE, a_job("v3"))
+
+
+def test_a_refused_creation_gives_its_place_free_at_once(store: ObjectStore) -> None:
+    def refused() -> None:
+        with following(store, BASE, a_job("v2")):
+            raise AlreadyExists("v2 exists already")
+
+    with pytest.raises(AlreadyExists):
+        refused()
+
+    claim_successor(store, BASE, a_job("v3"))
+
+
+def test_a_creation_of_unknown_outcome_keeps_its_place(store: ObjectStore) -> None:
+    def lost() -> None:
+        with following(store, BASE, a_job("v2")):
+            raise Unavailable("the answer was lost")
+
+    with pytest.raises(Unavailable):
+        lost()
+
+    with pytest.raises(Conflict):
         claim_successor(store, BASE, a_job("v3"))

@@ -19,7 +19,7 @@ from shared.dataset_version.users import mark_used
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import Internal, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.record import begin_attempt, fail, request_delete
+from shared.jobs.record import begin_attempt, confirm_cancel, fail, request_cancel, request_delete
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 
@@ -172,6 +172,22 @@ def test_a_deleted_dataset_in_which_there_is_a_version_exists_again(store: Objec
     sweeping.sweeper.sweep()
     assert sweeping.datasets.get(DATASET).name == DATASET
     assert sweeping.deleted_uploads == []
+
+
+def test_a_deleted_dataset_does_not_come_back_for_a_version_that_was_cancelled(
+    store: ObjectStore, sweeping: Sweeping
+) -> None:
+    sweeping.create_dataset()
+    sweeping.datasets.delete(DATASET, "", lambda _: None)
+    jobs = Jobs(store, IMPORT_KIND)
+    jobs.create(VERSION, JobRecord(uid="u1", name=VERSION, spec={"import": {}}, create_time=1.0, update_time=1.0))
+    jobs.transition(VERSION, lambda job: confirm_cancel(request_cancel(job, 2.0), 2.0))
+
+    sweeping.sweeper.sweep()
+
+    with pytest.raises(NotFound):
+        sweeping.datasets.get(DATASET)
+    assert jobs.find(VERSION) is None
 
 
 def test_one_damaged_log_does_not_stop_the_rest(store: ObjectStore, sweeping: Sweeping) -> None:

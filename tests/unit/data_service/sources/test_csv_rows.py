@@ -3,6 +3,7 @@ from __future__ import annotations
 import datetime
 import gzip
 import os
+import tracemalloc
 from contextlib import suppress
 from pathlib import Path
 
@@ -275,3 +276,27 @@ def test_the_example_tables_are_read_as_arrow_reads_them(name: str, rows: int) -
     assert not bad.rows
     assert table.num_rows == rows
     assert table.to_pylist() == wanted.to_pylist()
+
+
+@pytest.mark.parametrize("codec", ["utf-16-le", "utf-16-be"])
+def test_utf_16_without_a_byte_order_mark_is_told_by_its_zero_bytes(tmp_path: Path, codec: str) -> None:
+    table, bad = read(tmp_path, 'a,"b"\n1,\u00e9\U0001d54f\n'.encode(codec), encoding="utf-16")
+    assert table.to_pydict() == {"a": [1], "b": ["\u00e9\U0001d54f"]}
+    assert not bad.rows
+
+
+def test_what_is_not_known_to_be_utf_16_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="it has no byte-order mark"):
+        read(tmp_path, "a,b\n1,2\n", encoding="utf-16")
+
+
+def test_a_record_of_a_million_fields_takes_little_more_memory_than_its_fields(tmp_path: Path) -> None:
+    tracemalloc.start()
+    try:
+        table, bad = read(tmp_path, b'a,b\n"",' + b"," * 1_000_000 + b"\n1,2\n")
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert table.num_rows == 1
+    assert bad.rows[0].reason == "it has 1000002 fields where 2 are named"
+    assert peak_bytes < 40_000_000

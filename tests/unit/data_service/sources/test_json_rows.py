@@ -157,7 +157,7 @@ def test_more_keys_than_columns_may_be_are_refused(tmp_path: Path, monkeypatch: 
         read(tmp_path, lines(*({f"k{i}": 1} for i in range(101))))
 
 
-@pytest.mark.parametrize("content", ["", "\n", "[1]\n", "{}\n"])
+@pytest.mark.parametrize("content", ["", "\n", "{}\n"])
 def test_files_without_a_column_are_refused(tmp_path: Path, content: str) -> None:
     with pytest.raises(InvalidArgument, match="needs columns"):
         read(tmp_path, content)
@@ -201,3 +201,18 @@ def test_scalars_come_back_whatever_the_blocks(
 def test_no_bytes_crash_the_reader(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     table, _ = read(tmp_path_factory.mktemp("json"), b'{"a": 1}\n' + data)
     assert table.num_rows >= 1
+
+
+def test_a_line_of_very_many_lists_is_a_bad_row_and_never_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_rows, "MAX_CONTAINERS", 10)
+    table, bad = read(tmp_path, '{"a":1}\n{"a":[' + "[],{}," * 5 + "1]}\n")
+    assert table["a"].to_pylist() == [1]
+    assert bad.places == ["line 2"]
+    assert bad.rows[0].reason == "it has more than 10 lists and objects"
+
+
+def test_a_file_without_any_row_tells_its_first_bad_line(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="no line of it is a row; of line 2, it is no JSON object"):
+        read(tmp_path, "\n[1]\nnope\n")

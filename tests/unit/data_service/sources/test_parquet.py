@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +204,58 @@ def test_columns_can_be_given_other_types(tmp_path: Path) -> None:
         ("row 3", "column 't' does not fit date32[day]"),
     ]
     assert bad.rows[0].excerpt == "n=70000, t='2024-01-02'"
+
+
+def test_a_footer_of_three_bytes_a_column_chunk_is_refused_before_arrow_parses_it(tmp_path: Path) -> None:
+    root, leaf, chunk = b"\x48\x01r\x15\x02\x00", b"\x15\x04\x25\x00\x18\x01a\x00", b"\x26\x00\x00"
+    group = b"\x19\xfc\xa0\x8d\x06" + chunk * 100_000 + b"\x16\x00\x16\x00\x00"
+    footer = b"\x15\x02\x19\x2c" + root + leaf + b"\x16\x00\x19\x3c" + group * 3 + b"\x00"
+    (tmp_path / "t.parquet").write_bytes(b"PAR1" + footer + struct.pack("<I", len(footer)) + b"PAR1")
+    with pytest.raises(InvalidArgument, match="its footer is damaged: a column has no metadata"):
+        ParquetRows(found_file(tmp_path / "t.parquet"))
+
+
+def test_a_column_chunk_that_contradicts_itself_does_not_end_the_process(tmp_path: Path) -> None:
+    """Arrow throws where nobody catches when it is asked for such a chunk's metadata."""
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"n": [1, None, 3]}), path, compression="none")
+    # The histogram of definition levels, here [1, 2], among the column's size statistics: two numbers become one.
+    data = path.read_bytes()
+    assert data.count(b"\x19\x26\x02\x04") == 1
+    path.write_bytes(data.replace(b"\x19\x26\x02\x04", b"\x19\x16\x82\x00"))
+    with suppress(InvalidArgument):
+        table_of(ParquetRows(found_file(path)))
+
+
+@pytest.mark.parametrize("encoding", ["DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_texts_written_as_differences_are_read(tmp_path: Path, encoding: str, version: str) -> None:
+    table = pa.table(
+        {"s": [f"https://example.org/{i}" for i in range(3000)], "b": [b"x" * (i % 9) for i in range(3000)]}
+    )
+    rows = rows_of(
+        tmp_path / "t.parquet",
+        table,
+        use_dictionary=False,
+        column_encoding=dict.fromkeys(table.column_names, encoding),
+        data_page_version=version,
+    )
+    assert table_of(rows).to_pydict() == table.to_pydict()
+
+
+def test_a_long_text_that_many_rows_repeat_as_differences_is_read_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = pa.table({"s": ["x" * 1_000_000] * 100})
+    rows = rows_of(tmp_path / "t.parquet", table, use_dictionary=False, column_encoding={"s": "DELTA_BYTE_ARRAY"})
+    monkeypatch.setattr(interface, "MAX_DECODED_BYTES", 8_000_000)
+    assert max(len(one) for one in rows.tables(Quarantine(fail=True))) <= 8
+
+
+@pytest.mark.parametrize("groups", [0, 1])
+def test_a_file_of_no_rows_has_no_rows(tmp_path: Path, groups: int) -> None:
+    schema = pa.schema([pa.field("n", pa.int64()), pa.field("s", pa.string())])
+    with pq.ParquetWriter(tmp_path / "t.parquet", schema) as writer:
+        for _ in range(groups):
+            writer.write_table(schema.empty_table())
+    assert table_of(ParquetRows(found_file(tmp_path / "t.parquet"))).num_rows == 0
