@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
-import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from data_service.scratch import scratch_folder
 from shared.errors import MillraceError, ResourceExhausted
 from shared.jobs import AttemptContext
 
@@ -27,8 +27,8 @@ def attempt_folder(context: AttemptContext) -> Iterator[tuple[str, Path]]:
     folder = f"{context.folder}/data/a{context.attempt:05d}-{uuid.uuid4().hex[:8]}"
     try:
         _sweep_lost_attempts(context)
-        with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
-            yield folder, Path(scratch)
+        with scratch_folder() as scratch:
+            yield folder, scratch
     except BaseException as error:
         with suppress(MillraceError):
             context.store.delete_folder(folder)

@@ -12,6 +12,7 @@ from google.protobuf.empty_pb2 import Empty
 from grpc import aio
 
 from data_service import reading, verification
+from data_service.bounded_report import bound_report
 from data_service.converters.datasets import dataset_message, retention_from
 from data_service.converters.imports import import_spec_from
 from data_service.converters.transforms import selection_from, transform_spec_from
@@ -150,12 +151,14 @@ class DataServicer(UploadServicerPart):
         version = await asyncio.to_thread(self._versions.active, request.name)
         shown = await asyncio.to_thread(preview, version.reader, request.rows_per_split)
         report = await asyncio.to_thread(self._versions.report, version)
-        return data_service_pb2.PreviewVersionResponse(
+        answer = data_service_pb2.PreviewVersionResponse(
             version=version_message(version),
             arrow_ipc=shown.arrow_ipc,
             contact_sheet_png=shown.contact_sheet_png,
             report=json_format.ParseDict(report, quality_pb2.QualityReport()),
         )
+        await asyncio.to_thread(bound_report, answer)
+        return answer
 
     async def ReadVersion(
         self, request: data_service_pb2.ReadVersionRequest, context: Context

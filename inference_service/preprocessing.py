@@ -6,6 +6,7 @@ It needs no torch, so it can be had without loading a model.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from inference_service.domain.signature import FREE, TensorSpec
 from inference_service.domain.tensors import Array
 from inference_service.raw_columns import column_of_tensor, tensor_of_column
 from shared.checkpoint import CheckpointContent
+from shared.custom_transforms import VARIABLE
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.transforms import Pipeline, RowError, TensorType
 
@@ -23,9 +25,13 @@ _STEP = re.compile(r"steps\[(\d+)\]")
 class Preprocessing:
     """`raw` are the inputs that raw rows have, `prepared` is the model's own. Immutable."""
 
-    def __init__(self, content: CheckpointContent) -> None:
-        """Raises `InvalidArgument` where the steps do not fit, and `FailedPrecondition` for a column that cannot be
-        sent."""
+    def __init__(self, content: CheckpointContent, custom_allowed: Collection[str] = ()) -> None:
+        """`custom_allowed` are the functions that this node's operator lets custom steps name.
+
+        Raises `InvalidArgument` where the steps do not fit, and `FailedPrecondition` for a column that cannot be sent
+        or a function that is not allowed.
+        """
+        _check_custom(content, custom_allowed)
         self._pipeline = content.serving()
         self._input_column = content.input_column
         ingested = content.ingested_schema
@@ -86,3 +92,17 @@ class Preprocessing:
             before = Pipeline(self._pipeline.steps[: int(place.group(1))])
             names = before.reads(self._pipeline.steps[int(place.group(1))].reads, self._columns)
         return f"tensor {', '.join(map(repr, names))}: {error.problem}"
+
+
+def _check_custom(content: CheckpointContent, allowed: Collection[str]) -> None:
+    """Whoever can write a checkpoint must not be able to have any function called."""
+    for transform in content.transforms:
+        for step in transform.get("steps", []):
+            function = step.get("custom", {}).get("function")
+            if function and function not in allowed:
+                raise FailedPrecondition(
+                    f"the checkpoint's preprocessing calls {function}, which {VARIABLE} does not allow on the nodes "
+                    "that serve; set it there",
+                    reason="CUSTOM_FUNCTION_NOT_ALLOWED",
+                    metadata={"function": function},
+                )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.signature import Signature
 from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.format import WEIGHTS
+from shared.custom_transforms import allowed_functions
 from shared.errors import Internal, MillraceError, Unavailable
 from shared.settings import StoreSettings
 from shared.storage import open_store
@@ -95,7 +97,8 @@ def _load(spec: ReplicaSpec) -> tuple[Any, Loaded]:
     from inference_service.served_model import ServedModel
 
     torch.set_num_threads(spec.threads)
-    model = ServedModel(content, weights)
+    # This node's own environment decides: what runs here is its operator's business.
+    model = ServedModel(content, weights, allowed_functions(os.environ))
     batch_s = model.warm_up(spec.max_batch_size)
     return model, Loaded(model.signature, content.dataset_version, batch_s)
 

@@ -6,6 +6,7 @@ Only replicas import this: torch takes seconds, and the front does without it.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
 import numpy as np
 import torch
@@ -28,10 +29,11 @@ class ServedModel:
     """Raises `FailedPrecondition` when the weights do not fit the model, or when a column that the model's input is
     made of cannot be sent. Not for several threads at once."""
 
-    def __init__(self, content: CheckpointContent, weights: bytes) -> None:
-        """`weights` are the bytes of a safetensors file, verified."""
+    def __init__(self, content: CheckpointContent, weights: bytes, custom_allowed: Collection[str] = ()) -> None:
+        """`weights` are the bytes of a safetensors file, verified; `custom_allowed` the functions that custom steps may
+        name."""
         try:
-            self.preprocessing = Preprocessing(content)
+            self.preprocessing = Preprocessing(content, custom_allowed)
             self.module = build_model(content.model)
             load_weights(self.module, load_safetensors(weights))
         except (InvalidArgument, RuntimeError, SafetensorError, ValueError) as error:

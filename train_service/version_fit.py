@@ -11,6 +11,7 @@ from shared.dataset_version import DatasetVersion
 from shared.dataset_version.manifest import Column
 from shared.errors import invalid_field
 from shared.transforms import ScalarType, TensorSpec, schema_of_columns
+from shared.transforms.steps.custom_child import functions_in_children
 from train_service.domain.spec import TrainingSpec, check_rows
 from train_service.preprocessing import FIELD, Preprocessing
 
@@ -35,7 +36,9 @@ def check_fits(spec: TrainingSpec, version: DatasetVersion) -> TensorSpec:
             raise invalid_field(f"spec.{field}", split, "it has no rows; choose another")
     _check_label(spec, version)
     check_rows(spec, names[spec.train_split].row_count)
-    prepared = Preprocessing(spec, version.columns).output
+    # An operator's function must not hang or end the service that answers.
+    with functions_in_children():
+        prepared = Preprocessing(spec, version.columns).output
     if prepared.dtype != "float32" or len(prepared.shape) != 3 or prepared.shape[0] != spec.model.in_channels:
         wanted = f"float32 of ({spec.model.in_channels}, H, W), as spec.model.in_channels says"
         made = f"{prepared.dtype} of {prepared.shape}"

@@ -8,6 +8,8 @@ type string.
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,14 +22,16 @@ EXACT_IN_DOUBLE = 2**53
 def from_text(texts: pa.Array, target: pa.DataType) -> pa.Array:
     """A string array as `target`, nulls staying null.
 
-    Raises `pa.ArrowInvalid` where a text does not fit, `pa.ArrowNotImplementedError` where none ever does.
+    A float is the nearest to the text's digits. Raises `pa.ArrowInvalid` where a text does not fit, as a number beyond
+    the float's range or a whole number that even a double would change, `pa.ArrowNotImplementedError` where none ever
+    does.
     """
     if kinds.is_string(target):
         return texts
     if kinds.is_boolean(target):
         return _booleans(texts)
-    if kinds.is_float16(target):
-        return texts.cast(pa.float32()).cast(target)
+    if kinds.is_floating(target):
+        return _floats(texts, target)
     if kinds.is_time(target):
         on_a_day = pc.binary_join_element_wise(pa.scalar("1970-01-01T"), texts, pa.scalar(""))
         return on_a_day.cast(pa.timestamp("ns")).cast(target)
@@ -96,11 +100,37 @@ def _exact_in_double(integers: pa.Array) -> bool:
 
 
 def _fit_doubles(texts: pa.Array) -> bool:
-    values = texts.cast(pa.float64())
+    values = _floats(texts, pa.float64())
+    wholes = _large_wholes(texts, values)
+    return all(abs(_whole(text)) <= EXACT_IN_DOUBLE for text in wholes.to_pylist())
+
+
+def _floats(texts: pa.Array, target: pa.DataType) -> pa.Array:
+    """Raises `pa.ArrowInvalid` where digits became infinity, and where a double would change a whole number."""
+    values = texts.cast(pa.float32()).cast(target) if kinds.is_float16(target) else texts.cast(target)
+    wide = values.cast(pa.float64())
+    infinite = pc.is_inf(wide)
+    if pc.any(infinite).as_py():
+        said = pc.match_substring_regex(texts.filter(infinite), "^[+-]?inf(inity)?$", ignore_case=True)
+        if not pc.all(said).as_py():
+            raise pa.ArrowInvalid(f"a number is beyond the range of {target}")
+    for text in _large_wholes(texts, wide).to_pylist():
+        if int(float(text)) != _whole(text):
+            raise pa.ArrowInvalid("a whole number has more digits than a double holds")
+    return values
+
+
+def _whole(digits: str) -> int:
+    return int(Decimal(digits))  # int() itself refuses thousands of digits, be they leading zeros
+
+
+def _large_wholes(texts: pa.Array, values: pa.Array) -> pa.Array:
+    """Those of the texts that are nothing but digits, among those whose values a double may have changed."""
     large = pc.greater_equal(pc.abs(values), float(EXACT_IN_DOUBLE))
     if not pc.any(large).as_py():
-        return True
-    return not pc.any(pc.match_substring_regex(texts.filter(large), "^[+-]?[0-9]+$")).as_py()
+        return texts.slice(0, 0)
+    found = texts.filter(large)
+    return found.filter(pc.match_substring_regex(found, "^[+-]?[0-9]+$"))
 
 
 def _booleans(texts: pa.Array) -> pa.Array:

@@ -18,13 +18,13 @@ class CommonColumns:
     """`schema` is that of the version; `value_names` names the labels where a source has names for them.
 
     A column that is of integers in one source and of doubles in another is of doubles: which of both a text file shows
-    depends on the rows that it happens to have. Raises `InvalidArgument` naming the source that does not fit.
+    depends on the rows that it happens to have. The types of a base stand: integers become its doubles, and doubles do
+    not fit its integers. Raises `InvalidArgument` naming the source that does not fit.
     """
 
     def __init__(self, kept: BaseRows | None, sources: Sequence[OpenSource]) -> None:
-        given = [("base.version", kept.schema)] if kept else []
-        given += [(f"sources[{source.index}]", source.rows.schema) for source in sources]
-        self.schema = _common_schema(given)
+        given = [(f"sources[{source.index}]", source.rows.schema) for source in sources]
+        self.schema = _schema_of_base(kept.schema, given) if kept else _common_schema(given)
         self.value_names = _value_names(kept, sources)
 
     def fitted(self, table: pa.Table, class_names: Sequence[str] | None) -> pa.Table:
@@ -37,7 +37,7 @@ class CommonColumns:
             return table.cast(self.schema)
         except pa.ArrowInvalid as error:
             raise InvalidArgument(
-                "sources: a value does not fit the type that its column has in another source: "
+                "sources: a value does not fit the type that its column has in the base or in another source: "
                 f"{first_line(error)}; set column_types",
                 reason="SCHEMA_MISMATCH",
                 metadata={"field": "sources"},
@@ -60,6 +60,19 @@ def _common_schema(given: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
             raise _mismatch(field, schema, first_field, first)
     nullable = [any(schema.field(index).nullable for _, schema in given) for index in range(len(types))]
     return pa.schema([pa.field(name, kind, may) for name, kind, may in zip(first.names, types, nullable, strict=True)])
+
+
+def _schema_of_base(base: pa.Schema, given: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
+    """The base's; but a column may be null where it may be in a source."""
+    for field, schema in given:
+        if schema.names != base.names or any(
+            _wider(one, kind) != one for one, kind in zip(base.types, schema.types, strict=True)
+        ):
+            raise _mismatch(field, schema, "base.version", base)
+    nullable = [
+        any(one.field(index).nullable for one in (base, *(schema for _, schema in given))) for index in range(len(base))
+    ]
+    return pa.schema([field.with_nullable(may) for field, may in zip(base, nullable, strict=True)])
 
 
 def _wider(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:

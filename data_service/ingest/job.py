@@ -58,7 +58,13 @@ class _Import:
         roots = [PurePosixPath(root) for root in context.job.spec["import_roots"]]
         self._sources = open_sources(
             spec.sources,
-            SourceFiles(roots, s3_of(context.store), context.store, on_wait=context.raise_if_stopped),
+            SourceFiles(
+                roots,
+                s3_of(context.store),
+                context.store,
+                on_wait=context.raise_if_stopped,
+                on_read=context.raise_if_stopped,
+            ),
             {one.column: one.arrow_type for one in spec.column_types},
         )
         self._columns = CommonColumns(self._kept, self._sources)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import pyarrow as pa
 
@@ -16,9 +16,21 @@ from shared.errors import Unavailable, first_line
 
 @contextmanager
 def content(file: SourceFile) -> Iterator[BinaryIO]:
-    """The file's bytes from the first on, gunzipped where they are gzip."""
+    """The file's bytes from the first on, gunzipped where they are gzip. Only `read(size)` is to be used."""
     with closing(file.open()) as opened:
-        yield decompressed(opened)
+        yield cast(BinaryIO, _Watched(decompressed(opened), file.on_read))
+
+
+class _Watched:
+    """Types are inferred from whole files: that, too, must end when nobody wants it any more."""
+
+    def __init__(self, stream: BinaryIO, on_read: Callable[[], None]) -> None:
+        self._stream = stream
+        self._on_read = on_read
+
+    def read(self, size: int) -> bytes:
+        self._on_read()
+        return self._stream.read(size)
 
 
 @contextmanager

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
 
 import pyarrow as pa
-from PIL import Image, UnidentifiedImageError
 
-from shared.errors import InvalidArgument, first_line
+from shared.errors import InvalidArgument
+from shared.transforms.steps.decoding import why_refused
 
-# What torchvision's ImageFolder looks at, as far as `FORMATS` has it; it leaves other files alone, and so do we.
+# What torchvision's ImageFolder looks at, as far as `decode_image` takes it; it leaves other files alone, and so do we.
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp")
-FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP")
-MAX_PIXELS = 100_000_000
 MAX_IMAGE_BYTES = 256 * 1024 * 1024
 MAX_CLASSES = 100_000
 BATCH_BYTES = 4 * 1024 * 1024
@@ -33,25 +30,17 @@ def is_image_name(name: str) -> bool:
 
 
 def problem_of(data: bytes) -> str | None:
-    """Why these bytes are no image that training could decode; None where they are one.
+    """Why `decode_image` would not take these bytes; None where it would.
 
     Of an animation or a TIFF of many pages only the first is looked at: no more is ever used.
     """
     if len(data) > MAX_IMAGE_BYTES:
         return f"it has {len(data)} bytes; at most {MAX_IMAGE_BYTES} are read"
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            width, height = image.size
-            if width * height > MAX_PIXELS:
-                return f"it has {width} × {height} pixels; at most {MAX_PIXELS} are decoded"
-            image.load()
-    except UnidentifiedImageError:
-        return f"it is none of {', '.join(FORMATS)}"
-    except Image.DecompressionBombError:
-        return f"it has more than {MAX_PIXELS} pixels"
-    except Exception as error:  # what a decoder raises on hostile bytes is anything, and always about them
-        return f"it cannot be decoded: {first_line(error)}"
-    return None
+        refusal = why_refused(data)
+    except MemoryError:  # as hostile bytes can make a decoder raise, whatever memory there is
+        return "it takes more memory to decode than there is"
+    return None if refusal is None else f"it {refusal}"
 
 
 class ClassNames:

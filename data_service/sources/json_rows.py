@@ -1,8 +1,15 @@
-"""JSON Lines: one object a line; a key that any row has is a column, null where others lack it."""
+"""JSON Lines: one object a line; a key that any row has is a column, null where others lack it.
+
+Whole numbers are never rounded to fit: a column with one beyond int64, or with one that a double would change beside
+doubles, is inferred as strings. Where `column_types` gives a type that does not hold such a number, or where it is in a
+list, its row is a bad one.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +20,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.types as kinds
 
-from data_service.domain.json_columns import InferredColumn, as_text, numbers_kind
+from data_service.domain.json_columns import InferredColumn, all_in_double, as_text, numbers_kind
 from data_service.domain.line_blocks import LineBlock, TextError, line_blocks, split_lines
 from data_service.domain.row_casts import Cast, CastRefused, cast_between, cast_rows
 from data_service.sources.content import blaming, content
@@ -26,6 +33,10 @@ from shared.errors import first_line, invalid_field
 
 # Of one line. An empty one takes two or three bytes of it, and thirty times as much once it is parsed.
 MAX_CONTAINERS = 250_000
+# Digits that may be a whole number beyond 64 bits, which orjson would make a double of.
+_BEYOND = re.compile(rb"(?<![0-9.])[1-9][0-9]{18,}(?![0-9.eE])")
+_DIGITS = b"0" * 19
+_DIGITS_ALIKE = bytes(ord("0") if code in b"0123456789" else 0 for code in range(256))
 # What one column's values become: the array, with null where a value does not fit, and which do (None: all).
 Build = Callable[[Sequence[Any]], tuple[pa.Array, "np.ndarray[Any, Any] | None"]]
 
@@ -117,6 +128,7 @@ def _parsed(block: LineBlock) -> Iterator[_Line | _BadLine]:
     if block.too_long:
         yield _BadLine(block.first_line, block.data, "the line is too long")
         return
+    beyond = _DIGITS in block.data.translate(_DIGITS_ALIKE)  # ten times as fast as the expression
     for number, data in enumerate(split_lines(block.data), block.first_line):
         if not data.strip():
             continue
@@ -128,6 +140,12 @@ def _parsed(block: LineBlock) -> Iterator[_Line | _BadLine]:
         except orjson.JSONDecodeError as error:
             yield _BadLine(number, data[:1024], f"it is no JSON: {first_line(error)}")
             continue
+        if beyond and _BEYOND.search(data):
+            try:
+                row = json.loads(data)
+            except RecursionError:
+                yield _BadLine(number, data[:1024], "it is nested too deep")
+                continue
         if not isinstance(row, dict):
             yield _BadLine(number, data[:1024], "it is no JSON object")
         elif "" in row:
@@ -178,12 +196,15 @@ def _text(value: Any, wanted: pa.DataType) -> str | None:
 
 def _tensors(found: pa.FixedShapeTensorType, cast: Cast | None) -> Build:
     length = found.shape[0]
-    allowed = (int,) if kinds.is_integer(found.value_type) else (int, float)
+
+    def fitting(numbers: list[Any]) -> bool:
+        kind = numbers_kind(numbers)
+        if kinds.is_integer(found.value_type):
+            return kind is int
+        return kind is float or (kind is int and all_in_double(numbers))
 
     def build(values: Sequence[Any]) -> tuple[pa.Array, np.ndarray[Any, Any] | None]:
-        fits = np.array(
-            [isinstance(one, list) and len(one) == length and numbers_kind(one) in allowed for one in values], np.bool_
-        )
+        fits = np.array([isinstance(one, list) and len(one) == length and fitting(one) for one in values], np.bool_)
         nothing = [0] * length
         flat = itertools.chain.from_iterable(one if fit else nothing for one, fit in zip(values, fits, strict=True))
         array = np.fromiter(flat, found.value_type.to_pandas_dtype(), count=len(values) * length)

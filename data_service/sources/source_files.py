@@ -18,21 +18,25 @@ from data_service.domain.uris import FileSource, S3Source, UploadSource, UriRefu
 from data_service.sources.local_files import LocalFiles
 from data_service.sources.s3_objects import S3Objects
 from data_service.sources.source_errors import source_not_found
-from data_service.uploads.reader import open_upload, upload_size
+from data_service.uploads.pins import PinnedBlocks
+from data_service.uploads.reader import open_upload, upload_size, verify
 from shared.errors import InvalidArgument, invalid_field
 from shared.storage import ObjectStore
 
 MAX_FILES = 100_000
 # Links to folders are followed, and may run in circles.
 MAX_FOLDERS = 200_000
-DRAIN_BYTES = 8 * 1024 * 1024
+
+
+def _nothing() -> None:
+    """Nobody wants to end a wait."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
     """`field` is the request's field that names it. `size_bytes` is None while it is an upload that still grows.
     `open` gives a fresh seekable file each time, at its first byte. `relative` is its path below the folder that was
-    named."""
+    named. `on_read` is to be called now and then by who reads all of it before there are rows."""
 
     field: str
     uri: str
@@ -40,6 +44,7 @@ class SourceFile:
     open: Callable[[], BinaryIO]
     relative: str = ""
     is_upload: bool = False
+    on_read: Callable[[], None] = _nothing
 
     def corrupt(self, why: str) -> InvalidArgument:
         """The error for content that cannot be imported; `why` is a sentence about the file."""
@@ -52,11 +57,10 @@ class SourceFile:
 
     def wait_until_whole(self) -> None:
         """For readers that seek: reads an upload once from its first byte to its last, which waits for its commit and
-        checks its digest. Other files are whole as they are."""
+        checks its digest. What they read then is held against what went by here. Other files are whole as they are."""
         if self.is_upload:
             with self.open() as opened:
-                while opened.read(DRAIN_BYTES):
-                    pass
+                verify(opened)
 
 
 # (name, whether it is a folder, size in bytes) of all that is directly in a folder, in any order.
@@ -65,8 +69,8 @@ Lister = Callable[[str], list[tuple[str, bool, int]]]
 
 class SourceFiles:
     """`roots` are the folders that local files may come from; `s3` is None where there is no S3 endpoint; without a
-    `store` no upload can be read. `on_wait` is called again and again while an open upload is waited for; what it
-    raises ends the wait."""
+    `store` no upload can be read. `on_wait` is called again and again while an open upload is waited for, `on_read`
+    while a file is read that may give no rows for long; what they raise ends that."""
 
     def __init__(
         self,
@@ -74,13 +78,15 @@ class SourceFiles:
         s3: fs.FileSystem | None,
         store: ObjectStore | None = None,
         *,
-        on_wait: Callable[[], None] = lambda: None,
+        on_wait: Callable[[], None] = _nothing,
+        on_read: Callable[[], None] = _nothing,
     ) -> None:
         self._spelled_roots = list(roots)
         self._local = LocalFiles(roots)
         self._s3 = None if s3 is None else S3Objects(s3)
         self._store = store
         self._on_wait = on_wait
+        self._on_read = on_read
 
     def find(self, field: str, uri: str) -> SourceFile:
         """The one file that is named. Raises `NotFound`, or `InvalidArgument` where it is none that may be read."""
@@ -153,7 +159,7 @@ class SourceFiles:
         if size is None:
             with opened() as file:
                 size = os.fstat(file.fileno()).st_size
-        return SourceFile(field, uri, size, opened, relative)
+        return SourceFile(field, uri, size, opened, relative, on_read=self._on_read)
 
     def _bucket(self) -> S3Objects:
         assert self._s3 is not None  # `check_allowed` refuses s3:// without
@@ -163,14 +169,14 @@ class SourceFiles:
         bucket = self._bucket()
         if size is None:
             size = bucket.size(field, uri, path)
-        return SourceFile(field, uri, size, lambda: bucket.open(field, uri, path), relative)
+        return SourceFile(field, uri, size, lambda: bucket.open(field, uri, path), relative, on_read=self._on_read)
 
     def _upload(self, field: str, name: str) -> SourceFile:
         store = self._store
         if store is None:
             raise invalid_field(field, name, "no upload can be read here")
-        opened = partial(open_upload, store, name, on_wait=self._on_wait, field=field)
-        return SourceFile(field, name, upload_size(store, name), opened, is_upload=True)
+        opened = partial(open_upload, store, name, on_wait=self._on_wait, field=field, pins=PinnedBlocks())
+        return SourceFile(field, name, upload_size(store, name), opened, is_upload=True, on_read=self._on_read)
 
 
 def s3_of(store: ObjectStore) -> fs.FileSystem | None:

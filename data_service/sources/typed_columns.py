@@ -137,6 +137,8 @@ def shown_row(rows: pa.RecordBatch | pa.Table, row: int) -> str:
 def _reason(field: pa.Field) -> str:
     if is_tensor(field.type):
         return f"column {field.name!r} has nulls, and a tensor has no place for them"
+    if kinds.is_timestamp(field.type):
+        return f"column {field.name!r} is beyond the times that milliseconds can tell"
     return f"column {field.name!r} is not UTF-8"
 
 
@@ -151,7 +153,15 @@ def _logical(given: pa.Array, wanted: pa.DataType) -> tuple[pa.Array, Fits]:
     if kinds.is_string(wanted):
         texts, fits = cast_rows(storage.cast(_bytes_of(storage.type)), lambda values: values.cast(pa.string()))
         return texts, fits
+    if kinds.is_timestamp(wanted) and wanted.unit == "s":
+        return _kept_as_milliseconds(storage.cast(wanted))
     return (storage if storage.type == wanted else storage.cast(wanted)), None
+
+
+def _kept_as_milliseconds(seconds: pa.Array) -> tuple[pa.Array, Fits]:
+    """Parquet has no whole seconds: a version's files hold milliseconds, which some seconds are beyond."""
+    _, fits = cast_rows(seconds, lambda values: values.cast(pa.timestamp("ms", seconds.type.tz)))
+    return (seconds if fits is None else pc.if_else(pa.array(fits), seconds, pa.scalar(None, seconds.type))), fits
 
 
 def _bytes_of(text: pa.DataType) -> pa.DataType:

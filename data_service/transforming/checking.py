@@ -16,6 +16,7 @@ from shared.dataset_version import Manifest
 from shared.errors import InvalidArgument, invalid_field, invalid_fields
 from shared.transforms.pipeline import Pipeline
 from shared.transforms.schema import Schema, arrow_schema, schema_of_columns
+from shared.transforms.steps.custom_child import functions_in_children
 from shared.transforms.steps.encoding import OneHotEncode
 
 FIELD = "transform"
@@ -32,7 +33,9 @@ def check_transform(spec: TransformSpec, source: Manifest, custom_allowed: Colle
     message = json_format.ParseDict(spec.transform, transform_pb2.Transform())
     pipeline = Pipeline.from_proto(message, field=FIELD, custom_allowed=custom_allowed)
     _refuse_augmentations(pipeline)
-    output = output_schema(pipeline, remaining(given, spec.rule))
+    # An operator's function must not hang or end the service that answers.
+    with functions_in_children():
+        output = output_schema(pipeline, remaining(given, spec.rule))
     splits = known_splits(spec.rule, source)
     if pipeline.unfitted and splits is not None and spec.fit_split not in splits:
         steps = ", ".join(f"{FIELD}.steps[{index}]" for index in pipeline.unfitted)

@@ -12,7 +12,7 @@ import pickle
 import sys
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
@@ -20,7 +20,15 @@ import pyarrow as pa
 from data_service.attempt_folder import FULL
 from data_service.transforming.crashes import Begun, crash_error
 from data_service.transforming.plan import Part
-from shared.errors import Internal, MillraceError, ResourceExhausted, Unavailable, error_from_record, first_line
+from shared.errors import (
+    STORE_OUTAGES,
+    Internal,
+    MillraceError,
+    ResourceExhausted,
+    Unavailable,
+    error_from_record,
+    first_line,
+)
 from shared.jobs import AttemptContext
 from shared.settings import StoreSettings
 from shared.storage import open_store
@@ -74,7 +82,8 @@ def run_on_ray(
         raise _lost(failure.__cause__, begun.tries(context.store), by_number, foreign_code) from failure.__cause__
     finally:
         stream.close()
-        begun.forget(context.store)
+        with suppress(*STORE_OUTAGES):  # what is left of them goes with the attempt's folder
+            begun.forget(context.store)
 
 
 def _warm_up(tasks: int) -> None:

@@ -47,24 +47,26 @@ class Part:
 
 def plan_parts(reader: VersionReader, output: pa.Schema) -> list[Part]:
     """`output` has the columns that the work makes."""
-    width = _work_bytes_per_row(reader, output)
-    rows_per_part = max(1, _part_bytes(width * reader.version.manifest.row_count) // width)
+    widths = _work_bytes_per_row(reader, output)
+    manifest = reader.version.manifest
+    most_bytes = _part_bytes(sum(file.row_count * width for file, width in zip(manifest.files, widths, strict=True)))
     parts: list[Part] = []
-    for split in reader.version.manifest.splits:
-        for groups in _packed(reader.row_groups(split.name), rows_per_part):
+    for split in manifest.splits:
+        for groups in _packed(reader.row_groups(split.name), widths, most_bytes):
             parts.append(Part(len(parts), split.name, groups))
     return parts
 
 
-def _packed(groups: Sequence[RowGroup], rows_per_part: int) -> Iterator[tuple[RowGroup, ...]]:
+def _packed(groups: Sequence[RowGroup], widths: Sequence[int], most_bytes: int) -> Iterator[tuple[RowGroup, ...]]:
     packed: list[RowGroup] = []
-    rows = 0
+    size_bytes = 0
     for group in groups:
-        if packed and rows + group.row_count > rows_per_part:
+        group_bytes = group.row_count * widths[group.file_index]
+        if packed and size_bytes + group_bytes > most_bytes:
             yield tuple(packed)
-            packed, rows = [], 0
+            packed, size_bytes = [], 0
         packed.append(group)
-        rows += group.row_count
+        size_bytes += group_bytes
     if packed:
         yield tuple(packed)
 
@@ -73,9 +75,10 @@ def _part_bytes(total_bytes: int) -> int:
     return min(MAX_PART_BYTES, max(MIN_PART_BYTES, total_bytes // WANTED_PARTS))
 
 
-def _work_bytes_per_row(reader: VersionReader, output: pa.Schema) -> int:
-    """The wider of what comes in and what goes out; where the types do not tell, by the files' sizes."""
-    manifest = reader.version.manifest
+def _work_bytes_per_row(reader: VersionReader, output: pa.Schema) -> list[int]:
+    """Of each file's rows, the wider of what comes in and what goes out; where the types do not tell, by the file's
+    size: within a version rows may be of very unequal sizes, and a file bounds by how much."""
     source = pa.schema([field for field in reader.schema if field.name != ROW_ID])
-    stored = COMPRESSION * manifest.size_bytes // max(manifest.row_count, 1)
-    return max(1, *(row_bytes(schema) or stored for schema in (source, output)))
+    fixed = [row_bytes(schema) for schema in (source, output)]
+    stored = [COMPRESSION * file.size_bytes // max(file.row_count, 1) for file in reader.version.manifest.files]
+    return [max(1, *(one if width is None else width for width in fixed)) for one in stored]

@@ -15,6 +15,7 @@ from data_service.domain.split_rules import Divider
 from data_service.transforming.plan import Part
 from shared.dataset_version import RowGroup, VersionReader
 from shared.dataset_version.columns import row_bytes
+from shared.dataset_version.row_groups import DEFAULT_GROUP_ROWS
 from shared.dataset_version.version import DatasetVersion
 from shared.errors import InvalidArgument
 from shared.settings import StoreSettings
@@ -28,6 +29,10 @@ BATCH_BYTES = 2 * 1024 * 1024
 MIN_BATCH_ROWS, MAX_BATCH_ROWS = 16, 16_384
 # Of rows without a fixed width.
 DEFAULT_BATCH_ROWS = 1024
+# So many bytes of them are read and decoded at once, unless one row group alone has more.
+READ_BYTES = 4 * 1024 * 1024
+# A dictionary hides how much its texts make, but no group makes more than its share; so few hold a batch of small rows.
+UNEQUAL_GROUPS = DEFAULT_BATCH_ROWS // DEFAULT_GROUP_ROWS
 # Decoded images are as large as they like until they are resized: few at a time.
 DECODED_BATCH_ROWS = 16
 # A batch that fails sooner is searched for the row at fault.
@@ -129,7 +134,7 @@ class RowSource:
 
     def _batches(self, part: Part, columns: Sequence[str]) -> Iterator[tuple[pa.Table, NDArray[np.int64]]]:
         reader = VersionReader(open_store(self.settings), self.version)
-        for groups in _together(part.groups, self.batch_rows):
+        for groups in self._together(reader, part.groups, columns):
             row_count = sum(group.row_count for group in groups)
             # A table of no columns has no rows either.
             table = reader.read_many(groups, columns) if columns else None
@@ -138,16 +143,20 @@ class RowSource:
                 row_ids = np.arange(begin, begin + rows, dtype=np.int64) + groups[0].first_row_id
                 yield pa.table({}) if table is None else table.slice(begin, rows), row_ids
 
-
-def _together(groups: Sequence[RowGroup], batch_rows: int) -> Iterator[list[RowGroup]]:
-    """As many groups at a time as fit into a batch, at least one."""
-    packed: list[RowGroup] = []
-    rows = 0
-    for group in groups:
-        if packed and rows + group.row_count > batch_rows:
+    def _together(
+        self, reader: VersionReader, groups: Sequence[RowGroup], columns: Sequence[str]
+    ) -> Iterator[list[RowGroup]]:
+        """As many groups at a time as fit into a batch, at least one."""
+        most_groups = UNEQUAL_GROUPS if row_bytes(reader.select(columns)) is None else self.batch_rows
+        packed: list[RowGroup] = []
+        rows = size_bytes = 0
+        for group in groups:
+            group_bytes = reader.decoded_bytes(group, columns) if columns else 0
+            rows += group.row_count
+            size_bytes += group_bytes
+            if packed and (len(packed) == most_groups or rows > self.batch_rows or size_bytes > READ_BYTES):
+                yield packed
+                packed, rows, size_bytes = [], group.row_count, group_bytes
+            packed.append(group)
+        if packed:
             yield packed
-            packed, rows = [], 0
-        packed.append(group)
-        rows += group.row_count
-    if packed:
-        yield packed

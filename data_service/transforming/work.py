@@ -6,7 +6,6 @@ All of it is a function of the part alone, so a part that is done again gives th
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from data_service.domain.bad_rows import BadRowLog, BadRowPart, BadRowPolicy, ex
 from data_service.domain.checks_rows import CheckCounts, RowChecks
 from data_service.domain.checks_unique import Repeats, UniqueKeys
 from data_service.domain.statistics import SplitStatistics
+from data_service.scratch import scratch_folder
 from data_service.transforming.chain import Chain
 from data_service.transforming.plan import Part
 from data_service.transforming.rows import RowSource
@@ -141,10 +141,10 @@ class WritePart:
 
     def __call__(self, part: Part) -> Written:
         with (
-            tempfile.TemporaryDirectory(prefix="millrace-") as scratch,
-            BadRowLog(Path(scratch) / "quarantine.jsonl", BadRowPolicy(quarantines=True)) as bad_rows,
+            scratch_folder() as scratch,
+            BadRowLog(scratch / "quarantine.jsonl", BadRowPolicy(quarantines=True)) as bad_rows,
         ):
-            writing = _Writing(self, part, Path(scratch), bad_rows)
+            writing = _Writing(self, part, scratch, bad_rows)
             for made in self.maker.rows(part):
                 writing.add(made)
             return writing.written()

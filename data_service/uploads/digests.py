@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from data_service.uploads.chunks import Chain, read_block
+from shared.errors import Cancelled
 from shared.storage import ObjectStore
 
 KEPT_DIGESTS = 1024
@@ -65,3 +67,20 @@ def catch_up(store: ObjectStore, chain: Chain, digest: RunningDigest, end: int) 
     """Reads the bytes up to `end` that the digest has not seen. Raises `DataLoss` where some are missing."""
     for block in chain.between(digest.end, end):
         digest.update(read_block(store, block))
+
+
+def digest_of(
+    store: ObjectStore, chain: Chain, kept: KeptDigests, uid: str, given_up: Callable[[], bool] = lambda: False
+) -> RunningDigest:
+    """Of the whole chain, from where the digest that is kept ends; each block that is read is kept in turn, so that
+    another call goes on where this one failed.
+
+    Raises `DataLoss` where some bytes are missing, and `Cancelled` at the next block once nobody waits any more.
+    """
+    digest = kept.get(uid)
+    for block in chain.between(digest.end, chain.end):
+        if given_up():
+            raise Cancelled("nobody waits for the digest of the upload any more; commit it again")
+        digest.update(read_block(store, block))
+        kept.keep(uid, digest)
+    return digest

@@ -10,7 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO, cast
 
+import google_crc32c
+
 from data_service.uploads.chunks import BLOCK_BYTES, Block, read_block, stored_chain
+from data_service.uploads.pins import PinnedBlocks
 from data_service.uploads.record import UploadRecord, UploadState, get_upload, log_of
 from shared.errors import DataLoss, FailedPrecondition
 from shared.storage import ObjectStore
@@ -31,18 +34,21 @@ def open_upload(
     patience_s: float = PATIENCE_S,
     on_wait: Callable[[], None] = lambda: None,
     field: str = "name",
+    pins: PinnedBlocks | None = None,
 ) -> BinaryIO:
     """A seekable file of the upload's bytes; close it. It needs nothing but the store.
 
     While the upload is open, a read past what is there waits for more, and a seek from the end waits for the commit;
-    `on_wait` is called before each look at the store, and may raise to end the wait. Once all bytes went by in order,
-    they are held against the committed digest, before the last of them are given out; `verify` does so for a file that
-    was read in another order.
+    `on_wait` is called before each look at the store, and may raise to end the wait.
+
+    A file that is read in order from its first byte to its end gave the bytes that were committed, or raises `DataLoss`
+    by its end; `verify` does so for a file that was read in another order. Bytes that are read again are those that
+    they were before, or it is `DataLoss`: so it is for all files that share `pins`, once one of them was verified.
 
     Raises `InvalidArgument` naming `field` and `NotFound`; reads raise `FailedPrecondition` where the upload was
     aborted or no byte came for `patience_s`, and `DataLoss` where bytes are missing or are not those committed.
     """
-    raw = _UploadFile(store, get_upload(store, name, field), patience_s, on_wait)
+    raw = _UploadFile(store, get_upload(store, name, field), patience_s, on_wait, pins or PinnedBlocks())
     return cast(BinaryIO, io.BufferedReader(raw, BUFFER_BYTES))
 
 
@@ -62,18 +68,24 @@ def verify(file: BinaryIO) -> None:
 
 class _UploadFile(io.RawIOBase):
     def __init__(
-        self, store: ObjectStore, upload: UploadRecord, patience_s: float, on_wait: Callable[[], None]
+        self,
+        store: ObjectStore,
+        upload: UploadRecord,
+        patience_s: float,
+        on_wait: Callable[[], None],
+        pins: PinnedBlocks,
     ) -> None:
         self._store = store
         self._log = log_of(store, upload.name)
         self._upload = upload
         self._patience_s = patience_s
         self._on_wait = on_wait
+        self._pins = pins
         self._chain = stored_chain(store, upload.chunks_prefix)
         self._position = 0
         self._given_to = 0
         self._fetching = ThreadPoolExecutor(BLOCKS_AHEAD, thread_name_prefix="upload-read")
-        self._blocks: OrderedDict[int, Future[bytes]] = OrderedDict()
+        self._blocks: OrderedDict[int, Future[tuple[bytes, int]]] = OrderedDict()
         self._last_index = -1
         self._digest = _Digest()
         self._verified = False
@@ -98,7 +110,10 @@ class _UploadFile(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """As many bytes as the next block holds; 0 at the end."""
         wanted = memoryview(buffer).cast("B")
-        if not wanted or not self._await_byte(self._position):
+        if not wanted:
+            return 0
+        if not self._await_byte(self._position):
+            self._check_digest()  # the last bytes may have been given out before the commit
             return 0
         index = self._chain.block_index(self._position)
         block = self._chain.blocks[index]
@@ -127,8 +142,11 @@ class _UploadFile(io.RawIOBase):
             if not self._await_byte(self._digest.end):
                 self._check_digest()
                 return
-            index = self._chain.block_index(self._digest.end)
+            end = self._digest.end
+            index = self._chain.block_index(end)
             self._hash(self._chain.blocks[index], self._block(index))
+            if self._digest.end == end:  # pinned blocks do not move
+                raise _changed(self._upload.name)
 
     def close(self) -> None:
         if not self.closed:
@@ -153,6 +171,8 @@ class _UploadFile(io.RawIOBase):
         if offset < self._upload.size_bytes and offset >= self._chain.end:
             self._chain = stored_chain(self._store, self._upload.chunks_prefix)
             self._blocks.clear()  # a part that was put again may have moved the others
+            if not self._pins.fit(self._chain):
+                raise _changed(self._upload.name)
             if offset >= self._chain.end:
                 raise DataLoss(
                     f"{self._upload.name} has {self._upload.size_bytes} bytes, but what begins at byte "
@@ -200,12 +220,16 @@ class _UploadFile(io.RawIOBase):
         blocks = self._chain.blocks
         for one in range(index, min(index + ahead + 1, len(blocks))):
             if one not in self._blocks:
-                self._blocks[one] = self._fetching.submit(read_block, self._store, blocks[one])
+                self._blocks[one] = self._fetching.submit(_fetch, self._store, blocks[one])
         self._blocks.move_to_end(index)
         while len(self._blocks) > KEPT_BLOCKS:
             oldest = next(iter(self._blocks))
             self._blocks.pop(oldest).cancel()
-        return self._blocks[index].result()
+        data, crc32c = self._blocks[index].result()
+        # Here and not as it is fetched: what nobody asks for may change.
+        if not self._pins.holds(blocks[index], crc32c):
+            raise _changed(self._upload.name)
+        return data
 
     def _hash(self, block: Block, data: bytes) -> None:
         if block.offset != self._digest.end:
@@ -226,6 +250,7 @@ class _UploadFile(io.RawIOBase):
         if self._digest.hexdigest() != self._upload.sha256:
             raise _changed(self._upload.name)
         self._verified = True
+        self._pins.set_proven()
 
 
 class _Digest:
@@ -250,6 +275,11 @@ class _Digest:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _fetch(store: ObjectStore, block: Block) -> tuple[bytes, int]:
+    data = read_block(store, block)
+    return data, google_crc32c.value(data)
 
 
 def _changed(name: str) -> DataLoss:

@@ -11,7 +11,7 @@ import google_crc32c
 
 from data_service.uploads.chunks import read_block, stored_chain
 from data_service.uploads.digests import KeptDigests, RunningDigest, catch_up
-from data_service.uploads.record import UploadRecord, UploadState, get_upload
+from data_service.uploads.record import UploadRecord, UploadState, get_upload, may_end
 from shared.errors import Conflict, DataLoss, FailedPrecondition, MillraceError, OutOfRange, invalid_field
 from shared.storage import ObjectExists, ObjectStore
 
@@ -55,7 +55,7 @@ async def receive(store: ObjectStore, digests: KeptDigests, chunks: AsyncIterato
     The end of `chunks` commits nothing, for it is also what a lost client looks like. A call that is cancelled leaves
     whole chunks only. Raises `InvalidArgument`, `NotFound`, `DataLoss` (a chunk is not what its CRC32C says),
     `OutOfRange` (a chunk after a gap), `Conflict` (other bytes are there), `FailedPrecondition` (the upload is
-    committed) and `ResourceExhausted` (the store is full), after whatever came before was acknowledged.
+    committed), `Unavailable` (it is being aborted) and `ResourceExhausted` (the store is full), after whatever came before was acknowledged.
     """
     first = await anext(chunks, None)
     if first is None:
@@ -235,12 +235,15 @@ class _Call:
 
 
 def _open_upload(store: ObjectStore, name: str, uid: str = "") -> UploadRecord:
-    """Raises `InvalidArgument`, `NotFound`, and `FailedPrecondition` where it takes no chunks (any more)."""
+    """Raises `InvalidArgument`, `NotFound`, `FailedPrecondition` where it takes no chunks (any more), and `Unavailable`
+    while it is being aborted, which may yet be refused."""
     upload = get_upload(store, name)
-    if upload.state is not UploadState.OPEN or upload.ending or uid not in ("", upload.uid):
+    if upload.state is not UploadState.OPEN or uid not in ("", upload.uid):
         raise FailedPrecondition(
             f"{name} takes no more chunks: it was committed or aborted; start another upload",
             reason="UPLOAD_NOT_OPEN",
             metadata={"resource": name},
         )
+    if upload.ending:
+        raise may_end(name)
     return upload

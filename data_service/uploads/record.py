@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shared import names
-from shared.errors import not_found
+from shared.errors import Unavailable, not_found
 from shared.log import ResourceLog
+from shared.log.resource_log import Record, State
 from shared.storage import ObjectStore
 
 NAME_PATTERN = "datasets/{d}/uploads/{u}"
@@ -36,8 +37,9 @@ class UploadRecord:
     update_time: float
     state: UploadState = UploadState.OPEN
     request_id: str = ""
-    # Somebody is about to take it away: no import may begin to read it.
-    ending: bool = False
+    # Somebody is about to take it away, unless an import reads it: one nonce for each such attempt. No import may begin
+    # to read it, no byte is taken in, and it is not committed, until that is settled.
+    ending: str = ""
     # Clients put parts into the store by themselves, so that a chunk may be written over.
     presigned: bool = False
     # Fixed by the commit.
@@ -53,13 +55,17 @@ class UploadRecord:
 
     @property
     def chunks_prefix(self) -> str:
-        return f"{self.name}/chunks/{self.uid}"
+        return chunks_of(self.name, self.uid)
 
     def committed(self, size_bytes: int, sha256: str, now: float) -> UploadRecord:
         return replace(self, state=UploadState.COMMITTED, size_bytes=size_bytes, sha256=sha256, update_time=now)
 
     def gone(self, now: float) -> UploadRecord:
         return replace(self, state=UploadState.GONE, update_time=now)
+
+
+def chunks_of(name: str, uid: str) -> str:
+    return f"{name}/chunks/{uid}"
 
 
 def log_of(store: ObjectStore, name: str) -> ResourceLog:
@@ -80,3 +86,27 @@ def get_upload(store: ObjectStore, name: str, field: str = "name") -> UploadReco
     if upload is None:
         raise not_found(name, "it was never started, or aborted, or it has expired; start an upload")
     return upload
+
+
+def transition(store: ObjectStore, name: str, decide: Callable[[UploadRecord], UploadRecord]) -> UploadRecord:
+    """Appends what `decide` makes of the newest state; nothing where it returns that state itself."""
+
+    def step(record: Record | None) -> State | None:
+        assert record is not None
+        before = UploadRecord.from_state(record.state)
+        after = decide(before)
+        return None if after is before else after.as_state()
+
+    record = log_of(store, name).update(step)
+    assert record is not None
+    return UploadRecord.from_state(record.state)
+
+
+def may_end(name: str) -> Unavailable:
+    """For whoever needs an upload of which is not settled yet whether it is taken away."""
+    return Unavailable(
+        f"{name} is being aborted, unless an import reads it; try again, it is known in a moment",
+        reason="UPLOAD_ENDING",
+        metadata={"resource": name},
+        retry_after_s=0.5,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -11,10 +12,11 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.timestamp_pb2 import Timestamp
 from grpc import aio
 
+from data_service.uploads.expiry import Upload
 from data_service.uploads.parts import Part, PresignedPut
 from data_service.uploads.receiving import Chunk
 from data_service.uploads.record import UploadState
-from data_service.uploads.uploads import Upload, Uploads
+from data_service.uploads.uploads import Uploads
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc, resources_pb2
 from shared.requests import body_digest
 
@@ -56,9 +58,15 @@ class UploadServicerPart(data_service_pb2_grpc.DataServiceServicer):
     async def CommitUpload(
         self, request: data_service_pb2.CommitUploadRequest, context: Context
     ) -> resources_pb2.Upload:
-        return upload_message(
-            await asyncio.to_thread(self._uploads.commit, request.name, request.size_bytes, request.sha256)
-        )
+        # A call that is over, for whatever reason, is cancelled here; its thread, which may read for long, is not.
+        over = threading.Event()
+        try:
+            upload = await asyncio.to_thread(
+                self._uploads.commit, request.name, request.size_bytes, request.sha256, over.is_set
+            )
+        finally:
+            over.set()
+        return upload_message(upload)
 
     async def AbortUpload(self, request: data_service_pb2.AbortUploadRequest, context: Context) -> Empty:
         await asyncio.to_thread(self._uploads.abort, request.name)

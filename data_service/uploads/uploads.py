@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-import logging
+import hashlib
 import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import dataclass, replace
 
 from data_service.datasets import SERVICE, Datasets
 from data_service.uploads import receiving
-from data_service.uploads.chunks import chain_of, stored_chain
-from data_service.uploads.digests import KeptDigests, RunningDigest, catch_up
+from data_service.uploads.chunks import chain_of
+from data_service.uploads.digests import KeptDigests, digest_of
+from data_service.uploads.ending import Endings
+from data_service.uploads.expiry import Upload, as_it_is
+from data_service.uploads.live import LiveUploads
 from data_service.uploads.parts import Part, PresignedPut, parts_of
 from data_service.uploads.receiving import Chunk
-from data_service.uploads.record import UploadRecord, UploadState, find_upload, get_upload, log_of
-from data_service.uploads.users import live_users
+from data_service.uploads.record import UploadRecord, UploadState, find_upload, get_upload, log_of, may_end, transition
 from shared import names
-from shared.errors import DataLoss, FailedPrecondition, NotFound, already_exists, invalid_field, not_found
-from shared.log.resource_log import Record, State
+from shared.errors import DataLoss, FailedPrecondition, already_exists, invalid_field, not_found
 from shared.requests import claimed
 from shared.storage import ObjectStore
 from shared.storage.presigning import Presigner
 
-logger = logging.getLogger(__name__)
-
-OPEN_FOR_S = 24 * 3600.0
-COMMITTED_FOR_S = 7 * 24 * 3600.0
 SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
-@dataclass(frozen=True)
-class Upload:
-    """An upload as it is at present. `expire_time` is in seconds since the epoch."""
-
-    record: UploadRecord
-    acknowledged_size: int
-    expire_time: float
 
 
 class Uploads:
@@ -48,6 +35,8 @@ class Uploads:
         self._datasets = datasets
         self._presigner = presigner
         self._digests = KeptDigests()
+        self._live = LiveUploads(store)
+        self._endings = Endings(store)
 
     def start(
         self, parent: str, upload_id: str, *, request_id: str, body_sha256: str, presigned: PresignedPut | None = None
@@ -77,21 +66,23 @@ class Uploads:
             Part(one.offset, one.size_bytes, self._presigner.put_url(key(one.offset)) if self._presigner else "")
             for one in ranges
         ]
-        return self._as_it_is(record), parts
+        return as_it_is(self._store, record), parts
 
     def get(self, name: str) -> Upload:
         """Raises `InvalidArgument` and `NotFound`."""
-        return self._as_it_is(get_upload(self._store, name))
+        return as_it_is(self._store, get_upload(self._store, name))
 
     def receive(self, chunks: AsyncIterator[Chunk]) -> AsyncGenerator[int, None]:
         """See `receiving.receive`."""
         return receiving.receive(self._store, self._digests, chunks)
 
-    def commit(self, name: str, size_bytes: int, sha256: str) -> Upload:
-        """Fixes the bytes; again with the same size and digest it changes nothing.
+    def commit(self, name: str, size_bytes: int, sha256: str, given_up: Callable[[], bool] = lambda: False) -> Upload:
+        """Fixes the bytes; again with the same size and digest it changes nothing. After a failure, another call goes
+        on reading where this one was; once `given_up`, it stops at the next block.
 
         Raises `InvalidArgument`, `NotFound`, `FailedPrecondition` (not all bytes are there, or it was committed with
-        another size or digest) and `DataLoss` (the bytes do not have that digest).
+        another size or digest), `DataLoss` (the bytes do not have that digest), `Unavailable` (it is being aborted,
+        which may yet be refused) and `Cancelled`.
         """
         if size_bytes < 0:
             raise invalid_field("size_bytes", size_bytes, "use 0 or more")
@@ -100,16 +91,18 @@ class Uploads:
             raise invalid_field("sha256", sha256, "use the SHA-256 of all bytes as 64 hexadecimal digits")
         upload = get_upload(self._store, name)
         if upload.state is UploadState.OPEN:
-            self._check_bytes(upload, size_bytes, sha256)
+            self._check_bytes(upload, size_bytes, sha256, given_up)
 
         def decide(newest: UploadRecord) -> UploadRecord:
-            if newest.uid != upload.uid or newest.ending or newest.state is UploadState.GONE:
+            if newest.uid != upload.uid or newest.state is UploadState.GONE:
                 raise not_found(name, "it was aborted meanwhile; start another upload")
+            if newest.ending:
+                raise may_end(name)
             if newest.state is UploadState.COMMITTED:
                 return newest
             return newest.committed(size_bytes, sha256, time.time())
 
-        committed = self._transition(name, decide)
+        committed = transition(self._store, name, decide)
         if (committed.size_bytes, committed.sha256) != (size_bytes, sha256):
             raise FailedPrecondition(
                 f"{name} was committed with {committed.size_bytes} bytes of SHA-256 {committed.sha256}; import that, "
@@ -118,66 +111,20 @@ class Uploads:
                 metadata={"resource": name},
             )
         self._digests.forget(upload.uid)
-        return self._as_it_is(committed)
+        return as_it_is(self._store, committed)
 
     def abort(self, name: str) -> None:
         """Takes the upload away, with its bytes. Raises `InvalidArgument`, `NotFound`, and `FailedPrecondition` while
         an import reads it."""
-        upload = get_upload(self._store, name)
-
-        def set_ending(ending: bool) -> Callable[[UploadRecord], UploadRecord]:
-            return lambda newest: replace(newest, ending=ending) if _is_same(newest, upload) else newest
-
-        # Said before looking for users, who look here after they have left their marker: see `mark_used`.
-        self._transition(name, set_ending(True))
-        users = live_users(self._store, name)
-        if users:
-            self._transition(name, set_ending(False))
-            raise FailedPrecondition(
-                f"{name} is being read to make {users[0]}; wait for that import, or cancel it first",
-                reason="UPLOAD_IN_USE",
-                metadata={"resource": name, "user": users[0]},
-            )
-        self._transition(name, lambda newest: newest.gone(time.time()) if _is_same(newest, upload) else newest)
-        self._digests.forget(upload.uid)
-        self._store.delete_folder(upload.chunks_prefix)
+        self._digests.forget(self._endings.abort(name).uid)
 
     def abort_all(self, dataset: str) -> None:
         """Of `datasets/{d}`. Raises `FailedPrecondition` as soon as it meets one that an import reads."""
-        for upload_id in self._store.folders(f"{dataset}/uploads"):
-            name = f"{dataset}/uploads/{upload_id}"
-            if find_upload(self._store, name):
-                self.abort(name)
+        self._endings.abort_all(dataset)
 
     def sweep(self, now: float) -> list[str]:
-        """Takes away what has expired by `now` and no import reads, and what is left of those that are gone already.
-
-        Returns the names of those that it took away.
-        """
-        expired = []
-        for dataset in self._store.folders("datasets"):
-            for upload_id in self._store.folders(f"datasets/{dataset}/uploads"):
-                name = f"datasets/{dataset}/uploads/{upload_id}"
-                if self._sweep_one(name, now):
-                    expired.append(name)
-        return expired
-
-    def _sweep_one(self, name: str, now: float) -> bool:
-        # In this order: an upload whose chunks are listed has its record already.
-        uids = self._store.folders(f"{name}/chunks")
-        upload = find_upload(self._store, name)
-        for uid in uids:
-            # What was written late, or put by URL, for one that is gone.
-            if upload is None or uid != upload.uid:
-                self._store.delete_folder(f"{name}/chunks/{uid}")
-        if upload is None or (self._as_it_is(upload).expire_time > now and not upload.ending):
-            return False
-        try:
-            self.abort(name)
-        except (FailedPrecondition, NotFound):
-            return False  # in use, and a later sweep takes it; or another has taken it just now
-        logger.info("%s has expired", name)
-        return True
+        """See `Endings.sweep`."""
+        return self._endings.sweep(now)
 
     def _create(self, name: str, request_id: str, presigned: bool) -> UploadRecord:
         record = UploadRecord(
@@ -191,16 +138,21 @@ class Uploads:
         log = log_of(self._store, name)
         before = log.head()
         is_free = before is None or UploadRecord.from_state(before.state).state is UploadState.GONE
-        if is_free and log.append(before, record.as_state()):
-            return record
+        if is_free:
+            # The marker first: an upload without one would never be swept.
+            self._live.mark(record.uid, name)
+            if log.append(before, record.as_state()):
+                return record
+            self._live.forget(record.uid, name)
         winner = find_upload(self._store, name)
         # A repeated call, or one of two at the same time, is answered with what the first made.
         if winner and request_id and winner.request_id == request_id:
             return winner
         raise already_exists(name)
 
-    def _check_bytes(self, upload: UploadRecord, size_bytes: int, sha256: str) -> None:
-        chain = stored_chain(self._store, upload.chunks_prefix)
+    def _check_bytes(self, upload: UploadRecord, size_bytes: int, sha256: str, given_up: Callable[[], bool]) -> None:
+        parts = sorted((int(one.key.rsplit("/", 1)[-1]), one) for one in self._store.list(upload.chunks_prefix))
+        chain = chain_of(upload.chunks_prefix, ((offset, one.size_bytes) for offset, one in parts))
         if chain.end != size_bytes:
             raise FailedPrecondition(
                 f"{upload.name} has {chain.end} bytes, not {size_bytes}; "
@@ -208,40 +160,19 @@ class Uploads:
                 reason="OTHER_SIZE",
                 metadata={"resource": upload.name, "acknowledged_size": str(chain.end)},
             )
-        # Parts that were put by URL can be put again, even after the commit: whoever reads the upload holds it against
-        # the digest once more.
-        digest = RunningDigest.empty() if upload.presigned else self._digests.get(upload.uid)
-        catch_up(self._store, chain, digest, size_bytes)
+        kept_as = upload.uid
+        if upload.presigned:
+            # Parts that were put by URL can be put again, even after the commit: what was read before counts for the
+            # very same objects alone, and whoever reads the upload holds it against the digest once more.
+            places = str([(offset, one.size_bytes, one.modified) for offset, one in parts])
+            kept_as += hashlib.sha256(places.encode()).hexdigest()
+        digest = digest_of(self._store, chain, self._digests, kept_as, given_up)
         if digest.sha256.hexdigest() != sha256:
+            # The store's times may be coarse: should a part have changed all the same, the next commit reads it.
+            self._digests.forget(kept_as)
             raise DataLoss(
                 f"the bytes of {upload.name} have the SHA-256 {digest.sha256.hexdigest()}, not {sha256}; abort the "
                 "upload and send it again",
                 reason="OTHER_SHA256",
                 metadata={"resource": upload.name},
             )
-
-    def _transition(self, name: str, decide: Callable[[UploadRecord], UploadRecord]) -> UploadRecord:
-        """Appends what `decide` makes of the newest state; nothing where it returns that state itself."""
-
-        def step(record: Record | None) -> State | None:
-            assert record is not None
-            before = UploadRecord.from_state(record.state)
-            after = decide(before)
-            return None if after is before else after.as_state()
-
-        record = log_of(self._store, name).update(step)
-        assert record is not None
-        return UploadRecord.from_state(record.state)
-
-    def _as_it_is(self, record: UploadRecord) -> Upload:
-        if record.state is UploadState.COMMITTED:
-            return Upload(record, record.size_bytes, record.update_time + COMMITTED_FOR_S)
-        infos = list(self._store.list(record.chunks_prefix))
-        chain = chain_of(record.chunks_prefix, ((int(one.key.rsplit("/", 1)[-1]), one.size_bytes) for one in infos))
-        newest_byte = max((one.modified for one in infos), default=record.create_time)
-        return Upload(record, chain.end, max(record.create_time, newest_byte) + OPEN_FOR_S)
-
-
-def _is_same(newest: UploadRecord, upload: UploadRecord) -> bool:
-    """Not a later one of the same id, nor taken away by somebody else."""
-    return newest.uid == upload.uid and newest.state is not UploadState.GONE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 
-from data_service.uploads.record import find_upload
+from data_service.uploads.record import find_upload, may_end
 from shared.errors import not_found
 from shared.jobs import Jobs
 from shared.storage import ObjectMissing, ObjectStore
@@ -17,7 +17,8 @@ JOB_IS_COMING_S = 60.0
 def mark_used(store: ObjectStore, name: str, kind: str, uid: str, folder: str) -> None:
     """Keeps the upload as long as the job `uid`, of this kind and in this folder, is not final.
 
-    To be called before the job is made. Raises `NotFound` where the upload is gone, or going.
+    To be called before the job is made. Raises `NotFound` where the upload is gone, and `Unavailable` while it
+    is being aborted, which may yet be refused.
     """
     marker = {"folder": folder, "marked_at": time.time()}
     store.put(_key(name, kind, uid), json.dumps(marker).encode())
@@ -25,6 +26,8 @@ def mark_used(store: ObjectStore, name: str, kind: str, uid: str, folder: str) -
     upload = find_upload(store, name)
     if upload is None or upload.ending:
         unmark(store, name, kind, uid)
+        if upload:
+            raise may_end(name)
         raise not_found(name, "it was aborted, or it has expired; send it again")
 
 

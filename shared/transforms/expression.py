@@ -1,8 +1,10 @@
 """The language of `filter`: a small part of Python's expressions, parsed by `ast` and worked out by pyarrow.compute.
 
 Nothing is ever evaluated as Python: each kind of node is either known here or refused. Values are numbers (integers
-become int64, floats and decimals float64), text, bytes, booleans and moments (dates are their midnights). Nulls make
-null, save where SQL knows better (`and`, `or`).
+become int64, save those of uint64; floats and decimals float64), text, bytes, booleans and moments (dates are their
+midnights). Numbers of different types compare exactly. Arithmetic is that of int64, in which what is beyond it is an
+error, or of float64; only `uint64 % positive integer` takes all of uint64. Nulls make null, save where SQL knows better
+(`and`, `or`).
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ import pyarrow.compute as pc
 import pyarrow.types as kinds
 
 from shared.errors import first_line, shown
+from shared.transforms.number_order import comparable
 
 MAX_CHARACTERS = 4096
 # Of the tree: `a and b and c` and `a < b < c` are one level, `a + b + c` are two.
 MAX_DEPTH = 64
+
+_MOST_SIGNED = 2**63 - 1
 
 # A column's values, or one value for all rows.
 Datum = Any
@@ -39,7 +44,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Datum, Datum], Datum]] = {
     ast.Sub: pc.subtract_checked,
     ast.Mult: pc.multiply_checked,
     ast.Div: lambda left, right: pc.divide(_double(left), _double(right)),
-    ast.Mod: lambda left, right: pc.modulo_checked(left, right),
+    ast.Mod: pc.modulo_checked,
 }
 # What each function takes, and what it does with it.
 _FUNCTIONS: dict[str, tuple[tuple[str, ...], Callable[[Datum], Datum]]] = {
@@ -135,7 +140,7 @@ def _check_constant(value: object) -> list[str]:
     if not isinstance(value, bool | int | float | str):
         raise ExpressionError(f"{shown(value)}: use numbers, 'texts', True or False")
     try:
-        pa.scalar(value)
+        _constant(value)
     except (OverflowError, UnicodeError, pa.ArrowException):
         raise ExpressionError(f"{shown(value)} is beyond what a column can hold") from None
     return []
@@ -161,7 +166,7 @@ def _value(node: ast.expr, columns: Mapping[str, Datum]) -> Datum:
         case ast.Name(id=name):
             return _plain(columns[name])
         case ast.Constant(value=value):
-            return pa.scalar(value)
+            return _constant(value)
         case ast.Call(func=ast.Name(id="col"), args=[ast.Constant(value=str() as name)]):
             return _plain(columns[name])
         case ast.Call(func=ast.Name(id="timestamp"), args=[ast.Constant(value=str() as moment)]):
@@ -172,12 +177,16 @@ def _value(node: ast.expr, columns: Mapping[str, Datum]) -> Datum:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return pc.invert(_of_kind(node, _value(operand, columns), "boolean"))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return pc.negate_checked(_of_kind(node, _value(operand, columns), "number"))
+            return pc.negate_checked(_signed(_of_kind(node, _value(operand, columns), "number")))
         case ast.UnaryOp(operand=operand):
             return _of_kind(node, _value(operand, columns), "number")
         case ast.BinOp(left=left, op=operator, right=right):
-            both = [_of_kind(node, _value(one, columns), "number") for one in (left, right)]
-            return _ARITHMETIC[type(operator)](*_of_one_type(*both))
+            first, second = (_of_kind(node, _value(one, columns), "number") for one in (left, right))
+            if isinstance(operator, ast.Mod) and _is_unsigned(first) and _is_positive(second):
+                return _signed(pc.modulo_checked(first, pc.cast(second, pa.uint64())))
+            if not isinstance(operator, ast.Div) and not {first.type, second.type} >= {pa.uint64(), pa.float64()}:
+                first, second = _signed(first), _signed(second)
+            return _ARITHMETIC[type(operator)](*_of_one_type(first, second))
         case ast.BoolOp(op=operator, values=values):
             joined = pc.and_kleene if isinstance(operator, ast.And) else pc.or_kleene
             return reduce(joined, [_of_kind(node, _value(value, columns), "boolean") for value in values])
@@ -213,8 +222,8 @@ def _comparison(
 def _compared(node: ast.expr, compare: Callable[[Datum, Datum], Datum], left: Datum, right: Datum) -> Datum:
     if _kind(left) != _kind(right):
         raise ExpressionError(f"{_text(node)}: compares {_kind(left)} with {_kind(right)}; use values of one kind")
-    if _kind(left) == "number":
-        left, right = _of_one_type(left, right)
+    if _kind(left) == "number" and left.type != right.type:
+        left, right = comparable(left, right)
     if _kind(left) == "moment" and (left.type.tz is None) != (right.type.tz is None):
         remedy = 'write a timestamp with its offset, as "2019-03-01T00:00:00Z", where the column has a time zone'
         raise ExpressionError(f"{_text(node)}: compares a moment of a time zone with one of none; {remedy}")
@@ -241,7 +250,7 @@ def _kind(datum: Datum) -> str:
 def _plain(datum: Datum) -> Datum:
     """Of the few types that the language knows."""
     given = datum.type
-    if kinds.is_integer(given):
+    if kinds.is_integer(given) and not kinds.is_uint64(given):
         return pc.cast(datum, pa.int64())
     if kinds.is_floating(given) or kinds.is_decimal(given):
         return pc.cast(datum, pa.float64())
@@ -256,6 +265,25 @@ def _of_kind(node: ast.expr, datum: Datum, *wanted: str) -> Datum:
 
 def _of_one_type(left: Datum, right: Datum) -> tuple[Datum, Datum]:
     return (left, right) if left.type == right.type else (_double(left), _double(right))
+
+
+def _constant(value: Any) -> pa.Scalar:
+    """Raises `OverflowError` for integers beyond uint64, and what Arrow raises."""
+    return pa.scalar(value, pa.uint64() if isinstance(value, int) and value > _MOST_SIGNED else None)
+
+
+def _is_unsigned(number: Datum) -> bool:
+    return bool(kinds.is_uint64(number.type))
+
+
+def _is_positive(number: Datum) -> bool:
+    """For all rows, by being one integer."""
+    return isinstance(number, pa.Scalar) and kinds.is_int64(number.type) and number.is_valid and number.as_py() > 0
+
+
+def _signed(number: Datum) -> Datum:
+    """Raises `pa.ArrowInvalid` for integers beyond int64."""
+    return pc.cast(number, pa.int64()) if _is_unsigned(number) else number
 
 
 def _double(number: Datum) -> Datum:

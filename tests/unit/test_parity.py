@@ -321,7 +321,7 @@ class Served:
     """The served model's preprocessing, behind the protocol's encoding."""
 
     def __init__(self, content: CheckpointContent) -> None:
-        self._preprocessing = ServedPreprocessing(content)
+        self._preprocessing = ServedPreprocessing(content, ["tests.unit.test_parity:wobble"])
         signature = Signature(self._preprocessing.raw, self._preprocessing.prepared, ())
         self._signature = Signature.from_record(json.loads(json.dumps(signature.as_record())))
 

@@ -13,6 +13,8 @@ from data_service.domain.statistics.hashing import Hashes
 from data_service.domain.statistics.result import ColumnStatistics
 
 MAX_REPORTED_VALUES = 100
+# Of one text: a report is one message, and is kept with the version for ever.
+MAX_REPORTED_BYTES = 200
 
 
 class Column(ABC):
@@ -75,6 +77,11 @@ class Bounds:
 
 
 def most_frequent(counts: Mapping[Any, int] | None) -> list[tuple[Any, int]]:
-    """At most `MAX_REPORTED_VALUES`, the most frequent first, of equally frequent ones the least."""
-    ordered = sorted((counts or {}).items(), key=lambda item: (-item[1], item[0]))
-    return ordered[:MAX_REPORTED_VALUES]
+    """At most `MAX_REPORTED_VALUES`, the most frequent first, of equally frequent ones the least.
+
+    None where one of them is a text of more than `MAX_REPORTED_BYTES`: cut it would be another value, and without it
+    the list would not be of the most frequent.
+    """
+    ordered = sorted((counts or {}).items(), key=lambda item: (-item[1], item[0]))[:MAX_REPORTED_VALUES]
+    is_long = any(isinstance(value, str) and len(value.encode()) > MAX_REPORTED_BYTES for value, _ in ordered)
+    return [] if is_long else ordered

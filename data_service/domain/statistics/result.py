@@ -73,7 +73,7 @@ class TextStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnStatistics:
-    """`values`: the frequent ones with their counts, the most frequent first.
+    """`values`: the frequent ones with their counts, the most frequent first; none where one is a long text.
 
     NaN is not a value: neither `distinct_count` nor `values` has it. Values of dates, times, timestamps and decimals
     are given as texts.

@@ -22,6 +22,7 @@ from shared.transforms.batch import Batch, batch_of, table_of
 from shared.transforms.problems import StepError
 from shared.transforms.randomness import StepKeys
 from shared.transforms.schema import Schema, arrow_schema, schema_of
+from shared.transforms.steps import custom_child
 from shared.transforms.steps.columns import named
 from shared.transforms.steps.step import Names, Step, known
 
@@ -37,7 +38,8 @@ class Custom(Step):
     each set of input types, before any data.
 
     `timeout_s` (0: 60) is enforced in a process's main thread alone, where a signal can interrupt the function; other
-    threads wait for it to end, and refuse its result if it took too long.
+    threads wait for it to end, and refuse its result if it took too long. Within `functions_in_children` the columns
+    are learnt in a process of its own, which is stopped if it does not end.
     """
 
     op: ClassVar[str] = "custom"
@@ -69,7 +71,7 @@ class Custom(Step):
         rows = pa.RecordBatch.from_arrays(
             [one.combine_chunks() for one in table_of(batch, schema).columns], schema=schema
         )
-        made, wanted = self._call(rows), _schema_of_none(self, schema)
+        made, wanted = self._call(rows), self._announced(schema)
         if (made.schema.names, made.schema.types) != (wanted.names, wanted.types):
             raise StepError(f"{self.function} makes {_described(made)} of these rows and {_described(wanted)} of none")
         return _replaced(batch, self.columns, batch_of(made))
@@ -87,7 +89,15 @@ class Custom(Step):
             schema = arrow_schema({name: given[name] for name in self.columns})
         except ValueError as error:
             raise StepError(str(error), "custom.columns") from None
-        return schema_of(_schema_of_none(self, schema))
+        return schema_of(self._announced(schema))
+
+    def _announced(self, schema: pa.Schema) -> pa.Schema:
+        return _learnt_in_child(self, schema) if custom_child.is_wanted() else _learnt_here(self, schema)
+
+    def made_of_none(self, schema: pa.Schema) -> pa.Schema:
+        """Calls the function, here, with no rows of these columns. Raises `StepError`."""
+        columns = [pa.array([], field.type) for field in schema]
+        return self._call(pa.RecordBatch.from_arrays(columns, schema=schema)).schema
 
     def _call(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         """The function's result, of logical columns. Raises `StepError` naming the function and what went wrong."""
@@ -139,9 +149,13 @@ class _TimeIsUp(BaseException):
 
 
 @lru_cache(maxsize=256)
-def _schema_of_none(step: Custom, schema: pa.Schema) -> pa.Schema:
-    columns = [pa.array([], field.type) for field in schema]
-    return step._call(pa.RecordBatch.from_arrays(columns, schema=schema)).schema
+def _learnt_here(step: Custom, schema: pa.Schema) -> pa.Schema:
+    return step.made_of_none(schema)
+
+
+@lru_cache(maxsize=256)
+def _learnt_in_child(step: Custom, schema: pa.Schema) -> pa.Schema:
+    return custom_child.learn(step.function, schema, step.timeout_s or DEFAULT_TIMEOUT_S)
 
 
 @lru_cache(maxsize=256)

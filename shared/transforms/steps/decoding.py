@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -72,13 +73,29 @@ class ImageRefused(ValueError):
 
 def decoded(data: bytes, gray: bool) -> Array:
     """uint8 (H, W, 3), or (H, W, 1) where `gray`. Raises `ImageRefused`."""
+    (pixels,) = _converted(data, ["L" if gray else "RGB"])
+    return pixels[:, :, None] if gray else pixels
+
+
+def why_refused(data: bytes) -> str | None:
+    """What `decoded` would say of these bytes, in colour or in grey; None where it takes them in both."""
+    try:
+        _converted(data, ["RGB", "L"])
+    except ImageRefused as refused:
+        return str(refused)
+    return None
+
+
+def _converted(data: bytes, modes: Sequence[str]) -> list[Array]:
+    """The pixels in each of the modes."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             if width * height >= PIXEL_LIMIT:
                 raise ImageRefused(f"has {width}×{height} pixels; use fewer than {PIXEL_LIMIT:,}")
             image.load()
-            pixels = np.asarray(_upright(image).convert("L" if gray else "RGB"))
+            upright = _upright(image)
+            return [np.asarray(upright.convert(mode)) for mode in modes]
     except UnidentifiedImageError:
         raise ImageRefused(f"is no image of the formats {', '.join(FORMATS)}") from None
     except Image.DecompressionBombError:  # Pillow's own limit, which it checks on opening
@@ -88,7 +105,6 @@ def decoded(data: bytes, gray: bool) -> Array:
     except Exception as error:
         # The decoders raise nearly everything at bytes that are broken: SyntaxError, struct.error, zlib.error, …
         raise ImageRefused(f"is a broken image: {first_line(error)}") from error
-    return pixels[:, :, None] if gray else pixels
 
 
 def _upright(image: Image.Image) -> Image.Image:

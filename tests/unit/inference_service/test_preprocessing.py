@@ -133,3 +133,17 @@ def test_steps_that_do_not_fit_the_ingested_columns_are_refused() -> None:
         Preprocessing(said(TABLE, {"concat": {"columns": ["b"], "into": "x"}}))
     with pytest.raises(FailedPrecondition, match="not float32"):
         Preprocessing(said(TABLE, {"rename": {"columns": {"a": "x"}}}))
+
+
+@pytest.mark.parametrize("allowed", [(), ("os:getcwd",)])
+def test_a_function_that_the_operator_does_not_allow_is_never_called(allowed: tuple[str, ...]) -> None:
+    custom = {"custom": {"function": "tests.unit.inference_service.test_preprocessing:explode", "columns": ["a"]}}
+
+    with pytest.raises(FailedPrecondition) as refused:
+        Preprocessing(said(TABLE, custom, {"concat": {"columns": ["a"], "into": "x"}}), allowed)
+
+    assert refused.value.specific_reason == "CUSTOM_FUNCTION_NOT_ALLOWED"
+
+
+def explode(_: pa.RecordBatch) -> pa.RecordBatch:
+    raise AssertionError("it was called")

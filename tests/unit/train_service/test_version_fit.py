@@ -143,3 +143,11 @@ def test_the_validation_split_is_taken_where_there_is_one() -> None:
     assert with_defaults(SPEC, V).validation_split == "validation"
     assert with_defaults(SPEC, version(train=1000, test=10)).validation_split == ""
     assert with_defaults(replace(SPEC, validation_split="train"), V).validation_split == "train"
+
+
+def test_a_custom_function_that_ends_its_process_does_not_end_the_service() -> None:
+    function = "tests.unit.shared.transforms.custom_functions:leaving"
+    transform = steps({"custom": {"function": function, "columns": ["share"]}}, {"toFloat": {}})
+    with pytest.raises(InvalidArgument, match="ended its process for 0 rows, with exit status 3") as caught:
+        check_fits(replace(SPEC, transform=transform), V)
+    assert caught.value.fields[0][0] == "spec.transform.steps[0]"

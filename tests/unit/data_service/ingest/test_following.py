@@ -131,6 +131,39 @@ def test_whole_numbers_may_be_appended_to_a_column_of_doubles(store: ObjectStore
     assert rows(store, second, "train") == {"x": [1.5, 2.0]}
 
 
+def test_doubles_are_not_appended_to_a_column_of_whole_numbers(store: ObjectStore, tmp_path: Path) -> None:
+    first = made(store, tmp_path, "v1", ImportSpec(sources=[csv(tmp_path, "a", "train", "label\n1\n")], hold_outs=[]))
+    appending = Base(version=first.name, mode="append")
+
+    more = [csv(tmp_path, "b", "train", "label\n2\n"), csv(tmp_path, "c", "train", "label\n2.5\n")]
+    error = refused(store, tmp_path, "v2", ImportSpec(sources=more, hold_outs=[], base=appending))
+
+    assert error["reason"] == "SCHEMA_MISMATCH"
+    assert error["metadata"]["field"] == "sources[1]"
+    assert "label: double" in error["message"]
+    assert "label: int64" in error["message"]
+    assert "column_types" in error["message"]
+
+
+def test_the_type_of_the_base_stands_though_its_sources_differ(store: ObjectStore, tmp_path: Path) -> None:
+    first = made(store, tmp_path, "v1", ImportSpec(sources=[csv(tmp_path, "a", "train", "x\n1.5\n")], hold_outs=[]))
+    appending = Base(version=first.name, mode="append")
+
+    more = [csv(tmp_path, "b", "train", "x\n2\n"), csv(tmp_path, "c", "train", "x\n2.5\n")]
+    second = made(store, tmp_path, "v2", ImportSpec(sources=more, hold_outs=[], base=appending))
+
+    assert [column.arrow_type for column in second.columns] == ["double"]
+    assert rows(store, second, "train") == {"x": [1.5, 2.0, 2.5]}
+
+
+def test_sources_of_whole_numbers_and_of_doubles_make_doubles(store: ObjectStore, tmp_path: Path) -> None:
+    sources = [csv(tmp_path, "a", "train", "x\n1\n"), csv(tmp_path, "b", "train", "x\n2.5\n")]
+
+    version = made(store, tmp_path, "v1", ImportSpec(sources=sources, hold_outs=[]))
+
+    assert rows(store, version, "train") == {"x": [1.0, 2.5]}
+
+
 def test_labels_keep_their_numbers_when_images_of_new_classes_are_appended(store: ObjectStore, tmp_path: Path) -> None:
     first = made(store, tmp_path, "v1", ImportSpec(sources=[images(tmp_path, "a", ["bee", "wasp"])], hold_outs=[]))
     appending = Base(version=first.name, mode="append")

@@ -217,3 +217,21 @@ def test_rows_come_before_the_stream_has_ended(tmp_path: Path) -> None:
     tables = ArrowRows(found_file(cut)).tables(Quarantine())
     assert next(tables).num_rows == 100
     assert rows.schema.names == SAMPLE.column_names
+
+
+@pytest.mark.parametrize("tz", [None, "UTC"])
+def test_seconds_beyond_what_a_version_keeps_are_bad_rows(tmp_path: Path, tz: str | None) -> None:
+    times = pa.array([0, 2**63 - 1, None, -(2**63) + 1], pa.timestamp("s", tz))
+    bad = Quarantine()
+    read = table_of(rows_of(tmp_path, written(pa.table({"t": times}), "stream")), bad)
+    assert read["t"].combine_chunks().equals(times.take([0, 2]))
+    assert bad.places == ["row 2", "row 4"]
+    assert bad.rows[0].reason == "column 't' is beyond the times that milliseconds can tell"
+
+
+def test_numbers_beyond_the_seconds_that_a_version_keeps_are_bad_rows(tmp_path: Path) -> None:
+    (tmp_path / "data.arrow").write_bytes(written(pa.table({"t": [0, 2**63 - 1]}), "stream"))
+    source = source_of((tmp_path / "data.arrow").as_uri(), "arrow")
+    read, bad = whole(tmp_path, source, types={"t": "timestamp[s]"})
+    assert read.num_rows == 1
+    assert bad.places == ["row 2"]

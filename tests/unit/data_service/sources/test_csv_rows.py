@@ -51,6 +51,12 @@ def test_types_are_inferred_from_all_rows_of_all_files(tmp_path: Path) -> None:
         (["9223372036854775807"], pa.int64()),
         (["9223372036854775808"], pa.string()),
         (["9007199254740993", "0.5"], pa.string()),
+        (["9007199254740992", "0.5"], pa.float64()),
+        ([5000 * "0" + "9007199254740993", "0.5"], pa.string()),
+        (["1e400"], pa.string()),
+        (["-1e400", "0.5"], pa.string()),
+        (["1e400", "inf"], pa.string()),
+        (["1e-400", "Infinity"], pa.float64()),
         (["0x1F"], pa.string()),
         ([" 1"], pa.string()),
         (["1e3", "-inf"], pa.float64()),
@@ -82,6 +88,25 @@ def test_values_that_do_not_fit_a_given_type_are_told_by_line_and_reason(tmp_pat
         ("line 3", "column 'a' is no int8", "zwei,y"),
         ("line 5", "column 'a' is no int8", "300,z"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("arrow_type", "good", "bad_texts"),
+    [
+        ("double", ["-inf", "1.7976931348623157e308", "1000000000000000000", "nan"], ["1e400", "-1e309", "9" * 400]),
+        ("double", ["9007199254740992"], ["9007199254740993", 5000 * "0" + "18446744073709551615"]),
+        ("float", ["Infinity", "3.4028234e38", "0.1", "16777217"], ["3.5e38", "1e400", "18446744073709551615"]),
+        ("halffloat", ["+INF", "65504"], ["65520", "-1e39", "1e400"]),
+    ],
+)
+def test_a_number_that_a_float_cannot_hold_is_a_bad_row(
+    tmp_path: Path, arrow_type: str, good: list[str], bad_texts: list[str]
+) -> None:
+    texts = [*good, *bad_texts]
+    content = "x,y\n" + "".join(f"{text},1\n" for text in texts)
+    table, bad = read(tmp_path, content, types={"x": arrow_type}, null_values=["NA"])
+    assert table.num_rows == len(good)
+    assert bad.places == [f"line {len(good) + 2 + index}" for index in range(len(bad_texts))]
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import gzip
+import io
 import struct
 import zlib
 from pathlib import Path, PurePosixPath
 
 import pytest
+from PIL import Image
 
 from data_service.domain import decompression
 from data_service.sources import images as image_rules
 from data_service.sources import open_sources
 from data_service.sources.source_files import SourceFiles
 from shared.errors import InvalidArgument, NotFound
+from shared.transforms.steps.decoding import ImageRefused, decoded
 from tests.support.damage import truncations
 from tests.support.images import encoded, tar_of
 from tests.support.import_sources import opened, source_of, table_of, whole
@@ -119,11 +122,36 @@ def test_what_is_no_image_is_a_bad_row_with_its_reason(tmp_path: Path) -> None:
         assert table["path"].to_pylist() == ["a/good.png"]
         assert {row.place for row in bad.rows} == {f"{place} {name}" for name in files} - {f"{place} a/good.png"}
         reasons = {row.place.split(" ")[1]: row.reason for row in bad.rows}
-        assert "20000 × 5001 pixels" in reasons["a/bomb.png"]
+        assert "20000×5001 pixels" in reasons["a/bomb.png"]
         assert "pixels" in reasons["a/enormous.png"]
-        assert "none of JPEG" in reasons["a/text.jpg"]
+        assert "no image of the formats JPEG" in reasons["a/text.jpg"]
         assert "truncated" in reasons["a/half.jpg"].lower()
         assert "no folder of a class" in reasons["top.png"]
+
+
+def stored(mode: str, kind: str = "TIFF") -> bytes:
+    buffer = io.BytesIO()
+    Image.new(mode, (4, 3)).save(buffer, kind)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "I;16", "I", "F"])
+def test_what_an_import_keeps_can_be_decoded_in_colour_and_in_grey(mode: str) -> None:
+    data = stored(mode)
+    refusals = set()
+    for gray in (False, True):
+        try:
+            decoded(data, gray)
+        except ImageRefused as refused:
+            refusals.add(f"it {refused}")
+    problem = image_rules.problem_of(data)
+    assert (problem in refusals) if refusals else (problem is None)
+    assert (mode in ("LAB", "I", "F")) == bool(refusals)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_as_many_pixels_as_decoding_refuses_are_refused() -> None:
+    assert "fewer than 100,000,000" in str(image_rules.problem_of(png_header(10_000, 10_000)))
 
 
 def test_an_image_larger_than_a_member_may_be_is_a_bad_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,8 +44,13 @@ def test_columns_are_those_of_all_rows_of_all_files(tmp_path: Path) -> None:
     [
         ([True, None], pa.bool_(), [True, None]),
         ([1, None, 2**63 - 1], pa.int64(), [1, None, 2**63 - 1]),
-        ([1, 2**63], pa.float64(), [1.0, 2.0**63]),
-        ([1, 10**30], pa.float64(), [1.0, 1e30]),
+        ([1, 2**63], pa.string(), ["1", "9223372036854775808"]),
+        ([2**64 - 1, 2**64 - 2], pa.string(), ["18446744073709551615", "18446744073709551614"]),
+        ([2**64, -(2**63) - 1], pa.string(), ["18446744073709551616", "-9223372036854775809"]),
+        ([10**30, 0.5], pa.string(), ["1" + 30 * "0", "0.5"]),
+        ([1e30, 1], pa.float64(), [1e30, 1.0]),
+        ([2**53 + 1, 0.5], pa.string(), ["9007199254740993", "0.5"]),
+        ([2**53, 0.5], pa.float64(), [2.0**53, 0.5]),
         ([1, 2.5], pa.float64(), [1.0, 2.5]),
         (["2024-01-01", "1"], pa.string(), ["2024-01-01", "1"]),
         ([1, "x", True, 2.5, None], pa.string(), ["1", "x", "true", "2.5", None]),
@@ -69,6 +74,42 @@ def test_lists_of_numbers_become_tensors_and_others_bad_rows(tmp_path: Path) -> 
     assert table["n"].to_pylist() == [0, 1, 9]
     assert bad.places == [f"line {index}" for index in range(3, 10)]
     assert bad.rows[0].reason == "key 'x' is no list of 2 numbers"
+
+
+def test_a_list_with_a_whole_number_that_would_be_rounded_is_a_bad_row(tmp_path: Path) -> None:
+    lists: list[Any] = [[1, 0.5], [2**53 + 1, 0.5], [2**53 + 1, 2], [2**63, 1], [2**64, 0.5], [2**53, 2], [1e30, 1]]
+    table, bad = read(tmp_path, lines(*({"x": value} for value in lists)))
+    assert table["x"].combine_chunks().to_numpy_ndarray().tolist() == [[1, 0.5], [2**53, 2], [1e30, 1]]
+    assert bad.places == ["line 2", "line 3", "line 4", "line 5"]
+
+
+@pytest.mark.parametrize(
+    ("arrow_type", "good", "rounded"),
+    [
+        ("double", [0.5, 2**60, 2**63], [2**53 + 1, 2**64 - 1, 10**30]),
+        ("float", [0.5, 7], [2**53 + 1, 2**64 - 1, 1e39]),
+        ("int64", [2**53 + 1], [2**63, 2**64, 0.5]),
+        ("uint64", [2**64 - 1, 2**64 - 2], [2**64, -1]),
+    ],
+)
+def test_a_number_that_a_given_type_would_change_is_a_bad_row(
+    tmp_path: Path, arrow_type: str, good: list[Any], rounded: list[Any]
+) -> None:
+    table, bad = read(tmp_path, lines(*({"x": value} for value in [*good, *rounded])), types={"x": arrow_type})
+    assert table["x"].to_pylist() == good
+    assert len(bad.rows) == len(rounded)
+
+
+def test_long_digits_within_texts_and_fractions_are_left_alone(tmp_path: Path) -> None:
+    table, bad = read(tmp_path, '{"s": "12345678901234567890123", "d": 0.1234567890123456789012}\n')
+    assert table.to_pylist() == [{"s": "12345678901234567890123", "d": 0.1234567890123456789012}]
+    assert not bad.rows
+
+
+def test_a_deep_line_with_long_digits_is_a_bad_row(tmp_path: Path) -> None:
+    table, bad = read(tmp_path, '{"a": 1}\n{"a": 12345678901234567890123, "b": ' + "[" * 1020 + "]" * 1020 + "}\n")
+    assert table["a"].to_pylist() == [1]
+    assert [(row.place, row.reason) for row in bad.rows] == [("line 2", "it is nested too deep")]
 
 
 def test_one_odd_list_does_not_make_a_column_of_lists(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pyarrow import fs
 
 from data_service.sources import open_sources
 from data_service.sources.source_files import SourceFiles
-from shared.errors import InvalidArgument, NotFound
+from shared.errors import Cancelled, InvalidArgument, NotFound
 from tests.support.images import encoded
 from tests.support.import_sources import opened, source_of, table_of
 
@@ -78,3 +78,15 @@ def test_an_image_folder_may_be_of_objects(tmp_path: Path, bucket: SourceFiles) 
 def test_without_a_store_no_upload_can_be_read(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="no upload can be read"):
         SourceFiles([PurePosixPath(tmp_path)], None).find("f", "datasets/d/uploads/u")
+
+
+@pytest.mark.parametrize(("kind", "content"), [("csv", "n\n1\n"), ("json_lines", '{"n":1}\n')])
+def test_who_no_longer_wants_the_rows_need_not_wait_for_their_types(tmp_path: Path, kind: str, content: str) -> None:
+    (tmp_path / "rows").write_text(content)
+
+    def stop() -> None:
+        raise Cancelled("nobody wants it")
+
+    files = SourceFiles([PurePosixPath(tmp_path)], None, on_read=stop)
+    with pytest.raises(Cancelled):
+        open_sources([source_of((tmp_path / "rows").as_uri(), kind)], files, {})

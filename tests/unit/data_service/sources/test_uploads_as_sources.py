@@ -105,6 +105,18 @@ def test_bytes_that_are_not_those_committed_are_data_loss(store: ObjectStore, up
         table_of(source(store, name, kind).rows)
 
 
+def test_parquet_written_over_after_its_proof_is_data_loss(store: ObjectStore, uploads: Uploads) -> None:
+    data = CONTENTS["parquet"]
+    name = committed(uploads, data, chunk_bytes=len(data))
+    rows = source(store, name, "parquet").rows
+    (stored,) = store.list(f"{name}/chunks")
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"n": np.arange(400)[::-1].copy()}), sink)
+    store.put(stored.key, sink.getvalue().ljust(len(data), b" ")[: len(data)])
+    with pytest.raises(DataLoss):
+        table_of(rows)
+
+
 def test_a_tar_of_images_is_read_from_an_upload(store: ObjectStore, uploads: Uploads) -> None:
     name = committed(uploads, tar_of({"cat/a.png": encoded()}), chunk_bytes=1000)
     assert table_of(source(store, name, "image_tar").rows)["path"].to_pylist() == ["cat/a.png"]

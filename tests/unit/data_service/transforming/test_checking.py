@@ -74,3 +74,11 @@ def test_what_does_not_fit_is_named(bad: TransformSpec, path: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         check_transform(bad, MANIFEST, custom_allowed=["tests.support.transforming:doubles"])
     assert caught.value.fields[0][0] == path
+
+
+def test_a_custom_function_that_ends_its_process_does_not_end_the_service() -> None:
+    function = "tests.unit.shared.transforms.custom_functions:leaving"
+    bad = spec({"custom": {"function": function, "columns": ["word"]}})
+    with pytest.raises(InvalidArgument, match="ended its process for 0 rows, with exit status 3") as caught:
+        check_transform(bad, MANIFEST, custom_allowed=[function])
+    assert caught.value.fields[0][0] == "transform.steps[0]"

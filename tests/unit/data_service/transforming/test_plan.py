@@ -47,3 +47,24 @@ def test_texts_are_taken_for_what_they_weigh(store: ObjectStore, monkeypatch: py
     commit_tables(store, {"train": pa.table({"text": [bytes(row).decode() for row in noise]})})
     parts = plan_parts(VersionReader(store, load_version(store, SOURCE)), pa.schema([("text", pa.string())]))
     assert len(parts) > 4
+
+
+def test_parts_of_unequal_rows_weigh_alike_not_count_alike(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "MIN_PART_BYTES", 300_000)
+    monkeypatch.setattr("shared.dataset_version.writer.MAX_FILE_BYTES", 100_000)
+    monkeypatch.setattr("shared.dataset_version.row_groups.MAX_UNEQUAL_GROUP_BYTES", 50_000)
+    noise = np.random.default_rng(0)
+    images = [noise.bytes(9) for _ in range(20_000)] + [noise.bytes(20_000) for _ in range(60)]
+    commit_tables(store, {"train": pa.table({"image": pa.array(images, pa.binary())})})
+    reader = VersionReader(store, load_version(store, SOURCE))
+
+    parts = plan_parts(reader, pa.schema([("image", pa.binary())]))
+
+    first_row_id = 0
+    for part in parts:
+        assert part.first_row_id == first_row_id
+        rows = images[first_row_id : first_row_id + part.row_count]
+        assert sum(map(len, rows)) < 300_000
+        first_row_id += part.row_count
+    assert first_row_id == len(images)
+    assert max(part.row_count for part in parts) > 1000

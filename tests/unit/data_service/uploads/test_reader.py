@@ -11,8 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_service.uploads import chunks
+from data_service.uploads import chunks, reader
+from data_service.uploads.pins import PinnedBlocks
 from data_service.uploads.reader import open_upload, upload_size, verify
+from data_service.uploads.record import UploadRecord, log_of
 from data_service.uploads.uploads import Uploads
 from shared.errors import Cancelled, DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from shared.storage import ObjectStore
@@ -269,3 +271,90 @@ def test_bytes_given_out_that_the_commit_then_leaves_out_are_told(store: ObjectS
         uploads.commit(name, len(DATA), sha256(DATA))
         with pytest.raises(DataLoss):
             file.read()
+
+
+def presigned(store: ObjectStore, uploads: Uploads) -> UploadRecord:
+    """An open upload whose parts are put into the store by the client."""
+    name = started(uploads)
+    log_of(store, name).update(lambda record: {**record.state, "presigned": True} if record else None)
+    return uploads.get(name).record
+
+
+def put_part(store: ObjectStore, upload: UploadRecord, offset: int, data: bytes) -> None:
+    store.put(f"{upload.chunks_prefix}/{offset:020d}", data)
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("read_by", ["reading", "verifying"])
+def test_a_part_that_was_read_too_short_and_put_again_is_data_loss(
+    store: ObjectStore, uploads: Uploads, read_by: str
+) -> None:
+    upload = presigned(store, uploads)
+    put_part(store, upload, 0, b"\xff" * 400)
+    with open_upload(store, upload.name) as file:
+        assert file.read(400) == b"\xff" * 400
+        put_part(store, upload, 0, DATA[:500])
+        put_part(store, upload, 500, DATA[500:])
+        uploads.commit(upload.name, len(DATA), sha256(DATA))
+        with pytest.raises(DataLoss):
+            file.read() if read_by == "reading" else verify(file)
+
+
+def test_a_part_that_nobody_read_may_be_put_again(store: ObjectStore, uploads: Uploads) -> None:
+    upload = presigned(store, uploads)
+    put_part(store, upload, 0, DATA[:400])
+    with open_upload(store, upload.name) as file:
+        put_part(store, upload, 0, DATA[:500])
+        put_part(store, upload, 500, DATA[500:])
+        uploads.commit(upload.name, len(DATA), sha256(DATA))
+        file.seek(600)
+        assert file.read(10) == DATA[600:610]
+        verify(file)
+
+
+@pytest.mark.usefixtures("blocks")
+def test_a_part_put_again_between_its_reading_and_the_commit_is_data_loss(store: ObjectStore, uploads: Uploads) -> None:
+    upload = presigned(store, uploads)
+    put_part(store, upload, 0, b"\xff" * len(DATA))
+    with open_upload(store, upload.name) as file:
+        assert file.read(len(DATA)) == b"\xff" * len(DATA)
+        put_part(store, upload, 0, DATA)
+        uploads.commit(upload.name, len(DATA), sha256(DATA))
+        with pytest.raises(DataLoss, match="not those that were committed"):
+            file.read()
+
+
+@pytest.mark.parametrize("change", ["bytes", "cut"])
+def test_what_is_read_after_a_proof_is_what_was_proven(store: ObjectStore, uploads: Uploads, change: str) -> None:
+    upload = presigned(store, uploads)
+    put_part(store, upload, 0, DATA)
+    uploads.commit(upload.name, len(DATA), sha256(DATA))
+    pins = PinnedBlocks()
+    with open_upload(store, upload.name, pins=pins) as file:
+        verify(file)
+    if change == "bytes":
+        put_part(store, upload, 0, DATA[:-1] + b"\0")
+    else:
+        put_part(store, upload, 0, DATA[:1000])
+        put_part(store, upload, 1000, DATA[1000:])
+    with open_upload(store, upload.name, pins=pins) as file, pytest.raises(DataLoss):
+        file.seek(1500) and file.read(10)
+
+
+def test_a_block_that_is_read_again_is_the_same_or_data_loss(
+    store: ObjectStore, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "KEPT_BLOCKS", 1)
+    monkeypatch.setattr(reader, "BUFFER_BYTES", 10)
+    upload = presigned(store, uploads)
+    for offset in range(0, len(DATA), 640):
+        put_part(store, upload, offset, DATA[offset : offset + 640])
+    uploads.commit(upload.name, len(DATA), sha256(DATA))
+    with open_upload(store, upload.name) as file:
+        assert file.read(10) == DATA[:10]
+        file.seek(2000)
+        file.read(10)
+        put_part(store, upload, 0, b"\xff" * 640)
+        file.seek(0)
+        with pytest.raises(DataLoss):
+            file.read(10)

@@ -8,12 +8,14 @@ import uuid
 import pytest
 
 from data_service.uploads import users
+from data_service.uploads.ending import LATE_WRITES_S
+from data_service.uploads.expiry import COMMITTED_FOR_S, OPEN_FOR_S
 from data_service.uploads.parts import MAX_PART_BYTES, MIN_PART_BYTES, PresignedPut, parts_of
 from data_service.uploads.record import log_of
-from data_service.uploads.uploads import COMMITTED_FOR_S, OPEN_FOR_S, Uploads
+from data_service.uploads.uploads import Uploads
 from data_service.uploads.users import live_users, mark_used, unmark
 from shared.dataset_version.version import IMPORT_KIND
-from shared.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, NotFound
+from shared.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.record import begin_attempt, succeed
 from shared.storage import ObjectStore
@@ -175,7 +177,7 @@ def test_a_chunk_written_late_is_not_in_the_next_upload_of_the_id(store: ObjectS
     started(uploads)
     store.put(left, b"late")
     assert uploads.get(name).acknowledged_size == 0
-    uploads.sweep(time.time())
+    uploads.sweep(time.time() + LATE_WRITES_S + 1)
     assert not store.exists(left)
 
 
@@ -218,8 +220,8 @@ def test_an_unmarked_upload_is_free(store: ObjectStore, uploads: Uploads) -> Non
 def test_an_upload_that_is_going_cannot_be_used_any_more(store: ObjectStore, uploads: Uploads) -> None:
     name = committed(uploads, DATA)
     log = log_of(store, name)
-    log.update(lambda record: {**record.state, "ending": True} if record else None)
-    with pytest.raises(NotFound):
+    log.update(lambda record: {**record.state, "ending": "nonce"} if record else None)
+    with pytest.raises(Unavailable):
         mark_used(store, name, IMPORT_KIND, uuid.uuid4().hex, VERSION)
     assert not list(store.list(f"{name}/users"))
     # Whoever was taking it away died: the sweep ends it.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import threading
 import time
 from typing import Any
@@ -80,3 +83,43 @@ def slow(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 NOT_A_FUNCTION = 3
+
+
+# Functions that no rows are enough to set off.
+
+
+def chatty(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Prints, by whatever way, and leaves a process behind that keeps its standard output."""
+    print("S is no answer", flush=True)
+    os.write(1, b"nor is this")
+    subprocess.Popen(["sleep", "30"])
+    return rows
+
+
+def pid_as_name(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Tells in which process it ran."""
+    return pa.RecordBatch.from_arrays([rows.column(0)], [f"pid_{os.getpid()}"])
+
+
+def always_raising(rows: pa.RecordBatch) -> pa.RecordBatch:  # noqa: ARG001
+    raise KeyError("nothing at all")
+
+
+def always_hanging(rows: pa.RecordBatch) -> pa.RecordBatch:  # noqa: ARG001
+    while True:
+        time.sleep(0.1)
+
+
+def deaf(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Hangs as native code does, which no signal handler of Python's interrupts."""
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    return always_hanging(rows)
+
+
+def always_crashing(rows: pa.RecordBatch) -> pa.RecordBatch:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return always_hanging(rows)
+
+
+def leaving(rows: pa.RecordBatch) -> pa.RecordBatch:  # noqa: ARG001
+    os._exit(3)

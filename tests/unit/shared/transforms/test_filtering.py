@@ -29,6 +29,9 @@ ROWS = {
     "blob": pa.array([b"ab", b"", None, b"xyz", b"q"]),
     "a b": pa.array([1, 2, 3, 4, 5], pa.uint8()),
     "huge": pa.array([2**62, 1, 2, 3, 2**63 - 1]),
+    "vast": pa.array([2**64 - 1, 2**53 + 1, None, 0, 2**63], pa.uint64()),
+    "near": pa.array([2**53, 2**53 + 1, -(2**63), 2**63 - 1, None], pa.int64()),
+    "wide": pa.array([2.0**53, float("inf"), -(2.0**63), 2.0**63, float("nan")]),
     "price": pa.array(["1.10", "2.50", None, "3.00", "0.00"]).cast(pa.decimal128(5, 2)),
 }
 SCHEMA: Schema = {name: ScalarType(column.type) for name, column in ROWS.items()}
@@ -82,6 +85,34 @@ def kept(expression: str) -> list[int]:
         ("huge == 9223372036854775807", [4]),
         ("huge < 2.5", [1, 2]),
         ("price > 1.1", [1, 3]),
+        ("vast is None", [2]),
+        ("vast is not None", [0, 1, 3, 4]),
+        ("vast == 18446744073709551615", [0]),
+        ("vast > 9223372036854775807", [0, 4]),
+        ("vast > -1", [0, 1, 3, 4]),
+        ("vast in [18446744073709551615, 0, -1]", [0, 3]),
+        ("vast >= 18446744073709551616.0", []),
+        ("vast == 9223372036854775808.0", [4]),
+        ("vast == 9007199254740992.0", []),
+        ("vast < 0.5", [3]),
+        ("vast != -0.5", [0, 1, 3, 4]),
+        ("vast == near", [1]),
+        ("vast > near", [0]),
+        ("vast < near", [3]),
+        ("vast % 10 == 5", [0]),
+        ("abs(vast) == 18446744073709551615", [0]),
+        ("near == 9007199254740992.0", [0]),
+        ("near > 9007199254740992.0", [1, 3]),
+        ("near < 9007199254740994.0", [0, 1, 2]),
+        ("near > 4503599627370495.5", [0, 1, 3]),
+        ("wide > 9007199254740991", [0, 1, 3]),
+        ("wide == 9007199254740993", []),
+        ("near == wide", [0, 2]),
+        ("near < wide", [1, 3]),
+        ("near >= wide", [0, 2]),
+        ("near != wide", [1, 3]),
+        ("near != wide or near is None", [1, 3, 4]),
+        ("visits != age / 0", [0, 1, 4]),
         ("'b' > 'a'", [0, 1, 2, 3, 4]),
         ("(age > 2) == member", [3, 4]),
         ("\n  (age\n > 2) ", [1, 3]),
@@ -124,7 +155,7 @@ def test_it_keeps_the_rows_for_which_it_is_true(expression: str, rows: list[int]
         ("visits == 1j", "use numbers"),
         ("visits == b'x'", "use numbers"),
         ("visits == ...", "use numbers"),
-        ("visits == 9223372036854775808", "beyond what a column can hold"),
+        ("visits == 18446744073709551616", "beyond what a column can hold"),
         ("city == '\\ud800'", "beyond what a column can hold"),
         ("timestamp('yesterday') > seen", "write it as 2019-03-01T00:00:00"),
         ("not " * 80 + "member", "levels deep"),
@@ -172,7 +203,14 @@ def test_types_that_do_not_fit_are_found_before_any_row_is_read(expression: str,
 
 
 @pytest.mark.parametrize(
-    ("expression", "row"), [("huge * 2 > 0", 0), ("visits % (visits - 7) == 0", 2), ("huge + 1 > 0", 4)]
+    ("expression", "row"),
+    [
+        ("huge * 2 > 0", 0),
+        ("visits % (visits - 7) == 0", 2),
+        ("huge + 1 > 0", 4),
+        ("vast + 1 > 0", 0),
+        ("-vast < 0", 0),
+    ],
 )
 def test_a_row_that_does_not_work_out_is_named(expression: str, row: int) -> None:
     with pytest.raises(RowError) as refused:
@@ -252,6 +290,31 @@ def test_numbers_work_out_as_in_python(left: list[int | None], constant: int, ot
         return (x * constant - x % other < x / other and x != constant) or abs(x) in [other, 5]
 
     assert made["y"].to_pylist() == [x for x in left if x is not None and wanted(x)]
+
+
+EDGES = [0, 1, -1, 2**53, 2**53 + 1, 2**62, 2**63 - 1, 2**63 - 513, 2**63, 2**64 - 1, -(2**53) - 1, -(2**63)]
+FLOATS = st.floats(allow_nan=True) | st.sampled_from(EDGES).map(float) | st.sampled_from([0.5, -0.5, 2.0**64])
+
+
+@given(data=st.data(), unsigned=st.booleans(), operator=st.sampled_from(["==", "!=", "<", "<=", ">", ">="]))
+def test_whole_numbers_compare_with_floats_exactly(data: st.DataObject, unsigned: bool, operator: str) -> None:
+    least, most = (0, 2**64 - 1) if unsigned else (-(2**63), 2**63 - 1)
+    number = data.draw(st.integers(least, most) | st.sampled_from([one for one in EDGES if least <= one <= most]))
+    other = data.draw(FLOATS | st.just(number).map(float))
+    kind = pa.uint64() if unsigned else pa.int64()
+    rows = {"i": pa.array([number], kind), "f": pa.array([other])}
+    truth = {
+        "==": number == other,
+        "!=": number != other,
+        "<": number < other,
+        "<=": number <= other,
+        ">": number > other,
+        ">=": number >= other,
+    }[operator]
+
+    made = pipeline({"filter": {"expression": f"i {operator} f"}})(rows)
+
+    assert len(made["i"]) == truth
 
 
 def test_a_filter_survives_pickling_and_leaves_tensors_their_rows() -> None:

@@ -1,0 +1,122 @@
+"""What columns a custom function makes, learnt in a process of its own.
+
+A service is asked by its clients, and runs an operator's function to answer: one that hangs must not keep a thread for
+ever, and one that crashes must not take the service with it. Jobs run functions in workers, and need none of this.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import pyarrow as pa
+
+from shared.errors import ResourceExhausted
+from shared.transforms.problems import StepError
+
+# To start Python and import the function's module; on top of what the function itself may take.
+START_LIMIT_S = 20.0
+CALL_LIMIT_S = 30.0
+# Each child may take as much memory as the function's imports do.
+MAX_CHILDREN = 4
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
+
+# Where modules are found here, an operator's too, they are to be found there.
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import answer; answer()"
+_SCHEMA, _PROBLEM = b"S", b"P"
+
+_wanted: ContextVar[bool] = ContextVar("custom schemas are learnt in child processes", default=False)
+_children = threading.BoundedSemaphore(MAX_CHILDREN)
+
+
+@contextmanager
+def functions_in_children() -> Iterator[None]:
+    """Inside, what columns a custom function makes is learnt in a child process: for whoever answers a request."""
+    token = _wanted.set(True)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
+
+
+def is_wanted() -> bool:
+    return _wanted.get()
+
+
+def learn(function: str, schema: pa.Schema, limit_s: float) -> pa.Schema:
+    """What `function` (`module:function`) makes of no rows of these logical columns, within `limit_s` or
+    `CALL_LIMIT_S`, whichever is less, and `START_LIMIT_S` to start.
+
+    Raises `StepError` naming the function where it fails, ends its process or does not end, and `ResourceExhausted`
+    where `MAX_CHILDREN` others kept at it for too long.
+    """
+    limit_s = min(limit_s, CALL_LIMIT_S)
+    if not _children.acquire(timeout=START_LIMIT_S):
+        raise ResourceExhausted(
+            f"{MAX_CHILDREN} custom functions are being asked for their columns already; try again later",
+            reason="TOO_MANY_CUSTOM_FUNCTIONS",
+        )
+    try:
+        return _learn(function, schema, limit_s)
+    finally:
+        _children.release()
+
+
+def _learn(function: str, schema: pa.Schema, limit_s: float) -> pa.Schema:
+    deadline_s = START_LIMIT_S + limit_s
+    # Files, not pipes: a process that the function leaves behind would keep a pipe open.
+    with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as answered:
+        asked = {"function": function, "limit_s": limit_s, "deadline_s": deadline_s}
+        question.write(json.dumps(asked).encode() + b"\n" + schema.serialize().to_pybytes())
+        question.seek(0)
+        command = [sys.executable, "-c", _START.format(module=__name__), json.dumps(sys.path)]
+        with subprocess.Popen(command, stdin=question, stdout=answered, start_new_session=True) as child:
+            try:
+                status = child.wait(deadline_s)
+            except subprocess.TimeoutExpired:
+                raise StepError(f"{function} was stopped: no answer for 0 rows within {deadline_s:g} s") from None
+            finally:
+                if child.returncode is None:
+                    os.killpg(child.pid, signal.SIGKILL)
+        answered.seek(0)
+        kind, content = answered.read(1), answered.read(MAX_ANSWER_BYTES)
+    if kind == _SCHEMA:
+        return pa.ipc.read_schema(pa.py_buffer(content))
+    if kind == _PROBLEM:
+        problem = json.loads(content)
+        raise StepError(problem["message"], problem["at"])
+    raise StepError(f"{function} ended its process for 0 rows, {_ending(status)}")
+
+
+def _ending(status: int) -> str:
+    return f"with {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
+
+
+def answer() -> None:
+    """The child's whole work: a question on its standard input, the answer on its standard output."""
+    line, _, content = sys.stdin.buffer.read().partition(b"\n")
+    question = json.loads(line)
+    faulthandler.enable()
+    # A service that is killed does not stop us.
+    faulthandler.dump_traceback_later(question["deadline_s"], exit=True)
+    # What the function prints is no answer.
+    with os.fdopen(os.dup(1), "wb") as out:
+        os.dup2(2, 1)
+        # Not above: that module imports this one.
+        custom = importlib.import_module("shared.transforms.steps.custom")
+        schema = pa.ipc.read_schema(pa.py_buffer(content))
+        try:
+            step = custom.Custom(question["function"], tuple(schema.names), question["limit_s"])
+            out.write(_SCHEMA + step.made_of_none(schema).serialize().to_pybytes())
+        except StepError as error:
+            out.write(_PROBLEM + json.dumps({"message": str(error), "at": error.at}).encode())

@@ -1,0 +1,69 @@
+"""Whatever a request holds, it is answered with a status that the protos name, and a refusal leaves nothing behind."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import pytest
+from grpc_status import rpc_status
+
+from millrace.data.v1 import data_service_pb2 as pb
+from millrace.data.v1 import data_service_pb2_grpc
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
+from tests.support.hostile_messages import hostile
+from tests.support.refusals import refusal_of
+from tests.support.service_process import running_service, store_environ
+
+PROTO = Path(__file__).parents[3] / "protos" / "millrace" / "data" / "v1" / "data_service.proto"
+METHODS = list(pb.DESCRIPTOR.services_by_name["DataService"].methods)
+CALLS_OF_EACH = 40
+
+
+def documented(method: str) -> set[str]:
+    """The statuses that the comment above a method names."""
+    found = re.search(rf"((?:  //[^\n]*\n)+)  rpc {method}\(", PROTO.read_text())
+    assert found
+    immediate = found[1].split("The operation fails")[0]
+    return set(re.findall(r"\b[A-Z]+_[A-Z_]+\b|\bABORTED\b", immediate)) | {"RESOURCE_EXHAUSTED"}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, ObjectStore]]:
+    """A service without Ray, with a dataset `d` and an upload `u` in it."""
+    folder = tmp_path_factory.mktemp("hostile")
+    settings = StoreSettings(url=(folder / "store").as_uri())
+    with (
+        running_service("data_service", {**store_environ(settings), "RAY_ADDRESS": ""}, folder / "log") as service,
+        grpc.insecure_channel(service.address) as channel,
+    ):
+        stub: Any = data_service_pb2_grpc.DataServiceStub(channel)
+        stub.CreateDataset(pb.CreateDatasetRequest(dataset_id="d"), timeout=10)
+        stub.StartUpload(pb.StartUploadRequest(parent="datasets/d", upload_id="u"), timeout=10)
+        yield stub, open_store(settings)
+    assert "unexpected exception" not in (folder / "log").read_text()
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_a_hostile_request_is_refused_by_a_documented_status_and_leaves_nothing(
+    served: tuple[Any, ObjectStore], method: Any
+) -> None:
+    stub, store = served
+    random_ = random.Random(method.name)
+    for _ in range(CALLS_OF_EACH):
+        request = hostile(getattr(pb, method.input_type.name)(), random_)
+        before = {info.key for info in store.list("")}
+        try:
+            answer = getattr(stub, method.name)(iter([request]) if method.client_streaming else request, timeout=30)
+            if method.server_streaming:
+                list(answer)
+        except grpc.RpcError as error:
+            status = rpc_status.from_call(cast(grpc.Call, error))
+            assert status is not None, error
+            assert refusal_of(status).code.name in documented(method.name), request
+            assert {info.key for info in store.list("")} <= before, request
