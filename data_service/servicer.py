@@ -20,7 +20,7 @@ from data_service.converters.versions import checked_operation, version_message
 from data_service.datasets import Datasets
 from data_service.lifecycle import Deletions
 from data_service.preview import preview
-from data_service.streaming import in_threads
+from data_service.streaming import Slots, in_threads
 from data_service.uploads.servicer import UploadServicerPart
 from data_service.uploads.uploads import Uploads
 from data_service.version_jobs import VersionJobs
@@ -31,6 +31,9 @@ from shared.jobs import JobRecord
 from shared.requests import body_digest
 
 Context = aio.ServicerContext[Any, Any]
+
+# Of ReadVersion and VerifyVersion together; each holds about 40 MiB.
+MAX_READS = 32
 
 
 class DataServicer(UploadServicerPart):
@@ -44,6 +47,7 @@ class DataServicer(UploadServicerPart):
         deletions: Deletions,
     ) -> None:
         super().__init__(uploads)
+        self._reads = Slots(MAX_READS)
         self._datasets = datasets
         self._versions = versions
         self._version_jobs = version_jobs
@@ -164,22 +168,24 @@ class DataServicer(UploadServicerPart):
         self, request: data_service_pb2.ReadVersionRequest, context: Context
     ) -> AsyncIterator[data_service_pb2.ReadVersionResponse | bytes]:
         version = await asyncio.to_thread(self._versions.active, request.name)
-        # Messages that are serialized already: their bytes are many, and each copy of them would cost.
-        async for message in in_threads(reading.read_stream(version.reader, selection_from(request))):
-            yield message
+        with self._reads.one():
+            # Messages that are serialized already: their bytes are many, and each copy of them would cost.
+            async for message in in_threads(reading.read_stream(version.reader, selection_from(request))):
+                yield message
 
     async def VerifyVersion(
         self, request: data_service_pb2.VerifyVersionRequest, context: Context
     ) -> AsyncIterator[data_service_pb2.VerifyVersionResponse]:
         version = await asyncio.to_thread(self._versions.active, request.name)
-        async for state in in_threads(verification.verify(self._versions.store, version.reader.version)):
-            yield data_service_pb2.VerifyVersionResponse(
-                files_checked=state.files_checked,
-                files_total=state.files_total,
-                bytes_checked=state.bytes_checked,
-                rows_checked=state.rows_checked,
-                damages=[
-                    data_service_pb2.Damage(path=damage.path, description=damage.description)
-                    for damage in state.damages
-                ],
-            )
+        with self._reads.one():
+            async for state in in_threads(verification.verify(self._versions.store, version.reader.version)):
+                yield data_service_pb2.VerifyVersionResponse(
+                    files_checked=state.files_checked,
+                    files_total=state.files_total,
+                    bytes_checked=state.bytes_checked,
+                    rows_checked=state.rows_checked,
+                    damages=[
+                        data_service_pb2.Damage(path=damage.path, description=damage.description)
+                        for damage in state.damages
+                    ],
+                )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar, cast
+
+from shared.errors import ResourceExhausted
 
 Item = TypeVar("Item")
 
@@ -33,6 +36,29 @@ async def in_threads(items: Generator[Item, None, None]) -> AsyncIterator[Item]:
     finally:
         following.cancel()
         await asyncio.to_thread(close)
+
+
+class Slots:
+    """So many streams at once: each holds some tens of MiB, whatever its client does."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._taken = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Raises `ResourceExhausted` where all are taken. For one event loop."""
+        if self._taken >= self._most:
+            raise ResourceExhausted(
+                f"{self._most} versions are being read at present, which is the most; try again",
+                reason="TOO_MANY_READS",
+                retry_after_s=1.0,
+            )
+        self._taken += 1
+        try:
+            yield
+        finally:
+            self._taken -= 1
 
 
 def framed(field_number: int, parts: Sequence[bytes | memoryview]) -> bytes:

@@ -79,7 +79,7 @@ class Endings:
 
     def abort_all(self, dataset: str) -> None:
         """Of `datasets/{d}`. Raises `FailedPrecondition` as soon as it meets one that an import reads."""
-        for key in self._live.keys(dataset):
+        for key in self._live.markers(dataset):
             live = self._live.read(key)
             if live is None or live.gone_at is not None:
                 continue
@@ -92,7 +92,7 @@ class Endings:
 
         Returns the names of those that it took away.
         """
-        waiting = [key for key in self._live.keys() if key > self._after]
+        waiting = [key for key in self._live.markers() if key > self._after]
         expired = []
         for key in waiting[:UPLOADS_A_PASS]:
             self._after = key

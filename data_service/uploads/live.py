@@ -36,8 +36,8 @@ class LiveUploads:
     def forget(self, uid: str, name: str) -> None:
         self._store.delete(_key(uid, name))
 
-    def keys(self, dataset: str = "") -> list[str]:
-        """Of all, or of those of `datasets/{d}`, sorted."""
+    def markers(self, dataset: str = "") -> list[str]:
+        """The keys of all, or of those of `datasets/{d}`, sorted."""
         folder = f"{FOLDER}/{dataset.removeprefix('datasets/')}" if dataset else FOLDER
         return sorted(info.key for info in self._store.list(folder))
 

@@ -55,7 +55,8 @@ async def receive(store: ObjectStore, digests: KeptDigests, chunks: AsyncIterato
     The end of `chunks` commits nothing, for it is also what a lost client looks like. A call that is cancelled leaves
     whole chunks only. Raises `InvalidArgument`, `NotFound`, `DataLoss` (a chunk is not what its CRC32C says),
     `OutOfRange` (a chunk after a gap), `Conflict` (other bytes are there), `FailedPrecondition` (the upload is
-    committed), `Unavailable` (it is being aborted) and `ResourceExhausted` (the store is full), after whatever came before was acknowledged.
+    committed), `Unavailable` (it is being aborted, which may yet be refused) and `ResourceExhausted` (the store is
+    full), after whatever came before was acknowledged.
     """
     first = await anext(chunks, None)
     if first is None:

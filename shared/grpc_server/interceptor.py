@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
 DEFAULT_DEADLINE_S = 60.0
+# A client that does not take a message of its stream for so long has gone, or might as well have.
+SEND_WITHIN_S = 300.0
 # Health and reflection come from grpc itself and keep their own manners.
 FOREIGN = "/grpc."
 
@@ -90,9 +92,18 @@ class CallInterceptor(aio.ServerInterceptor):
                 aclosing(behaviour(_well_formed(request), context)) as responses,
             ):
                 async for response in responses:
-                    await context.write(response)
+                    await _send(context, response)
 
         return call
+
+
+async def _send(context: Context, response: Any) -> None:
+    """Raises `DeadlineExceeded` where the client takes nothing: what the stream holds would be held for ever."""
+    try:
+        async with asyncio.timeout(SEND_WITHIN_S):
+            await context.write(response)
+    except TimeoutError:
+        raise DeadlineExceeded(f"the client took no message for {SEND_WITHIN_S:.0f} s") from None
 
 
 @asynccontextmanager

@@ -285,16 +285,17 @@ def put_part(store: ObjectStore, upload: UploadRecord, offset: int, data: bytes)
 
 
 @pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("cut", [300, 500])
 @pytest.mark.parametrize("read_by", ["reading", "verifying"])
-def test_a_part_that_was_read_too_short_and_put_again_is_data_loss(
-    store: ObjectStore, uploads: Uploads, read_by: str
+def test_a_part_that_was_read_and_put_again_with_another_size_is_data_loss(
+    store: ObjectStore, uploads: Uploads, read_by: str, cut: int
 ) -> None:
     upload = presigned(store, uploads)
     put_part(store, upload, 0, b"\xff" * 400)
     with open_upload(store, upload.name) as file:
         assert file.read(400) == b"\xff" * 400
-        put_part(store, upload, 0, DATA[:500])
-        put_part(store, upload, 500, DATA[500:])
+        put_part(store, upload, 0, DATA[:cut])
+        put_part(store, upload, cut, DATA[cut:])
         uploads.commit(upload.name, len(DATA), sha256(DATA))
         with pytest.raises(DataLoss):
             file.read() if read_by == "reading" else verify(file)
@@ -327,15 +328,16 @@ def test_a_part_put_again_between_its_reading_and_the_commit_is_data_loss(store:
 @pytest.mark.parametrize("change", ["bytes", "cut"])
 def test_what_is_read_after_a_proof_is_what_was_proven(store: ObjectStore, uploads: Uploads, change: str) -> None:
     upload = presigned(store, uploads)
-    put_part(store, upload, 0, DATA)
+    put_part(store, upload, 0, DATA[:500])
+    put_part(store, upload, 500, DATA[500:])
     uploads.commit(upload.name, len(DATA), sha256(DATA))
     pins = PinnedBlocks()
     with open_upload(store, upload.name, pins=pins) as file:
         verify(file)
     if change == "bytes":
-        put_part(store, upload, 0, DATA[:-1] + b"\0")
+        put_part(store, upload, 500, b"\0" * len(DATA[500:]))
     else:
-        put_part(store, upload, 0, DATA[:1000])
+        put_part(store, upload, 500, DATA[500:1000])
         put_part(store, upload, 1000, DATA[1000:])
     with open_upload(store, upload.name, pins=pins) as file, pytest.raises(DataLoss):
         file.seek(1500) and file.read(10)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +75,7 @@ UNEQUAL = pa.schema([("image", pa.binary()), ("word", pa.string()), ("label", pa
 GROUP_BYTES = 512 * 1024
 
 
-def unequal(sizes: list[int | None]) -> pa.Table:
+def unequal(sizes: Sequence[int | None]) -> pa.Table:
     """A row for each size of its image; None is a null."""
     images = [None if size is None else bytes([index % 251]) * size for index, size in enumerate(sizes)]
     words = [None if index % 7 == 3 else f"row {index}" for index in range(len(sizes))]
