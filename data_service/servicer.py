@@ -32,8 +32,9 @@ from shared.requests import body_digest
 
 Context = aio.ServicerContext[Any, Any]
 
-# Of ReadVersion and VerifyVersion together; each holds about 40 MiB.
+# Of all that stream a version's content; each holds about 40 MiB.
 MAX_READS = 32
+PIECE_BYTES = 1024 * 1024
 
 
 class DataServicer(UploadServicerPart):
@@ -172,6 +173,15 @@ class DataServicer(UploadServicerPart):
             # Messages that are serialized already: their bytes are many, and each copy of them would cost.
             async for message in in_threads(reading.read_stream(version.reader, selection_from(request))):
                 yield message
+
+    async def ReadQuarantine(
+        self, request: data_service_pb2.ReadQuarantineRequest, context: Context
+    ) -> AsyncIterator[data_service_pb2.ReadQuarantineResponse]:
+        version = await asyncio.to_thread(self._versions.active, request.name)
+        with self._reads.one():
+            lines = await asyncio.to_thread(self._versions.quarantine, version)
+            for start in range(0, len(lines), PIECE_BYTES):
+                yield data_service_pb2.ReadQuarantineResponse(json_lines=lines[start : start + PIECE_BYTES])
 
     async def VerifyVersion(
         self, request: data_service_pb2.VerifyVersionRequest, context: Context

@@ -10,7 +10,8 @@ from typing import Any
 from data_service.datasets import Datasets
 from shared import names, paging
 from shared.dataset_version import VersionReader
-from shared.dataset_version.attachments import read_report
+from shared.dataset_version.attachments import read_attachment, read_report
+from shared.dataset_version.manifest import QUARANTINE
 from shared.dataset_version.version import NAME_PATTERN, committed_version
 from shared.errors import DataLoss
 from shared.jobs import JobRecord, Jobs, JobState
@@ -68,6 +69,10 @@ class Versions:
     def report(self, version: ActiveVersion) -> dict[str, Any]:
         """Its QualityReport as JSON. Raises `DataLoss`."""
         return read_report(self.store, version.reader.version)
+
+    def quarantine(self, version: ActiveVersion) -> bytes:
+        """The rows that were left out, as JSON Lines; empty where there are none. Raises `DataLoss`."""
+        return read_attachment(self.store, version.reader.version, QUARANTINE) or b""
 
     def _listed(self, job: JobRecord) -> Version:
         """One damaged manifest must not hide all the other versions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -216,6 +217,13 @@ class DataClient:
         """Has every stored byte read again, and yields how far that is; each message has the damage found since the
         one before."""
         yield from self._caller.stream(self._stub.VerifyVersion, pb.VerifyVersionRequest(name=name))
+
+    def read_quarantine(self, name: str) -> Iterator[dict[str, Any]]:
+        """The rows that were left out of a version: `source`, `place`, `reason` and `excerpt` of each."""
+        left = b""
+        for message in self._caller.stream(self._stub.ReadQuarantine, pb.ReadQuarantineRequest(name=name)):
+            *lines, left = (left + message.json_lines).split(b"\n")
+            yield from map(json.loads, lines)
 
     def get_version(self, name: str) -> resources_pb2.DatasetVersion:
         return self._caller.unary(self._stub.GetVersion, pb.GetVersionRequest(name=name), resources_pb2.DatasetVersion)

@@ -9,7 +9,7 @@ import click
 
 from millrace.data.v1 import resources_pb2
 from millrace_client.cli.data_import import import_
-from millrace_client.cli.data_keeping import delete, verify
+from millrace_client.cli.data_keeping import delete, quarantine, verify
 from millrace_client.cli.data_transform import transform
 from millrace_client.cli.data_upload import upload
 from millrace_client.cli.exits import PlainCommand
@@ -27,6 +27,7 @@ data.add_command(import_)
 data.add_command(upload)
 data.add_command(transform)
 data.add_command(verify)
+data.add_command(quarantine)
 data.add_command(delete)
 
 

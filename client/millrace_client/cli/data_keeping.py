@@ -1,7 +1,8 @@
-"""`millrace data verify|delete`."""
+"""`millrace data verify|quarantine|delete`."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import click
@@ -36,6 +37,16 @@ def verify(version: str, as_json: bool, **values: Any) -> None:
     if not as_json:
         checked = f"{last.files_checked} files, {size_text(last.bytes_checked)}, {last.rows_checked:,} rows"
         console().print(f"{version} is as it was committed: {checked}.", soft_wrap=True)
+
+
+@click.command(cls=PlainCommand)
+@click.argument("version")
+@address_options
+def quarantine(version: str, **values: Any) -> None:
+    """Print the rows that were left out of VERSION (datasets/d/versions/v), one JSON object a line."""
+    with connected(values) as millrace:
+        for row in millrace.data.read_quarantine(version):
+            click.echo(json.dumps(row, ensure_ascii=False))
 
 
 @click.command(cls=PlainCommand)

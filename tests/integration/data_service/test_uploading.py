@@ -12,7 +12,7 @@ import pytest
 
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1.resources_pb2 import DatasetVersion, Upload
-from millrace_client import MillraceError, connect
+from millrace_client import MillraceError, connect, csv_source, quarantine
 from millrace_client.data import DataClient as Sdk
 from tests.integration.data_service.client import DataClient, imported
 from tests.integration.data_service.conftest import DataStack
@@ -137,3 +137,18 @@ def test_rows_that_break_off_on_their_way_leave_neither_a_version_nor_an_upload(
     kept = [key for key in stack.stored_keys() if key.startswith(dataset) and ("/data/" in key or "/chunks/" in key)]
     assert kept == []
     assert [one.state for one in sdk.list_versions(dataset)] == [DatasetVersion.STATE_CANCELLED]
+
+
+def test_the_rows_that_were_left_out_can_be_read(client: DataClient, sdk: Sdk, dataset: str) -> None:
+    lines = ["n"] + [str(n) if n % 1000 else "not a number" for n in range(20_000)]
+    upload = sdk.upload(dataset, "\n".join(lines).encode())
+
+    version = sdk.import_version(
+        dataset, [csv_source("all", upload.name)], column_types={"n": "int64"}, bad_rows=quarantine()
+    ).wait()
+
+    left_out = list(sdk.read_quarantine(version.name))
+    assert [row["place"] for row in left_out] == [f"line {n + 2}" for n in range(0, 20_000, 1000)]
+    assert {row["excerpt"] for row in left_out} == {"not a number"}
+    assert version.quarantined_row_count == 20
+    assert client.read(version.name).num_rows == 20_000 - 20

@@ -452,6 +452,18 @@ class DeleteVersionRequest(_message.Message):
     etag: str
     def __init__(self, name: _Optional[str] = ..., etag: _Optional[str] = ...) -> None: ...
 
+class ReadQuarantineRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class ReadQuarantineResponse(_message.Message):
+    __slots__ = ("json_lines",)
+    JSON_LINES_FIELD_NUMBER: _ClassVar[int]
+    json_lines: bytes
+    def __init__(self, json_lines: _Optional[bytes] = ...) -> None: ...
+
 class VerifyVersionRequest(_message.Message):
     __slots__ = ("name",)
     NAME_FIELD_NUMBER: _ClassVar[int]

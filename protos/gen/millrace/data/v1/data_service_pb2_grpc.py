@@ -127,6 +127,11 @@ class DataServiceStub:
                 request_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ReadVersionRequest.SerializeToString,
                 response_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ReadVersionResponse.FromString,
                 _registered_method=True)
+        self.ReadQuarantine = channel.unary_stream(
+                '/millrace.data.v1.DataService/ReadQuarantine',
+                request_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ReadQuarantineRequest.SerializeToString,
+                response_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ReadQuarantineResponse.FromString,
+                _registered_method=True)
         self.VerifyVersion = channel.unary_stream(
                 '/millrace.data.v1.DataService/VerifyVersion',
                 request_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.VerifyVersionRequest.SerializeToString,
@@ -191,7 +196,8 @@ class DataServiceServicer:
     def UploadChunks(self, request_iterator, context):
         """Sends chunks and is answered with how much is durable. After a break, or any error, go on from the last
         acknowledged byte, in a new call: GetUpload tells it. A client that goes away commits nothing.
-        Fails with INVALID_ARGUMENT (a malformed or too large chunk), NOT_FOUND, DATA_LOSS (a chunk's bytes are not those of
+        Fails with UNAVAILABLE (it is being aborted, which may yet be refused), INVALID_ARGUMENT (a malformed or too large
+        chunk), NOT_FOUND, DATA_LOSS (a chunk's bytes are not those of
         its CRC32C), OUT_OF_RANGE (a chunk that begins after the acknowledged size), ABORTED (another client writes other
         chunks), FAILED_PRECONDITION (the upload is committed) and RESOURCE_EXHAUSTED (the store is full).
         """
@@ -275,7 +281,8 @@ class DataServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PreviewVersion(self, request, context):
-        """The first rows of each split, the quality report, and a contact sheet of an image column.
+        """The first rows of each split, the quality report, and a contact sheet of an image column. The answer stays below
+        4 MiB: large rows are left out, and of the report of a very wide version frequent values and histograms.
         Fails with INVALID_ARGUMENT, NOT_FOUND and FAILED_PRECONDITION (the version is not ACTIVE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -287,6 +294,15 @@ class DataServiceServicer:
         after the other and read them with any Arrow library.
         Fails with INVALID_ARGUMENT (an unknown split or column, a bad range), NOT_FOUND, FAILED_PRECONDITION (the version
         is not ACTIVE) and DATA_LOSS (a stored file is not what its manifest and its page checksums say).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadQuarantine(self, request, context):
+        """Streams the rows that were left out, as JSON Lines cut into messages: source, place, reason and excerpt of each, at
+        most 100,000 of them. Fails with INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (the version is not ACTIVE) and
+        DATA_LOSS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -388,6 +404,11 @@ def add_DataServiceServicer_to_server(servicer, server):
                     servicer.ReadVersion,
                     request_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ReadVersionRequest.FromString,
                     response_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ReadVersionResponse.SerializeToString,
+            ),
+            'ReadQuarantine': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadQuarantine,
+                    request_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ReadQuarantineRequest.FromString,
+                    response_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.ReadQuarantineResponse.SerializeToString,
             ),
             'VerifyVersion': grpc.unary_stream_rpc_method_handler(
                     servicer.VerifyVersion,
@@ -859,6 +880,33 @@ class DataService:
             '/millrace.data.v1.DataService/ReadVersion',
             millrace_dot_data_dot_v1_dot_data__service__pb2.ReadVersionRequest.SerializeToString,
             millrace_dot_data_dot_v1_dot_data__service__pb2.ReadVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadQuarantine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/millrace.data.v1.DataService/ReadQuarantine',
+            millrace_dot_data_dot_v1_dot_data__service__pb2.ReadQuarantineRequest.SerializeToString,
+            millrace_dot_data_dot_v1_dot_data__service__pb2.ReadQuarantineResponse.FromString,
             options,
             channel_credentials,
             insecure,
