@@ -111,6 +111,7 @@ def test_a_store_that_falls_silent_is_waited_for(scene: Scene) -> None:
     place.assert_made_once(place.ended(started), scene.imported)
 
 
+@chaos
 def test_a_full_bucket_refuses_chunks_and_takes_them_later(scene: Scene) -> None:
     place, proxy = scene.place, scene.proxy
     upload, half = place.start_upload(), len(scene.data) // 2

@@ -46,6 +46,7 @@ def scene(data_head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield Scene(place, place.imported(upload).name)
 
 
+@pytest.mark.chaos  # tests/integration/data_service/test_transforming.py has the same without the service
 @pytest.mark.parametrize(
     ("function", "code", "said"),
     [
