@@ -100,7 +100,8 @@ def test_the_answer_tells_every_default(stack: TrainStack) -> None:
     assert (told.input_column, told.label_column) == ("image", "label")
     assert (told.num_workers, told.threads_per_worker, told.max_failures, told.lanes) == (1, 1, 3, 24)
     assert (told.optimizer.name, told.optimizer.learning_rate) == ("AdamW", 0.001)
-    assert told.transform == spec.transform
+    assert [step.column for step in told.transform.steps] == ["image", "image"]
+    assert [step.WhichOneof("op") for step in told.transform.steps] == ["to_float", "normalize"]
 
 
 def test_after_sequence_beyond_the_last_event_is_out_of_range(stack: TrainStack, idle_spec: res.TrainingSpec) -> None:
