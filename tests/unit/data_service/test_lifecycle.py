@@ -172,3 +172,13 @@ def test_a_slow_deleter_leaves_the_files_of_a_new_version_of_that_name(
     monkeypatch.setattr(store, "list", overtaken)
     deletions.finish(VERSION)
     assert load_version(store, VERSION).manifest.row_count == 10
+
+
+def test_a_deletion_that_means_another_of_the_same_name_does_nothing(
+    store: ObjectStore, jobs: Jobs, deletions: Deletions
+) -> None:
+    with pytest.raises(NotFound):
+        deletions.delete(VERSION, uid="another")
+
+    assert jobs.get(VERSION, VERSION).state is JobState.SUCCEEDED
+    assert load_version(store, VERSION).manifest.row_count == 20

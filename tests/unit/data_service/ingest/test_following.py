@@ -257,3 +257,13 @@ def test_equal_sources_give_equal_digests(store: ObjectStore, tmp_path: Path) ->
     )
 
     assert made(store, tmp_path, "v1", spec).manifest_sha256 == made(store, tmp_path, "v2", spec).manifest_sha256
+
+
+def test_a_base_that_is_another_version_by_then_fails_the_import(store: ObjectStore, tmp_path: Path) -> None:
+    sources = [parquet(tmp_path, "a", "train", n=[1])]
+    first = made(store, tmp_path, "v1", ImportSpec(sources=sources, hold_outs=[]))
+    base = Base(version=first.name, mode="append", manifest_sha256="0" * 64)
+
+    error = refused(store, tmp_path, "v2", ImportSpec(sources=sources, hold_outs=[], base=base))
+
+    assert error["reason"] == "BASE_CHANGED"

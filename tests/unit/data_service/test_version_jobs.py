@@ -1,0 +1,106 @@
+"""Starting the jobs that make versions: what is refused leaves nothing, and what is repeated is the same."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from data_service.datasets import Datasets
+from data_service.domain.import_spec import Base, ImportSpec, Source
+from data_service.version_jobs import VersionJobs
+from data_service.versions import Versions
+from shared.dataset_version.version import IMPORT_KIND
+from shared.errors import AlreadyExists, Conflict, MillraceError, NotFound
+from shared.jobs import JobRecord, Jobs
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
+from tests.support.versions import commit_version, striped_digits
+
+PARENT = "datasets/d"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    return open_store(StoreSettings(url=(tmp_path / "store").as_uri()))
+
+
+@pytest.fixture
+def version_jobs(store: ObjectStore, tmp_path: Path) -> VersionJobs:
+    """In a dataset with the versions v1 and v2."""
+    jobs, datasets = Jobs(store, IMPORT_KIND), Datasets(store)
+    datasets.create("d", display_name="", description="", request_id="", body_sha256="", validate_only=False)
+    for version in ("v1", "v2"):
+        commit_version(store, f"{PARENT}/versions/{version}", {"train": striped_digits(10)})
+    roots = [PurePosixPath(tmp_path)]
+    return VersionJobs(
+        store, jobs, datasets, Versions(store, jobs, datasets), import_roots=roots, custom_allowed=frozenset()
+    )
+
+
+def start(
+    version_jobs: VersionJobs, folder: Path, version_id: str, *, base: str = "", uri: str = "", request_id: str = ""
+) -> JobRecord:
+    source = Source(split="train", format="parquet", uris={"parquet.uri": uri or (folder / "a.parquet").as_uri()})
+    following = Base(version=f"{PARENT}/versions/{base}", mode="append") if base else None
+    spec = ImportSpec(sources=[source], hold_outs=[], base=following)
+    return version_jobs.start_import(
+        PARENT, version_id, spec, request_id=request_id, body_sha256="body", validate_only=False
+    )
+
+
+def operations(store: ObjectStore) -> list[str]:
+    return [info.key for info in store.list("operations")]
+
+
+@pytest.mark.parametrize(
+    ("version_id", "uri", "refusal"),
+    [("v2", "", AlreadyExists), ("v9", f"{PARENT}/uploads/none", NotFound)],
+    ids=["taken id", "no such upload"],
+)
+def test_a_refused_import_leaves_no_operation_and_no_claim(
+    store: ObjectStore,
+    version_jobs: VersionJobs,
+    tmp_path: Path,
+    version_id: str,
+    uri: str,
+    refusal: type[MillraceError],
+) -> None:
+    with pytest.raises(refusal):
+        start(version_jobs, tmp_path, version_id, base="v1", uri=uri)
+
+    assert operations(store) == []
+    assert start(version_jobs, tmp_path, "v3", base="v1").name == f"{PARENT}/versions/v3"
+
+
+def test_a_second_follower_is_refused_and_leaves_no_operation(
+    store: ObjectStore, version_jobs: VersionJobs, tmp_path: Path
+) -> None:
+    start(version_jobs, tmp_path, "v3", base="v1")
+
+    with pytest.raises(Conflict, match="v3 already follows"):
+        start(version_jobs, tmp_path, "v4", base="v1")
+
+    assert len(operations(store)) == 1
+
+
+def test_an_automatic_id_that_was_taken_in_between_is_chosen_again_behind_the_same_base(
+    version_jobs: VersionJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, given = version_jobs._next_id, iter(["v2"])
+    monkeypatch.setattr(version_jobs, "_next_id", lambda parent: next(given, "") or chosen(parent))
+
+    assert start(version_jobs, tmp_path, "", base="v2").name == f"{PARENT}/versions/v3"
+
+
+def test_a_repeated_call_is_answered_with_the_job_that_the_first_made(
+    store: ObjectStore, version_jobs: VersionJobs, tmp_path: Path
+) -> None:
+    request_id = str(uuid.uuid4())
+
+    first = start(version_jobs, tmp_path, "", base="v2", request_id=request_id)
+    again = start(version_jobs, tmp_path, "", base="v2", request_id=request_id)
+
+    assert (again.name, again.uid) == (first.name, first.uid)
+    assert len(operations(store)) == 1
