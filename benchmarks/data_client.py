@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,13 +15,12 @@ import millrace_client
 from benchmarks.data_rows import MEAN, STD, digits
 from millrace.data.v1.resources_pb2 import DatasetVersion
 from millrace_client import specs, steps
+from millrace_client.arrow_upload import stream_of
 from millrace_client.operations import Operation
 from shared.dataset_version.columns import to_stored
 from shared.settings import StoreSettings
 from shared.storage import open_store
 
-# As an Arrow writer would cut them.
-BATCH_ROWS = 4096
 # As our own files are written. Dictionaries do not pay where each value is an image.
 WRITER_OPTIONS: dict[str, Any] = {
     "compression": "lz4",
@@ -57,45 +56,12 @@ def ingest(address: str, dataset: str, row_count: int, compression: str | None) 
                 operations.append(client.data.import_version(dataset, [source]))
 
         began = time.perf_counter()
-        client.data.upload(dataset, arrow_stream(table, compression), upload_id=upload_id, on_progress=follow)
+        client.data.upload(dataset, stream_of(table, compression), upload_id=upload_id, on_progress=follow)
         version = operations[0].wait()
         took_s = time.perf_counter() - began
         client.data.abort_upload(f"{dataset}/uploads/{upload_id}")
     assert version.row_count == row_count
     return took_s, version.name
-
-
-def arrow_stream(table: pa.Table, compression: str | None) -> Iterator[bytes]:
-    sink = _Pieces()
-    options = pa.ipc.IpcWriteOptions(compression=compression)
-    with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
-        for batch in table.to_batches(max_chunksize=BATCH_ROWS):
-            writer.write_batch(batch)
-            yield from sink.taken()
-    yield from sink.taken()
-
-
-class _Pieces:
-    """A sink for Arrow."""
-
-    closed = False
-
-    def __init__(self) -> None:
-        self._pieces: list[bytes] = []
-
-    def write(self, data: bytes) -> int:
-        self._pieces.append(data)
-        return len(data)
-
-    def taken(self) -> list[bytes]:
-        taken, self._pieces = self._pieces, []
-        return taken
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-    def close(self) -> None:
-        """The pieces stay."""
 
 
 def write_with_pyarrow(settings: StoreSettings, row_count: int, as_bytes: bool) -> float:

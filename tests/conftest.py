@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from shared.settings import StoreSettings
 from shared.storage.opening import ensure_bucket
-from tests.support.s3_server import NoS3Server, S3Server, find_program, name_under_test, running
+from tests.support.s3_server import NoS3Server, S3Program, S3Server, find_program, name_under_test, running
 
 # Ray replaces 127.0.0.1 by the machine's outer address and listens on all interfaces, unless every process of it has
 # this before it starts: heads, services and whoever joins. The variable's name is history.
@@ -24,15 +24,20 @@ settings.load_profile("millrace")
 
 
 @pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """MinIO, or versitygw, on a loopback port. Without either: fails if the environment demands one, else skips."""
+def s3_program() -> S3Program:
+    """MinIO, or versitygw. Without either: fails if the environment demands one, as CI does, else skips."""
     try:
-        program = find_program()
+        return find_program()
     except NoS3Server as absent:
         if absent.required:
             pytest.fail(str(absent), pytrace=False)
         pytest.skip(str(absent))
-    with running(program, tmp_path_factory.mktemp("s3")) as server:
+
+
+@pytest.fixture(scope="session")
+def s3_server(s3_program: S3Program, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """`s3_program` on a loopback port."""
+    with running(s3_program, tmp_path_factory.mktemp("s3")) as server:
         yield server
 
 

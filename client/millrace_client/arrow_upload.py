@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 BATCH_BYTES = 4 * 1024 * 1024
 
 
-def stream_of(rows: pa.Table | pa.RecordBatchReader | Iterable[pa.RecordBatch]) -> Iterator[bytes]:
-    """The rows as an Arrow IPC stream with LZ4 bodies, piece by piece: a batch in memory at a time.
+def stream_of(
+    rows: pa.Table | pa.RecordBatchReader | Iterable[pa.RecordBatch], compression: str | None = "lz4"
+) -> Iterator[bytes]:
+    """The rows as an Arrow IPC stream, its bodies compressed, piece by piece: a batch in memory at a time.
 
     Raises `ValueError` where `rows` are batches and there is none, for then nobody knows their columns.
     """
@@ -21,7 +23,7 @@ def stream_of(rows: pa.Table | pa.RecordBatchReader | Iterable[pa.RecordBatch]) 
 
     schema, batches = _batches(rows)
     sink = _Pieces()
-    with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as stream:
+    with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as stream:
         for batch in batches:
             stream.write_batch(batch)
             yield from sink.taken()

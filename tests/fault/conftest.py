@@ -8,18 +8,6 @@ import pytest
 
 from tests.support.data_place import Gate
 from tests.support.ray_head import RayHead, ray_head
-from tests.support.s3_server import NoS3Server, S3Program, find_program
-
-
-@pytest.fixture(scope="session")
-def s3_program() -> S3Program:
-    """As `s3_server` of all suites: fails or skips without one."""
-    try:
-        return find_program()
-    except NoS3Server as absent:
-        if absent.required:
-            pytest.fail(str(absent), pytrace=False)
-        pytest.skip(str(absent))
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from tests.support.chunk_sender import chunks, commit, send
 from tests.support.data_place import DataPlace, data_place, digits_stream
 from tests.support.ray_head import RayHead
 from tests.support.refusals import refused
+from tests.support.small_disk import small_disk
 from tests.support.waiting import wait_until
 
 DISK_MIB = 48
@@ -27,17 +27,8 @@ ROOM_FOR_LOGS = 1_000_000
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A small file system of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"this user may not mount a small file system: {mounted.stderr.strip()}")
-    try:
+    with small_disk(tmp_path / "disk", DISK_MIB) as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from shared.errors import ResourceExhausted
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.storage.opening import ensure_bucket
-from tests.support.s3_server import NoS3Server, find_program, running
+from tests.support.s3_server import S3Program, running
 from tests.support.small_disk import small_disk
 
 MIB = 1024 * 1024
@@ -39,10 +39,7 @@ def small_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Obje
         if request.param == "file":
             yield open_store(StoreSettings(url=(disk / "store").as_uri()))
             return
-        try:
-            program = find_program()
-        except NoS3Server as absent:
-            pytest.skip(str(absent))
+        program: S3Program = request.getfixturevalue("s3_program")
         if program.name == "minio":
             pytest.skip("MinIO does not start on so small a disk")
         with running(program, disk) as server:
