@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pyarrow as pa
+
 from shared.jobs import AttemptContext
 
 
@@ -17,3 +19,14 @@ def run(context: AttemptContext) -> dict[str, Any]:
     from data_service.ingest.job import run_import
 
     return run_import(context)
+
+
+def prepare() -> None:
+    """Imports what imports and transforms need, in a process that has nothing to do yet."""
+    import ray.data  # noqa: F401
+
+    import data_service.ingest.job
+    import data_service.transforming.job  # noqa: F401
+
+    # Arrow imports pandas with the first array that it makes of Python's values, and only then.
+    pa.array([0])

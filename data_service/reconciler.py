@@ -10,12 +10,13 @@ from shared.jobs.reconciler import run_reconciler
 from shared.telemetry import configure_logging
 
 ENTRY = "data_service.pipeline:run"
+PREPARE = "data_service.pipeline:prepare"
 
 
 def main() -> None:
-    settings = data_settings(os.environ).service
-    configure_logging("data-reconciler", settings.log_level)
-    run_reconciler(settings, IMPORT_KIND, ENTRY)
+    settings = data_settings(os.environ)
+    configure_logging("data-reconciler", settings.service.log_level)
+    run_reconciler(settings.service, IMPORT_KIND, ENTRY, PREPARE if settings.spare_attempt else "")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ class DataSettings:
     custom_transforms: frozenset[str] = frozenset()
     # How often what nobody needs any more is looked for and removed.
     sweep_interval_s: float = DEFAULT_SWEEP_INTERVAL_S
+    # Whether an idle process waits for the next import or transform, to save it the start.
+    spare_attempt: bool = True
 
 
 def data_settings(environ: Mapping[str, str]) -> DataSettings:
@@ -36,6 +38,7 @@ def data_settings(environ: Mapping[str, str]) -> DataSettings:
         import_roots=roots,
         custom_transforms=allowed_functions(environ),
         sweep_interval_s=_interval(environ.get("MILLRACE_SWEEP_INTERVAL_S", "")),
+        spare_attempt=_switch("MILLRACE_SPARE_ATTEMPT", environ.get("MILLRACE_SPARE_ATTEMPT", "")),
     )
 
 
@@ -47,3 +50,9 @@ def _interval(text: str) -> float:
     if not 1.0 <= seconds <= 86_400.0:
         raise SettingsError(f"MILLRACE_SWEEP_INTERVAL_S: {text!r}: use 1 to 86400 seconds")
     return seconds
+
+
+def _switch(variable: str, text: str) -> bool:
+    if text not in ("", "0", "1"):
+        raise SettingsError(f"{variable}: {text!r}: use 0 or 1")
+    return text != "0"

@@ -1,4 +1,4 @@
-"""The detached Ray actor in which an attempt runs: one actor an attempt, one name each."""
+"""The detached Ray actor in which an attempt runs: one actor an attempt, one name each, made for it or in advance."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import importlib
 import logging
 import os
 import threading
+import uuid
+from collections.abc import Callable
 from typing import Any
 
 import ray
 
 from shared.jobs.attempt import AttemptContext, Entry, run_attempt
-from shared.jobs.record import JobRecord
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from shared.telemetry import configure_logging
@@ -19,7 +20,7 @@ from shared.telemetry import configure_logging
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "millrace"
-# The reconciler starts an actor and then calls it. If it dies in between, nobody would ever call.
+# Whoever starts an actor calls it from then on. If it dies, nobody would ever call again.
 CALL_WITHIN_S = 60.0
 # An actor that asks for no CPU may be put on any node; a service's own, labelled so, comes and goes with the service.
 NOT_BESIDE_A_SERVICE = {"millrace.role": "!service"}
@@ -29,9 +30,22 @@ class AttemptActor:
     """Runs one attempt on its main thread, which Ray Train needs, and ends with it."""
 
     def __init__(self) -> None:
-        self._unclaimed = threading.Timer(CALL_WITHIN_S, os._exit, args=(1,))
-        self._unclaimed.daemon = True
-        self._unclaimed.start()
+        self._unclaimed = self._countdown()
+
+    def _countdown(self) -> threading.Timer:
+        timer = threading.Timer(CALL_WITHIN_S, os._exit, args=(1,))
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def prepare(self, function: str) -> None:
+        """Calls `module:function` before there is an attempt to run: what it imports, the attempt finds there."""
+        _load(function)()
+
+    def hold(self) -> None:
+        """Whoever started this actor lives, and may still need it."""
+        self._unclaimed.cancel()
+        self._unclaimed = self._countdown()
 
     def run(self, entry: str, settings: StoreSettings, kind: str, folder: str, attempt: int) -> None:
         self._unclaimed.cancel()
@@ -39,7 +53,8 @@ class AttemptActor:
 
         def load_and_run(context: AttemptContext) -> dict[str, Any]:
             # Inside the attempt: an entry function that cannot be imported is a lost attempt like any other.
-            return _load(entry)(context)
+            function: Entry = _load(entry)
+            return function(context)
 
         try:
             run_attempt(load_and_run, open_store(settings), kind, folder, attempt)
@@ -50,16 +65,16 @@ class AttemptActor:
             ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
 
-def actor_name(kind: str, job: JobRecord) -> str:
-    return f"{kind}-{job.uid}-a{job.attempt}"
+def new_actor_name(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex}"
 
 
-def start_attempt(entry: str, settings: StoreSettings, kind: str, folder: str, job: JobRecord) -> None:
-    """Starts the actor of the job's present attempt and returns at once."""
-    actor = (
+def start_actor(name: str) -> ray.actor.ActorHandle[AttemptActor]:
+    """Returns at once."""
+    actor: ray.actor.ActorHandle[AttemptActor] = (
         ray.remote(AttemptActor)
         .options(
-            name=actor_name(kind, job),
+            name=name,
             namespace=NAMESPACE,
             lifetime="detached",
             num_cpus=0,
@@ -67,22 +82,20 @@ def start_attempt(entry: str, settings: StoreSettings, kind: str, folder: str, j
             max_restarts=0,
             max_task_retries=0,
         )
-        .remote()
+        .remote()  # type: ignore[assignment]
     )
-    actor.run.remote(  # type: ignore[attr-defined]
-        entry, settings, kind, folder, job.attempt
-    )
+    return actor
 
 
 def find_actor(name: str) -> ray.actor.ActorHandle[AttemptActor] | None:
-    """The live actor of that name."""
+    """The live actor of that name; one that is being started counts. None for the empty name."""
     try:
-        return ray.get_actor(name, namespace=NAMESPACE)
+        return ray.get_actor(name, namespace=NAMESPACE) if name else None
     except ValueError:
         return None
 
 
-def _load(entry: str) -> Entry:
-    module, _, function = entry.partition(":")
-    loaded: Entry = getattr(importlib.import_module(module), function)
+def _load(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return loaded

@@ -15,9 +15,10 @@ import ray
 from ray.exceptions import RayError
 
 from shared.errors import STORE_OUTAGES, Unavailable
-from shared.jobs.actor import NAMESPACE, actor_name, find_actor, start_attempt
+from shared.jobs.actor import NAMESPACE, find_actor, new_actor_name, start_actor
 from shared.jobs.record import JobRecord, JobState, begin_attempt, confirm_cancel, lose_attempt
 from shared.jobs.registry import Jobs, LiveJob
+from shared.jobs.spare import Spare
 from shared.log import StaleAttempt
 from shared.settings import ServiceSettings
 from shared.storage import open_store
@@ -35,45 +36,54 @@ LOOKS_BEFORE_LOST = 2
 class Reconciler:
     """Compares what the logs say with the actors there are, for one kind of job."""
 
-    def __init__(self, settings: ServiceSettings, kind: str, entry: str) -> None:
+    def __init__(self, settings: ServiceSettings, kind: str, entry: str, spare: Spare | None = None) -> None:
         self._settings = settings.store
         self._jobs = Jobs(open_store(settings.store), kind)
         self._kind = kind
         self._entry = entry
+        self._spare = spare
         # By uid: when a marker without its job was first seen, and how often an attempt had no actor.
         self._orphans: dict[str, float] = {}
         self._missing: Counter[str] = Counter()
 
     def reconcile(self) -> None:
         """One look at every live job. Should two reconcilers overlap, the log decides who starts an attempt."""
+        at_work = False
         for live in self._jobs.live():
             try:
-                self._reconcile(live)
+                at_work |= self._reconcile(live)
             except StaleAttempt:
                 continue  # another reconciler was faster
             except (*STORE_OUTAGES, RayError, ConnectionError):
                 raise  # which holds for every job
             except Exception:
                 logger.exception("%s cannot be reconciled; the others go on", live.folder)
+        if self._spare is not None:
+            # Not while an attempt is at work: it has more need of the processors.
+            self._spare.hold(replace=not at_work)
 
-    def _reconcile(self, live: LiveJob) -> None:
+    def _reconcile(self, live: LiveJob) -> bool:
+        """Whether an attempt is at work on it."""
         job = self._jobs.find(live.folder)
         if job is None or job.uid != live.uid:
             first_seen = self._orphans.setdefault(live.uid, time.monotonic())
             if time.monotonic() - first_seen > ORPHAN_AFTER_S:
                 self._forget(live.uid)
-            return
+            return False
         if job.state.final:
             self._forget(live.uid)
-        elif job.state in (JobState.PENDING, JobState.RECOVERING):
-            if time.time() >= job.begin_after:
-                self._begin(live, job)
-        elif find_actor(actor_name(self._kind, job)) is not None:
+            return False
+        if job.state in (JobState.PENDING, JobState.RECOVERING):
+            if time.time() < job.begin_after:
+                return False
+            self._begin(live, job)
+        elif find_actor(job.actor) is not None:
             self._missing.pop(live.uid, None)
         else:
             self._missing[live.uid] += 1
             if self._missing[live.uid] >= LOOKS_BEFORE_LOST:
                 self._lost(live, job)
+        return True
 
     def _forget(self, uid: str) -> None:
         self._jobs.forget(uid)
@@ -81,22 +91,26 @@ class Reconciler:
         self._missing.pop(uid, None)
 
     def _begin(self, live: LiveJob, job: JobRecord) -> None:
-        if zombie := find_actor(actor_name(self._kind, job)):
+        if zombie := find_actor(job.actor):
             ray.kill(zombie)
         self._missing.pop(live.uid, None)
+        spare = self._spare.take() if self._spare else None
+        name = spare[0] if spare else new_actor_name(self._kind)
         begun: JobRecord | None = None
 
         def decide(newest: JobRecord) -> JobRecord:
             nonlocal begun
             # A cancel, or another reconciler, may have come between.
             unchanged = (newest.state, newest.attempt) == (job.state, job.attempt)
-            begun = begin_attempt(newest, time.time()) if unchanged else None
+            begun = begin_attempt(newest, time.time(), name) if unchanged else None
             return begun or newest
 
+        # A spare whose attempt another reconciler begins is lost; it ends by itself.
         self._jobs.transition(live.folder, decide, attempt=job.attempt + 1)
         if begun is not None:
             logger.info("%s: starting attempt %d", begun.name, begun.attempt)
-            start_attempt(self._entry, self._settings, self._kind, live.folder, begun)
+            actor = spare[1] if spare else start_actor(name)
+            actor.run.remote(self._entry, self._settings, self._kind, live.folder, begun.attempt)
 
     def _lost(self, live: LiveJob, job: JobRecord) -> None:
         """No actor works on it: it died, or its Ray cluster did."""
@@ -116,14 +130,15 @@ class Reconciler:
         logger.warning("%s: attempt %d has no process; now %s", job.name, job.attempt, after.state)
 
 
-def run_reconciler(settings: ServiceSettings, kind: str, entry: str) -> None:
+def run_reconciler(settings: ServiceSettings, kind: str, entry: str, prepare: str = "") -> None:
     """Reconciles for ever. Raises `ConnectionError` where Ray is not there: whoever supervises starts it again.
 
-    `entry` is `module:function`, the job's entry function, importable on Ray's nodes.
+    `entry` is `module:function`, the job's entry function, importable on Ray's nodes. With `prepare`, a function named
+    likewise, an actor that has called it waits for the next attempt; it holds a process's memory, and no processor.
     """
     nudged = end_with_parent()
     ray.init(address=settings.ray_address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-    reconciler = Reconciler(settings, kind, entry)
+    reconciler = Reconciler(settings, kind, entry, Spare(kind, prepare) if prepare else None)
     logger.info("reconciling %s jobs on Ray at %s", kind, settings.ray_address)
     own_node = ray.get_runtime_context().get_node_id()
     while True:

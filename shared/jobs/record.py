@@ -51,6 +51,8 @@ class JobRecord:
     attempt: int = 0
     # Above 1 where a deleted job's log goes on: no attempt of the old one may pass for one of the new.
     first_attempt: int = 1
+    # The Ray actor of the present or last attempt; empty before the first.
+    actor: str = ""
     failures: int = 0
     max_failures: int = 3
     # Counts wishes, not progress: 1 for the creation, 2 once a cancel was asked for.
@@ -88,10 +90,10 @@ class JobRecord:
         )
 
 
-def begin_attempt(job: JobRecord, now: float) -> JobRecord:
-    """PENDING, RECOVERING → RUNNING under the next attempt number."""
+def begin_attempt(job: JobRecord, now: float, actor: str = "") -> JobRecord:
+    """PENDING, RECOVERING → RUNNING under the next attempt number, in the Ray actor of that name."""
     _expect(job, JobState.PENDING, JobState.RECOVERING)
-    return replace(job, state=JobState.RUNNING, attempt=job.attempt + 1, update_time=now)
+    return replace(job, state=JobState.RUNNING, attempt=job.attempt + 1, actor=actor, update_time=now)
 
 
 def lose_attempt(job: JobRecord, cause: MillraceError, now: float) -> JobRecord:

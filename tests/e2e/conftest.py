@@ -13,7 +13,7 @@ from millrace_client.stack.record import read_record
 from tests.support.command import run_millrace
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A running stack; its home. Stopped at the end, and nothing of it is left."""
     home = tmp_path_factory.mktemp("home")

@@ -10,12 +10,12 @@ from tests.support.data_place import Gate
 from tests.support.ray_head import RayHead, ray_head
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def gate(tmp_path_factory: pytest.TempPathFactory) -> Gate:
     return Gate(tmp_path_factory.mktemp("gate"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def data_head(gate: Gate) -> Iterator[RayHead]:
     """Its workers inherit where the gate is."""
     assert gate

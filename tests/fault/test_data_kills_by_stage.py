@@ -76,7 +76,7 @@ def strike_service(scene: Scene) -> None:
 
 
 def strike_actor(scene: Scene) -> None:
-    scene.place.strike("ray::AttemptActor")
+    scene.place.strike("ray::AttemptActor.run")
 
 
 def strike_worker(scene: Scene) -> None:
@@ -182,7 +182,7 @@ def test_an_import_finishes_once(scene: Scene, stage: str, strike: Strike) -> No
         send(place.client.data, upload, scene.data, 0, HALF)
     started = place.start_import(upload)
     version = place.version_of(started)
-    wait_until(lambda: bool(place.head.processes("ray::AttemptActor")), "the attempt", 60)
+    wait_until(lambda: bool(place.head.processes("ray::AttemptActor.run")), "the attempt", 60)
     if stage != "starting":
         wait_until(lambda: metadata_of(place.operation(started.name)).rows_read > 0, "the first rows", 60)
     place.assert_invisible(version)
@@ -196,7 +196,7 @@ def test_an_import_finishes_once(scene: Scene, stage: str, strike: Strike) -> No
     if stage == "ending":
         # It may be done by now: then the strike must leave it so.
         if strike is strike_actor:
-            place.strike_pids(place.head.processes("ray::AttemptActor"))
+            place.strike_pids(place.head.processes("ray::AttemptActor.run"))
         else:
             strike(scene)
     done = place.ended(started)

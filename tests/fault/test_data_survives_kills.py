@@ -111,7 +111,7 @@ def test_imports_outlive_the_service(running: Running) -> None:
 def test_an_import_outlives_the_process_of_its_attempt(running: Running, data_head: RayHead) -> None:
     started = running.start_import()
     version = running.wait_until_rows_are_read(started)
-    (actor,) = data_head.processes("ray::AttemptActor")
+    (actor,) = data_head.processes("ray::AttemptActor.run")
     os.kill(actor, signal.SIGKILL)
     done = running.client.wait(started)
     assert metadata_of(done).attempt == 2

@@ -25,7 +25,7 @@ from tests.support.ray_head import RayHead, ray_head
 from tests.support.training import State, TrainStack, Watch, digits_spec, train_stack
 from tests.support.waiting import wait_until
 
-WORKER, ATTEMPT = "ray::RayTrainWorker", "ray::AttemptActor"
+WORKER, ATTEMPT = "ray::RayTrainWorker", "ray::AttemptActor.run"
 EPOCHS, STEPS_PER_EPOCH, EVERY = 16, 20, 7
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.chaos]

@@ -3,7 +3,7 @@
     `python -m tests.support.toy_jobs reconcile`   its reconciler
     `python -m tests.support.toy_jobs serve`       the supervisor of one, as a service is
 
-Both write their pid into the folder TOY_PIDS.
+Both write their pid into the folder TOY_PIDS. With TOY_SPARE a prepared actor waits for the next attempt.
 """
 
 from __future__ import annotations
@@ -25,6 +25,14 @@ from shared.telemetry import configure_logging
 
 KIND = "toy"
 ENTRY = "tests.support.toy_jobs:run"
+PREPARE = "tests.support.toy_jobs:prepare"
+
+_prepared = False
+
+
+def prepare() -> None:
+    global _prepared
+    _prepared = True
 
 
 def run(context: AttemptContext) -> dict[str, Any]:
@@ -36,7 +44,7 @@ def run(context: AttemptContext) -> dict[str, Any]:
     while context.job.spec.get("waits") and not context.store.exists(f"{context.folder}/go"):
         context.raise_if_stopped()
         time.sleep(0.02)
-    return {"attempt": context.attempt, "pid": os.getpid()}
+    return {"attempt": context.attempt, "pid": os.getpid(), "prepared": _prepared}
 
 
 def let_go(store: ObjectStore, folder: str) -> None:
@@ -55,7 +63,8 @@ def main(role: str) -> None:
     if role == "serve":
         asyncio.run(supervise("tests.support.toy_jobs", asyncio.Event()))
     else:
-        run_reconciler(service_settings(os.environ, "127.0.0.1:0"), KIND, ENTRY)
+        prepare_by = PREPARE if os.environ.get("TOY_SPARE") else ""
+        run_reconciler(service_settings(os.environ, "127.0.0.1:0"), KIND, ENTRY, prepare_by)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tests.support.ray_head import RayHead, ray_head
 from tests.support.toy_processes import Toys
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray() -> Iterator[RayHead]:
     with ray_head() as head:
         yield head

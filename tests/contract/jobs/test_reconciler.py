@@ -29,7 +29,7 @@ def test_jobs_are_done_once_cancelled_and_given_up(toys: Toys, jobs: Jobs, store
     failed = wait_for_state(jobs, hopeless, "FAILED")
 
     assert [attempt for attempt, _ in beginnings(store, simple.name)] == [1]
-    assert done.result == {"attempt": 1, "pid": beginnings(store, simple.name)[0][1]}
+    assert done.result == {"attempt": 1, "pid": beginnings(store, simple.name)[0][1], "prepared": False}
     assert (cancelled.attempt, cancelled.failures) == (1, 0)
     assert beginnings(store, withdrawn.name) == []
     assert never_begun.attempt == 0

@@ -44,13 +44,13 @@ class DataStack:
         return str(self.client.data.CreateDataset(pb.CreateDatasetRequest(dataset_id=dataset_id), timeout=10).name)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def data_ray() -> Iterator[RayHead]:
     with ray_head(num_cpus=4) as head:
         yield head
 
 
-@pytest.fixture(scope="session", params=KINDS)
+@pytest.fixture(scope="package", params=KINDS)
 def stack(
     request: pytest.FixtureRequest, data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[DataStack]:
@@ -84,7 +84,7 @@ class Digits:
     version: DatasetVersion
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def digits_version(stack: DataStack) -> Digits:
     """For tests that only read it: an import takes seconds."""
     request = digits_request(stack, stack.new_dataset())

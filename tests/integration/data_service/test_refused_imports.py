@@ -50,7 +50,7 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def failed(stack: DataStack) -> dict[str, Failed]:
     """Every case, imported side by side: one after the other each would take seconds."""
     parent = stack.new_dataset()

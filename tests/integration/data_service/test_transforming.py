@@ -143,7 +143,7 @@ def test_an_attempt_killed_in_the_middle_is_followed_by_one_that_makes_the_same(
     name = create_transform(store, steps)
     await_worker(jobs, name, signs)
     begun = list(signs.iterdir())
-    for pid in data_ray.processes("ray::AttemptActor"):
+    for pid in data_ray.processes("ray::AttemptActor.run"):
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: jobs.get(name, name).attempt == 2, "the second attempt", WITHIN_S)
     wait_until(lambda: not any(map(_alive_on_task, begun)), "the tasks of the first to end", 30.0)

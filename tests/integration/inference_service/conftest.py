@@ -32,13 +32,13 @@ class Stack:
     checkpoint: Written
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def inference_ray() -> Iterator[RayHead]:
     with ray_head(num_cpus=8) as head:
         yield head
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def stack(inference_ray: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """On a store in a directory."""
     folder = tmp_path_factory.mktemp("inference")
@@ -46,7 +46,7 @@ def stack(inference_ray: RayHead, tmp_path_factory: pytest.TempPathFactory) -> I
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def s3_stack(inference_ray: RayHead, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """On a real S3 server; beside the other stack, on the same Ray."""
     settings = s3_server.settings(f"s3://millrace/{uuid.uuid4().hex}")
@@ -66,7 +66,7 @@ def running_stack(head: RayHead, settings: StoreSettings, folder: Path) -> Itera
         yield Stack(head, store, service, client, checkpoint)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def deployed(stack: Stack) -> pb.Deployment:
     """`deployments/digits`, READY, of the job's best checkpoint."""
     return stack.client.deploy("digits", "trainingJobs/digits", max_batch_size=16)

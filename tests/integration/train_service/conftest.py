@@ -14,20 +14,20 @@ from tests.support.s3_server import S3Server, name_under_test
 from tests.support.training import TrainClient, TrainStack, train_stack
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def train_ray() -> Iterator[RayHead]:
     with ray_head(num_cpus=4) as head:
         yield head
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def file_stack(train_ray: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainStack]:
     folder = tmp_path_factory.mktemp("train-file")
     with train_stack(StoreSettings(url=(folder / "store").as_uri()), train_ray.address, folder) as stack:
         yield stack
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def s3_stack(train_ray: RayHead, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainStack]:
     settings = s3_server.settings(f"s3://millrace/{uuid.uuid4().hex}")
     ensure_bucket(settings)
@@ -35,7 +35,7 @@ def s3_stack(train_ray: RayHead, s3_server: S3Server, tmp_path_factory: pytest.T
         yield stack
 
 
-@pytest.fixture(scope="session", params=["file", pytest.param("s3", id=f"s3-{name_under_test()}")])
+@pytest.fixture(scope="package", params=["file", pytest.param("s3", id=f"s3-{name_under_test()}")])
 def stack(request: pytest.FixtureRequest) -> TrainStack:
     started: TrainStack = request.getfixturevalue(f"{request.param}_stack")
     return started

@@ -1,0 +1,45 @@
+"""One actor ahead of the next attempt: a process takes longer to start, and to import what it needs, than a short job
+takes to run."""
+
+from __future__ import annotations
+
+import time
+
+import ray
+
+from shared.jobs.actor import AttemptActor, find_actor, new_actor_name, start_actor
+
+# An actor that cannot even start is not tried again at every look.
+AGAIN_AFTER_S = 10.0
+
+
+class Spare:
+    """The idle actor that one reconciler keeps for attempts of its kind. It ends by itself once nobody holds it."""
+
+    def __init__(self, kind: str, prepare: str) -> None:
+        """`prepare` is `module:function`, called in the actor before there is an attempt."""
+        self._kind = kind
+        self._prepare = prepare
+        self._name = ""
+        self._actor: ray.actor.ActorHandle[AttemptActor] | None = None
+        self._start_after = 0.0
+
+    def hold(self, *, replace: bool) -> None:
+        """To be called at every look. With `replace`, a spare that was taken, or has died, is followed by another."""
+        if self._actor is not None and find_actor(self._name) is None:
+            self._actor = None
+        if self._actor is not None:
+            self._actor.hold.remote()
+        elif replace and time.monotonic() >= self._start_after:
+            self._start_after = time.monotonic() + AGAIN_AFTER_S
+            self._name = new_actor_name(self._kind)
+            self._actor = start_actor(self._name)
+            self._actor.prepare.remote(self._prepare)
+
+    def take(self) -> tuple[str, ray.actor.ActorHandle[AttemptActor]] | None:
+        """The spare's name and handle, which is then another's to call; None where there is none."""
+        actor, self._actor = self._actor, None
+        if actor is None or find_actor(self._name) is None:
+            return None
+        self._start_after = 0.0
+        return self._name, actor

@@ -1,0 +1,65 @@
+"""The actor that waits for the next attempt: it saves a start, and whatever becomes of it costs no job anything."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from shared.jobs import Jobs
+from shared.jobs.actor import CALL_WITHIN_S
+from tests.support.ray_head import RayHead
+from tests.support.toy_processes import Toys, new_job, wait_for_state
+from tests.support.waiting import wait_until
+
+
+def test_an_attempt_runs_in_the_process_that_waited_for_it_and_another_follows(
+    toys: Toys, jobs: Jobs, ray: RayHead
+) -> None:
+    before = _actors(ray)
+    toys.start(spare=True)
+    waiting = _spare(ray, besides=before)
+
+    done = wait_for_state(jobs, new_job(jobs), "SUCCEEDED")
+
+    assert done.result == {"attempt": 1, "pid": waiting, "prepared": True}
+    next_one = _spare(ray, besides=before | {waiting})
+    assert wait_for_state(jobs, new_job(jobs), "SUCCEEDED").result["pid"] == next_one
+
+
+def test_a_spare_that_was_killed_costs_no_attempt_and_is_followed_by_another(
+    toys: Toys, jobs: Jobs, ray: RayHead
+) -> None:
+    before = _actors(ray)
+    toys.start(spare=True)
+    killed = _spare(ray, besides=before)
+
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: killed not in _actors(ray), "the spare to be gone", 30.0)
+    done = wait_for_state(jobs, new_job(jobs), "SUCCEEDED")
+
+    assert (done.attempt, done.failures) == (1, 0)
+    _spare(ray, besides=before | {killed})
+
+
+@pytest.mark.chaos
+def test_a_spare_that_no_reconciler_holds_any_more_ends(toys: Toys, ray: RayHead) -> None:
+    before = _actors(ray)
+    reconciler = toys.start(spare=True)
+    left = _spare(ray, besides=before)
+
+    reconciler.kill()
+    reconciler.wait()
+
+    wait_until(lambda: left not in _actors(ray), "the spare to end", CALL_WITHIN_S + 30.0)
+
+
+def _actors(ray: RayHead) -> set[int]:
+    return set(ray.processes("ray::AttemptActor"))
+
+
+def _spare(ray: RayHead, *, besides: set[int]) -> int:
+    """The pid of the one actor that is not among `besides`, once it is up."""
+    wait_until(lambda: len(_actors(ray) - besides) == 1, "a spare", 60.0)
+    return (_actors(ray) - besides).pop()
