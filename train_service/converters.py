@@ -1,97 +1,18 @@
-"""Between the protobuf contract and the service's own values."""
+"""From the service's own values to the protobuf contract: jobs, checkpoints, events."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
-
-from google.protobuf import json_format
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from millrace.train.v1 import resources_pb2, train_service_pb2
 from shared.checkpoint import CheckpointEntry
 from shared.checkpoint.registry import best, latest
-from shared.errors import invalid_field
 from shared.grpc_errors import status_proto_from_record
 from shared.jobs import JobRecord, JobState
-from shared.model_spec import ModelSpec
-from shared.transforms import Pipeline
-from train_service.domain.schedule import CONSTANT, COSINE_WITH_WARMUP
-from train_service.domain.spec import OptimizerSpec, TrainingSpec
+from train_service.domain.spec import TrainingSpec
 from train_service.events import Event, EventKind
+from train_service.spec_converters import spec_to_proto
 from train_service.training_jobs import JobView
-
-_Schedule = resources_pb2.Optimizer.Schedule
-SCHEDULES = {
-    _Schedule.SCHEDULE_UNSPECIFIED: CONSTANT,
-    _Schedule.SCHEDULE_CONSTANT: CONSTANT,
-    _Schedule.SCHEDULE_COSINE_WITH_WARMUP: COSINE_WITH_WARMUP,
-}
-SCHEDULE_OF = {CONSTANT: _Schedule.SCHEDULE_CONSTANT, COSINE_WITH_WARMUP: _Schedule.SCHEDULE_COSINE_WITH_WARMUP}
-
-
-def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection[str]) -> TrainingSpec:
-    """Fills in defaults. `custom_allowed` are the functions that custom steps may name.
-
-    Raises `InvalidArgument` for what plain values cannot hold, such as a broken transform.
-    """
-    if not spec.HasField("model"):
-        raise invalid_field("spec.model", None, "name a builder, e.g. torchvision.resnet18")
-    input_column = spec.input_column or "image"
-    pipeline = Pipeline.from_proto(spec.transform, input_column, "spec.transform", custom_allowed)
-    return TrainingSpec(
-        dataset_version=spec.dataset_version,
-        train_split=spec.train_split or "train",
-        validation_split=spec.validation_split,
-        input_column=input_column,
-        label_column=spec.label_column or "label",
-        transform=pipeline.config,
-        model=ModelSpec(
-            builder=spec.model.builder,
-            in_channels=spec.model.in_channels,
-            num_classes=spec.model.num_classes,
-            kwargs=_plain(spec.model.kwargs, "spec.model.kwargs"),
-        ),
-        optimizer=_optimizer(spec.optimizer) if spec.HasField("optimizer") else OptimizerSpec(),
-        epochs=spec.epochs,
-        global_batch_size=spec.global_batch_size,
-        seed=spec.seed,
-        num_workers=spec.num_workers or 1,
-        threads_per_worker=spec.threads_per_worker or 1,
-        checkpoint_every_steps=spec.checkpoint_every_steps,
-        max_failures=spec.max_failures if spec.HasField("max_failures") else 3,
-        lanes=spec.lanes or 24,
-    )
-
-
-def spec_to_proto(spec: TrainingSpec) -> resources_pb2.TrainingSpec:
-    message = resources_pb2.TrainingSpec(
-        dataset_version=spec.dataset_version,
-        train_split=spec.train_split,
-        validation_split=spec.validation_split,
-        input_column=spec.input_column,
-        label_column=spec.label_column,
-        model=resources_pb2.Model(
-            builder=spec.model.builder, in_channels=spec.model.in_channels, num_classes=spec.model.num_classes
-        ),
-        optimizer=resources_pb2.Optimizer(
-            name=spec.optimizer.name,
-            learning_rate=spec.optimizer.learning_rate,
-            schedule=SCHEDULE_OF[spec.optimizer.schedule],
-        ),
-        epochs=spec.epochs,
-        global_batch_size=spec.global_batch_size,
-        seed=spec.seed,
-        num_workers=spec.num_workers,
-        threads_per_worker=spec.threads_per_worker,
-        checkpoint_every_steps=spec.checkpoint_every_steps,
-        max_failures=spec.max_failures,
-        lanes=spec.lanes,
-    )
-    json_format.ParseDict(spec.transform, message.transform)
-    message.model.kwargs.update(spec.model.kwargs)
-    message.optimizer.kwargs.update(spec.optimizer.kwargs)
-    return message
 
 
 def job_to_proto(view: JobView) -> resources_pb2.TrainingJob:
@@ -143,34 +64,9 @@ def event_to_proto(event: Event) -> train_service_pb2.TrainingEvent:
             message.checkpoint_committed.CopyFrom(checkpoint_to_proto(CheckpointEntry(**event.payload)))
         case EventKind.WARNING:
             message.warning = event.payload["text"]
+        case EventKind.ATTEMPT_ENDED:
+            message.attempt_ended.CopyFrom(train_service_pb2.AttemptEnded(**event.payload))
     return message
-
-
-def _optimizer(optimizer: resources_pb2.Optimizer) -> OptimizerSpec:
-    return OptimizerSpec(
-        name=optimizer.name,
-        learning_rate=optimizer.learning_rate,
-        kwargs=_plain(optimizer.kwargs, "spec.optimizer.kwargs"),
-        # A number that this contract does not know is refused by name later.
-        schedule=SCHEDULES.get(optimizer.schedule, str(optimizer.schedule)),
-    )
-
-
-def _plain(struct: Any, path: str) -> dict[str, Any]:
-    """A Struct has only doubles; whole ones become ints, as builders and optimizers expect."""
-    try:
-        values = json_format.MessageToDict(struct)
-    except (ValueError, json_format.Error):
-        raise invalid_field(path, list(struct.keys()), "use finite numbers; JSON has no others") from None
-    return {key: _whole(value) for key, value in values.items()}
-
-
-def _whole(value: Any) -> Any:
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [_whole(one) for one in value]
-    return {key: _whole(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
 def _etag(record: JobRecord) -> str:

@@ -20,6 +20,7 @@ class EventKind(enum.StrEnum):
     VALIDATED = "validated"
     CHECKPOINT_COMMITTED = "checkpoint_committed"
     WARNING = "warning"
+    ATTEMPT_ENDED = "attempt_ended"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from grpc import aio
 
 from millrace.train.v1 import resources_pb2, train_service_pb2, train_service_pb2_grpc
 from shared.requests import body_digest
-from train_service.converters import checkpoint_to_proto, event_to_proto, job_to_proto, spec_from_proto
+from train_service.converters import checkpoint_to_proto, event_to_proto, job_to_proto
+from train_service.spec_converters import spec_from_proto
 from train_service.training_jobs import JobView, TrainingJobs
 
 WATCH_INTERVAL_S = 0.25

@@ -17,7 +17,7 @@ from shared.errors import AlreadyExists, OutOfRange, already_exists
 from shared.jobs import JobRecord, Jobs
 from shared.requests import claimed
 from shared.storage import ObjectStore
-from train_service.domain import spec as specs
+from train_service.domain import spec_rules
 from train_service.domain.spec import TrainingSpec
 from train_service.events import Event, EventLog
 from train_service.model_check import check_model
@@ -115,7 +115,7 @@ class TrainingJobs:
 
     def _checked(self, spec: TrainingSpec) -> TrainingSpec:
         names.parse("spec.dataset_version", spec.dataset_version, "datasets/{d}/versions/{v}")
-        specs.check(spec)
+        spec_rules.check(spec)
         version = load_version(self._store, spec.dataset_version)
         spec = with_defaults(spec, version)
         prepared = check_fits(spec, version)

@@ -12,7 +12,8 @@ from shared.dataset_version.manifest import Column
 from shared.errors import invalid_field
 from shared.transforms import ScalarType, TensorSpec, schema_of_columns
 from shared.transforms.steps.custom_child import functions_in_children
-from train_service.domain.spec import TrainingSpec, check_rows
+from train_service.domain.spec import TrainingSpec
+from train_service.domain.spec_rules import check_rows
 from train_service.preprocessing import FIELD, Preprocessing
 
 DEFAULT_VALIDATION_SPLIT = "validation"

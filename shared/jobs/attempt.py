@@ -57,7 +57,7 @@ class AttemptContext:
             logger.warning("a report of progress is lost: %s", error.message)
 
     def raise_if_stopped(self, *, fresh: bool = False) -> None:
-        """Raises `Cancelled` when a client wishes it, `StaleAttempt` when a later attempt has taken over.
+        """Raises `Cancelled` when a client wishes an end or a pause, `StaleAttempt` when a later attempt took over.
 
         Cheap: it looks at what was read within the last second. With `fresh` it reads the log now.
         """
@@ -66,8 +66,8 @@ class AttemptContext:
         newest = self._newest
         if newest.attempt != self.attempt or newest.state.final:
             raise StaleAttempt(f"{newest.name} is at attempt {newest.attempt}, {newest.state}")
-        if newest.state is JobState.CANCELLING:
-            raise Cancelled(f"{newest.name} was cancelled", metadata={"resource": newest.name})
+        if newest.state in (JobState.CANCELLING, JobState.SUSPENDING):
+            raise Cancelled(f"{newest.name} is {newest.state}", metadata={"resource": newest.name})
 
     @contextmanager
     def watching_wishes(self) -> Iterator[None]:

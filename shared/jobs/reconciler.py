@@ -10,13 +10,14 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import ray
 from ray.exceptions import RayError
 
 from shared.errors import STORE_OUTAGES, Unavailable
 from shared.jobs.actor import NAMESPACE, find_actor, new_actor_name, start_actor
-from shared.jobs.record import JobRecord, JobState, begin_attempt, confirm_cancel, lose_attempt
+from shared.jobs.record import JobRecord, JobState, begin_attempt, confirm_cancel, confirm_suspend, lose_attempt
 from shared.jobs.registry import Jobs, LiveJob
 from shared.jobs.spare import Spare
 from shared.log import StaleAttempt
@@ -36,15 +37,25 @@ LOOKS_BEFORE_LOST = 2
 class Reconciler:
     """Compares what the logs say with the actors there are, for one kind of job."""
 
-    def __init__(self, settings: ServiceSettings, kind: str, entry: str, spare: Spare | None = None) -> None:
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        kind: str,
+        entry: str,
+        spare: Spare | None = None,
+        lacks: Callable[[JobRecord], str] = lambda _: "",
+    ) -> None:
         self._settings = settings.store
         self._jobs = Jobs(open_store(settings.store), kind)
         self._kind = kind
         self._entry = entry
         self._spare = spare
+        self._lacks = lacks
         # By uid: when a marker without its job was first seen, and how often an attempt had no actor.
         self._orphans: dict[str, float] = {}
         self._missing: Counter[str] = Counter()
+        # By uid: what clients were told that its next attempt waits for.
+        self._waiting: dict[str, str] = {}
 
     def reconcile(self) -> None:
         """One look at every live job. Should two reconcilers overlap, the log decides who starts an attempt."""
@@ -68,13 +79,13 @@ class Reconciler:
         if job is None or job.uid != live.uid:
             first_seen = self._orphans.setdefault(live.uid, time.monotonic())
             if time.monotonic() - first_seen > ORPHAN_AFTER_S:
-                self._forget(live.uid)
+                self._forget(live)
             return False
         if job.state.final:
-            self._forget(live.uid)
+            self._forget(live)
             return False
         if job.state in (JobState.PENDING, JobState.RECOVERING):
-            if time.time() < job.begin_after:
+            if time.time() < job.begin_after or self._waits(live, job):
                 return False
             self._begin(live, job)
         elif find_actor(job.actor) is not None:
@@ -85,10 +96,20 @@ class Reconciler:
                 self._lost(live, job)
         return True
 
-    def _forget(self, uid: str) -> None:
-        self._jobs.forget(uid)
-        self._orphans.pop(uid, None)
-        self._missing.pop(uid, None)
+    def _waits(self, live: LiveJob, job: JobRecord) -> bool:
+        """Whether the cluster lacks what the next attempt needs; if so clients are told."""
+        what = self._lacks(job)
+        if what != self._waiting.get(live.uid, ""):
+            self._jobs.wait_for(live.folder, what)
+            self._waiting[live.uid] = what
+        return bool(what)
+
+    def _forget(self, live: LiveJob) -> None:
+        if self._waiting.pop(live.uid, ""):
+            self._jobs.wait_for(live.folder, "")
+        self._jobs.forget(live)
+        self._orphans.pop(live.uid, None)
+        self._missing.pop(live.uid, None)
 
     def _begin(self, live: LiveJob, job: JobRecord) -> None:
         if zombie := find_actor(job.actor):
@@ -120,6 +141,8 @@ class Reconciler:
                 return newest
             if newest.state is JobState.CANCELLING:
                 return confirm_cancel(newest, time.time())
+            if newest.state is JobState.SUSPENDING:
+                return confirm_suspend(newest, time.time())
             if newest.state is not JobState.RUNNING:
                 return newest
             cause = Unavailable(f"the process of attempt {job.attempt} ended", reason="ATTEMPT_LOST")
@@ -130,15 +153,22 @@ class Reconciler:
         logger.warning("%s: attempt %d has no process; now %s", job.name, job.attempt, after.state)
 
 
-def run_reconciler(settings: ServiceSettings, kind: str, entry: str, prepare: str = "") -> None:
+def run_reconciler(
+    settings: ServiceSettings,
+    kind: str,
+    entry: str,
+    prepare: str = "",
+    lacks: Callable[[JobRecord], str] = lambda _: "",
+) -> None:
     """Reconciles for ever. Raises `ConnectionError` where Ray is not there: whoever supervises starts it again.
 
     `entry` is `module:function`, the job's entry function, importable on Ray's nodes. With `prepare`, a function named
     likewise, an actor that has called it waits for the next attempt; it holds a process's memory, and no processor.
+    `lacks` tells what the cluster lacks for a job's next attempt, and no attempt begins until that is nothing.
     """
     nudged = end_with_parent()
     ray.init(address=settings.ray_address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-    reconciler = Reconciler(settings, kind, entry, Spare(kind, prepare) if prepare else None)
+    reconciler = Reconciler(settings, kind, entry, Spare(kind, prepare) if prepare else None, lacks)
     logger.info("reconciling %s jobs on Ray at %s", kind, settings.ray_address)
     own_node = ray.get_runtime_context().get_node_id()
     while True:

@@ -14,8 +14,10 @@ class JobState(enum.StrEnum):
     #  PENDING ──▶ RUNNING ◀──▶ RECOVERING
     #     │          │  └──▶ SUCCEEDED │
     #     │          └─────────────────┴──▶ FAILED
-    #     └──────────┴── CANCELLING ──▶ CANCELLED
-    #  SUCCEEDED, FAILED, CANCELLED ◀──▶ DELETING ──▶ DELETED
+    #     ├──────────┴── CANCELLING ──▶ CANCELLED
+    #     └──────────┴── SUSPENDING ──▶ SUSPENDED
+    #  SUSPENDED, FAILED, CANCELLED ──▶ RECOVERING, where the kind of job can be resumed
+    #  SUCCEEDED, FAILED, CANCELLED, SUSPENDED ◀──▶ DELETING ──▶ DELETED
     PENDING = "PENDING"
     RUNNING = "RUNNING"
     RECOVERING = "RECOVERING"
@@ -23,6 +25,8 @@ class JobState(enum.StrEnum):
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
     CANCELLED = "CANCELLED"
+    SUSPENDING = "SUSPENDING"
+    SUSPENDED = "SUSPENDED"
     # What it made is being taken away.
     DELETING = "DELETING"
     # A tombstone: the resource does not exist, and a new one may begin in the same log.
@@ -30,8 +34,13 @@ class JobState(enum.StrEnum):
 
     @property
     def final(self) -> bool:
-        """Whether no attempt works on it, nor will."""
-        return self not in (JobState.PENDING, JobState.RUNNING, JobState.RECOVERING, JobState.CANCELLING)
+        """Whether no attempt works on it, nor will unless a client resumes it."""
+        return self not in LIVE
+
+
+LIVE = (JobState.PENDING, JobState.RUNNING, JobState.RECOVERING, JobState.CANCELLING, JobState.SUSPENDING)
+# Reasons for which an attempt is ended from outside though it was well: they are no failures.
+PREEMPTED, RESIZED = "PREEMPTED", "RESIZED"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +64,9 @@ class JobRecord:
     actor: str = ""
     failures: int = 0
     max_failures: int = 3
+    # Attempts whose node was taken away. They have a budget of their own.
+    preemptions: int = 0
+    max_preemptions: int = 100
     # Counts wishes, not progress: 1 for the creation, 2 once a cancel was asked for.
     generation: int = 1
     # `MillraceError.as_record` of what ended or last disturbed it.
@@ -99,11 +111,18 @@ def begin_attempt(job: JobRecord, now: float, actor: str = "") -> JobRecord:
 def lose_attempt(job: JobRecord, cause: MillraceError, now: float) -> JobRecord:
     """The attempt ended without a result: → RECOVERING, or FAILED once more were lost than allowed.
 
-    A job that is being cancelled has nothing left to recover: → CANCELLED.
+    A job that is being cancelled or suspended has nothing to recover now: → CANCELLED, SUSPENDED.
     """
     if job.state is JobState.CANCELLING:
         return confirm_cancel(job, now)
+    if job.state is JobState.SUSPENDING:
+        return confirm_suspend(job, now)
     _expect(job, JobState.RUNNING)
+    reason = cause.specific_reason
+    if reason == RESIZED or (reason == PREEMPTED and job.preemptions < job.max_preemptions):
+        preemptions = job.preemptions + (reason == PREEMPTED)
+        told = cause.as_record()
+        return replace(job, state=JobState.RECOVERING, preemptions=preemptions, error=told, update_time=now)
     failures = job.failures + 1
     if failures > job.max_failures:
         # What an operator can put right is told as what it is.
@@ -118,19 +137,24 @@ def lose_attempt(job: JobRecord, cause: MillraceError, now: float) -> JobRecord:
 
 
 def succeed(job: JobRecord, result: dict[str, Any], now: float) -> JobRecord:
-    """The commit: any live state → SUCCEEDED. A cancel that came too late does not undo it."""
-    _expect(job, JobState.RUNNING, JobState.RECOVERING, JobState.CANCELLING)
+    """The commit: any live state → SUCCEEDED. A cancel or suspension that came too late does not undo it."""
+    _expect(job, JobState.RUNNING, JobState.RECOVERING, JobState.CANCELLING, JobState.SUSPENDING)
     return replace(job, state=JobState.SUCCEEDED, result=result, error=None, update_time=now)
 
 
 def fail(job: JobRecord, error: MillraceError, now: float) -> JobRecord:
     """Any live state → FAILED: another attempt would meet the same error."""
-    _expect(job, JobState.PENDING, JobState.RUNNING, JobState.RECOVERING, JobState.CANCELLING)
+    _expect(job, *LIVE)
     return replace(job, state=JobState.FAILED, error=error.as_record(), update_time=now)
 
 
 def request_cancel(job: JobRecord, now: float) -> JobRecord:
-    """A client's wish: any live state → CANCELLING. Final states and repeated wishes stay as they are."""
+    """A client's wish: any live state → CANCELLING, SUSPENDED → CANCELLED.
+
+    Other states at rest and repeated wishes stay as they are.
+    """
+    if job.state is JobState.SUSPENDED:
+        return replace(job, state=JobState.CANCELLED, generation=job.generation + 1, error=None, update_time=now)
     if job.state.final or job.state is JobState.CANCELLING:
         return job
     return replace(job, state=JobState.CANCELLING, generation=job.generation + 1, update_time=now)
@@ -142,11 +166,42 @@ def confirm_cancel(job: JobRecord, now: float) -> JobRecord:
     return replace(job, state=JobState.CANCELLED, error=None, update_time=now)
 
 
+def request_suspend(job: JobRecord, now: float) -> JobRecord:
+    """A client's wish: PENDING, RUNNING, RECOVERING → SUSPENDING. A repeated wish changes nothing."""
+    if job.state in (JobState.SUSPENDING, JobState.SUSPENDED):
+        return job
+    _expect(job, JobState.PENDING, JobState.RUNNING, JobState.RECOVERING)
+    return replace(job, state=JobState.SUSPENDING, generation=job.generation + 1, update_time=now)
+
+
+def confirm_suspend(job: JobRecord, now: float) -> JobRecord:
+    """SUSPENDING → SUSPENDED, once nothing works on it any more."""
+    _expect(job, JobState.SUSPENDING)
+    return replace(job, state=JobState.SUSPENDED, error=None, update_time=now)
+
+
+def request_resume(job: JobRecord, now: float) -> JobRecord:
+    """A client's wish: SUSPENDED, FAILED, CANCELLED → RECOVERING, with nothing counted against it. A job that goes on
+    anyway stays as it is."""
+    if job.state in (JobState.PENDING, JobState.RUNNING, JobState.RECOVERING):
+        return job
+    _expect(job, JobState.SUSPENDED, JobState.FAILED, JobState.CANCELLED)
+    return replace(
+        job,
+        state=JobState.RECOVERING,
+        failures=0,
+        preemptions=0,
+        error=None,
+        generation=job.generation + 1,
+        update_time=now,
+    )
+
+
 def request_delete(job: JobRecord, now: float) -> JobRecord:
-    """SUCCEEDED, FAILED, CANCELLED → DELETING. A repeated wish changes nothing."""
+    """SUCCEEDED, FAILED, CANCELLED, SUSPENDED → DELETING. A repeated wish changes nothing."""
     if job.state is JobState.DELETING:
         return job
-    _expect(job, JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+    _expect(job, JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.SUSPENDED)
     return replace(job, state=JobState.DELETING, deleted_from=job.state, generation=job.generation + 1, update_time=now)
 
 

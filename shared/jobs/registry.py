@@ -12,19 +12,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shared.errors import Conflict, already_exists, not_found
-from shared.jobs.record import JobRecord, JobState, follow_deleted, request_cancel
+from shared.errors import Conflict, FailedPrecondition, already_exists, not_found
+from shared.jobs.record import JobRecord, JobState, follow_deleted, request_cancel, request_resume, request_suspend
 from shared.log import ResourceLog
 from shared.storage import ObjectMissing, ObjectStore
+
+WAITING = "waiting.txt"
 
 
 @dataclass(frozen=True)
 class LiveJob:
-    """`folder` is that of the resource; `marked_at` is in seconds since the epoch."""
+    """`folder` is that of the resource; `marked_at` is in seconds since the epoch; `marker` the object that says so."""
 
     uid: str
     folder: str
     marked_at: float
+    marker: str
 
 
 class Jobs:
@@ -37,7 +40,7 @@ class Jobs:
     def create(self, folder: str, job: JobRecord) -> JobRecord:
         """Makes the job durable. Raises `AlreadyExists` when there is one in the folder that was not deleted."""
         # The marker first: a job without one would never be done.
-        self._store.put(self._marker(job.uid), json.dumps({"folder": folder, "marked_at": time.time()}).encode())
+        marker = self._mark(folder, job)
         log = ResourceLog(self._store, log_prefix(folder))
         before = log.head()
         last = JobRecord.from_state(before.state) if before else None
@@ -48,7 +51,7 @@ class Jobs:
         there = self.find(folder)
         if there is not None and there.uid == job.uid:
             return there  # an earlier call made it, and its answer was lost
-        self._store.delete(self._marker(job.uid))
+        self._store.delete(marker)
         raise already_exists(job.name)
 
     def get(self, folder: str, name: str) -> JobRecord:
@@ -70,7 +73,21 @@ class Jobs:
 
     def cancel(self, folder: str, name: str, etag: str = "") -> JobRecord:
         """Writes the wish. Raises `NotFound`, and `Conflict` when `etag` is given and not the present generation."""
+        return self._wish(folder, name, etag, request_cancel)
 
+    def suspend(self, folder: str, name: str, etag: str = "") -> JobRecord:
+        """As `cancel`. Raises `FailedPrecondition` for a job that is over, or is being ended."""
+        return self._wish(folder, name, etag, request_suspend)
+
+    def resume(self, folder: str, name: str, etag: str = "") -> JobRecord:
+        """As `cancel`. Raises `FailedPrecondition` for a job that succeeded, or is being ended."""
+        job = self.get(folder, name)
+        if job.state.final:
+            # The marker first, as in `create`; one of its own, for a reconciler may be about to take the old one away.
+            self._mark(folder, job)
+        return self._wish(folder, name, etag, request_resume)
+
+    def _wish(self, folder: str, name: str, etag: str, wish: Callable[[JobRecord, float], JobRecord]) -> JobRecord:
         def decide(job: JobRecord) -> JobRecord:
             if etag and etag != str(job.generation):
                 raise Conflict(
@@ -78,7 +95,12 @@ class Jobs:
                     reason="STALE_ETAG",
                     metadata={"resource": name},
                 )
-            return request_cancel(job, time.time())
+            try:
+                return wish(job, time.time())
+            except ValueError as error:
+                raise FailedPrecondition(
+                    f"{error}; wait, or ask for something else", reason="WRONG_STATE", metadata={"resource": name}
+                ) from None
 
         self.get(folder, name)
         return self.transition(folder, decide)
@@ -98,19 +120,22 @@ class Jobs:
         return JobRecord.from_state(record.state)
 
     def live(self) -> list[LiveJob]:
-        found = []
+        """Each once, by its newest marker; the one marked first comes first."""
+        found: dict[str, LiveJob] = {}
         for info in self._store.list(f"live/{self.kind}"):
             try:
                 marker = json.loads(self._store.get(info.key))
             except ObjectMissing:  # another reconciler was faster
                 continue
-            uid = info.key.rsplit("/", 1)[-1].removesuffix(".json")
-            found.append(LiveJob(uid, marker["folder"], marker["marked_at"]))
-        return sorted(found, key=lambda job: job.marked_at)
+            uid = info.key.rsplit("/", 1)[-1].partition(".")[0]
+            job = LiveJob(uid, marker["folder"], marker["marked_at"], info.key)
+            if uid not in found or job.marked_at > found[uid].marked_at:
+                found[uid] = job
+        return sorted(found.values(), key=lambda job: job.marked_at)
 
-    def forget(self, uid: str) -> None:
+    def forget(self, live: LiveJob) -> None:
         """Removes the marker of a job that is final."""
-        self._store.delete(self._marker(uid))
+        self._store.delete(live.marker)
 
     def progress(self, folder: str) -> dict[str, Any]:
         """What the attempt last reported; empty before the first report."""
@@ -120,8 +145,24 @@ class Jobs:
             return {}
         return progress
 
-    def _marker(self, uid: str) -> str:
-        return f"live/{self.kind}/{uid}.json"
+    def wait_for(self, folder: str, what: str) -> None:
+        """Notes for clients what the next attempt waits for; empty: nothing."""
+        if what:
+            self._store.put(f"{folder}/{WAITING}", what.encode())
+        else:
+            self._store.delete(f"{folder}/{WAITING}")
+
+    def waiting_for(self, folder: str) -> str:
+        """What the next attempt waits for; empty where it does not wait."""
+        try:
+            return bytes(self._store.get(f"{folder}/{WAITING}")).decode()
+        except ObjectMissing:
+            return ""
+
+    def _mark(self, folder: str, job: JobRecord) -> str:
+        marker = f"live/{self.kind}/{job.uid}.{job.generation}.json"
+        self._store.put(marker, json.dumps({"folder": folder, "marked_at": time.time()}).encode())
+        return marker
 
 
 def log_prefix(folder: str) -> str:

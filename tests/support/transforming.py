@@ -50,11 +50,12 @@ def commit_tables(store: ObjectStore, splits: Mapping[str, pa.Table], name: str 
     data = Manifest(columns=columns, splits=described, files=files, ingested=columns).to_json()
     store.put(f"{folder}/manifest.json", data)
     jobs = Jobs(store, IMPORT_KIND)
-    job = create_job(jobs, name, {})
+    create_job(jobs, name, {})
     result = {"manifest": f"{folder}/manifest.json", "manifest_sha256": sha256_hex(data)}
     jobs.transition(name, lambda job: begin_attempt(job, time.time()), attempt=1)
     jobs.transition(name, lambda job: succeed(job, result, time.time()), attempt=1)
-    jobs.forget(job.uid)
+    for live in jobs.live():
+        jobs.forget(live)
 
 
 def create_job(jobs: Jobs, name: str, spec: dict[str, Any]) -> JobRecord:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.struct_pb2 import Struct
 
 from millrace.common.v1 import transform_pb2
@@ -18,11 +19,10 @@ from train_service.converters import (
     checkpoint_to_proto,
     event_to_proto,
     job_to_proto,
-    spec_from_proto,
-    spec_to_proto,
 )
 from train_service.domain.spec import TrainingSpec
 from train_service.events import Event, EventKind
+from train_service.spec_converters import spec_from_proto, spec_to_proto
 from train_service.training_jobs import JobView
 
 
@@ -46,12 +46,43 @@ def whole_spec() -> res.TrainingSpec:
         checkpoint_every_steps=11,
         max_failures=0,
         lanes=48,
+        task=res.TrainingSpec.TASK_REGRESSION,
+        min_workers=2,
+        checkpoints=res.CheckpointPolicy(
+            every=Duration(seconds=90, nanos=500_000_000),
+            keep_newest=4,
+            keep_best=2,
+            best_metric="validation_r2",
+            order=res.CheckpointPolicy.ORDER_MAXIMIZE,
+        ),
+        max_preemptions=0,
+        initial_checkpoint="trainingJobs/j/checkpoints/step-00000001",
+        loss=res.Loss(name="huber"),
+        precision=res.TrainingSpec.PRECISION_BFLOAT16,
+        accumulation_steps=2,
+        max_gradient_norm=1.5,
+        compile=True,
+        early_stopping=res.EarlyStopping(metric="validation_loss", patience=3, min_delta=0.01),
+        metrics=["mae", "r2"],
+        placement=res.Placement(
+            cpus_per_worker=2,
+            gpus_per_worker=0,
+            resources_per_worker={"disk": 1},
+            accelerator_type="A100",
+            strategy="SPREAD",
+            parallel="FSDP",
+            backend="gloo",
+            timeout=Duration(seconds=60),
+        ),
+        ingest=res.TrainingSpec.INGEST_RAY_DATA,
+        training_step="mixup",
     )
     spec.transform.steps.add(column="pixels").to_float.SetInParent()
     spec.transform.steps.add(column="pixels").normalize.MergeFrom(
         transform_pb2.Normalize(mean=[0.1307, 1e-7], std=[0.3081, 3.0])
     )
     spec.model.kwargs.update({"zero_init_residual": True, "width_per_group": 64})
+    spec.loss.kwargs.update({"delta": 0.5})
     spec.optimizer.kwargs.update({"momentum": 0.9, "nesterov": True})
     return spec
 
@@ -184,6 +215,7 @@ PAYLOADS: dict[EventKind, dict[str, Any]] = {
         "seconds_left": 3.0,
     },
     EventKind.VALIDATED: {"step": 1, "epoch": 0, "loss": 0.5, "accuracy": 0.25, "row_count": 8},
+    EventKind.ATTEMPT_ENDED: {"cause": "CAUSE_HUNG", "text": "rank 1 stood still", "ranks": [1]},
     EventKind.CHECKPOINT_COMMITTED: entry(3).__dict__,
     EventKind.WARNING: {"text": "mended"},
 }

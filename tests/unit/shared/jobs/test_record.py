@@ -10,16 +10,21 @@ import pytest
 
 from shared.errors import NotFound, ResourceExhausted, Unavailable, error_from_record
 from shared.jobs.record import (
+    PREEMPTED,
+    RESIZED,
     JobRecord,
     JobState,
     begin_attempt,
     confirm_cancel,
     confirm_delete,
+    confirm_suspend,
     fail,
     follow_deleted,
     lose_attempt,
     request_cancel,
     request_delete,
+    request_resume,
+    request_suspend,
     succeed,
     undo_delete,
 )
@@ -34,11 +39,15 @@ EVENTS: dict[str, Callable[[JobRecord], JobRecord]] = {
     "fail": lambda job: fail(job, NotFound("the source is not there"), NOW),
     "request_cancel": lambda job: request_cancel(job, NOW),
     "confirm_cancel": lambda job: confirm_cancel(job, NOW),
+    "request_suspend": lambda job: request_suspend(job, NOW),
+    "confirm_suspend": lambda job: confirm_suspend(job, NOW),
+    "request_resume": lambda job: request_resume(job, NOW),
     "request_delete": lambda job: request_delete(job, NOW),
     "undo_delete": lambda job: undo_delete(job, NOW),
     "confirm_delete": lambda job: confirm_delete(job, NOW),
 }
-DELETIONS = {"request_delete", "undo_delete", "confirm_delete"}
+# What leaves a state at rest.
+RETURNS = {"request_delete", "undo_delete", "confirm_delete", "request_resume"}
 
 # (state, event) → the state after; what is not listed is illegal.
 LEGAL = {
@@ -62,7 +71,25 @@ LEGAL = {
     ("CANCELLED", "request_cancel"): "CANCELLED",
     ("DELETING", "request_cancel"): "DELETING",
     ("DELETED", "request_cancel"): "DELETED",
+    ("SUSPENDING", "request_cancel"): "CANCELLING",
+    ("SUSPENDED", "request_cancel"): "CANCELLED",
     ("CANCELLING", "confirm_cancel"): "CANCELLED",
+    ("PENDING", "request_suspend"): "SUSPENDING",
+    ("RUNNING", "request_suspend"): "SUSPENDING",
+    ("RECOVERING", "request_suspend"): "SUSPENDING",
+    ("SUSPENDING", "request_suspend"): "SUSPENDING",
+    ("SUSPENDED", "request_suspend"): "SUSPENDED",
+    ("SUSPENDING", "confirm_suspend"): "SUSPENDED",
+    ("SUSPENDING", "lose"): "SUSPENDED",
+    ("SUSPENDING", "succeed"): "SUCCEEDED",
+    ("SUSPENDING", "fail"): "FAILED",
+    ("PENDING", "request_resume"): "PENDING",
+    ("RUNNING", "request_resume"): "RUNNING",
+    ("RECOVERING", "request_resume"): "RECOVERING",
+    ("SUSPENDED", "request_resume"): "RECOVERING",
+    ("FAILED", "request_resume"): "RECOVERING",
+    ("CANCELLED", "request_resume"): "RECOVERING",
+    ("SUSPENDED", "request_delete"): "DELETING",
     ("SUCCEEDED", "request_delete"): "DELETING",
     ("FAILED", "request_delete"): "DELETING",
     ("CANCELLED", "request_delete"): "DELETING",
@@ -103,20 +130,22 @@ def test_every_transition_is_the_one_in_the_table_or_refused(state: JobState, ev
 
 
 def test_a_job_is_final_once_no_attempt_will_work_on_it() -> None:
-    assert [state for state in JobState if state.final] == ["SUCCEEDED", "FAILED", "CANCELLED", "DELETING", "DELETED"]
+    final = ["SUCCEEDED", "FAILED", "CANCELLED", "SUSPENDED", "DELETING", "DELETED"]
+    assert [state for state in JobState if state.final] == final
 
 
-def test_nothing_but_a_deletion_leaves_a_final_state() -> None:
+def test_nothing_but_a_deletion_or_a_resumption_leaves_a_final_state() -> None:
     for state in JobState:
-        for event in set(EVENTS) - DELETIONS:
+        for event in set(EVENTS) - RETURNS:
             if state.final and (state, event) in LEGAL:
-                assert LEGAL[state, event] == state
+                assert LEGAL[state, event] == state or (state, event) == ("SUSPENDED", "request_cancel")
 
 
 def test_each_beginning_counts_the_attempt_and_nothing_else_does() -> None:
     assert begin_attempt(a_job("RECOVERING"), NOW).attempt == 3
-    for event in set(EVENTS) - DELETIONS - {"begin"}:
-        assert EVENTS[event](a_job("CANCELLING" if event == "confirm_cancel" else "RUNNING")).attempt == 2
+    for event in set(EVENTS) - RETURNS - {"begin"}:
+        state = {"confirm_cancel": "CANCELLING", "confirm_suspend": "SUSPENDING"}.get(event, "RUNNING")
+        assert EVENTS[event](a_job(state)).attempt == 2
 
 
 def test_attempts_may_be_lost_max_failures_times_and_not_once_more() -> None:
@@ -200,3 +229,25 @@ def test_a_record_survives_json() -> None:
         job = fail(a_job("RUNNING"), NotFound("gone"), NOW) if state is JobState.FAILED else a_job(state)
 
         assert JobRecord.from_state(json.loads(json.dumps(job.as_state()))) == job
+
+
+@pytest.mark.parametrize(("reason", "preemptions"), [(PREEMPTED, 1), (RESIZED, 0)])
+def test_an_attempt_that_makes_room_is_no_failure(reason: str, preemptions: int) -> None:
+    job = lose_attempt(a_job("RUNNING", failures=3), Unavailable("its node goes", reason=reason), NOW)
+
+    assert (job.state, job.failures, job.preemptions) == ("RECOVERING", 3, preemptions)
+
+
+def test_preemptions_beyond_their_budget_are_failures() -> None:
+    spent = replace(a_job("RUNNING", failures=3), preemptions=100)
+
+    assert lose_attempt(spent, Unavailable("its node goes", reason=PREEMPTED), NOW).state == "FAILED"
+
+
+def test_a_resumed_job_begins_with_nothing_counted_against_it() -> None:
+    failed = replace(a_job("FAILED", failures=4), preemptions=7, error=CAUSE.as_record())
+
+    job = request_resume(failed, NOW)
+
+    assert (job.state, job.failures, job.preemptions, job.error) == ("RECOVERING", 0, 0, None)
+    assert (job.attempt, job.generation) == (failed.attempt, failed.generation + 1)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from shared.errors import AlreadyExists, Conflict, NotFound, Unavailable
+from shared.errors import AlreadyExists, Conflict, FailedPrecondition, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.jobs.record import begin_attempt, confirm_delete, fail, request_delete, succeed
+from shared.jobs.record import begin_attempt, confirm_delete, confirm_suspend, fail, request_delete, succeed
 from shared.storage import ObjectStore
 
 FOLDER = "things/one"
@@ -177,11 +177,43 @@ def test_live_jobs_come_in_the_order_of_their_creation(jobs: Jobs) -> None:
 def test_a_forgotten_job_is_still_there_but_no_longer_live(jobs: Jobs) -> None:
     jobs.create(FOLDER, a_job())
 
-    jobs.forget("u1")
-    jobs.forget("u1")
+    (live,) = jobs.live()
+    jobs.forget(live)
+    jobs.forget(live)
 
     assert jobs.live() == []
     assert jobs.find(FOLDER) is not None
+
+
+def test_a_resumed_job_is_live_even_if_its_old_marker_is_taken_away_late(jobs: Jobs) -> None:
+    jobs.create(FOLDER, a_job())
+    (before,) = jobs.live()
+    jobs.suspend(FOLDER, FOLDER)
+    jobs.transition(FOLDER, lambda job: confirm_suspend(job, 3.0))
+
+    resumed = jobs.resume(FOLDER, FOLDER)
+    jobs.forget(before)
+
+    assert (resumed.state, resumed.generation) == (JobState.RECOVERING, 3)
+    assert [live.uid for live in jobs.live()] == ["u1"]
+
+
+def test_a_job_that_succeeded_can_neither_be_suspended_nor_resumed(jobs: Jobs) -> None:
+    jobs.create(FOLDER, a_job())
+    jobs.transition(FOLDER, lambda job: succeed(begin_attempt(job, 2.0), {}, 3.0))
+
+    for wish in (jobs.suspend, jobs.resume):
+        with pytest.raises(FailedPrecondition, match="is SUCCEEDED"):
+            wish(FOLDER, FOLDER)
+
+
+def test_clients_are_told_what_a_job_waits_for_until_it_does_not(jobs: Jobs) -> None:
+    jobs.create(FOLDER, a_job())
+    assert jobs.waiting_for(FOLDER) == ""
+    jobs.wait_for(FOLDER, "2 CPUs")
+    assert jobs.waiting_for(FOLDER) == "2 CPUs"
+    jobs.wait_for(FOLDER, "")
+    assert jobs.waiting_for(FOLDER) == ""
 
 
 def test_progress_is_empty_before_the_first_report(jobs: Jobs) -> None:

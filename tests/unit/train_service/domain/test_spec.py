@@ -11,7 +11,8 @@ import pytest
 
 from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
-from train_service.domain.spec import OptimizerSpec, TrainingSpec, check, check_rows
+from train_service.domain.spec import EarlyStopping, LossSpec, OptimizerSpec, Placement, TrainingSpec
+from train_service.domain.spec_rules import check, check_rows
 
 MODEL = ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10)
 GOOD = TrainingSpec(
@@ -27,9 +28,30 @@ OUT_OF_BOUNDS: list[tuple[str, dict[str, Any]]] = [
     *[("checkpoint_every_steps", {"checkpoint_every_steps": value}) for value in (-1, LOW)],
     *[("max_failures", {"max_failures": value}) for value in (-1, 1001, HIGH)],
     *[("lanes", {"lanes": value}) for value in (-1, 0, 1, 4097)],
-    *[("model.in_channels", {"model": replace(MODEL, in_channels=value)}) for value in (0, -1, 1025)],
+    *[("model.in_channels", {"model": replace(MODEL, in_channels=value)}) for value in (0, -1, 65_537)],
     *[("model.num_classes", {"model": replace(MODEL, num_classes=value)}) for value in (-3, 0, 1, 1_000_001)],
-    *[("optimizer.name", {"optimizer": OptimizerSpec(name=value)}) for value in ("", "sgd", "LBFGS", "Optimizer")],
+    *[("min_workers", {"min_workers": value}) for value in (-1, 3)],
+    *[("accumulation_steps", {"accumulation_steps": value}) for value in (0, -1, 1025)],
+    *[("max_gradient_norm", {"max_gradient_norm": value}) for value in (-0.1, math.inf, math.nan)],
+    *[("precision", {"precision": value}) for value in ("", "FP8", "7")],
+    *[("task", {"task": value}) for value in ("", "RANKING")],
+    *[("ingest", {"ingest": value}) for value in ("", "RAY")],
+    *[("max_preemptions", {"max_preemptions": value}) for value in (-1, 100_001)],
+    *[
+        ("loss.label_smoothing", {"loss": LossSpec(name="cross_entropy", label_smoothing=value)})
+        for value in (-0.1, 1.0, math.nan)
+    ],
+    *[("placement.strategy", {"placement": Placement(strategy=value)}) for value in ("pack", "")],
+    *[("placement.parallel", {"placement": Placement(parallel=value)}) for value in ("ddp", "TP")],
+    *[("placement.cpus_per_worker", {"placement": Placement(cpus_per_worker=value)}) for value in (0, -1, math.nan)],
+    *[("placement.gpus_per_worker", {"placement": Placement(gpus_per_worker=value)}) for value in (-1, math.nan)],
+    *[("placement.timeout", {"placement": Placement(timeout_s=value)}) for value in (0, -1, 90_000)],
+    ("placement.resources_per_worker[CPU]", {"placement": Placement(resources_per_worker={"CPU": 2})}),
+    ("placement.resources_per_worker[disk]", {"placement": Placement(resources_per_worker={"disk": math.nan})}),
+    *[
+        ("early_stopping.patience", {"early_stopping": EarlyStopping(metric="m", maximize=True, patience=value)})
+        for value in (0, -1)
+    ],
     *[
         ("optimizer.learning_rate", {"optimizer": OptimizerSpec(learning_rate=value)})
         for value in (0.0, -0.1, math.inf, math.nan)

@@ -22,37 +22,62 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from millrace.common.v1 import transform_pb2 as millrace_dot_common_dot_v1_dot_transform__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!millrace/train/v1/resources.proto\x12\x11millrace.train.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\"millrace/common/v1/transform.proto\"\xc2\x04\n\x0bTrainingJob\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12-\n\x04spec\x18\x03 \x01(\x0b\x32\x1f.millrace.train.v1.TrainingSpec\x12\x33\n\x05state\x18\x04 \x01(\x0e\x32$.millrace.train.v1.TrainingJob.State\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\x05\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bupdate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12!\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x12.google.rpc.Status\x12-\n\x08progress\x18\t \x01(\x0b\x32\x1b.millrace.train.v1.Progress\x12\x19\n\x11latest_checkpoint\x18\n \x01(\t\x12\x17\n\x0f\x62\x65st_checkpoint\x18\x0b \x01(\t\x12\x0c\n\x04\x65tag\x18\x0c \x01(\t\"\xac\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_PENDING\x10\x01\x12\x11\n\rSTATE_RUNNING\x10\x02\x12\x14\n\x10STATE_RECOVERING\x10\x03\x12\x14\n\x10STATE_CANCELLING\x10\x04\x12\x13\n\x0fSTATE_SUCCEEDED\x10\x05\x12\x10\n\x0cSTATE_FAILED\x10\x06\x12\x13\n\x0fSTATE_CANCELLED\x10\x07\"\xd3\x03\n\x0cTrainingSpec\x12\x17\n\x0f\x64\x61taset_version\x18\x01 \x01(\t\x12\x13\n\x0btrain_split\x18\x02 \x01(\t\x12\x18\n\x10validation_split\x18\x03 \x01(\t\x12\x14\n\x0cinput_column\x18\x04 \x01(\t\x12\x14\n\x0clabel_column\x18\x05 \x01(\t\x12\x30\n\ttransform\x18\x06 \x01(\x0b\x32\x1d.millrace.common.v1.Transform\x12\'\n\x05model\x18\x07 \x01(\x0b\x32\x18.millrace.train.v1.Model\x12/\n\toptimizer\x18\x08 \x01(\x0b\x32\x1c.millrace.train.v1.Optimizer\x12\x0e\n\x06\x65pochs\x18\t \x01(\x05\x12\x19\n\x11global_batch_size\x18\n \x01(\x05\x12\x0c\n\x04seed\x18\x0b \x01(\x04\x12\x13\n\x0bnum_workers\x18\x0c \x01(\x05\x12\x1a\n\x12threads_per_worker\x18\r \x01(\x05\x12\x1e\n\x16\x63heckpoint_every_steps\x18\x0e \x01(\x05\x12\x19\n\x0cmax_failures\x18\x0f \x01(\x05H\x00\x88\x01\x01\x12\r\n\x05lanes\x18\x10 \x01(\x05\x42\x0f\n\r_max_failures\"k\n\x05Model\x12\x0f\n\x07\x62uilder\x18\x01 \x01(\t\x12\'\n\x06kwargs\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x13\n\x0bin_channels\x18\x03 \x01(\x05\x12\x13\n\x0bnum_classes\x18\x04 \x01(\x05\"\xf0\x01\n\tOptimizer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rlearning_rate\x18\x02 \x01(\x01\x12\'\n\x06kwargs\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x37\n\x08schedule\x18\x04 \x01(\x0e\x32%.millrace.train.v1.Optimizer.Schedule\"\\\n\x08Schedule\x12\x18\n\x14SCHEDULE_UNSPECIFIED\x10\x00\x12\x15\n\x11SCHEDULE_CONSTANT\x10\x01\x12\x1f\n\x1bSCHEDULE_COSINE_WITH_WARMUP\x10\x02\"\x8b\x01\n\x08Progress\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x13\n\x0btotal_steps\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x05\x12\x0c\n\x04loss\x18\x04 \x01(\x01\x12\x10\n\x08\x61\x63\x63uracy\x18\x05 \x01(\x01\x12\x17\n\x0frows_per_second\x18\x06 \x01(\x01\x12\x14\n\x0cseconds_left\x18\x07 \x01(\x01\"\x93\x02\n\nCheckpoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x05\x12;\n\x07metrics\x18\x04 \x03(\x0b\x32*.millrace.train.v1.Checkpoint.MetricsEntry\x12\x12\n\nsize_bytes\x18\x05 \x01(\x03\x12\x17\n\x0fmanifest_sha256\x18\x06 \x01(\t\x12/\n\x0b\x63reate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07\x61ttempt\x18\x08 \x01(\x05\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!millrace/train/v1/resources.proto\x12\x11millrace.train.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\"millrace/common/v1/transform.proto\"\xbd\x05\n\x0bTrainingJob\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03uid\x18\x02 \x01(\t\x12-\n\x04spec\x18\x03 \x01(\x0b\x32\x1f.millrace.train.v1.TrainingSpec\x12\x33\n\x05state\x18\x04 \x01(\x0e\x32$.millrace.train.v1.TrainingJob.State\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\x05\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bupdate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12!\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x12.google.rpc.Status\x12-\n\x08progress\x18\t \x01(\x0b\x32\x1b.millrace.train.v1.Progress\x12\x19\n\x11latest_checkpoint\x18\n \x01(\t\x12\x17\n\x0f\x62\x65st_checkpoint\x18\x0b \x01(\t\x12\x0c\n\x04\x65tag\x18\x0c \x01(\t\x12\x10\n\x08\x66\x61ilures\x18\r \x01(\x05\x12\x13\n\x0bpreemptions\x18\x0e \x01(\x05\x12\x13\n\x0bwaiting_for\x18\x0f \x01(\t\"\xeb\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_PENDING\x10\x01\x12\x11\n\rSTATE_RUNNING\x10\x02\x12\x14\n\x10STATE_RECOVERING\x10\x03\x12\x14\n\x10STATE_CANCELLING\x10\x04\x12\x13\n\x0fSTATE_SUCCEEDED\x10\x05\x12\x10\n\x0cSTATE_FAILED\x10\x06\x12\x13\n\x0fSTATE_CANCELLED\x10\x07\x12\x14\n\x10STATE_SUSPENDING\x10\x08\x12\x13\n\x0fSTATE_SUSPENDED\x10\t\x12\x12\n\x0eSTATE_DELETING\x10\n\"\xa1\n\n\x0cTrainingSpec\x12\x17\n\x0f\x64\x61taset_version\x18\x01 \x01(\t\x12\x13\n\x0btrain_split\x18\x02 \x01(\t\x12\x18\n\x10validation_split\x18\x03 \x01(\t\x12\x14\n\x0cinput_column\x18\x04 \x01(\t\x12\x14\n\x0clabel_column\x18\x05 \x01(\t\x12\x30\n\ttransform\x18\x06 \x01(\x0b\x32\x1d.millrace.common.v1.Transform\x12\'\n\x05model\x18\x07 \x01(\x0b\x32\x18.millrace.train.v1.Model\x12/\n\toptimizer\x18\x08 \x01(\x0b\x32\x1c.millrace.train.v1.Optimizer\x12\x0e\n\x06\x65pochs\x18\t \x01(\x05\x12\x19\n\x11global_batch_size\x18\n \x01(\x05\x12\x0c\n\x04seed\x18\x0b \x01(\x04\x12\x13\n\x0bnum_workers\x18\x0c \x01(\x05\x12\x1a\n\x12threads_per_worker\x18\r \x01(\x05\x12\x1e\n\x16\x63heckpoint_every_steps\x18\x0e \x01(\x05\x12\x19\n\x0cmax_failures\x18\x0f \x01(\x05H\x00\x88\x01\x01\x12\r\n\x05lanes\x18\x10 \x01(\x05\x12\x32\n\x04task\x18\x11 \x01(\x0e\x32$.millrace.train.v1.TrainingSpec.Task\x12\x13\n\x0bmin_workers\x18\x12 \x01(\x05\x12\x38\n\x0b\x63heckpoints\x18\x13 \x01(\x0b\x32#.millrace.train.v1.CheckpointPolicy\x12\x1c\n\x0fmax_preemptions\x18\x14 \x01(\x05H\x01\x88\x01\x01\x12\x1a\n\x12initial_checkpoint\x18\x15 \x01(\t\x12%\n\x04loss\x18\x16 \x01(\x0b\x32\x17.millrace.train.v1.Loss\x12<\n\tprecision\x18\x17 \x01(\x0e\x32).millrace.train.v1.TrainingSpec.Precision\x12\x1a\n\x12\x61\x63\x63umulation_steps\x18\x18 \x01(\x05\x12\x19\n\x11max_gradient_norm\x18\x19 \x01(\x01\x12\x0f\n\x07\x63ompile\x18\x1a \x01(\x08\x12\x38\n\x0e\x65\x61rly_stopping\x18\x1b \x01(\x0b\x32 .millrace.train.v1.EarlyStopping\x12\x0f\n\x07metrics\x18\x1c \x03(\t\x12/\n\tplacement\x18\x1d \x01(\x0b\x32\x1c.millrace.train.v1.Placement\x12\x36\n\x06ingest\x18\x1e \x01(\x0e\x32&.millrace.train.v1.TrainingSpec.Ingest\x12\x15\n\rtraining_step\x18\x1f \x01(\t\"J\n\x04Task\x12\x14\n\x10TASK_UNSPECIFIED\x10\x00\x12\x17\n\x13TASK_CLASSIFICATION\x10\x01\x12\x13\n\x0fTASK_REGRESSION\x10\x02\"l\n\tPrecision\x12\x19\n\x15PRECISION_UNSPECIFIED\x10\x00\x12\x15\n\x11PRECISION_FLOAT32\x10\x01\x12\x16\n\x12PRECISION_BFLOAT16\x10\x02\x12\x15\n\x11PRECISION_FLOAT16\x10\x03\"I\n\x06Ingest\x12\x16\n\x12INGEST_UNSPECIFIED\x10\x00\x12\x12\n\x0eINGEST_THREADS\x10\x01\x12\x13\n\x0fINGEST_RAY_DATA\x10\x02\x42\x0f\n\r_max_failuresB\x12\n\x10_max_preemptions\"\xfb\x01\n\x10\x43heckpointPolicy\x12(\n\x05\x65very\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bkeep_newest\x18\x02 \x01(\x05\x12\x11\n\tkeep_best\x18\x03 \x01(\x05\x12\x13\n\x0b\x62\x65st_metric\x18\x04 \x01(\t\x12\x38\n\x05order\x18\x05 \x01(\x0e\x32).millrace.train.v1.CheckpointPolicy.Order\"F\n\x05Order\x12\x15\n\x11ORDER_UNSPECIFIED\x10\x00\x12\x12\n\x0eORDER_MAXIMIZE\x10\x01\x12\x12\n\x0eORDER_MINIMIZE\x10\x02\"V\n\x04Loss\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\'\n\x06kwargs\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x17\n\x0flabel_smoothing\x18\x03 \x01(\x01\"D\n\rEarlyStopping\x12\x0e\n\x06metric\x18\x01 \x01(\t\x12\x10\n\x08patience\x18\x02 \x01(\x05\x12\x11\n\tmin_delta\x18\x03 \x01(\x01\"\xe0\x02\n\tPlacement\x12\x17\n\x0f\x63pus_per_worker\x18\x01 \x01(\x01\x12\x1c\n\x0fgpus_per_worker\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12R\n\x14resources_per_worker\x18\x03 \x03(\x0b\x32\x34.millrace.train.v1.Placement.ResourcesPerWorkerEntry\x12\x18\n\x10\x61\x63\x63\x65lerator_type\x18\x04 \x01(\t\x12\x10\n\x08strategy\x18\x05 \x01(\t\x12\x10\n\x08parallel\x18\x06 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x07 \x01(\t\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x1a\x39\n\x17ResourcesPerWorkerEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x12\n\x10_gpus_per_worker\"k\n\x05Model\x12\x0f\n\x07\x62uilder\x18\x01 \x01(\t\x12\'\n\x06kwargs\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x13\n\x0bin_channels\x18\x03 \x01(\x05\x12\x13\n\x0bnum_classes\x18\x04 \x01(\x05\"\xb6\x02\n\tOptimizer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rlearning_rate\x18\x02 \x01(\x01\x12\'\n\x06kwargs\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x37\n\x08schedule\x18\x04 \x01(\x0e\x32%.millrace.train.v1.Optimizer.Schedule\x12\x11\n\tscheduler\x18\x05 \x01(\t\x12\x31\n\x10scheduler_kwargs\x18\x06 \x01(\x0b\x32\x17.google.protobuf.Struct\"\\\n\x08Schedule\x12\x18\n\x14SCHEDULE_UNSPECIFIED\x10\x00\x12\x15\n\x11SCHEDULE_CONSTANT\x10\x01\x12\x1f\n\x1bSCHEDULE_COSINE_WITH_WARMUP\x10\x02\"\xaf\x02\n\x08Progress\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x13\n\x0btotal_steps\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x05\x12\x0c\n\x04loss\x18\x04 \x01(\x01\x12\x10\n\x08\x61\x63\x63uracy\x18\x05 \x01(\x01\x12\x17\n\x0frows_per_second\x18\x06 \x01(\x01\x12\x14\n\x0cseconds_left\x18\x07 \x01(\x01\x12\x17\n\x0f\x64\x61ta_wait_share\x18\x08 \x01(\x01\x12\x1e\n\x16\x63heckpoint_stall_share\x18\t \x01(\x01\x12\x39\n\x07metrics\x18\n \x03(\x0b\x32(.millrace.train.v1.Progress.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x93\x02\n\nCheckpoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x05\x12;\n\x07metrics\x18\x04 \x03(\x0b\x32*.millrace.train.v1.Checkpoint.MetricsEntry\x12\x12\n\nsize_bytes\x18\x05 \x01(\x03\x12\x17\n\x0fmanifest_sha256\x18\x06 \x01(\t\x12/\n\x0b\x63reate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07\x61ttempt\x18\x08 \x01(\x05\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.train.v1.resources_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_PLACEMENT_RESOURCESPERWORKERENTRY']._loaded_options = None
+  _globals['_PLACEMENT_RESOURCESPERWORKERENTRY']._serialized_options = b'8\001'
+  _globals['_PROGRESS_METRICSENTRY']._loaded_options = None
+  _globals['_PROGRESS_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_CHECKPOINT_METRICSENTRY']._loaded_options = None
   _globals['_CHECKPOINT_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_TRAININGJOB']._serialized_start=181
-  _globals['_TRAININGJOB']._serialized_end=759
-  _globals['_TRAININGJOB_STATE']._serialized_start=587
-  _globals['_TRAININGJOB_STATE']._serialized_end=759
-  _globals['_TRAININGSPEC']._serialized_start=762
-  _globals['_TRAININGSPEC']._serialized_end=1229
-  _globals['_MODEL']._serialized_start=1231
-  _globals['_MODEL']._serialized_end=1338
-  _globals['_OPTIMIZER']._serialized_start=1341
-  _globals['_OPTIMIZER']._serialized_end=1581
-  _globals['_OPTIMIZER_SCHEDULE']._serialized_start=1489
-  _globals['_OPTIMIZER_SCHEDULE']._serialized_end=1581
-  _globals['_PROGRESS']._serialized_start=1584
-  _globals['_PROGRESS']._serialized_end=1723
-  _globals['_CHECKPOINT']._serialized_start=1726
-  _globals['_CHECKPOINT']._serialized_end=2001
-  _globals['_CHECKPOINT_METRICSENTRY']._serialized_start=1955
-  _globals['_CHECKPOINT_METRICSENTRY']._serialized_end=2001
+  _globals['_TRAININGJOB']._serialized_start=213
+  _globals['_TRAININGJOB']._serialized_end=914
+  _globals['_TRAININGJOB_STATE']._serialized_start=679
+  _globals['_TRAININGJOB_STATE']._serialized_end=914
+  _globals['_TRAININGSPEC']._serialized_start=917
+  _globals['_TRAININGSPEC']._serialized_end=2230
+  _globals['_TRAININGSPEC_TASK']._serialized_start=1934
+  _globals['_TRAININGSPEC_TASK']._serialized_end=2008
+  _globals['_TRAININGSPEC_PRECISION']._serialized_start=2010
+  _globals['_TRAININGSPEC_PRECISION']._serialized_end=2118
+  _globals['_TRAININGSPEC_INGEST']._serialized_start=2120
+  _globals['_TRAININGSPEC_INGEST']._serialized_end=2193
+  _globals['_CHECKPOINTPOLICY']._serialized_start=2233
+  _globals['_CHECKPOINTPOLICY']._serialized_end=2484
+  _globals['_CHECKPOINTPOLICY_ORDER']._serialized_start=2414
+  _globals['_CHECKPOINTPOLICY_ORDER']._serialized_end=2484
+  _globals['_LOSS']._serialized_start=2486
+  _globals['_LOSS']._serialized_end=2572
+  _globals['_EARLYSTOPPING']._serialized_start=2574
+  _globals['_EARLYSTOPPING']._serialized_end=2642
+  _globals['_PLACEMENT']._serialized_start=2645
+  _globals['_PLACEMENT']._serialized_end=2997
+  _globals['_PLACEMENT_RESOURCESPERWORKERENTRY']._serialized_start=2920
+  _globals['_PLACEMENT_RESOURCESPERWORKERENTRY']._serialized_end=2977
+  _globals['_MODEL']._serialized_start=2999
+  _globals['_MODEL']._serialized_end=3106
+  _globals['_OPTIMIZER']._serialized_start=3109
+  _globals['_OPTIMIZER']._serialized_end=3419
+  _globals['_OPTIMIZER_SCHEDULE']._serialized_start=3327
+  _globals['_OPTIMIZER_SCHEDULE']._serialized_end=3419
+  _globals['_PROGRESS']._serialized_start=3422
+  _globals['_PROGRESS']._serialized_end=3725
+  _globals['_PROGRESS_METRICSENTRY']._serialized_start=3679
+  _globals['_PROGRESS_METRICSENTRY']._serialized_end=3725
+  _globals['_CHECKPOINT']._serialized_start=3728
+  _globals['_CHECKPOINT']._serialized_end=4003
+  _globals['_CHECKPOINT_METRICSENTRY']._serialized_start=3679
+  _globals['_CHECKPOINT_METRICSENTRY']._serialized_end=3725
 # @@protoc_insertion_point(module_scope)

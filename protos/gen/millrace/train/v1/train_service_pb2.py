@@ -26,13 +26,17 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from millrace.train.v1 import resources_pb2 as millrace_dot_train_dot_v1_dot_resources__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%millrace/train/v1/train_service.proto\x12\x11millrace.train.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a!millrace/train/v1/resources.proto\"\x8d\x01\n\x18\x43reateTrainingJobRequest\x12\x17\n\x0ftraining_job_id\x18\x01 \x01(\t\x12-\n\x04spec\x18\x02 \x01(\x0b\x32\x1f.millrace.train.v1.TrainingSpec\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x15\n\rvalidate_only\x18\x04 \x01(\x08\"%\n\x15GetTrainingJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"@\n\x17ListTrainingJobsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"j\n\x18ListTrainingJobsResponse\x12\x35\n\rtraining_jobs\x18\x01 \x03(\x0b\x32\x1e.millrace.train.v1.TrainingJob\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"6\n\x18\x43\x61ncelTrainingJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\"?\n\x17WatchTrainingJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x66ter_sequence\x18\x02 \x01(\x03\"\x86\x01\n\x18WatchTrainingJobResponse\x12-\n\x03job\x18\x01 \x01(\x0b\x32\x1e.millrace.train.v1.TrainingJobH\x00\x12\x31\n\x05\x65vent\x18\x02 \x01(\x0b\x32 .millrace.train.v1.TrainingEventH\x00\x42\x08\n\x06update\"\xd9\x02\n\rTrainingEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12<\n\x0f\x61ttempt_started\x18\x04 \x01(\x0b\x32!.millrace.train.v1.AttemptStartedH\x00\x12/\n\x08progress\x18\x05 \x01(\x0b\x32\x1b.millrace.train.v1.ProgressH\x00\x12\x31\n\tvalidated\x18\x06 \x01(\x0b\x32\x1c.millrace.train.v1.ValidatedH\x00\x12=\n\x14\x63heckpoint_committed\x18\x07 \x01(\x0b\x32\x1d.millrace.train.v1.CheckpointH\x00\x12\x11\n\x07warning\x18\x08 \x01(\tH\x00\x42\x07\n\x05\x65vent\"G\n\x0e\x41ttemptStarted\x12\x13\n\x0bnum_workers\x18\x01 \x01(\x05\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\"[\n\tValidated\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x05\x12\x0c\n\x04loss\x18\x03 \x01(\x01\x12\x10\n\x08\x61\x63\x63uracy\x18\x04 \x01(\x01\x12\x11\n\trow_count\x18\x05 \x01(\x03\"O\n\x16ListCheckpointsRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"f\n\x17ListCheckpointsResponse\x12\x32\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x1d.millrace.train.v1.Checkpoint\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xf4\x04\n\x0cTrainService\x12`\n\x11\x43reateTrainingJob\x12+.millrace.train.v1.CreateTrainingJobRequest\x1a\x1e.millrace.train.v1.TrainingJob\x12Z\n\x0eGetTrainingJob\x12(.millrace.train.v1.GetTrainingJobRequest\x1a\x1e.millrace.train.v1.TrainingJob\x12k\n\x10ListTrainingJobs\x12*.millrace.train.v1.ListTrainingJobsRequest\x1a+.millrace.train.v1.ListTrainingJobsResponse\x12`\n\x11\x43\x61ncelTrainingJob\x12+.millrace.train.v1.CancelTrainingJobRequest\x1a\x1e.millrace.train.v1.TrainingJob\x12m\n\x10WatchTrainingJob\x12*.millrace.train.v1.WatchTrainingJobRequest\x1a+.millrace.train.v1.WatchTrainingJobResponse0\x01\x12h\n\x0fListCheckpoints\x12).millrace.train.v1.ListCheckpointsRequest\x1a*.millrace.train.v1.ListCheckpointsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%millrace/train/v1/train_service.proto\x12\x11millrace.train.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a!millrace/train/v1/resources.proto\"\x8d\x01\n\x18\x43reateTrainingJobRequest\x12\x17\n\x0ftraining_job_id\x18\x01 \x01(\t\x12-\n\x04spec\x18\x02 \x01(\x0b\x32\x1f.millrace.train.v1.TrainingSpec\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x15\n\rvalidate_only\x18\x04 \x01(\x08\"%\n\x15GetTrainingJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"@\n\x17ListTrainingJobsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"j\n\x18ListTrainingJobsResponse\x12\x35\n\rtraining_jobs\x18\x01 \x03(\x0b\x32\x1e.millrace.train.v1.TrainingJob\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"6\n\x18\x43\x61ncelTrainingJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\"?\n\x17WatchTrainingJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x66ter_sequence\x18\x02 \x01(\x03\"\x86\x01\n\x18WatchTrainingJobResponse\x12-\n\x03job\x18\x01 \x01(\x0b\x32\x1e.millrace.train.v1.TrainingJobH\x00\x12\x31\n\x05\x65vent\x18\x02 \x01(\x0b\x32 .millrace.train.v1.TrainingEventH\x00\x42\x08\n\x06update\"\x93\x03\n\rTrainingEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12<\n\x0f\x61ttempt_started\x18\x04 \x01(\x0b\x32!.millrace.train.v1.AttemptStartedH\x00\x12/\n\x08progress\x18\x05 \x01(\x0b\x32\x1b.millrace.train.v1.ProgressH\x00\x12\x31\n\tvalidated\x18\x06 \x01(\x0b\x32\x1c.millrace.train.v1.ValidatedH\x00\x12=\n\x14\x63heckpoint_committed\x18\x07 \x01(\x0b\x32\x1d.millrace.train.v1.CheckpointH\x00\x12\x11\n\x07warning\x18\x08 \x01(\tH\x00\x12\x38\n\rattempt_ended\x18\t \x01(\x0b\x32\x1f.millrace.train.v1.AttemptEndedH\x00\x42\x07\n\x05\x65vent\"G\n\x0e\x41ttemptStarted\x12\x13\n\x0bnum_workers\x18\x01 \x01(\x05\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\"\xf7\x01\n\x0c\x41ttemptEnded\x12\x34\n\x05\x63\x61use\x18\x01 \x01(\x0e\x32%.millrace.train.v1.AttemptEnded.Cause\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\r\n\x05ranks\x18\x03 \x03(\x05\"\x93\x01\n\x05\x43\x61use\x12\x15\n\x11\x43\x41USE_UNSPECIFIED\x10\x00\x12\x11\n\rCAUSE_FAILURE\x10\x01\x12\x0e\n\nCAUSE_HUNG\x10\x02\x12\x13\n\x0f\x43\x41USE_PREEMPTED\x10\x03\x12\x11\n\rCAUSE_RESIZED\x10\x04\x12\x13\n\x0f\x43\x41USE_SUSPENDED\x10\x05\x12\x13\n\x0f\x43\x41USE_CANCELLED\x10\x06\"\xc7\x01\n\tValidated\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x05\x12\x0c\n\x04loss\x18\x03 \x01(\x01\x12\x10\n\x08\x61\x63\x63uracy\x18\x04 \x01(\x01\x12\x11\n\trow_count\x18\x05 \x01(\x03\x12:\n\x07metrics\x18\x06 \x03(\x0b\x32).millrace.train.v1.Validated.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"7\n\x19SuspendTrainingJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\"6\n\x18ResumeTrainingJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\"6\n\x18\x44\x65leteTrainingJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\"E\n\x12GetCoverageRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x05\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\"\xd3\x01\n\x08\x43overage\x12\x14\n\x0ctraining_job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x05\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\x12\x11\n\trow_count\x18\x04 \x01(\x03\x12\x11\n\tseen_once\x18\x05 \x01(\x03\x12\x0f\n\x07missing\x18\x06 \x01(\x03\x12\x10\n\x08repeated\x18\x07 \x01(\x03\x12\x17\n\x0fmissing_row_ids\x18\x08 \x03(\x03\x12\x18\n\x10repeated_row_ids\x18\t \x03(\x03\x12\x12\n\nepoch_done\x18\n \x01(\x08\"]\n\x12ListMetricsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nafter_step\x18\x02 \x01(\x03\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"^\n\x13ListMetricsResponse\x12.\n\x06points\x18\x01 \x03(\x0b\x32\x1e.millrace.train.v1.MetricPoint\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xd0\x01\n\x0bMetricPoint\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x05\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12(\n\x04time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12:\n\x06values\x18\x05 \x03(\x0b\x32*.millrace.train.v1.MetricPoint.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"^\n\x11StreamLogsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x11\n\x04rank\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08\x42\x07\n\x05_rank\"A\n\x12StreamLogsResponse\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x05\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\"O\n\x16ListCheckpointsRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"f\n\x17ListCheckpointsResponse\x12\x32\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x1d.millrace.train.v1.Checkpoint\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xaa\t\n\x0cTrainService\x12`\n\x11\x43reateTrainingJob\x12+.millrace.train.v1.CreateTrainingJobRequest\x1a\x1e.millrace.train.v1.TrainingJob\x12Z\n\x0eGetTrainingJob\x12(.millrace.train.v1.GetTrainingJobRequest\x1a\x1e.millrace.train.v1.TrainingJob\x12k\n\x10ListTrainingJobs\x12*.millrace.train.v1.ListTrainingJobsRequest\x1a+.millrace.train.v1.ListTrainingJobsResponse\x12`\n\x11\x43\x61ncelTrainingJob\x12+.millrace.train.v1.CancelTrainingJobRequest\x1a\x1e.millrace.train.v1.TrainingJob\x12m\n\x10WatchTrainingJob\x12*.millrace.train.v1.WatchTrainingJobRequest\x1a+.millrace.train.v1.WatchTrainingJobResponse0\x01\x12\x62\n\x12SuspendTrainingJob\x12,.millrace.train.v1.SuspendTrainingJobRequest\x1a\x1e.millrace.train.v1.TrainingJob\x12`\n\x11ResumeTrainingJob\x12+.millrace.train.v1.ResumeTrainingJobRequest\x1a\x1e.millrace.train.v1.TrainingJob\x12`\n\x11\x44\x65leteTrainingJob\x12+.millrace.train.v1.DeleteTrainingJobRequest\x1a\x1e.millrace.train.v1.TrainingJob\x12h\n\x0fListCheckpoints\x12).millrace.train.v1.ListCheckpointsRequest\x1a*.millrace.train.v1.ListCheckpointsResponse\x12Q\n\x0bGetCoverage\x12%.millrace.train.v1.GetCoverageRequest\x1a\x1b.millrace.train.v1.Coverage\x12\\\n\x0bListMetrics\x12%.millrace.train.v1.ListMetricsRequest\x1a&.millrace.train.v1.ListMetricsResponse\x12[\n\nStreamLogs\x12$.millrace.train.v1.StreamLogsRequest\x1a%.millrace.train.v1.StreamLogsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.train.v1.train_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_VALIDATED_METRICSENTRY']._loaded_options = None
+  _globals['_VALIDATED_METRICSENTRY']._serialized_options = b'8\001'
+  _globals['_METRICPOINT_VALUESENTRY']._loaded_options = None
+  _globals['_METRICPOINT_VALUESENTRY']._serialized_options = b'8\001'
   _globals['_CREATETRAININGJOBREQUEST']._serialized_start=129
   _globals['_CREATETRAININGJOBREQUEST']._serialized_end=270
   _globals['_GETTRAININGJOBREQUEST']._serialized_start=272
@@ -48,15 +52,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHTRAININGJOBRESPONSE']._serialized_start=607
   _globals['_WATCHTRAININGJOBRESPONSE']._serialized_end=741
   _globals['_TRAININGEVENT']._serialized_start=744
-  _globals['_TRAININGEVENT']._serialized_end=1089
-  _globals['_ATTEMPTSTARTED']._serialized_start=1091
-  _globals['_ATTEMPTSTARTED']._serialized_end=1162
-  _globals['_VALIDATED']._serialized_start=1164
-  _globals['_VALIDATED']._serialized_end=1255
-  _globals['_LISTCHECKPOINTSREQUEST']._serialized_start=1257
-  _globals['_LISTCHECKPOINTSREQUEST']._serialized_end=1336
-  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_start=1338
-  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=1440
-  _globals['_TRAINSERVICE']._serialized_start=1443
-  _globals['_TRAINSERVICE']._serialized_end=2071
+  _globals['_TRAININGEVENT']._serialized_end=1147
+  _globals['_ATTEMPTSTARTED']._serialized_start=1149
+  _globals['_ATTEMPTSTARTED']._serialized_end=1220
+  _globals['_ATTEMPTENDED']._serialized_start=1223
+  _globals['_ATTEMPTENDED']._serialized_end=1470
+  _globals['_ATTEMPTENDED_CAUSE']._serialized_start=1323
+  _globals['_ATTEMPTENDED_CAUSE']._serialized_end=1470
+  _globals['_VALIDATED']._serialized_start=1473
+  _globals['_VALIDATED']._serialized_end=1672
+  _globals['_VALIDATED_METRICSENTRY']._serialized_start=1626
+  _globals['_VALIDATED_METRICSENTRY']._serialized_end=1672
+  _globals['_SUSPENDTRAININGJOBREQUEST']._serialized_start=1674
+  _globals['_SUSPENDTRAININGJOBREQUEST']._serialized_end=1729
+  _globals['_RESUMETRAININGJOBREQUEST']._serialized_start=1731
+  _globals['_RESUMETRAININGJOBREQUEST']._serialized_end=1785
+  _globals['_DELETETRAININGJOBREQUEST']._serialized_start=1787
+  _globals['_DELETETRAININGJOBREQUEST']._serialized_end=1841
+  _globals['_GETCOVERAGEREQUEST']._serialized_start=1843
+  _globals['_GETCOVERAGEREQUEST']._serialized_end=1912
+  _globals['_COVERAGE']._serialized_start=1915
+  _globals['_COVERAGE']._serialized_end=2126
+  _globals['_LISTMETRICSREQUEST']._serialized_start=2128
+  _globals['_LISTMETRICSREQUEST']._serialized_end=2221
+  _globals['_LISTMETRICSRESPONSE']._serialized_start=2223
+  _globals['_LISTMETRICSRESPONSE']._serialized_end=2317
+  _globals['_METRICPOINT']._serialized_start=2320
+  _globals['_METRICPOINT']._serialized_end=2528
+  _globals['_METRICPOINT_VALUESENTRY']._serialized_start=2483
+  _globals['_METRICPOINT_VALUESENTRY']._serialized_end=2528
+  _globals['_STREAMLOGSREQUEST']._serialized_start=2530
+  _globals['_STREAMLOGSREQUEST']._serialized_end=2624
+  _globals['_STREAMLOGSRESPONSE']._serialized_start=2626
+  _globals['_STREAMLOGSRESPONSE']._serialized_end=2691
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_start=2693
+  _globals['_LISTCHECKPOINTSREQUEST']._serialized_end=2772
+  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_start=2774
+  _globals['_LISTCHECKPOINTSRESPONSE']._serialized_end=2876
+  _globals['_TRAINSERVICE']._serialized_start=2879
+  _globals['_TRAINSERVICE']._serialized_end=4073
 # @@protoc_insertion_point(module_scope)

@@ -3,6 +3,7 @@ import datetime
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from millrace.train.v1 import resources_pb2 as _resources_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -69,7 +70,7 @@ class WatchTrainingJobResponse(_message.Message):
     def __init__(self, job: _Optional[_Union[_resources_pb2.TrainingJob, _Mapping]] = ..., event: _Optional[_Union[TrainingEvent, _Mapping]] = ...) -> None: ...
 
 class TrainingEvent(_message.Message):
-    __slots__ = ("sequence", "time", "attempt", "attempt_started", "progress", "validated", "checkpoint_committed", "warning")
+    __slots__ = ("sequence", "time", "attempt", "attempt_started", "progress", "validated", "checkpoint_committed", "warning", "attempt_ended")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +79,7 @@ class TrainingEvent(_message.Message):
     VALIDATED_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     WARNING_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_ENDED_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     time: _timestamp_pb2.Timestamp
     attempt: int
@@ -86,7 +88,8 @@ class TrainingEvent(_message.Message):
     validated: Validated
     checkpoint_committed: _resources_pb2.Checkpoint
     warning: str
-    def __init__(self, sequence: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., attempt: _Optional[int] = ..., attempt_started: _Optional[_Union[AttemptStarted, _Mapping]] = ..., progress: _Optional[_Union[_resources_pb2.Progress, _Mapping]] = ..., validated: _Optional[_Union[Validated, _Mapping]] = ..., checkpoint_committed: _Optional[_Union[_resources_pb2.Checkpoint, _Mapping]] = ..., warning: _Optional[str] = ...) -> None: ...
+    attempt_ended: AttemptEnded
+    def __init__(self, sequence: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., attempt: _Optional[int] = ..., attempt_started: _Optional[_Union[AttemptStarted, _Mapping]] = ..., progress: _Optional[_Union[_resources_pb2.Progress, _Mapping]] = ..., validated: _Optional[_Union[Validated, _Mapping]] = ..., checkpoint_committed: _Optional[_Union[_resources_pb2.Checkpoint, _Mapping]] = ..., warning: _Optional[str] = ..., attempt_ended: _Optional[_Union[AttemptEnded, _Mapping]] = ...) -> None: ...
 
 class AttemptStarted(_message.Message):
     __slots__ = ("num_workers", "step", "checkpoint")
@@ -98,19 +101,175 @@ class AttemptStarted(_message.Message):
     checkpoint: str
     def __init__(self, num_workers: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint: _Optional[str] = ...) -> None: ...
 
+class AttemptEnded(_message.Message):
+    __slots__ = ("cause", "text", "ranks")
+    class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        CAUSE_UNSPECIFIED: _ClassVar[AttemptEnded.Cause]
+        CAUSE_FAILURE: _ClassVar[AttemptEnded.Cause]
+        CAUSE_HUNG: _ClassVar[AttemptEnded.Cause]
+        CAUSE_PREEMPTED: _ClassVar[AttemptEnded.Cause]
+        CAUSE_RESIZED: _ClassVar[AttemptEnded.Cause]
+        CAUSE_SUSPENDED: _ClassVar[AttemptEnded.Cause]
+        CAUSE_CANCELLED: _ClassVar[AttemptEnded.Cause]
+    CAUSE_UNSPECIFIED: AttemptEnded.Cause
+    CAUSE_FAILURE: AttemptEnded.Cause
+    CAUSE_HUNG: AttemptEnded.Cause
+    CAUSE_PREEMPTED: AttemptEnded.Cause
+    CAUSE_RESIZED: AttemptEnded.Cause
+    CAUSE_SUSPENDED: AttemptEnded.Cause
+    CAUSE_CANCELLED: AttemptEnded.Cause
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    cause: AttemptEnded.Cause
+    text: str
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, cause: _Optional[_Union[AttemptEnded.Cause, str]] = ..., text: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class Validated(_message.Message):
-    __slots__ = ("step", "epoch", "loss", "accuracy", "row_count")
+    __slots__ = ("step", "epoch", "loss", "accuracy", "row_count", "metrics")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     STEP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     ACCURACY_FIELD_NUMBER: _ClassVar[int]
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     step: int
     epoch: int
     loss: float
     accuracy: float
     row_count: int
-    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ..., loss: _Optional[float] = ..., accuracy: _Optional[float] = ..., row_count: _Optional[int] = ...) -> None: ...
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ..., loss: _Optional[float] = ..., accuracy: _Optional[float] = ..., row_count: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class SuspendTrainingJobRequest(_message.Message):
+    __slots__ = ("name", "etag")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ETAG_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    etag: str
+    def __init__(self, name: _Optional[str] = ..., etag: _Optional[str] = ...) -> None: ...
+
+class ResumeTrainingJobRequest(_message.Message):
+    __slots__ = ("name", "etag")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ETAG_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    etag: str
+    def __init__(self, name: _Optional[str] = ..., etag: _Optional[str] = ...) -> None: ...
+
+class DeleteTrainingJobRequest(_message.Message):
+    __slots__ = ("name", "etag")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ETAG_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    etag: str
+    def __init__(self, name: _Optional[str] = ..., etag: _Optional[str] = ...) -> None: ...
+
+class GetCoverageRequest(_message.Message):
+    __slots__ = ("name", "epoch", "checkpoint")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    epoch: int
+    checkpoint: str
+    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., checkpoint: _Optional[str] = ...) -> None: ...
+
+class Coverage(_message.Message):
+    __slots__ = ("training_job", "epoch", "checkpoint", "row_count", "seen_once", "missing", "repeated", "missing_row_ids", "repeated_row_ids", "epoch_done")
+    TRAINING_JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SEEN_ONCE_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    REPEATED_FIELD_NUMBER: _ClassVar[int]
+    MISSING_ROW_IDS_FIELD_NUMBER: _ClassVar[int]
+    REPEATED_ROW_IDS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_DONE_FIELD_NUMBER: _ClassVar[int]
+    training_job: str
+    epoch: int
+    checkpoint: str
+    row_count: int
+    seen_once: int
+    missing: int
+    repeated: int
+    missing_row_ids: _containers.RepeatedScalarFieldContainer[int]
+    repeated_row_ids: _containers.RepeatedScalarFieldContainer[int]
+    epoch_done: bool
+    def __init__(self, training_job: _Optional[str] = ..., epoch: _Optional[int] = ..., checkpoint: _Optional[str] = ..., row_count: _Optional[int] = ..., seen_once: _Optional[int] = ..., missing: _Optional[int] = ..., repeated: _Optional[int] = ..., missing_row_ids: _Optional[_Iterable[int]] = ..., repeated_row_ids: _Optional[_Iterable[int]] = ..., epoch_done: _Optional[bool] = ...) -> None: ...
+
+class ListMetricsRequest(_message.Message):
+    __slots__ = ("name", "after_step", "page_size", "page_token")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    after_step: int
+    page_size: int
+    page_token: str
+    def __init__(self, name: _Optional[str] = ..., after_step: _Optional[int] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListMetricsResponse(_message.Message):
+    __slots__ = ("points", "next_page_token")
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    points: _containers.RepeatedCompositeFieldContainer[MetricPoint]
+    next_page_token: str
+    def __init__(self, points: _Optional[_Iterable[_Union[MetricPoint, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class MetricPoint(_message.Message):
+    __slots__ = ("step", "epoch", "attempt", "time", "values")
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    epoch: int
+    attempt: int
+    time: _timestamp_pb2.Timestamp
+    values: _containers.ScalarMap[str, float]
+    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., values: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class StreamLogsRequest(_message.Message):
+    __slots__ = ("name", "attempt", "rank", "follow")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    attempt: int
+    rank: int
+    follow: bool
+    def __init__(self, name: _Optional[str] = ..., attempt: _Optional[int] = ..., rank: _Optional[int] = ..., follow: _Optional[bool] = ...) -> None: ...
+
+class StreamLogsResponse(_message.Message):
+    __slots__ = ("attempt", "rank", "text")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    rank: int
+    text: str
+    def __init__(self, attempt: _Optional[int] = ..., rank: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class ListCheckpointsRequest(_message.Message):
     __slots__ = ("parent", "page_size", "page_token")

@@ -64,10 +64,40 @@ class TrainServiceStub:
                 request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.WatchTrainingJobRequest.SerializeToString,
                 response_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.WatchTrainingJobResponse.FromString,
                 _registered_method=True)
+        self.SuspendTrainingJob = channel.unary_unary(
+                '/millrace.train.v1.TrainService/SuspendTrainingJob',
+                request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.SuspendTrainingJobRequest.SerializeToString,
+                response_deserializer=millrace_dot_train_dot_v1_dot_resources__pb2.TrainingJob.FromString,
+                _registered_method=True)
+        self.ResumeTrainingJob = channel.unary_unary(
+                '/millrace.train.v1.TrainService/ResumeTrainingJob',
+                request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ResumeTrainingJobRequest.SerializeToString,
+                response_deserializer=millrace_dot_train_dot_v1_dot_resources__pb2.TrainingJob.FromString,
+                _registered_method=True)
+        self.DeleteTrainingJob = channel.unary_unary(
+                '/millrace.train.v1.TrainService/DeleteTrainingJob',
+                request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.DeleteTrainingJobRequest.SerializeToString,
+                response_deserializer=millrace_dot_train_dot_v1_dot_resources__pb2.TrainingJob.FromString,
+                _registered_method=True)
         self.ListCheckpoints = channel.unary_unary(
                 '/millrace.train.v1.TrainService/ListCheckpoints',
                 request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListCheckpointsRequest.SerializeToString,
                 response_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListCheckpointsResponse.FromString,
+                _registered_method=True)
+        self.GetCoverage = channel.unary_unary(
+                '/millrace.train.v1.TrainService/GetCoverage',
+                request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.GetCoverageRequest.SerializeToString,
+                response_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.Coverage.FromString,
+                _registered_method=True)
+        self.ListMetrics = channel.unary_unary(
+                '/millrace.train.v1.TrainService/ListMetrics',
+                request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListMetricsRequest.SerializeToString,
+                response_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListMetricsResponse.FromString,
+                _registered_method=True)
+        self.StreamLogs = channel.unary_stream(
+                '/millrace.train.v1.TrainService/StreamLogs',
+                request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.StreamLogsRequest.SerializeToString,
+                response_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.StreamLogsResponse.FromString,
                 _registered_method=True)
 
 
@@ -120,8 +150,61 @@ class TrainServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SuspendTrainingJob(self, request, context):
+        """Asks it to take a checkpoint and to free its workers, and returns at once, in SUSPENDING or, if no attempt had begun,
+        SUSPENDED soon after. On a suspended job it changes nothing.
+        Fails with INVALID_ARGUMENT, NOT_FOUND, ABORTED (`etag` is not the present one) and FAILED_PRECONDITION (the job is
+        over, or being cancelled or deleted).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeTrainingJob(self, request, context):
+        """Goes on with a SUSPENDED, FAILED or CANCELLED job from its newest good checkpoint, with no failures counted. On a job
+        that is at work it changes nothing.
+        Fails with INVALID_ARGUMENT, NOT_FOUND, ABORTED (`etag` is not the present one) and FAILED_PRECONDITION (the job
+        SUCCEEDED or is being deleted; its dataset version is gone).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteTrainingJob(self, request, context):
+        """Takes a job that is over, or suspended, away with its checkpoints, events and metrics. Returns the job in DELETING; it
+        is gone soon after. Fails with INVALID_ARGUMENT, NOT_FOUND, ABORTED (`etag` is not the present one) and
+        FAILED_PRECONDITION (it is at work, or a deployment or another job uses one of its checkpoints).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListCheckpoints(self, request, context):
         """Committed checkpoints, oldest first. Fails with INVALID_ARGUMENT and NOT_FOUND (the job).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetCoverage(self, request, context):
+        """What the workers really read in an epoch, from the records that they committed with their checkpoints.
+        Fails with INVALID_ARGUMENT, NOT_FOUND (the job), OUT_OF_RANGE (the job has no such epoch) and DATA_LOSS (a record is
+        damaged).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListMetrics(self, request, context):
+        """The metrics of steps, in their order, as often as they were reported. Fails with INVALID_ARGUMENT and NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamLogs(self, request, context):
+        """What the workers of a job logged, from the first line of the attempt on; with `follow`, on and on until the attempt
+        is over. Fails with INVALID_ARGUMENT, NOT_FOUND (the job, or no logs of that attempt and rank).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,10 +238,40 @@ def add_TrainServiceServicer_to_server(servicer, server):
                     request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.WatchTrainingJobRequest.FromString,
                     response_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.WatchTrainingJobResponse.SerializeToString,
             ),
+            'SuspendTrainingJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.SuspendTrainingJob,
+                    request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.SuspendTrainingJobRequest.FromString,
+                    response_serializer=millrace_dot_train_dot_v1_dot_resources__pb2.TrainingJob.SerializeToString,
+            ),
+            'ResumeTrainingJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeTrainingJob,
+                    request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ResumeTrainingJobRequest.FromString,
+                    response_serializer=millrace_dot_train_dot_v1_dot_resources__pb2.TrainingJob.SerializeToString,
+            ),
+            'DeleteTrainingJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteTrainingJob,
+                    request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.DeleteTrainingJobRequest.FromString,
+                    response_serializer=millrace_dot_train_dot_v1_dot_resources__pb2.TrainingJob.SerializeToString,
+            ),
             'ListCheckpoints': grpc.unary_unary_rpc_method_handler(
                     servicer.ListCheckpoints,
                     request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListCheckpointsRequest.FromString,
                     response_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListCheckpointsResponse.SerializeToString,
+            ),
+            'GetCoverage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCoverage,
+                    request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.GetCoverageRequest.FromString,
+                    response_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.Coverage.SerializeToString,
+            ),
+            'ListMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListMetrics,
+                    request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListMetricsRequest.FromString,
+                    response_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListMetricsResponse.SerializeToString,
+            ),
+            'StreamLogs': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamLogs,
+                    request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.StreamLogsRequest.FromString,
+                    response_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.StreamLogsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -311,6 +424,87 @@ class TrainService:
             _registered_method=True)
 
     @staticmethod
+    def SuspendTrainingJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.train.v1.TrainService/SuspendTrainingJob',
+            millrace_dot_train_dot_v1_dot_train__service__pb2.SuspendTrainingJobRequest.SerializeToString,
+            millrace_dot_train_dot_v1_dot_resources__pb2.TrainingJob.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeTrainingJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.train.v1.TrainService/ResumeTrainingJob',
+            millrace_dot_train_dot_v1_dot_train__service__pb2.ResumeTrainingJobRequest.SerializeToString,
+            millrace_dot_train_dot_v1_dot_resources__pb2.TrainingJob.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteTrainingJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.train.v1.TrainService/DeleteTrainingJob',
+            millrace_dot_train_dot_v1_dot_train__service__pb2.DeleteTrainingJobRequest.SerializeToString,
+            millrace_dot_train_dot_v1_dot_resources__pb2.TrainingJob.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ListCheckpoints(request,
             target,
             options=(),
@@ -327,6 +521,87 @@ class TrainService:
             '/millrace.train.v1.TrainService/ListCheckpoints',
             millrace_dot_train_dot_v1_dot_train__service__pb2.ListCheckpointsRequest.SerializeToString,
             millrace_dot_train_dot_v1_dot_train__service__pb2.ListCheckpointsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCoverage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.train.v1.TrainService/GetCoverage',
+            millrace_dot_train_dot_v1_dot_train__service__pb2.GetCoverageRequest.SerializeToString,
+            millrace_dot_train_dot_v1_dot_train__service__pb2.Coverage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.train.v1.TrainService/ListMetrics',
+            millrace_dot_train_dot_v1_dot_train__service__pb2.ListMetricsRequest.SerializeToString,
+            millrace_dot_train_dot_v1_dot_train__service__pb2.ListMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamLogs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/millrace.train.v1.TrainService/StreamLogs',
+            millrace_dot_train_dot_v1_dot_train__service__pb2.StreamLogsRequest.SerializeToString,
+            millrace_dot_train_dot_v1_dot_train__service__pb2.StreamLogsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,188 @@
+"""The rules that a specification must keep which need nothing but its own values, and the number of rows."""
+
+from __future__ import annotations
+
+import math
+
+from shared.errors import invalid_fields
+from train_service.domain.schedule import CONSTANT, COSINE_WITH_WARMUP
+from train_service.domain.slices import FEWEST_ROWS_PER_RANK, fewest_rows_of_a_rank, steps_per_epoch
+from train_service.domain.spec import (
+    BFLOAT16,
+    CLASSIFICATION,
+    DDP,
+    FLOAT16,
+    FLOAT32,
+    FSDP,
+    RAY_DATA,
+    REGRESSION,
+    THREADS,
+    TrainingSpec,
+)
+
+MAX_WORKERS = 64
+MAX_LANES = 4096
+STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+# (whether it holds, the field, its value, the remedy)
+Rule = tuple[bool, str, object, str]
+
+
+def check(spec: TrainingSpec) -> None:
+    """Raises `InvalidArgument` naming every field that is out of its bounds."""
+    rules = [*_of_the_run(spec), *_of_the_model(spec), *_of_the_optimizer(spec), *_of_checkpoints(spec)]
+    rules += _of_placement(spec)
+    broken = [(f"spec.{path}", value, remedy) for holds, path, value, remedy in rules if not holds]
+    if broken:
+        raise invalid_fields(broken)
+
+
+def check_rows(spec: TrainingSpec, rows: int) -> None:
+    """Raises `InvalidArgument` unless the train split of `rows` rows can be cut for every world size up to W."""
+    path = "spec.global_batch_size"
+    if spec.global_batch_size > rows:
+        raise invalid_fields([(path, spec.global_batch_size, f"the split has {rows} rows; use at most as many")])
+    steps = steps_per_epoch(rows, spec.global_batch_size)
+    for world_size in range(1, spec.num_workers + 1):
+        fewest = fewest_rows_of_a_rank(rows, steps, spec.lanes, world_size)
+        if fewest < FEWEST_ROWS_PER_RANK * spec.accumulation_steps:
+            remedy = (
+                f"with {world_size} workers and {spec.lanes} lanes a worker would get {fewest} rows in a step, and "
+                f"needs {FEWEST_ROWS_PER_RANK * spec.accumulation_steps}; use a larger batch, or fewer workers or "
+                "accumulation_steps"
+            )
+            raise invalid_fields([(path, spec.global_batch_size, remedy)])
+
+
+def _of_the_run(spec: TrainingSpec) -> list[Rule]:
+    fewest = spec.min_workers
+    return [
+        _one_of("task", spec.task, (CLASSIFICATION, REGRESSION), "TASK_"),
+        (1 <= spec.epochs <= 10_000, "epochs", spec.epochs, "use 1 to 10,000"),
+        (spec.global_batch_size >= 1, "global_batch_size", spec.global_batch_size, "use 1 or more"),
+        (1 <= spec.num_workers <= MAX_WORKERS, "num_workers", spec.num_workers, f"use 1 to {MAX_WORKERS}"),
+        (0 <= fewest <= max(spec.num_workers, 0), "min_workers", fewest, "use 0 to num_workers"),
+        (1 <= spec.threads_per_worker <= 256, "threads_per_worker", spec.threads_per_worker, "use 1 to 256"),
+        (0 <= spec.max_failures <= 1000, "max_failures", spec.max_failures, "use 0 to 1,000"),
+        (0 <= spec.max_preemptions <= 100_000, "max_preemptions", spec.max_preemptions, "use 0 to 100,000"),
+        (spec.num_workers <= spec.lanes <= MAX_LANES, "lanes", spec.lanes, f"use num_workers to {MAX_LANES}"),
+        _one_of("ingest", spec.ingest, (THREADS, RAY_DATA), "INGEST_"),
+    ]
+
+
+def _of_the_model(spec: TrainingSpec) -> list[Rule]:
+    model, loss = spec.model, spec.loss
+    classes = spec.task == CLASSIFICATION
+    smoothing = loss.label_smoothing
+    return [
+        (1 <= model.in_channels <= 65_536, "model.in_channels", model.in_channels, "use 1 to 65,536"),
+        (
+            (2 if classes else 1) <= model.num_classes <= 1_000_000,
+            "model.num_classes",
+            model.num_classes,
+            f"use {2 if classes else 1} to 1,000,000",
+        ),
+        (0 <= smoothing < 1, "loss.label_smoothing", smoothing, "use 0 to below 1"),
+        (
+            not smoothing or loss.name == "cross_entropy",
+            "loss.label_smoothing",
+            smoothing,
+            f"{loss.name} has none; use it with cross_entropy",
+        ),
+        (
+            spec.task != REGRESSION or loss.name != "cross_entropy",
+            "loss.name",
+            loss.name,
+            "it tells classes; use mse, l1 or huber for TASK_REGRESSION",
+        ),
+        _one_of("precision", spec.precision, (FLOAT32, BFLOAT16, FLOAT16), "PRECISION_"),
+        (1 <= spec.accumulation_steps <= 1024, "accumulation_steps", spec.accumulation_steps, "use 1 to 1,024"),
+        (
+            0 <= spec.max_gradient_norm < math.inf,
+            "max_gradient_norm",
+            spec.max_gradient_norm,
+            "use a finite number, 0 for no clipping",
+        ),
+    ]
+
+
+def _of_the_optimizer(spec: TrainingSpec) -> list[Rule]:
+    optimizer = spec.optimizer
+    return [
+        (
+            0 < optimizer.learning_rate < math.inf,
+            "optimizer.learning_rate",
+            optimizer.learning_rate,
+            "use a finite number above 0",
+        ),
+        _one_of("optimizer.schedule", optimizer.schedule, (CONSTANT, COSINE_WITH_WARMUP), "SCHEDULE_"),
+        (
+            not optimizer.scheduler or optimizer.schedule == CONSTANT,
+            "optimizer.scheduler",
+            optimizer.scheduler,
+            "a schedule is set, too; use one of them",
+        ),
+        (
+            bool(optimizer.scheduler) or not optimizer.scheduler_kwargs,
+            "optimizer.scheduler_kwargs",
+            optimizer.scheduler_kwargs,
+            "name the scheduler that they are for",
+        ),
+    ]
+
+
+def _of_checkpoints(spec: TrainingSpec) -> list[Rule]:
+    policy, stopping = spec.checkpoints, spec.early_stopping
+    rules: list[Rule] = [
+        (spec.checkpoint_every_steps >= 0, "checkpoint_every_steps", spec.checkpoint_every_steps, "use 0 or more"),
+        (
+            policy.every_s == 0 or 1 <= policy.every_s <= 604_800,
+            "checkpoints.every",
+            policy.every_s,
+            "use 1 second to 7 days",
+        ),
+        (0 <= policy.keep_newest <= 10_000, "checkpoints.keep_newest", policy.keep_newest, "use 0 to 10,000"),
+        (1 <= policy.keep_best <= 10_000, "checkpoints.keep_best", policy.keep_best, "use 1 to 10,000"),
+    ]
+    if stopping is not None:
+        rules += [
+            (1 <= stopping.patience <= 10_000, "early_stopping.patience", stopping.patience, "use 1 to 10,000"),
+            (
+                0 <= stopping.min_delta < math.inf,
+                "early_stopping.min_delta",
+                stopping.min_delta,
+                "use a finite number from 0",
+            ),
+        ]
+    return rules
+
+
+def _of_placement(spec: TrainingSpec) -> list[Rule]:
+    placement = spec.placement
+    gpus = placement.gpus_per_worker
+    rules: list[Rule] = [
+        (
+            0 < placement.cpus_per_worker <= 1024,
+            "placement.cpus_per_worker",
+            placement.cpus_per_worker,
+            "use above 0 to 1,024",
+        ),
+        (gpus is None or 0 <= gpus <= 64, "placement.gpus_per_worker", gpus, "use 0 to 64"),
+        _one_of("placement.strategy", placement.strategy, STRATEGIES),
+        _one_of("placement.parallel", placement.parallel, (DDP, FSDP)),
+        _one_of("placement.backend", placement.backend, ("", "gloo", "nccl")),
+        (
+            1 <= placement.timeout_s <= 86_400,
+            "placement.timeout",
+            placement.timeout_s,
+            "use 1 second to 24 hours",
+        ),
+    ]
+    for name, amount in placement.resources_per_worker.items():
+        path = f"placement.resources_per_worker[{name}]"
+        rules.append((bool(name) and 0 < amount < math.inf, path, amount, "use a finite number above 0"))
+        rules.append((name not in ("CPU", "GPU"), path, amount, "use cpus_per_worker and gpus_per_worker"))
+    return rules
+
+
+def _one_of(path: str, value: str, known: tuple[str, ...], prefix: str = "") -> Rule:
+    return value in known, path, value, f"use one of {', '.join(prefix + one for one in known if one)}"
