@@ -101,7 +101,7 @@ class Loader:
     def _read(self, first_step: int) -> Iterator[Batch]:
         plan = self._plan
         for epoch in range(first_step // self.steps_per_epoch, plan.epochs):
-            windows = _Windows(self._cache, self._blocks, plan, epoch)
+            windows = Windows(self._cache, self._blocks, plan, epoch)
             begin = max(first_step - epoch * self.steps_per_epoch, 0)
             for step in range(begin, self.steps_per_epoch):
                 bounds = step_bounds(self._rows, self.steps_per_epoch, step)
@@ -116,7 +116,7 @@ class Loader:
                 )
 
 
-class _Windows:
+class Windows:
     """The open shuffle window of each lane that a rank owns; positions only ever grow within an epoch."""
 
     def __init__(self, cache: RowCache, blocks: Ints, plan: Plan, epoch: int) -> None:

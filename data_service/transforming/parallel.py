@@ -5,7 +5,6 @@ The whole of a part's work lies within its task, so no row ever travels through 
 
 from __future__ import annotations
 
-import copy
 import importlib
 import logging
 import pickle
@@ -13,6 +12,7 @@ import sys
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
@@ -67,14 +67,14 @@ def run_on_ray(
 ) -> Results:
     """The `PartRunner` on the Ray cluster of this process."""
     _warm_up(len(parts))
-    from data_service.transforming.stream import RayFailed, RowStream  # ray.data: slow, and only the job needs it
+    from shared.dataset_stream import DatasetStream, RayFailed  # ray.data: slow, and only the job needs it
 
     by_number = {part.number: part for part in parts}
     begun = Begun(f"{folder}/begun")
     task = _Task(work, context.store.settings, begun)
-    stream = RowStream(_dataset(task, parts)).rows(context.raise_if_stopped, POLL_S)
+    stream = DatasetStream(_dataset(task, parts)).tables(context.raise_if_stopped, POLL_S)
     try:
-        for record in stream:
+        for record in chain.from_iterable(table.to_pylist() for table in stream):
             if record["error"]:
                 raise error_from_record(pickle.loads(record["error"]))
             yield by_number[record["part"]], pickle.loads(record["result"])
@@ -152,18 +152,10 @@ def _told(error: Exception, part: Part) -> MillraceError:
 def _dataset(task: _Task, parts: Sequence[Part]) -> Dataset:
     import ray.data
 
-    from data_service.transforming.stream import RememberExecutor
+    from shared.dataset_stream import quiet_context
 
-    settings = copy.deepcopy(ray.data.DataContext.get_current())
-    settings.enable_progress_bars = False
-    settings.enable_operator_progress_bars = False
-    settings.enable_auto_log_stats = False
-    settings.print_on_execution_start = False
-    settings.target_max_block_size = RECORD_BYTES
-    # A custom function may take an hour for one batch, and has a timeout of its own.
-    settings.execution_no_progress_timeout_s = -1
-    settings.custom_execution_callback_classes = [RememberExecutor]
-    with ray.data.DataContext.current(settings):
+    # Records are small; the first one should not wait for a block to be full.
+    with ray.data.DataContext.current(quiet_context(block_bytes=RECORD_BYTES)):
         given = ray.data.from_items([{"part": pickle.dumps(part)} for part in parts], override_num_blocks=len(parts))
         return given.map(task, num_cpus=1, max_retries=MAX_RETRIES)
 
