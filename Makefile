@@ -128,12 +128,12 @@ s3: ## the S3 server that tests start: MinIO, or versitygw where MinIO's module 
 # --- running ----------------------------------------------------------------------------------------------------
 
 # Ours beside the peers in one run; the last line is one JSON object.
-.PHONY: bench-loader bench-data
-bench-loader: install ## rows/s of ready training tensors, over torch's DataLoader
-	$(BIN)/python -m benchmarks.loader
-
+.PHONY: bench-data bench-train
 bench-data: install ## rows/s of ingest, transforms and reading, over pyarrow and plain Ray Data
 	$(BIN)/python -m benchmarks.data
+
+bench-train: install ## loader, step, checkpoint and recovery of training, over torch and plain Ray Train
+	$(BIN)/python -m benchmarks.train
 
 .PHONY: demo up down clean
 demo: install ## from raw data to a served model, on this machine (KEEP=1 leaves it running)

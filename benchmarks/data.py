@@ -75,8 +75,6 @@ def main() -> None:
     given = parser.parse_args()
     if not mnist_folder().is_dir():
         sys.exit(f"bench-data: no {mnist_folder()}; set MNIST_ROOT to a folder that torchvision's MNIST reads")
-    # Ray's processes must know it before they start; see tests/conftest.py.
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     rates = _throughput(given) if set(given.only) - {"memory"} else {}
     memory = _memory(given.store, given.rows) if "memory" in given.only else {}
     said = {"store": given.store, "rows": given.rows, "row_map_rows": ROW_MAP_ROWS, "repeats": given.repeats}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from shared.dataset_version.columns import tensor_array
 
@@ -21,12 +22,17 @@ def mnist_folder() -> Path:
     return Path(os.environ.get("MNIST_ROOT") or "../shared/data/mnist") / "MNIST" / "raw"
 
 
-def digits(row_count: int) -> pa.Table:
-    """`image`, uint8 tensors of (28, 28), and `label`, int64."""
+def mnist_arrays(row_count: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Images (rows, 28, 28) and labels (rows,)."""
     images = np.concatenate([_idx(f"{part}-images-idx3-ubyte.gz", IMAGES_HEADER) for part in ("train", "t10k")])
     labels = np.concatenate([_idx(f"{part}-labels-idx1-ubyte.gz", LABELS_HEADER) for part in ("train", "t10k")])
-    images = np.resize(images.reshape(-1, SIDE, SIDE), (row_count, SIDE, SIDE))
-    labels = np.resize(labels.astype(np.int64), row_count)
+    repeated = np.resize(images.reshape(-1, SIDE, SIDE), (row_count, SIDE, SIDE))
+    return repeated, np.resize(labels.astype(np.int64), row_count)
+
+
+def digits(row_count: int) -> pa.Table:
+    """`image`, uint8 tensors of (28, 28), and `label`, int64."""
+    images, labels = mnist_arrays(row_count)
     return pa.table({"image": tensor_array(images), "label": labels})
 
 

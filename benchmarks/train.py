@@ -1,0 +1,154 @@
+"""`make bench-train`: loader, step, checkpoint and recovery of the train service, over peers in the same run.
+
+Contenders take turns; ratios are of medians. The last line is one JSON object; it says which bars are met.
+
+    python -m benchmarks.train [--rows 200000] [--pairs 7] [--only loader bytes steps recovery]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from benchmarks import train_loader, train_recovery, train_steps
+from benchmarks.data_rows import mnist_arrays, mnist_folder
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
+from tests.support.ray_head import RayHead, ray_head
+from tests.support.training import commit_digits, train_stack
+from tests.support.versions import commit_version
+
+PARTS = ("loader", "bytes", "steps", "recovery")
+# The tutorial's way makes a few thousand rows a second.
+ROW_MAP_ROWS = 20_000
+# An epoch of so many rows is what the step loops run.
+STEP_ROWS = 6_400
+BARS = {
+    "share_of_pyarrow_limit": (0.6, "at least"),
+    "loader_vs_torch_dataloader": (4.0, "at least"),
+    "loader_vs_ray_map_batches": (10.0, "at least"),
+    "bytes_per_rank_times_workers": (1.2, "at most"),
+    "step_overhead": (1.05, "at most"),
+    "checkpoint_cost": (1.03, "at most"),
+    "recovery_vs_ray_train": (0.7, "at most"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench-train")
+    parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    given = parser.parse_args()
+    if not mnist_folder().is_dir():
+        sys.exit(f"bench-train: no {mnist_folder()}; set MNIST_ROOT to a folder that torchvision's MNIST reads")
+    torch.set_num_threads(1)
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        if "steps" in given.only:
+            figures |= _steps(folder, given.pairs)
+        if {"loader", "bytes"} & set(given.only):
+            store = _digits(folder, given.rows)
+            if "bytes" in given.only:
+                figures["bytes_per_rank_times_workers"] = round(train_loader.bytes_read_times_workers(store, 3), 3)
+        if {"loader", "recovery"} & set(given.only):
+            with ray_head(num_cpus=4) as head:
+                ray.init(address=head.address, log_to_driver=False)
+                if "loader" in given.only:
+                    figures |= _loader(folder, store, given.rows, given.pairs)
+                if "recovery" in given.only:
+                    figures |= _recovery(folder, head, given.pairs)
+                ray.shutdown()
+    print(json.dumps(_report(figures, given)))
+
+
+def _digits(folder: Path, rows: int) -> ObjectStore:
+    images, labels = mnist_arrays(rows)
+    store = open_store(StoreSettings(url=(folder / "store").as_uri()))
+    commit_version(store, train_loader.VERSION, {"train": (images, labels)})
+    return store
+
+
+def _loader(folder: Path, store: ObjectStore, rows: int, pairs: int) -> dict[str, float]:
+    files = sorted((folder / "store" / train_loader.VERSION / "data").rglob("*.parquet"))
+    plain = _unpacked(folder / "plain")
+    contenders: dict[str, tuple[Callable[[], int], int]] = {
+        "millrace": (train_loader.ours(store), rows),
+        "pyarrow_limit": (train_loader.pyarrow_limit(files), rows),
+        **{f"torch_dataloader_{n}": (train_loader.torch_dataloader(plain, n), 60_000) for n in (0, 1, 2)},
+        "ray_map_batches": (train_loader.ray_map_batches(files), rows),
+        "ray_row_map": (train_loader.ray_row_map(files, ROW_MAP_ROWS), ROW_MAP_ROWS),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(pairs):
+        for name, (epoch, wanted) in contenders.items():
+            rates[name].append(train_loader.rows_per_second(epoch, wanted))
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    best = max(value for name, value in medians.items() if name.startswith("torch"))
+    mine = medians["millrace"]
+    return {
+        "share_of_pyarrow_limit": round(mine / medians["pyarrow_limit"], 3),
+        "loader_vs_torch_dataloader": round(mine / best, 2),
+        "loader_vs_ray_map_batches": round(mine / medians["ray_map_batches"], 2),
+        "loader_vs_ray_row_map": round(mine / medians["ray_row_map"], 1),
+        **{f"{name}_rows_per_s": round(value) for name, value in medians.items()},
+    }
+
+
+def _steps(folder: Path, pairs: int) -> dict[str, float]:
+    images, labels = mnist_arrays(STEP_ROWS)
+    settings = StoreSettings(url=(folder / "steps").as_uri())
+    commit_version(open_store(settings), train_loader.VERSION, {"train": (images, labels)})
+    return train_steps.measure(settings, images, labels, workers=2, pairs=pairs)
+
+
+def _recovery(folder: Path, head: RayHead, pairs: int) -> dict[str, float]:
+    settings = StoreSettings(url=(folder / "recovery").as_uri())
+    with train_stack(settings, head.address, folder / "service") as stack:
+        commit_digits(open_store(settings))
+        seconds = [
+            (train_recovery.ours(stack.client, head), train_recovery.plain_ray_train(head)) for _ in range(pairs)
+        ]
+    ours, plain = (statistics.median(column) for column in zip(*seconds, strict=True))
+    return {
+        "recovery_vs_ray_train": round(ours / plain, 3),
+        "recovery_s": round(ours, 2),
+        "ray_train_recovery_s": round(plain, 2),
+    }
+
+
+def _unpacked(folder: Path) -> Path:
+    """torchvision reads plain IDX files only."""
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for file in mnist_folder().iterdir():
+        data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        (raw / file.name.removesuffix(".gz")).write_bytes(data)
+    return folder
+
+
+def _report(figures: dict[str, float], given: argparse.Namespace) -> dict[str, Any]:
+    met = {
+        name: figures[name] >= bar if sense == "at least" else figures[name] <= bar
+        for name, (bar, sense) in BARS.items()
+        if name in figures
+    }
+    bars = {name: f"{sense} {bar}" for name, (bar, sense) in BARS.items()}
+    machine = {"cpus": os.cpu_count(), "load_average": round(os.getloadavg()[0], 1)}
+    return {**figures, "bars": bars, "met": met, "rows": given.rows, "pairs": given.pairs, "machine": machine}
+
+
+if __name__ == "__main__":
+    main()

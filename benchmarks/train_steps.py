@@ -1,0 +1,118 @@
+"""Seconds per optimiser step of a run of ours, over a bare DDP loop on tensors in memory; and what checkpoints cost.
+
+W processes joined by gloo, as Ray Train's workers are, one thread each. Contenders take turns in the same processes.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import statistics
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.train_loader import BATCH, MEAN, SPEC, STD
+from shared.jobs import JobRecord, Jobs
+from shared.jobs.record import begin_attempt
+from shared.model_spec import ModelSpec
+from shared.models import build_model
+from shared.settings import StoreSettings
+from shared.storage import open_store
+from train_service.domain.spec import TrainingSpec
+from train_service.loop import LoopConfig, Run
+from train_service.ranks import Ranks
+from train_service.reporting import TRAIN_KIND
+
+# A small convolutional network: a step takes tens of milliseconds, so that an overhead of one shows.
+MODEL = ModelSpec(builder="torchvision.shufflenet_v2_x0_5", in_channels=1, num_classes=10)
+CHECKPOINT_EVERY = 20
+
+
+def measure(settings: StoreSettings, images: Any, labels: Any, *, workers: int, pairs: int) -> dict[str, float]:
+    """`step_overhead` and `checkpoint_cost` as medians over pairs; images uint8 (rows, 28, 28), labels (rows,)."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes: Any = multiprocessing
+        processes.spawn(_rank, (workers, folder, settings, images, labels, pairs), nprocs=workers)
+        seconds: list[dict[str, float]] = pickle.loads((Path(folder) / "result").read_bytes())
+    overhead = [pair["ours"] / pair["bare"] for pair in seconds]
+    cost = [pair["checkpointing"] / pair["ours"] for pair in seconds]
+    return {
+        "step_overhead": round(statistics.median(overhead), 4),
+        "checkpoint_cost": round(statistics.median(cost), 4),
+        **{f"{name}_s": round(statistics.median(pair[name] for pair in seconds), 3) for name in seconds[0]},
+    }
+
+
+def _rank(rank: int, workers: int, folder: str, settings: StoreSettings, images: Any, labels: Any, pairs: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=workers)
+    ranks = Ranks(rank, workers, torch.device("cpu"))
+    contenders: dict[str, Callable[[], float]] = {
+        "bare": lambda: _bare(ranks, images, labels),
+        "ours": lambda: _ours(ranks, settings, _spec(workers)),
+        "checkpointing": lambda: _ours(
+            ranks, settings, replace(_spec(workers), checkpoint_every_steps=CHECKPOINT_EVERY)
+        ),
+    }
+    for run in contenders.values():  # imports, allocations
+        run()
+    seconds = [{name: run() for name, run in contenders.items()} for _ in range(pairs)]
+    if rank == 0:
+        (Path(folder) / "result").write_bytes(pickle.dumps(seconds))
+    dist.barrier()
+    os._exit(0)  # gloo's threads may outlive the interpreter's end and abort the process then
+
+
+def _spec(workers: int) -> TrainingSpec:
+    return replace(SPEC, model=MODEL, global_batch_size=BATCH, num_workers=workers)
+
+
+def _ours(ranks: Ranks, settings: StoreSettings, spec: TrainingSpec) -> float:
+    """Seconds of one epoch, from the first step to the end of the last; the run is prepared before."""
+    store = open_store(settings)
+    name: str = ranks.share(f"trainingJobs/b{uuid.uuid4().hex}")
+    if ranks.rank == 0:
+        jobs, now = Jobs(store, TRAIN_KIND), time.time()
+        jobs.create(name, JobRecord(uid=uuid.uuid4().hex, name=name, spec={}, create_time=now, update_time=now))
+        jobs.transition(name, lambda job: begin_attempt(job, now), attempt=1)
+    dist.barrier()
+    run = Run(LoopConfig(store=settings, job_name=name, attempt=1, spec=spec), ranks)
+    dist.barrier()
+    started = time.perf_counter()
+    run.run()
+    dist.barrier()
+    return time.perf_counter() - started
+
+
+def _bare(ranks: Ranks, images: Any, labels: Any) -> float:
+    """Seconds of as many steps: the rank's rows are ready tensors in memory, and nothing is told or kept."""
+    mine = slice(ranks.rank, None, ranks.world_size)
+    inputs = ((torch.from_numpy(images[mine]).float().unsqueeze(1) / 255 - MEAN) / STD).contiguous()
+    wanted = torch.from_numpy(labels[mine]).long()
+    torch.manual_seed(0)
+    model = build_model(MODEL)
+    wrapped: nn.Module = DistributedDataParallel(model) if ranks.world_size > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+    loss_of = nn.CrossEntropyLoss()
+    size = BATCH // ranks.world_size
+    dist.barrier()
+    started = time.perf_counter()
+    wrapped.train()
+    for begin in range(0, len(inputs), size):
+        loss = loss_of(wrapped(inputs[begin : begin + size]), wanted[begin : begin + size])
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        loss.item()
+    dist.barrier()
+    return time.perf_counter() - started
