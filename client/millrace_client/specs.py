@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -27,12 +28,17 @@ def uri(path_or_uri: str | Path) -> str:
     In a string `*`, `?` and `**` name several files, and a `/` at the end a whole folder; a `Path` is one file.
     """
     if isinstance(path_or_uri, Path):
-        return path_or_uri.absolute().as_uri()
+        return Path(_absolute(path_or_uri)).as_uri()
     text = path_or_uri
     if "://" in text or _UPLOAD.fullmatch(text):
         return text
     folder = "/" if text.endswith("/") and text != "/" else ""
-    return f"file://{quote(str(Path(text).absolute()), safe=_PATH_CHARACTERS)}{folder}"
+    return f"file://{quote(_absolute(text), safe=_PATH_CHARACTERS)}{folder}"
+
+
+def _absolute(path: str | Path) -> str:
+    """Without `..`, which servers refuse; links stay as they are spelt."""
+    return os.path.normpath(Path(path).absolute())
 
 
 def idx_source(split: str, images: str | Path, labels: str | Path) -> data_service_pb2.ImportSource:

@@ -107,7 +107,7 @@ def check_allowed(source: FileSource | S3Source | UploadSource, roots: Sequence[
     if not roots:
         raise UriRefused("this server reads no local files; start it with MILLRACE_IMPORT_ROOTS set to their folder")
     if not any(source.path.is_relative_to(root) for root in roots):
-        raise UriRefused("this path is not below a folder of MILLRACE_IMPORT_ROOTS of the server")
+        raise UriRefused("this path is not below a folder of the server's MILLRACE_IMPORT_ROOTS; upload it instead")
 
 
 def _upload(name: str) -> UploadSource:

@@ -22,13 +22,17 @@ _GUTTER = 3
 
 
 def print_version(version: resources_pb2.DatasetVersion) -> None:
-    """Its header, columns and splits."""
+    """Its header, columns and splits, and whether rows were left out."""
     _print_header(version)
     columns = new_table("column", "type")
     for column in version.columns:
         columns.add_row(_plain(column.name), _plain(type_text(column)))
     console().print(columns)
     _print_splits(version)
+    if version.quarantined_row_count:
+        console().print(
+            f"{_left_out(version.quarantined_row_count)}: millrace data quarantine {version.name}", soft_wrap=True
+        )
 
 
 def print_preview(preview: data_service_pb2.PreviewVersionResponse) -> None:
@@ -129,7 +133,7 @@ def _print_checks(profile: Profile) -> None:
 def _print_quarantine(profile: Profile) -> None:
     if not profile.quarantined_row_count:
         return
-    console().print(f"[yellow]{profile.quarantined_row_count:,} rows left out[/]")
+    console().print(_left_out(profile.quarantined_row_count))
     for reason in profile.quarantine[:MAX_REASONS]:
         console().print(f"  {reason.row_count:>7,} ", _plain(reason.reason), soft_wrap=True)
         for example in reason.examples[:MAX_EXAMPLES]:
@@ -139,6 +143,10 @@ def _print_quarantine(profile: Profile) -> None:
     if more > 0:
         console().print(f"          [dim]and {more} more reasons: see --html or --json[/]")
     console().print()
+
+
+def _left_out(rows: int) -> str:
+    return f"[yellow]{rows:,} {'row' if rows == 1 else 'rows'} left out[/]"
 
 
 def _print_rows(profile: Profile) -> None:

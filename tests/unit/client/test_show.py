@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from millrace.common.v1 import transform_pb2
-from millrace.data.v1 import data_service_pb2_grpc, quality_pb2
+from millrace.data.v1 import data_service_pb2_grpc, quality_pb2, resources_pb2
 from millrace_client.cli import millrace
 from millrace_client.report.bars import HEIGHT, WIDTH, block_bars, box_bars
 from millrace_client.report.page import page
@@ -222,6 +222,18 @@ def test_checks_read_as_sentences(fields: dict[str, Any], text: str) -> None:
 )
 def test_steps_read_as_calls(fields: dict[str, Any], text: str) -> None:
     assert step_text(transform_pb2.TransformStep(**fields)) == text
+
+
+@pytest.mark.parametrize(("rows", "said"), [(0, ""), (1, "1 row left out: "), (2000, "2,000 rows left out: ")])
+def test_a_new_version_says_how_many_rows_were_left_out(
+    rows: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from millrace_client.cli.show import print_version
+
+    print_version(resources_pb2.DatasetVersion(name="datasets/d/versions/v1", quarantined_row_count=rows))
+    last = capsys.readouterr().out.rstrip().splitlines()[-1]
+    assert last.startswith(said)
+    assert ("millrace data quarantine datasets/d/versions/v1" in last) is bool(rows)
 
 
 def test_a_narrow_terminal_shows_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:

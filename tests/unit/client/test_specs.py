@@ -18,6 +18,9 @@ from millrace_client import specs, steps
         ("/data/images/", "file:///data/images/"),
         ("/data/a b%.csv", "file:///data/a%20b%25.csv"),
         (Path("/data/a?.csv"), "file:///data/a%3F.csv"),
+        ("/data/../in/*.csv", "file:///in/*.csv"),
+        ("/data/../in/", "file:///in/"),
+        (Path("/data/../in/a.csv"), "file:///in/a.csv"),
     ],
 )
 def test_paths_become_uris_and_names_stay(given: str | Path, uri: str) -> None:
