@@ -146,17 +146,17 @@ class RowSource:
     def _together(
         self, reader: VersionReader, groups: Sequence[RowGroup], columns: Sequence[str]
     ) -> Iterator[list[RowGroup]]:
-        """As many groups at a time as fit into a batch, at least one."""
-        most_groups = UNEQUAL_GROUPS if row_bytes(reader.select(columns)) is None else self.batch_rows
+        """As many groups as are read at a time, at least one: a read costs the same few milliseconds, however little it
+        brings, so it brings several batches where rows are wider after the work than before."""
+        most_groups = UNEQUAL_GROUPS if row_bytes(reader.select(columns)) is None else MAX_BATCH_ROWS
         packed: list[RowGroup] = []
-        rows = size_bytes = 0
+        size_bytes = 0
         for group in groups:
             group_bytes = reader.decoded_bytes(group, columns) if columns else 0
-            rows += group.row_count
             size_bytes += group_bytes
-            if packed and (len(packed) == most_groups or rows > self.batch_rows or size_bytes > READ_BYTES):
+            if packed and (len(packed) == most_groups or size_bytes > READ_BYTES):
                 yield packed
-                packed, rows, size_bytes = [], group.row_count, group_bytes
+                packed, size_bytes = [], group_bytes
             packed.append(group)
         if packed:
             yield packed
