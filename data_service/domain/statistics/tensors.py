@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from PIL import Image
 
 from data_service.domain.statistics.column import Bounds, Column
 from data_service.domain.statistics.distribution import Weighted
@@ -17,7 +18,7 @@ from data_service.domain.statistics.result import NumberStatistics
 from data_service.domain.statistics.sampling import Sample
 
 _BYTES = 256
-# What is counted at a time: as 64-bit indices of pairs it still fits a second-level cache.
+# What is counted at a time: Pillow lets no other thread run meanwhile.
 _COUNT_BLOCK_BYTES = 400_000
 _FLOAT_BLOCK_VALUES = 32_768
 
@@ -128,10 +129,11 @@ class TensorColumn(Column):
 
 
 def _byte_counts(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Counts pairs of neighbours, which takes half the steps, and then adds up both sides."""
-    even = len(values) // 2 * 2
-    pairs = np.bincount(values[:even].view(np.uint16), minlength=_BYTES * _BYTES).reshape(_BYTES, _BYTES)
-    counts: npt.NDArray[np.int64] = pairs.sum(axis=0) + pairs.sum(axis=1)
-    if len(values) > even:
-        counts[values[-1]] += 1
+    """Pillow counts the four bytes of a pixel apart, so that no count waits for the one before it where neighbours are
+    alike; bincount would make an index of 64 bits of each byte first."""
+    whole = len(values) // 4 * 4
+    counts: npt.NDArray[np.int64] = np.bincount(values[whole:], minlength=_BYTES).astype(np.int64)
+    if whole:
+        pixels = Image.frombuffer("RGBA", (whole // 4, 1), values[:whole], "raw", "RGBA", 0, 1)
+        counts += np.array(pixels.histogram(), np.int64).reshape(4, _BYTES).sum(axis=0)
     return counts
