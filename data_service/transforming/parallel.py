@@ -5,10 +5,10 @@ The whole of a part's work lies within its task, so no row ever travels through 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import pickle
-import sys
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -86,12 +86,12 @@ def run_on_ray(
             begun.forget(context.store)
 
 
+@functools.cache
 def _warm_up(tasks: int) -> None:
-    """Has the workers load what the tasks need while this process does: else it does so first, and then they."""
+    """Has the workers load what the tasks need while this process gets the first of them ready: else it does so first,
+    and then they. Once is enough: an attempt has a process of its own."""
     import ray
 
-    if "ray.data" in sys.modules:
-        return
     load = ray.remote(num_cpus=1, max_retries=0)(_load)
     cpus = ray.cluster_resources().get("CPU", 0)  # type: ignore[no-untyped-call]
     for _ in range(min(tasks, int(cpus))):
