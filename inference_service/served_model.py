@@ -20,6 +20,7 @@ from inference_service.domain.signature import FREE, Signature, TensorSpec
 from inference_service.preprocessing import Preprocessing
 from shared.checkpoint import CheckpointContent
 from shared.errors import FailedPrecondition, InvalidArgument
+from shared.model_spec import REGRESSION, ModelSpec
 from shared.models import build_model, load_weights
 
 WARM_UP_RUNS = 2  # the first pays for what the kernels prepare once per shape; the last is measured
@@ -44,22 +45,19 @@ class ServedModel:
         self.signature = Signature(
             raw=self.preprocessing.raw,
             prepared=self.preprocessing.prepared,
-            outputs=(
-                TensorSpec("logits", "FP32", (FREE, content.model.num_classes)),
-                TensorSpec("probabilities", "FP32", (FREE, content.model.num_classes)),
-                TensorSpec("label", "INT64", (FREE,)),
-            ),
+            outputs=_outputs(content.model),
         )
+        self._task = content.model.task
 
     def forward(self, rows: Rows) -> Outputs:
-        """logits (B, classes) float32, probabilities (B, classes) float32 and label (B,) int64 of B rows, without those
-        that the preprocessing refuses."""
+        """Of B rows, without those that the preprocessing refuses: logits (B, classes) float32, probabilities
+        (B, classes) float32 and label (B,) int64 of a classifier, values (B, numbers) float32 of a regression."""
         prepared, refused = self.preprocessing.prepare(rows)
         # torch wants memory that it may write to; rows that came by wire lie in memory that it may not.
-        images_BCHW = torch.from_numpy(np.require(prepared, np.float32, ["C", "W"]))
+        inputs = torch.from_numpy(np.require(prepared, np.float32, ["C", "W"]))
         with torch.inference_mode():
-            logits = self.module(images_BCHW)
-            outputs = (logits, logits.softmax(dim=1), logits.argmax(dim=1))
+            given = self.module(inputs)
+            outputs = (given,) if self._task == REGRESSION else (given, given.softmax(dim=1), given.argmax(dim=1))
         return Outputs([output.numpy() for output in outputs], refused)
 
     def warm_up(self, max_rows: int) -> dict[int, float]:
@@ -79,3 +77,14 @@ class ServedModel:
         (first, *others), prepared = self.signature.raw, self.signature.prepared
         form, spec = (PREPARED, prepared) if others or len(first.shape) == 1 else (RAW, first)
         return Rows(form, {spec.name: np.zeros((size, *spec.shape[1:]), DATATYPES[spec.datatype].dtype)})
+
+
+def _outputs(model: ModelSpec) -> tuple[TensorSpec, ...]:
+    width = (FREE, model.num_classes)
+    if model.task == REGRESSION:
+        return (TensorSpec("values", "FP32", width),)
+    return (
+        TensorSpec("logits", "FP32", width),
+        TensorSpec("probabilities", "FP32", width),
+        TensorSpec("label", "INT64", (FREE,)),
+    )

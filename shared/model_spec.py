@@ -6,15 +6,22 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+CLASSIFICATION, REGRESSION = "CLASSIFICATION", "REGRESSION"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """`builder` is `torchvision.` and the name of a builder of `torchvision.models`."""
+    """`builder` is `torchvision.` and the name of a builder of `torchvision.models`, `mlp`, or an entry point of
+    `millrace.models`.
+
+    `task` says what the outputs mean; a checkpoint's always does, a `TrainingSpec` has a task of its own.
+    """
 
     builder: str
     in_channels: int
     num_classes: int
     kwargs: dict[str, Any] = field(default_factory=dict)
+    task: str = CLASSIFICATION
 
     def as_config(self) -> dict[str, Any]:
         return asdict(self)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F
 
+from train_service.domain.spec import REGRESSION
+from train_service.losses import Loss
+from train_service.metrics import Metrics
 from train_service.preprocessing import Preprocessing
 from train_service.ranks import Ranks
 from train_service.row_cache import RowCache
@@ -14,22 +18,31 @@ from train_service.row_cache import RowCache
 ROWS_PER_CALL = 256
 
 
-def evaluate(model: nn.Module, cache: RowCache, preprocessing: Preprocessing, ranks: Ranks) -> tuple[float, float, int]:
-    """Mean cross-entropy, share of right answers, and the number of rows, over the whole split on every rank.
-
-    Augmentations do not act.
-    """
+def evaluate(
+    model: nn.Module, loss: Loss, metrics: Metrics, cache: RowCache, preprocessing: Preprocessing, ranks: Ranks
+) -> tuple[float, dict[str, float], int]:
+    """Mean loss, the metrics, and the number of rows, over the whole split on every rank. Augmentations do not act."""
     rows = sum(cache.row_groups)
     # Stretches, not strides: a rank reads whole row groups.
     first, end = (rows * part // ranks.world_size for part in (ranks.rank, ranks.rank + 1))
-    loss = right = 0.0
+    # As many calls on every rank: those of a sharded model are collective.
+    most_rows = math.ceil(rows / ranks.world_size)
+    calls = math.ceil(most_rows / ROWS_PER_CALL)
+    sums = torch.zeros(2 + metrics.width, dtype=torch.float64)
     model.eval()
     with torch.no_grad():
-        for start in range(first, end, ROWS_PER_CALL):
-            batch = cache.rows(np.arange(start, min(start + ROWS_PER_CALL, end), dtype=np.int64))
-            labels_B = torch.from_numpy(batch.labels).to(ranks.device)
-            logits_BK = model(torch.from_numpy(preprocessing(batch)).to(ranks.device))
-            loss += F.cross_entropy(logits_BK, labels_B, reduction="sum").item()
-            right += (logits_BK.argmax(1) == labels_B).sum().item()
-    loss, right, seen = ranks.add([loss, right, float(end - first)]).result()
-    return loss / seen, right / seen, int(seen)
+        for start in range(first, first + calls * ROWS_PER_CALL, ROWS_PER_CALL):
+            positions = np.arange(start, min(start + ROWS_PER_CALL, end), dtype=np.int64)
+            # A rank that has run out of rows keeps the others company with its last.
+            batch = cache.rows(positions if len(positions) else np.asarray([max(0, min(start, rows) - 1)], np.int64))
+            labels = torch.from_numpy(batch.labels).to(ranks.device)
+            if metrics.task == REGRESSION:
+                labels = labels.reshape(len(labels), -1)
+            outputs = model(torch.from_numpy(preprocessing(batch)).to(ranks.device))
+            if len(positions):
+                total = loss.total(outputs, labels).item()
+                sums += torch.cat(
+                    [torch.tensor([total, len(positions)], dtype=torch.float64), metrics.sums(outputs, labels).cpu()]
+                )
+    total, seen, *measured = ranks.add(sums.tolist()).result()
+    return total / seen, metrics.values(measured), int(seen)

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import ray.train
 import ray.train.torch
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry
 from shared.dataset_version import VersionReader, load_version
-from shared.models import build_model
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging, identity
-from train_service.domain.schedule import learning_rate
-from train_service.domain.seeds import noise_seed
-from train_service.domain.slices import loss_scale
-from train_service.domain.spec import TrainingSpec
-from train_service.evaluation import evaluate
+from train_service.domain.spec import CLASSIFICATION, TrainingSpec
 from train_service.events import EventKind
+from train_service.learner import Learner
 from train_service.loader import Batch, Loader, Plan
 from train_service.preprocessing import Preprocessing
 from train_service.progress import ProgressMeter
-from train_service.ranks import PendingSum, Ranks, settle_buckets
+from train_service.ranks import PendingSum, Ranks
 from train_service.reporting import CANCEL, GO_ON, Reporter
 from train_service.row_cache import RowCache
-from train_service.snapshots import CheckpointWriter, as_message, newest_good, restore
+from train_service.snapshots import CheckpointWriter, as_message, epoch_ends, newest_good, read
 from train_service.version_fit import ingested_columns
 
 logger = logging.getLogger(__name__)
@@ -79,9 +73,11 @@ class Run:
         self._preprocessing = Preprocessing(self._spec, self._version.columns)
         self._loader = Loader(self._row_cache(self._spec.train_split), self._preprocessing, self._plan())
         self._registry = CheckpointRegistry(self._store, config.job_name)
-        torch.manual_seed(self._spec.seed)
-        self._model = build_model(self._spec.model).to(ranks.device)
-        self._optimizer = self._build_optimizer()
+        self._learner = Learner(
+            self._spec, ranks, self._preprocessing.output, self._loader.steps_per_epoch, self._loader.total_steps
+        )
+        # What early stopping goes by: each epoch, and what it measured.
+        self._history: list[tuple[int, float]] = []
 
     def run(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -95,43 +91,31 @@ class Run:
 
     def _run(self, reporter: Reporter | None, writer: CheckpointWriter | None) -> None:
         first_step = self._resume(reporter)
-        model = self._ranks.wrap(self._model)
-        if model is not self._model:
-            settle_buckets(model, self._model, self._example())
+        if self._learner.should_stop(self._history):
+            return
+        self._learner.prepare()
         meter = ProgressMeter(reporter, self._loader.total_steps, self._loader.steps_per_epoch)
         pending: PendingSum | None = None
         with contextlib.closing(self._loader.batches(first_step)) as batches:
             for batch in batches:
-                local = self._step(model, batch)
+                local = self._learner.step(batch)
                 if pending is not None:
-                    self._stop_if_asked(meter.add(pending.result()))
+                    self._stop_if_asked(meter.add(self._for_meter(pending.result())))
                 # Taken up after the next step, so that no step waits for the sum.
                 pending = self._ranks.add([*local, float(reporter.stop_reason) if reporter else 0.0])
                 meter.done(batch)
                 self._after_step(batch, writer, reporter)
+                if self._learner.should_stop(self._history):
+                    break
         if pending is not None:
-            meter.add(pending.result())
+            meter.add(self._for_meter(pending.result()))
         if writer is not None:
             writer.wait()
 
-    def _step(self, model: nn.Module, batch: Batch) -> list[float]:
-        """One optimiser step. Returns this rank's summed loss, right answers and rows."""
-        spec, step = self._spec, batch.step
-        # All noise of the step depends on where it is, not on what ran before.
-        torch.manual_seed(noise_seed(spec.seed, step, self._ranks.rank))
-        model.train()
-        inputs_BCHW = torch.from_numpy(batch.inputs).to(self._ranks.device, non_blocking=True)
-        labels_B = torch.from_numpy(batch.labels).to(self._ranks.device, non_blocking=True)
-        logits_BK = model(inputs_BCHW)
-        loss_sum = F.cross_entropy(logits_BK, labels_B, reduction="sum")
-        self._optimizer.zero_grad(set_to_none=True)
-        (loss_sum * loss_scale(self._ranks.world_size, batch.step_rows)).backward()  # type: ignore[no-untyped-call]
-        rate = learning_rate(spec.optimizer.schedule, spec.optimizer.learning_rate, step, self._loader.total_steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
-        right = (logits_BK.argmax(1) == labels_B).sum()
-        return [loss_sum.item(), right.item(), float(len(batch.labels))]
+    def _for_meter(self, sums: list[float]) -> list[float]:
+        """Summed loss, right answers, rows and stop reason."""
+        loss, rows, *metrics, stop_reason = sums
+        return [loss, metrics[0] if self._spec.task == CLASSIFICATION else 0.0, rows, stop_reason]
 
     def _after_step(self, batch: Batch, writer: CheckpointWriter | None, reporter: Reporter | None) -> None:
         done = batch.step + 1
@@ -140,17 +124,29 @@ class Run:
         if epoch_done and self._spec.validation_split:
             metrics = self._validate(batch.epoch, done, reporter)
         every = self._spec.checkpoint_every_steps
-        if writer is not None and (epoch_done or (every and done % every == 0)):
-            writer.save(self._content(done, metrics), self._model, self._optimizer)
+        if epoch_done or (every and done % every == 0):
+            # Of a sharded model every rank has a part.
+            weights, state = self._learner.weights(), self._learner.state()
+            if writer is not None:
+                writer.save(self._content(done, metrics), weights, state)
 
     def _validate(self, epoch: int, step: int, reporter: Reporter | None) -> dict[str, float]:
-        cache = self._row_cache(self._spec.validation_split)
-        # What is measured is what is saved, and rank 0 saves.
-        self._ranks.share_buffers(self._model)
-        loss, accuracy, rows = evaluate(self._model, cache, self._preprocessing, self._ranks)
+        metrics, rows = self._learner.evaluate(self._row_cache(self._spec.validation_split), self._preprocessing)
+        if self._spec.early_stopping:
+            self._history.append((epoch, metrics[self._spec.early_stopping.metric]))
         if reporter:
-            reporter.tell(EventKind.VALIDATED, step=step, epoch=epoch, loss=loss, accuracy=accuracy, row_count=rows)
-        return {"validation_loss": loss, "validation_accuracy": accuracy}
+            others = {name.removeprefix("validation_"): value for name, value in metrics.items()}
+            loss, accuracy = others.pop("loss"), others.pop("accuracy", 0.0)
+            reporter.tell(
+                EventKind.VALIDATED,
+                step=step,
+                epoch=epoch,
+                loss=loss,
+                accuracy=accuracy,
+                row_count=rows,
+                **({"metrics": others} if others else {}),
+            )
+        return metrics
 
     def _resume(self, reporter: Reporter | None) -> int:
         """Restores the newest good checkpoint, which rank 0 chooses for all. Returns the first step to do."""
@@ -165,11 +161,13 @@ class Run:
                 step=entry.step if entry else 0,
                 checkpoint=entry.name if entry else "",
             )
-        chosen = self._ranks.share(chosen)
+            if entry and self._spec.early_stopping:
+                self._history = epoch_ends(entries, entry, self._spec.early_stopping.metric)
+        chosen, self._history = self._ranks.share((chosen, self._history))
         if chosen is None:
             return 0
         entry = CheckpointEntry(**chosen)
-        restore(self._store, entry, self._model, self._optimizer, self._ranks.device)
+        self._learner.load(*read(self._store, entry, self._ranks.device))
         logger.info("resuming from %s at step %d", entry.name, entry.step)
         return entry.step
 
@@ -194,23 +192,17 @@ class Run:
             epoch=step // self._loader.steps_per_epoch,
             seed=self._spec.seed,
             metrics=metrics,
-            model=self._spec.model,
+            model=replace(self._spec.model, task=self._spec.task),
             ingested=ingested_columns(self._version),
             transforms=[*self._version.manifest.transforms, self._preprocessing.config],
             input_column=self._spec.input_column,
         )
 
-    def _build_optimizer(self) -> torch.optim.Optimizer:
-        optimizer = self._spec.optimizer
-        kind = getattr(torch.optim, optimizer.name)
-        built: torch.optim.Optimizer = kind(self._model.parameters(), lr=optimizer.learning_rate, **optimizer.kwargs)
-        return built
-
     def _row_cache(self, split: str) -> RowCache:
         spec = self._spec
         reader = VersionReader(self._store, self._version)
         columns = self._preprocessing.columns
-        return RowCache(reader, split, columns, spec.label_column, spec.model.num_classes, CACHE_BYTES)
+        return RowCache(reader, split, columns, spec.label_column, spec.model.num_classes, CACHE_BYTES, spec.task)
 
     def _plan(self) -> Plan:
         spec = self._spec
@@ -222,6 +214,3 @@ class Run:
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
         )
-
-    def _example(self) -> torch.Tensor:
-        return torch.zeros((2, *self._preprocessing.output.shape), device=self._ranks.device)

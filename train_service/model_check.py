@@ -1,45 +1,99 @@
-"""Whether a model and an optimizer can be built at all: tried without memory, on torch's meta device.
+"""Whether a model, its loss, metrics and optimizer can be built at all: tried without memory, on torch's meta device.
 
 The first call imports torch and torchvision, which takes seconds.
 """
 
 from __future__ import annotations
 
-from shared.errors import first_line, invalid_field
+from typing import TYPE_CHECKING
+
+from shared.errors import InvalidArgument, first_line, invalid_field
 from shared.models import build_model
 from shared.transforms import TensorSpec
-from train_service.domain.spec import TrainingSpec
+from train_service.domain.spec import FLOAT16, FSDP, REGRESSION, TrainingSpec
+
+if TYPE_CHECKING:
+    from torch import nn
 
 ROWS = 2
+SOME_STEPS = 100
 
 
-def check_model(spec: TrainingSpec, model_input: TensorSpec) -> None:
-    """Raises `InvalidArgument` naming the field of `spec.model` or `spec.optimizer` that does not work."""
+def check_model(spec: TrainingSpec, model_input: TensorSpec, total_steps: int = SOME_STEPS) -> None:
+    """`total_steps` are those of the run. Raises `InvalidArgument` naming the field of `spec` that does not work."""
+    from train_service.optimizers import check_optimizer
+    from train_service.training_steps import build_training_step
+
+    _check_names(spec)
+    _check_parallel(spec)
+    model = _check_outputs(spec, model_input)
+    build_training_step(spec.training_step)
+    _check_loss(spec)
+    check_optimizer(spec.optimizer, [tuple(one.shape) for one in model.parameters()], total_steps)
+
+
+def _check_outputs(spec: TrainingSpec, model_input: TensorSpec) -> nn.Module:
     import torch
 
     with torch.device("meta"):
         model = build_model(spec.model, "spec.model")
         try:
             output = model(torch.zeros((ROWS, *model_input.shape)))
-        except Exception as error:  # each model has its own way of refusing images
-            remedy = f"the model does not take images of {model_input.shape}: {first_line(error)}"
+        except Exception as error:  # each model has its own way of refusing inputs
+            remedy = f"the model does not take inputs of {model_input.shape}: {first_line(error)}"
             raise invalid_field("spec.model.builder", spec.model.builder, remedy) from None
     shape = tuple(output.shape) if isinstance(output, torch.Tensor) else None
     if shape != (ROWS, spec.model.num_classes):
-        remedy = f"in training it must give one tensor of logits, not {shape or type(output).__name__}; choose another"
+        remedy = (
+            f"in training it must give one tensor of (rows, {spec.model.num_classes}), not "
+            f"{shape or type(output).__name__}; choose another"
+        )
         raise invalid_field("spec.model.builder", spec.model.builder, remedy)
-    _check_optimizer(spec)
+    return model
 
 
-def _check_optimizer(spec: TrainingSpec) -> None:
-    """Some arguments are refused only by a step, so one is taken, on two numbers."""
+def _check_loss(spec: TrainingSpec) -> None:
     import torch
 
-    parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.grad = torch.ones(2)
-    kind = getattr(torch.optim, spec.optimizer.name)
+    from train_service.losses import build_loss
+
+    loss = build_loss(spec.loss)
+    numbers = torch.zeros((ROWS, spec.model.num_classes))
+    labels = numbers if spec.task == REGRESSION else torch.zeros(ROWS, dtype=torch.int64)
     try:
-        kind([parameter], lr=spec.optimizer.learning_rate, **spec.optimizer.kwargs).step()
-    except Exception as error:  # whatever torch makes of a client's arguments
-        remedy = f"{spec.optimizer.name} refuses them: {first_line(error)}"
-        raise invalid_field("spec.optimizer.kwargs", spec.optimizer.kwargs, remedy) from None
+        loss.total(numbers, labels)
+    except InvalidArgument as error:
+        raise invalid_field("spec.loss.name", spec.loss.name, error.message) from None
+    except Exception as error:  # whatever a loss makes of labels that it is not for
+        path, value = ("spec.loss.kwargs", spec.loss.kwargs) if spec.loss.kwargs else ("spec.loss.name", spec.loss.name)
+        remedy = f"{spec.loss.name} does not work for TASK_{spec.task}: {first_line(error)}"
+        raise invalid_field(path, value, remedy) from None
+
+
+def _check_names(spec: TrainingSpec) -> None:
+    """Metrics there are, and what goes by one goes by one that will be measured."""
+    import torch
+
+    from train_service.metrics import Metrics, measured
+
+    Metrics(spec, torch.device("cpu"))
+    will_be = ["validation_loss", *(f"validation_{name}" for name in measured(spec))]
+    stopping = spec.early_stopping
+    if stopping is not None and stopping.metric not in will_be:
+        raise invalid_field("spec.early_stopping.metric", stopping.metric, f"use one of {', '.join(will_be)}")
+    if stopping is not None and not spec.validation_split:
+        remedy = "it goes by what validation measures, and the version has no split for it; set spec.validation_split"
+        raise invalid_field("spec.early_stopping", stopping.metric, remedy)
+    if spec.checkpoints.best_metric not in will_be:
+        remedy = f"use one of {', '.join(will_be)}"
+        raise invalid_field("spec.checkpoints.best_metric", spec.checkpoints.best_metric, remedy)
+
+
+def _check_parallel(spec: TrainingSpec) -> None:
+    if spec.placement.parallel != FSDP:
+        return
+    if spec.precision == FLOAT16:
+        remedy = "its loss scaling does not work with FSDP; use PRECISION_BFLOAT16"
+        raise invalid_field("spec.precision", spec.precision, remedy)
+    if spec.compile:
+        raise invalid_field("spec.compile", spec.compile, "a model of FSDP is not compiled; leave one of them out")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+from train_service.domain.spec import DDP, FSDP
 
 
 class Ranks:
@@ -18,10 +24,17 @@ class Ranks:
         self.world_size = world_size
         self.device = device
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model with its gradients averaged over ranks in backward."""
+    def wrap(self, model: nn.Module, parallel: str = DDP) -> nn.Module:
+        """The model with its gradients averaged over ranks in backward. With FSDP it is `model` itself, its parameters
+        and gradients sharded over the ranks, layer by layer; build its optimizer after that."""
         if self.world_size == 1:
             return model
+        if parallel == FSDP:
+            mesh = init_device_mesh(self.device.type, (self.world_size,))
+            for layer in model.children():
+                if next(layer.parameters(), None) is not None:
+                    fully_shard(layer, mesh=mesh)
+            return cast(nn.Module, fully_shard(model, mesh=mesh))
         return DistributedDataParallel(model, device_ids=[self.device] if self.device.type == "cuda" else None)
 
     def share(self, value: Any) -> Any:
@@ -54,6 +67,23 @@ class PendingSum:
             self._work.wait()
         values: list[float] = self._tensor.tolist()
         return values
+
+
+@contextmanager
+def gradients_kept_local(wrapped: nn.Module, local: bool = True) -> Iterator[None]:
+    """While `local`, backward adds to this rank's gradients without averaging; the next pass without it averages all
+    that came together. For the parts of a step but the last."""
+    if local and isinstance(wrapped, DistributedDataParallel):
+        with wrapped.no_sync():
+            yield
+    elif local and isinstance(wrapped, FSDPModule):
+        wrapped.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            wrapped.set_requires_gradient_sync(True)
+    else:
+        yield
 
 
 def settle_buckets(wrapped: nn.Module, model: nn.Module, example_BCHW: torch.Tensor) -> None:

@@ -12,16 +12,19 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from shared.dataset_version import ROW_ID, RowGroup, VersionReader
-from shared.errors import DataLoss, InvalidArgument
+from shared.errors import DataLoss
 from shared.transforms import Batch, batch_of
 from train_service.domain.order import Ints
+from train_service.domain.spec import CLASSIFICATION
+from train_service.labels import labels_of
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows in some order: the columns as stored, `labels` int64 (rows,), `row_ids` int64 (rows,).
+    """Rows in some order: the columns as stored, `labels`, `row_ids` int64 (rows,). Labels are classes, int64 (rows,),
+    or for regression numbers, float32 (rows,) or (rows, K).
 
     `tensors` are (rows, *shape) each. `scalars` has all others, so that one call of Arrow's moves them all; None where
     there are none.
@@ -29,7 +32,7 @@ class Rows:
 
     tensors: dict[str, Array]
     scalars: pa.RecordBatch | None
-    labels: Ints
+    labels: Array
     row_ids: Ints
 
     def batch(self) -> Batch:
@@ -86,13 +89,16 @@ class RowCache:
         label_column: str,
         num_classes: int,
         capacity: int,
+        task: str = CLASSIFICATION,
     ) -> None:
-        """`columns` are those that the job's transform reads; `capacity` in bytes."""
+        """`columns` are those that the job's transform reads; `num_classes` is K for regression; `capacity` in
+        bytes."""
         self._reader = reader
         self._groups = reader.row_groups(split)
         self._columns = list(columns)
         self._label_column = label_column
         self._num_classes = num_classes
+        self._task = task
         self._capacity = capacity
         self._held: OrderedDict[int, Rows] = OrderedDict()
         counts = [group.row_count for group in self._groups]
@@ -104,7 +110,8 @@ class RowCache:
         """The rows at `positions` (from 0 at the split's beginning), in that order.
 
         Raises `DataLoss` when the stored bytes carry other row ids than their place in the version says, and
-        `InvalidArgument` for a label that is missing or outside 0..num_classes-1.
+        `InvalidArgument` naming the row for a label that is missing, outside 0..num_classes-1 or, for regression, not
+        finite.
         """
         group_of = np.searchsorted(self._ends, positions, side="right")
         parts, places = [], []
@@ -129,31 +136,13 @@ class RowCache:
 
     def _read(self, group: RowGroup) -> Rows:
         table = self._reader.read(group, list(dict.fromkeys([*self._columns, self._label_column, ROW_ID])))
-        row_ids = self._integers(table, ROW_ID)
+        row_ids: Ints = table.column(ROW_ID).to_numpy()
         if not np.array_equal(row_ids, np.arange(group.first_row_id, group.first_row_id + group.row_count)):
             raise DataLoss(
                 f"the rows stored at {group.first_row_id} and after carry other row ids", reason="WRONG_ROW_IDS"
             )
-        labels = self._integers(table, self._label_column)
-        self._check_labels(labels, row_ids)
+        labels = labels_of(table, self._label_column, row_ids, self._num_classes, self._task)
         columns = batch_of(table.select(self._columns))
         tensors = {name: values for name, values in columns.items() if isinstance(values, np.ndarray)}
         scalars = {name: values for name, values in columns.items() if isinstance(values, pa.Array)}
-        return Rows(tensors, pa.RecordBatch.from_pydict(scalars) if scalars else None, labels.astype(np.int64), row_ids)
-
-    def _integers(self, table: pa.Table, name: str) -> Ints:
-        column = table.column(name)
-        if column.null_count:
-            raise InvalidArgument(f"column {name!r} has nulls; fill or drop them before training", reason="NULL_VALUES")
-        values: Ints = column.to_numpy()
-        return values
-
-    def _check_labels(self, labels: Ints, row_ids: Ints) -> None:
-        if labels.size and not (labels.min() >= 0 and labels.max() < self._num_classes):
-            row = int(np.flatnonzero((labels < 0) | (labels >= self._num_classes))[0])
-            raise InvalidArgument(
-                f"row {int(row_ids[row])} has the label {int(labels[row])} in column {self._label_column!r}; "
-                f"spec.model.num_classes is {self._num_classes}, so labels must be 0 to {self._num_classes - 1}",
-                reason="LABEL_OUT_OF_RANGE",
-                fields=[("spec.model.num_classes", f"a label is {int(labels[row])}")],
-            )
+        return Rows(tensors, pa.RecordBatch.from_pydict(scalars) if scalars else None, labels, row_ids)

@@ -13,12 +13,10 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from torch import nn
 
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry, load_checkpoint, write_checkpoint
 from shared.checkpoint.format import OPTIMIZER, WEIGHTS
 from shared.errors import DataLoss
-from shared.models import load_weights
 from shared.storage import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -41,13 +39,13 @@ class CheckpointWriter:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
-    def save(self, content: CheckpointContent, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Copies the state as it is now and returns; raises what the checkpoint before failed with."""
+    def save(self, content: CheckpointContent, weights: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        """Returns once `state` is copied; `weights` are the writer's own. Raises what the checkpoint before failed
+        with."""
         self.wait()
-        weights = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
-        state = io.BytesIO()
-        torch.save(optimizer.state_dict(), state)
-        self._writing = self._pool.submit(self._write, content, weights, state.getvalue())
+        copied = io.BytesIO()
+        torch.save(state, copied)
+        self._writing = self._pool.submit(self._write, content, weights, copied.getvalue())
 
     def wait(self) -> None:
         """Returns once the checkpoint under way is committed. Raises `StaleAttempt` and what the store raises."""
@@ -96,14 +94,23 @@ def newest_good(
     return None
 
 
-def restore(
-    store: ObjectStore, entry: CheckpointEntry, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-) -> None:
-    """Loads weights, buffers and optimizer state. Raises `DataLoss`: nothing is unpickled before its digest holds."""
+def read(
+    store: ObjectStore, entry: CheckpointEntry, device: torch.device
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Whole weights, and the learner's state on `device`. Raises `DataLoss`: nothing is unpickled before its digest
+    holds."""
     checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
-    load_weights(model, safetensors.torch.load(checkpoint.read(WEIGHTS)))
-    state = torch.load(io.BytesIO(checkpoint.read(OPTIMIZER)), map_location=device, weights_only=True)
-    optimizer.load_state_dict(state)
+    weights = safetensors.torch.load(checkpoint.read(WEIGHTS))
+    return weights, torch.load(io.BytesIO(checkpoint.read(OPTIMIZER)), map_location=device, weights_only=True)
+
+
+def epoch_ends(entries: list[CheckpointEntry], last: CheckpointEntry, metric: str) -> list[tuple[int, float]]:
+    """Epoch and value of every checkpoint up to `last` that has the metric: those at the ends of epochs."""
+    return [
+        (entry.epoch - 1, entry.metrics[metric])
+        for entry in entries
+        if entry.step <= last.step and metric in entry.metrics
+    ]
 
 
 def as_message(entry: CheckpointEntry | None) -> dict[str, Any] | None:

@@ -17,13 +17,15 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from shared.checkpoint import CheckpointRegistry
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.checkpoint.registry import best, latest
 from shared.errors import Cancelled, Internal, MillraceError, Unavailable
 from shared.jobs import AttemptContext
 from shared.log import StaleAttempt
+from train_service.domain.early_stopping import should_stop
 from train_service.domain.spec import TrainingSpec
 from train_service.loop import LoopConfig, train_loop
+from train_service.snapshots import epoch_ends
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +47,16 @@ def run(context: AttemptContext) -> dict[str, Any]:
     context.raise_if_stopped(fresh=True)
     entries = CheckpointRegistry(context.store, context.job.name).entries()
     last, chosen = latest(entries), best(entries)
-    if last is None or chosen is None or last.epoch < spec.epochs:
+    if last is None or chosen is None or not (last.epoch >= spec.epochs or _stopped_early(spec, entries)):
         raise Internal("the workers ended before the last epoch was saved", reason="RUN_INCOMPLETE")
     return {"checkpoint": last.name, "best_checkpoint": chosen.name}
+
+
+def _stopped_early(spec: TrainingSpec, entries: list[CheckpointEntry]) -> bool:
+    stopping, last = spec.early_stopping, latest(entries)
+    if stopping is None or last is None:
+        return False
+    return should_stop(stopping, epoch_ends(entries, last, stopping.metric))
 
 
 def _fit(config: LoopConfig, context: AttemptContext) -> None:

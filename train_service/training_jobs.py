@@ -22,7 +22,7 @@ from train_service.domain.spec import TrainingSpec
 from train_service.events import Event, EventLog
 from train_service.model_check import check_model
 from train_service.reporting import TRAIN_KIND
-from train_service.version_fit import check_fits, with_defaults
+from train_service.version_fit import check_fits, steps_of_run, with_defaults
 
 COLLECTION = "trainingJobs"
 PATTERN = "trainingJobs/{j}"
@@ -120,7 +120,7 @@ class TrainingJobs:
         spec = with_defaults(spec, version)
         prepared = check_fits(spec, version)
         with self._checking:
-            check_model(spec, prepared)
+            check_model(spec, prepared, steps_of_run(spec, version))
         return spec
 
     def _make(self, job: JobRecord, version_name: str) -> JobRecord:

@@ -10,9 +10,12 @@ import pyarrow.types as kinds
 from shared.dataset_version import DatasetVersion
 from shared.dataset_version.manifest import Column
 from shared.errors import invalid_field
-from shared.transforms import ScalarType, TensorSpec, schema_of_columns
+from shared.models import input_dimensions
+from shared.transforms import ScalarType, TensorSpec, TensorType, schema_of_columns
+from shared.transforms.schema import ColumnType
 from shared.transforms.steps.custom_child import functions_in_children
-from train_service.domain.spec import TrainingSpec
+from train_service.domain.slices import steps_per_epoch
+from train_service.domain.spec import REGRESSION, TrainingSpec
 from train_service.domain.spec_rules import check_rows
 from train_service.preprocessing import FIELD, Preprocessing
 
@@ -40,11 +43,24 @@ def check_fits(spec: TrainingSpec, version: DatasetVersion) -> TensorSpec:
     # An operator's function must not hang or end the service that answers.
     with functions_in_children():
         prepared = Preprocessing(spec, version.columns).output
-    if prepared.dtype != "float32" or len(prepared.shape) != 3 or prepared.shape[0] != spec.model.in_channels:
-        wanted = f"float32 of ({spec.model.in_channels}, H, W), as spec.model.in_channels says"
+    dimensions = input_dimensions(spec.model.builder)
+    fits = bool(prepared.shape) and dimensions in (None, len(prepared.shape))
+    if prepared.dtype != "float32" or not fits or prepared.shape[0] != spec.model.in_channels:
+        wanted = f"float32 of {_wanted(spec.model.in_channels, dimensions)}, as spec.model.in_channels says"
         made = f"{prepared.dtype} of {prepared.shape}"
-        raise invalid_field(FIELD, made, f"must make {wanted}; add steps such as to_float")
+        hint = "concat" if dimensions == 1 else "to_float"
+        raise invalid_field(FIELD, made, f"must make {wanted}; add steps such as {hint}")
     return prepared
+
+
+def steps_of_run(spec: TrainingSpec, version: DatasetVersion) -> int:
+    """Optimiser steps of all epochs. The split must be there."""
+    (rows,) = (split.row_count for split in version.manifest.splits if split.name == spec.train_split)
+    return steps_per_epoch(rows, spec.global_batch_size) * spec.epochs
+
+
+def _wanted(channels: int, dimensions: int | None) -> str:
+    return {1: f"({channels},)", 3: f"({channels}, H, W)"}.get(dimensions or 0, f"({channels}, ...)")
 
 
 def ingested_columns(version: DatasetVersion) -> Sequence[Column]:
@@ -57,6 +73,21 @@ def _check_label(spec: TrainingSpec, version: DatasetVersion) -> None:
     if given is None:
         names = ", ".join(column.name for column in version.columns)
         raise invalid_field("spec.label_column", spec.label_column, f"{version.name} has {names}")
-    if not isinstance(given, ScalarType) or not kinds.is_integer(given.arrow_type):
+    if spec.task == REGRESSION:
+        _check_numbers(spec, given)
+    elif not isinstance(given, ScalarType) or not kinds.is_integer(given.arrow_type):
         remedy = f"is {given}; name integers, such as ordinal_encode makes in TransformVersion"
+        raise invalid_field("spec.label_column", spec.label_column, remedy)
+
+
+def _check_numbers(spec: TrainingSpec, given: ColumnType) -> None:
+    """One number for each output of the model: a scalar column where it has one, a tensor of them where more."""
+    width, outputs = None, spec.model.num_classes
+    if isinstance(given, TensorType):
+        width = given.shape[0] if len(given.shape) == 1 else None
+    elif kinds.is_integer(given.arrow_type) or kinds.is_floating(given.arrow_type):
+        width = 1
+    if width != outputs:
+        wanted = "numbers" if outputs == 1 else f"tensors of ({outputs},) numbers"
+        remedy = f"is {given}; name {wanted}, one for each of the {outputs} outputs that spec.model.num_classes says"
         raise invalid_field("spec.label_column", spec.label_column, remedy)

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from shared.model_spec import CLASSIFICATION as CLASSIFICATION
+from shared.model_spec import REGRESSION as REGRESSION
 from shared.model_spec import ModelSpec
 from train_service.domain.schedule import CONSTANT
 
-CLASSIFICATION, REGRESSION = "CLASSIFICATION", "REGRESSION"
 FLOAT32, BFLOAT16, FLOAT16 = "FLOAT32", "BFLOAT16", "FLOAT16"
 THREADS, RAY_DATA = "THREADS", "RAY_DATA"
 DDP, FSDP = "DDP", "FSDP"

@@ -1,19 +1,14 @@
-"""Building a model from its specification, the same for training and serving.
-
-Importing torch and torchvision takes seconds, so it happens at the first call.
-"""
+"""Classifiers of torchvision, with the channels and classes that a specification asks for."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shared.errors import first_line, invalid_field
 from shared.model_spec import ModelSpec
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 PREFIX = "torchvision."
@@ -21,14 +16,14 @@ PREFIX = "torchvision."
 
 @functools.cache
 def known_builders() -> frozenset[str]:
-    """Every builder that a specification may name. Takes seconds the first time."""
+    """Every builder of torchvision that a specification may name. Takes seconds the first time."""
     import torchvision
 
     return frozenset(PREFIX + name for name in torchvision.models.list_models(module=torchvision.models))
 
 
-def build_model(spec: ModelSpec, path: str = "model") -> nn.Module:
-    """A model with fresh weights: images float32 (B, C, H, W) in, logits float32 (B, num_classes) out.
+def build_torchvision(spec: ModelSpec, path: str) -> nn.Module:
+    """Images float32 (B, C, H, W) in, logits float32 (B, num_classes) out.
 
     Raises `InvalidArgument` naming the field below `path` for an unknown builder, arguments that it does not take, or
     a model whose input channels cannot be adapted.
@@ -46,19 +41,6 @@ def build_model(spec: ModelSpec, path: str = "model") -> nn.Module:
     except Exception as error:  # each builder has its own way of refusing arguments
         raise invalid_field(f"{path}.kwargs", spec.kwargs, f"the builder refuses them: {first_line(error)}") from None
     return adapt_channels(model, spec, path)
-
-
-def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Puts weights and buffers into a model that `build_model` made of the specification that they were trained with.
-
-    Some models read from a state dict's metadata in which version of themselves it was saved; files of weights have no
-    such thing, and here it is always the present one.
-    """
-    state = model.state_dict()
-    for name in [name for name in state if name not in weights]:
-        del state[name]
-    state.update(weights)
-    model.load_state_dict(state)
 
 
 def adapt_channels(model: nn.Module, spec: ModelSpec, path: str) -> nn.Module:

@@ -1,0 +1,9 @@
+"""Building a model from its specification, the same for training and serving.
+
+Importing torch and torchvision takes seconds, so it happens at the first call.
+"""
+
+from shared.models.building import build_model, input_dimensions, load_weights
+from shared.models.torchvision_models import known_builders
+
+__all__ = ["build_model", "input_dimensions", "known_builders", "load_weights"]

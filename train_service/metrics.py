@@ -1,0 +1,199 @@
+"""Metrics as sums: each batch gives a few float64 numbers, which are added over batches and ranks, and then read.
+
+So training and validation measure with the same code, and a step needs one all-reduce for the loss and all metrics.
+`precision`, `recall` and `f1` are means over the classes; `auroc` is the mean over classes of one against the rest, at
+fixed thresholds, dense near 0 and 1. Those come from torchmetrics, whose states are the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shared.errors import invalid_field
+from train_service.domain.spec import CLASSIFICATION, TrainingSpec
+
+FIELD = "spec.metrics"
+TOP = 5
+AUROC_THRESHOLDS = 401
+# A training step reduces its sums over ranks; beyond so many a metric is measured in validation alone.
+MOST_SUMS_OF_A_STEP = 100_000
+
+
+class Metric(Protocol):
+    """`width` numbers; all of them sums, 0 of no rows."""
+
+    width: int
+
+    def sums(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Of a batch of one row or more, float64 (width,)."""
+
+    def value(self, sums: Sequence[float]) -> float: ...
+
+
+class Metrics:
+    """All metrics of a job. Without torchmetrics' import, which takes seconds, where none of them needs it."""
+
+    def __init__(self, spec: TrainingSpec, device: torch.device, *, most_sums: int | None = None) -> None:
+        """Leaves out those that are wider than `most_sums`. Raises `InvalidArgument` naming `spec.metrics`."""
+        self.task = spec.task
+        made = {name: _build(name, spec, device) for name in measured(spec)}
+        self._metrics = {name: one for name, one in made.items() if most_sums is None or one.width <= most_sums}
+        self.width = sum(one.width for one in self._metrics.values())
+
+    def sums(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Of a batch, float64 (width,)."""
+        sums = [one.sums(outputs, labels) for one in self._metrics.values()]
+        return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64)
+
+    def values(self, sums: Sequence[float]) -> dict[str, float]:
+        """By name. NaN where a metric is not defined, e.g. of no rows."""
+        values, begin = {}, 0
+        for name, one in self._metrics.items():
+            values[name] = one.value(sums[begin : begin + one.width])
+            begin += one.width
+        return values
+
+
+def measured(spec: TrainingSpec) -> tuple[str, ...]:
+    """Those asked for; of a classifier, the accuracy always."""
+    always = ("accuracy",) if spec.task == CLASSIFICATION else ()
+    return tuple(dict.fromkeys((*always, *spec.metrics)))
+
+
+def known_metrics(task: str) -> list[str]:
+    return sorted(_OF_CLASSES if task == CLASSIFICATION else _OF_NUMBERS)
+
+
+class _Mean:
+    """Of what each row gives."""
+
+    width = 2
+
+    def __init__(
+        self, each: Callable[[Tensor, Tensor], Tensor], read: Callable[[float], float] = lambda mean: mean
+    ) -> None:
+        self._each = each
+        self._read = read
+
+    def sums(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        each = self._each(outputs, labels)
+        return torch.stack([each.sum(dtype=torch.float64), torch.tensor(float(len(each)), device=each.device)]).double()
+
+    def value(self, sums: Sequence[float]) -> float:
+        total, rows = sums
+        return self._read(total / rows) if rows else float("nan")
+
+
+class _Torchmetrics:
+    """A metric of torchmetrics all of whose states are sums."""
+
+    def __init__(
+        self,
+        metric: Any,
+        device: torch.device,
+        ready: Callable[[Tensor], Tensor],
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        """`ready` makes of the model's outputs what the metric takes; `shapes` are those of states which its first
+        update would change."""
+        self._metric = metric.set_dtype(torch.float64).to(device)
+        self._ready = ready
+        self._device = device
+        self._shapes = {name: torch.Size(value.shape) for name, value in metric._defaults.items()}
+        self._shapes |= {name: torch.Size(shape) for name, shape in (shapes or {}).items()}
+        self.width = sum(shape.numel() for shape in self._shapes.values())
+
+    def sums(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        self._metric.reset()
+        self._metric.update(self._ready(outputs), labels)
+        return torch.cat([getattr(self._metric, name).double().flatten() for name in self._shapes])
+
+    def value(self, sums: Sequence[float]) -> float:
+        self._metric.reset()
+        begin = 0
+        for name, shape in self._shapes.items():
+            count = shape.numel()
+            state = torch.tensor(sums[begin : begin + count], dtype=torch.float64, device=self._device)
+            setattr(self._metric, name, state.reshape(shape))
+            begin += count
+        self._metric._update_count = 1
+        try:
+            return float(self._metric.compute())
+        except ValueError:  # of too few rows
+            return float("nan")
+
+
+def _build(name: str, spec: TrainingSpec, device: torch.device) -> Metric:
+    builders = _OF_CLASSES if spec.task == CLASSIFICATION else _OF_NUMBERS
+    if name not in builders:
+        raise invalid_field(FIELD, name, f"use some of {', '.join(builders)} with TASK_{spec.task}")
+    return builders[name](spec.model.num_classes, device)
+
+
+def _accuracy(outputs: Tensor, labels: Tensor) -> Tensor:
+    return outputs.argmax(1) == labels
+
+
+def _top5(classes: int, _: torch.device) -> Metric:
+    if classes <= TOP:
+        raise invalid_field(FIELD, "top5_accuracy", f"with {classes} classes it is always 1; use accuracy")
+
+    def each(outputs: Tensor, labels: Tensor) -> Tensor:
+        return (outputs.topk(TOP, 1).indices == labels[:, None]).any(1)
+
+    return _Mean(each)
+
+
+def _of_torchmetrics(name: str, **kwargs: Any) -> Callable[[int, torch.device], Metric]:
+    """One of its classification metrics over all classes."""
+
+    def build(classes: int, device: torch.device) -> Metric:
+        from torchmetrics import classification
+
+        made = getattr(classification, name)(num_classes=classes, average="macro", sync_on_compute=False, **kwargs)
+        return _Torchmetrics(made, device, lambda outputs: outputs.argmax(1))
+
+    return build
+
+
+def _auroc(classes: int, device: torch.device) -> Metric:
+    from torchmetrics.classification import MulticlassAUROC
+
+    # Even steps would put all scores of a confident model into the first and the last bin.
+    thresholds = torch.linspace(-18, 18, AUROC_THRESHOLDS, dtype=torch.float64).sigmoid()
+    made = MulticlassAUROC(num_classes=classes, average="macro", thresholds=thresholds, sync_on_compute=False)
+    return _Torchmetrics(made, device, lambda outputs: outputs.double().softmax(1))
+
+
+def _r2(outputs: int, device: torch.device) -> Metric:
+    from torchmetrics.regression import R2Score
+
+    shapes = dict.fromkeys(("sum_squared_error", "sum_error", "residual"), (outputs,))
+    return _Torchmetrics(R2Score(sync_on_compute=False), device, lambda given: given.double(), shapes)
+
+
+def _differences(power: int, read: Callable[[float], float]) -> Callable[[int, torch.device], Metric]:
+    def each(outputs: Tensor, labels: Tensor) -> Tensor:
+        return (outputs.double() - labels).abs().pow(power).mean(1)
+
+    return lambda *_: _Mean(each, read)
+
+
+_OF_CLASSES: dict[str, Callable[[int, torch.device], Metric]] = {
+    "accuracy": lambda *_: _Mean(_accuracy),
+    "top5_accuracy": _top5,
+    "precision": _of_torchmetrics("MulticlassPrecision"),
+    "recall": _of_torchmetrics("MulticlassRecall"),
+    "f1": _of_torchmetrics("MulticlassF1Score"),
+    "auroc": _auroc,
+}
+_OF_NUMBERS: dict[str, Callable[[int, torch.device], Metric]] = {
+    "mae": _differences(1, lambda mean: mean),
+    "mse": _differences(2, lambda mean: mean),
+    "rmse": _differences(2, lambda mean: mean**0.5),
+    "r2": _r2,
+}
