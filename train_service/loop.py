@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,12 +20,14 @@ from shared.models import build_model
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging, identity
+from train_service.checkpoint_clock import CheckpointClock
 from train_service.domain.schedule import learning_rate
 from train_service.domain.seeds import noise_seed
 from train_service.domain.slices import loss_scale
 from train_service.domain.spec import TrainingSpec
 from train_service.evaluation import evaluate
 from train_service.events import EventKind
+from train_service.fine_tuning import load_initial
 from train_service.loader import Batch, Loader, Plan
 from train_service.preprocessing import Preprocessing
 from train_service.progress import ProgressMeter
@@ -82,6 +85,11 @@ class Run:
         torch.manual_seed(self._spec.seed)
         self._model = build_model(self._spec.model).to(ranks.device)
         self._optimizer = self._build_optimizer()
+        self._clock = CheckpointClock(self._spec.checkpoint_every_steps, self._spec.checkpoints.every_s)
+        # Where the first weights came from: name and digest.
+        self._initial = ("", "")
+        # Folders of checkpoints that were found damaged when this attempt began.
+        self._damaged: set[str] = set()
 
     def run(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -89,12 +97,13 @@ class Run:
             if self._ranks.rank == 0:
                 reporter = Reporter(self._store, self._config.job_name, self._config.attempt)
                 stack.enter_context(reporter)
+            first_step = self._resume(reporter)
+            if reporter is not None:
                 # Left first: a checkpoint under way is committed and told however the run ends.
                 writer = stack.enter_context(self._writer(reporter))
-            self._run(reporter, writer)
+            self._run(first_step, reporter, writer)
 
-    def _run(self, reporter: Reporter | None, writer: CheckpointWriter | None) -> None:
-        first_step = self._resume(reporter)
+    def _run(self, first_step: int, reporter: Reporter | None, writer: CheckpointWriter | None) -> None:
         model = self._ranks.wrap(self._model)
         if model is not self._model:
             settle_buckets(model, self._model, self._example())
@@ -104,13 +113,16 @@ class Run:
             for batch in batches:
                 local = self._step(model, batch)
                 if pending is not None:
-                    self._stop_if_asked(meter.add(pending.result()))
+                    *sums, wish = pending.result()
+                    self._clock.heard(wish)
+                    self._stop_if_asked(meter.add(sums))
                 # Taken up after the next step, so that no step waits for the sum.
-                pending = self._ranks.add([*local, float(reporter.stop_reason) if reporter else 0.0])
+                wishes = [float(reporter.stop_reason), self._clock.ask()] if reporter else [0.0, 0.0]
+                pending = self._ranks.add([*local, *wishes])
                 meter.done(batch)
                 self._after_step(batch, writer, reporter)
         if pending is not None:
-            meter.add(pending.result())
+            meter.add(pending.result()[:-1])
         if writer is not None:
             writer.wait()
 
@@ -139,9 +151,11 @@ class Run:
         metrics: dict[str, float] = {}
         if epoch_done and self._spec.validation_split:
             metrics = self._validate(batch.epoch, done, reporter)
-        every = self._spec.checkpoint_every_steps
-        if writer is not None and (epoch_done or (every and done % every == 0)):
-            writer.save(self._content(done, metrics), self._model, self._optimizer)
+        if epoch_done or self._clock.due(done):
+            if writer is not None:
+                final = done == self._loader.total_steps
+                writer.save(self._content(done, metrics), self._model, self._optimizer.state_dict(), final=final)
+            self._clock.taken()
 
     def _validate(self, epoch: int, step: int, reporter: Reporter | None) -> dict[str, float]:
         cache = self._row_cache(self._spec.validation_split)
@@ -156,8 +170,8 @@ class Run:
         """Restores the newest good checkpoint, which rank 0 chooses for all. Returns the first step to do."""
         chosen: dict[str, Any] | None = None
         if reporter:
-            entries = self._registry.fence(self._config.attempt)
-            entry = newest_good(self._store, entries, lambda text: reporter.tell(EventKind.WARNING, text=text))
+            entries = self._registry.fence(self._config.attempt, self._spec.checkpoints.ranking)
+            entry = newest_good(self._store, entries, _warning(reporter), self._damaged)
             chosen = as_message(entry)
             reporter.tell(
                 EventKind.ATTEMPT_STARTED,
@@ -167,11 +181,21 @@ class Run:
             )
         chosen = self._ranks.share(chosen)
         if chosen is None:
+            if self._spec.initial_checkpoint:
+                self._begin_from(self._spec.initial_checkpoint, reporter)
             return 0
         entry = CheckpointEntry(**chosen)
-        restore(self._store, entry, self._model, self._optimizer, self._ranks.device)
+        restored = restore(self._store, entry, self._model)
+        self._optimizer.load_state_dict(restored.state)
+        self._initial = (restored.content.initial_checkpoint, restored.content.initial_checkpoint_sha256)
         logger.info("resuming from %s at step %d", entry.name, entry.step)
         return entry.step
+
+    def _begin_from(self, name: str, reporter: Reporter | None) -> None:
+        entry, fit = load_initial(self._store, name, self._model)
+        self._initial = (entry.name, entry.manifest_sha256)
+        if reporter and fit.left_out():
+            reporter.tell(EventKind.WARNING, text=f"of {entry.name} not everything fits: {fit.left_out()}")
 
     def _stop_if_asked(self, stop_reason: int) -> None:
         """Every rank has the same sum, so all end after the same step."""
@@ -183,7 +207,15 @@ class Run:
         def told(entry: CheckpointEntry) -> None:
             reporter.tell(EventKind.CHECKPOINT_COMMITTED, **asdict(entry))
 
-        return CheckpointWriter(self._store, self._registry, self._config.attempt, told)
+        return CheckpointWriter(
+            self._store,
+            self._registry,
+            self._config.attempt,
+            told,
+            policy=self._spec.checkpoints,
+            damaged=self._damaged,
+            warn=_warning(reporter),
+        )
 
     def _content(self, step: int, metrics: dict[str, float]) -> CheckpointContent:
         return CheckpointContent(
@@ -198,6 +230,8 @@ class Run:
             ingested=ingested_columns(self._version),
             transforms=[*self._version.manifest.transforms, self._preprocessing.config],
             input_column=self._spec.input_column,
+            initial_checkpoint=self._initial[0],
+            initial_checkpoint_sha256=self._initial[1],
         )
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
@@ -225,3 +259,7 @@ class Run:
 
     def _example(self) -> torch.Tensor:
         return torch.zeros((2, *self._preprocessing.output.shape), device=self._ranks.device)
+
+
+def _warning(reporter: Reporter) -> Callable[[str], None]:
+    return lambda text: reporter.tell(EventKind.WARNING, text=text)

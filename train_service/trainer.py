@@ -44,7 +44,7 @@ def run(context: AttemptContext) -> dict[str, Any]:
         _fit(config, context)
     context.raise_if_stopped(fresh=True)
     entries = CheckpointRegistry(context.store, context.job.name).entries()
-    last, chosen = latest(entries), best(entries)
+    last, chosen = latest(entries), best(entries, spec.checkpoints.ranking)
     if last is None or chosen is None or last.epoch < spec.epochs:
         raise Internal("the workers ended before the last epoch was saved", reason="RUN_INCOMPLETE")
     return {"checkpoint": last.name, "best_checkpoint": chosen.name}

@@ -31,7 +31,6 @@ CONTENT = CheckpointContent(
     transforms=[],
     input_column="image",
 )
-CPU = torch.device("cpu")
 
 
 def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -49,11 +48,19 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
         optimizer.step()
 
 
+def save_one(writer: CheckpointWriter, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    writer.save(replace(CONTENT, step=step), model, optimizer.state_dict())
+
+
+def load(store: ObjectStore, entry: CheckpointEntry, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(restore(store, entry, model).state)
+
+
 def save(store: ObjectStore, *steps: int, attempt: int = 1) -> list[CheckpointEntry]:
     registry = CheckpointRegistry(store, JOB)
     with CheckpointWriter(store, registry, attempt, lambda _: None) as writer:
         for step in steps:
-            writer.save(replace(CONTENT, step=step), *trained(step))
+            save_one(writer, step, *trained(step))
         writer.wait()
     return CheckpointRegistry(store, JOB).entries()
 
@@ -68,7 +75,7 @@ def test_what_was_saved_comes_back_bit_for_bit_and_trains_on_alike(store: Object
     (saved,) = save(store, 5)
     model, optimizer = trained(0)
 
-    restore(store, saved, model, optimizer, CPU)
+    load(store, saved, model, optimizer)
 
     undisturbed, its_optimizer = trained(5)
     for one in ((model, optimizer), (undisturbed, its_optimizer)):
@@ -82,11 +89,11 @@ def test_a_checkpoint_holds_the_state_at_its_step_even_if_training_goes_on_meanw
     model, optimizer = trained(4)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     with CheckpointWriter(store, CheckpointRegistry(store, JOB), 1, lambda _: None) as writer:
-        writer.save(replace(CONTENT, step=4), model, optimizer)
+        save_one(writer, 4, model, optimizer)
         train(model, optimizer, 3)
 
     again, its_optimizer = trained(0)
-    restore(store, CheckpointRegistry(store, JOB).entries()[0], again, its_optimizer, CPU)
+    load(store, CheckpointRegistry(store, JOB).entries()[0], again, its_optimizer)
     assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
 
 
@@ -99,7 +106,7 @@ def test_leaving_the_writer_commits_and_tells_the_checkpoint_under_way(store: Ob
         told.append(entry)
 
     with CheckpointWriter(store, CheckpointRegistry(store, JOB), 1, tell) as writer:
-        writer.save(replace(CONTENT, step=2), *trained(2))
+        save_one(writer, 2, *trained(2))
 
     assert told == CheckpointRegistry(store, JOB).entries()
 
@@ -146,7 +153,7 @@ def test_nothing_is_loaded_from_a_damaged_checkpoint(store: ObjectStore) -> None
     damage(store, saved, OPTIMIZER)
 
     with pytest.raises(DataLoss):
-        restore(store, saved, *trained(0), CPU)
+        restore(store, saved, trained(0)[0])
 
 
 def test_a_stale_attempt_cannot_add_a_checkpoint(store: ObjectStore) -> None:
