@@ -3,66 +3,17 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
-from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.checkpoint.format import MANIFEST, OPTIMIZER, WEIGHTS
 from shared.errors import DataLoss
 from shared.log import StaleAttempt
-from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
+from tests.support.snapshots import JOB, load, save, save_one, train, trained
 from train_service.snapshots import CheckpointWriter, newest_good, restore
-
-JOB = "trainingJobs/a"
-CONTENT = CheckpointContent(
-    training_job=JOB,
-    dataset_version="datasets/d/versions/v",
-    dataset_manifest_sha256="00",
-    step=0,
-    epoch=0,
-    seed=1,
-    metrics={},
-    model=ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10),
-    ingested=[],
-    transforms=[],
-    input_column="image",
-)
-
-
-def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    train(model, optimizer, steps)
-    return model, optimizer
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    for step in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step))).square().sum().backward()
-        optimizer.step()
-
-
-def save_one(writer: CheckpointWriter, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    writer.save(replace(CONTENT, step=step), model, optimizer.state_dict())
-
-
-def load(store: ObjectStore, entry: CheckpointEntry, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.load_state_dict(restore(store, entry, model).state)
-
-
-def save(store: ObjectStore, *steps: int, attempt: int = 1) -> list[CheckpointEntry]:
-    registry = CheckpointRegistry(store, JOB)
-    with CheckpointWriter(store, registry, attempt, lambda _: None) as writer:
-        for step in steps:
-            save_one(writer, step, *trained(step))
-        writer.wait()
-    return CheckpointRegistry(store, JOB).entries()
 
 
 def damage(store: ObjectStore, entry: CheckpointEntry, path: str) -> None:
