@@ -279,9 +279,7 @@ def test_a_refused_or_repeated_creation_and_a_mere_check_leave_no_mark(
     assert users_of_job(store, JOB, 0.0) == {}
 
 
-def test_racing_creations_of_one_id_leave_the_mark_of_the_one_that_won(
-    store: ObjectStore, manager: DeploymentManager
-) -> None:
+def test_racing_creations_of_one_id_leave_the_mark_of_the_one_that_won(store: ObjectStore) -> None:
     made: list[Deployment] = []
 
     def create() -> None:
