@@ -6,14 +6,16 @@ import time
 
 from inference_service.domain.deployment import FIRST_VERSION, Creation, Deployment, ModelVersion, Spec, State
 from inference_service.operations import DeploymentOperations, operation_name
-from inference_service.registry import Deployments, new_uid
+from inference_service.registry import USER_KIND, Deployments, new_uid
 from shared import names
-from shared.checkpoint import resolve
+from shared.checkpoint import CheckpointEntry, resolve
+from shared.checkpoint.users import release, using
 from shared.errors import already_exists
 from shared.requests import claimed
 from shared.storage import ObjectStore
 
 SERVICE = "inference"
+FIELD = "spec.checkpoint"
 
 
 class DeploymentManager:
@@ -35,16 +37,14 @@ class DeploymentManager:
         if creation.validate_only:
             if self._deployments.exists(wanted_name):
                 raise already_exists(wanted_name)
-            return self._new(wanted_name, request_id, creation.spec)
+            entry = resolve(self._store, FIELD, creation.spec.checkpoint)
+            return _new(wanted_name, new_uid(), request_id, creation.spec, entry)
         with claimed(self._store, SERVICE, request_id, creation.digest, wanted_name) as claim:
             if claim.repeated and (made := self._deployments.made_by(claim.name, request_id)):
                 return made
             if not claim.repeated and self._deployments.exists(wanted_name):
                 raise already_exists(wanted_name)
-            deployment = self._new(wanted_name, request_id, creation.spec)
-            # The pointer first: an operation that was answered must be found, whatever dies in between.
-            self._operations.record(deployment)
-            return self._deployments.create(deployment)
+            return self._make(wanted_name, request_id, creation.spec)
 
     def delete(self, name: str, etag: str) -> Deployment:
         """Raises `InvalidArgument`, `NotFound` and `Conflict`."""
@@ -60,26 +60,38 @@ class DeploymentManager:
         """Raises `InvalidArgument`."""
         return self._deployments.page(size, token)
 
-    def _new(self, name: str, request_id: str, spec: Spec) -> Deployment:
-        entry = resolve(self._store, "spec.checkpoint", spec.checkpoint)
+    def _make(self, name: str, request_id: str, spec: Spec) -> Deployment:
         uid = new_uid()
-        version = ModelVersion(
-            number=FIRST_VERSION,
-            checkpoint=entry.name,
-            folder=entry.folder,
-            checkpoint_sha256=entry.manifest_sha256,
-            training_job=entry.name.partition("/checkpoints/")[0],
-        )
-        now_s = time.time()
-        return Deployment(
-            name=name,
-            uid=uid,
-            spec=spec,
-            state=State.LOADING,
-            generation=1,
-            operation=operation_name(uid),
-            request_id=request_id,
-            versions=(version,),
-            create_time=now_s,
-            update_time=now_s,
-        )
+        # Its mark keeps the checkpoint from the first moment on; should this process die, it counts until it is plain
+        # that no deployment of this uid comes.
+        with using(self._store, FIELD, spec.checkpoint, USER_KIND, uid, name, ends_in=State.GONE) as entry:
+            deployment = _new(name, uid, request_id, spec, entry)
+            # The pointer first: an operation that was answered must be found, whatever dies in between.
+            self._operations.record(deployment)
+            made = self._deployments.create(deployment)
+        if made.uid != uid:  # the same request, sent twice at once, was faster
+            release(self._store, entry.name, USER_KIND, uid)
+        return made
+
+
+def _new(name: str, uid: str, request_id: str, spec: Spec, entry: CheckpointEntry) -> Deployment:
+    version = ModelVersion(
+        number=FIRST_VERSION,
+        checkpoint=entry.name,
+        folder=entry.folder,
+        checkpoint_sha256=entry.manifest_sha256,
+        training_job=entry.name.partition("/checkpoints/")[0],
+    )
+    now_s = time.time()
+    return Deployment(
+        name=name,
+        uid=uid,
+        spec=spec,
+        state=State.LOADING,
+        generation=1,
+        operation=operation_name(uid),
+        request_id=request_id,
+        versions=(version,),
+        create_time=now_s,
+        update_time=now_s,
+    )

@@ -58,7 +58,8 @@ class Reconciler:
         self._changed = asyncio.Event()
         self._removing: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}
-        # The deployments, by uid, whose dataset versions this process has marked as used.
+        # The deployments, by uid, whose checkpoints, and whose dataset versions, this process has marked as used.
+        self._kept: set[str] = set()
         self._marked: set[str] = set()
 
     def nudge(self) -> None:
@@ -112,15 +113,18 @@ class Reconciler:
             logger.info("deleting application %s, which no log names", name)
             self._models.detach(name)
             await self._serve(self._applications.delete, name)
-        await self._mark_datasets(deployments)
+        await self._mark_used(deployments)
         for name, (deployment, version) in wanted.items():
             try:
                 await self._keep(name, deployment, version, running.get(name))
             except Exception as error:  # one that cannot be helped now must not hold up the others
                 logger.warning("%s: %r; trying again", deployment.name, error)
 
-    async def _mark_datasets(self, deployments: list[Deployment]) -> None:
+    async def _mark_used(self, deployments: list[Deployment]) -> None:
         for deployment in deployments:
+            if deployment.state in LIVE and deployment.uid not in self._kept:
+                await asyncio.to_thread(self._deployments.keep_checkpoints, deployment)
+                self._kept.add(deployment.uid)
             if deployment.state is State.READY and deployment.uid not in self._marked:
                 await asyncio.to_thread(self._deployments.mark_datasets, deployment)
                 self._marked.add(deployment.uid)
@@ -199,7 +203,9 @@ class Reconciler:
                 await self._serve(self._applications.delete, name)
             # Before its log ends, or nobody would come back to do it.
             await asyncio.to_thread(self._deployments.release_datasets, deployment)
+            await asyncio.to_thread(self._deployments.release_checkpoints, deployment)
             self._marked.discard(deployment.uid)
+            self._kept.discard(deployment.uid)
             await asyncio.to_thread(
                 self._deployments.transition,
                 deployment.name,

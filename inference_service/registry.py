@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from inference_service.domain.deployment import Deployment, State, with_deletion
 from shared import paging
+from shared.checkpoint import users as checkpoint_users
 from shared.dataset_version.users import mark_used, unmark
 from shared.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, already_exists, not_found
 from shared.log import Record, ResourceLog
@@ -16,7 +17,7 @@ from shared.storage import ObjectStore
 logger = logging.getLogger(__name__)
 
 ROOT = "deployments"
-# Of the markers at the dataset versions.
+# Of the markers at dataset versions and checkpoints.
 USER_KIND = "deployment"
 
 Step = Callable[[Deployment], Deployment | None]
@@ -124,6 +125,27 @@ class Deployments:
                 mark_used(self._store, name, USER_KIND, deployment.uid, deployment.name, is_job=False)
             except (DataLoss, FailedPrecondition, InvalidArgument, NotFound) as error:
                 logger.warning("%s: its dataset version cannot be kept: %s", deployment.name, error.message)
+
+    def keep_checkpoints(self, deployment: Deployment) -> None:
+        """Keeps the checkpoints of its versions until `release_checkpoints`; `create` has marked them already, unless
+        the deployment is older than these marks."""
+        for version in deployment.versions:
+            named = checkpoint_users.keep(
+                self._store,
+                version.checkpoint,
+                version.folder,
+                USER_KIND,
+                deployment.uid,
+                deployment.name,
+                ends_in=State.GONE,
+            )
+            if not named:
+                logger.warning("%s: its job no longer names %s", deployment.name, version.checkpoint)
+
+    def release_checkpoints(self, deployment: Deployment) -> None:
+        """It is no error if they were not marked."""
+        for version in deployment.versions:
+            checkpoint_users.release(self._store, version.checkpoint, USER_KIND, deployment.uid)
 
     def release_datasets(self, deployment: Deployment) -> None:
         """It is no error if they were not marked."""

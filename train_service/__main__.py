@@ -21,7 +21,9 @@ from shared.storage import ObjectStore, open_store, probe
 from shared.storage.opening import ensure_bucket
 from shared.storage.probe import StoreRefused
 from shared.telemetry import configure_logging
+from train_service.lifecycle import Deletions
 from train_service.servicer import TrainServicer
+from train_service.sweeper import Sweeper, sweep_periodically
 from train_service.training_jobs import TrainingJobs
 
 logger = logging.getLogger(__name__)
@@ -30,7 +32,8 @@ DEFAULT_LISTEN = "127.0.0.1:50052"
 
 
 async def run(settings: ServiceSettings, store: ObjectStore, custom_allowed: Collection[str]) -> None:
-    jobs = TrainingJobs(store)
+    deletions = Deletions(store)
+    jobs = TrainingJobs(store, deletions)
     stop = asyncio.Event()
 
     def register(server: aio.Server) -> Sequence[str]:
@@ -38,6 +41,7 @@ async def run(settings: ServiceSettings, store: ObjectStore, custom_allowed: Col
         return [train_service_pb2.DESCRIPTOR.services_by_name["TrainService"].full_name]
 
     tasks = [asyncio.create_task(asyncio.to_thread(jobs.warm_up))]
+    tasks.append(asyncio.create_task(sweep_periodically(Sweeper(store, deletions), stop)))
     if settings.ray_address:
         tasks.append(asyncio.create_task(supervise("train_service.reconciler", stop)))
     await serve(settings.listen, register, stop=stop)

@@ -17,11 +17,12 @@ from train_service.training_jobs import JobView
 
 def job_to_proto(view: JobView) -> resources_pb2.TrainingJob:
     record = view.record
-    newest, chosen = latest(view.checkpoints), best(view.checkpoints)
+    spec = TrainingSpec.from_config(record.spec["training"])
+    newest, chosen = latest(view.checkpoints), best(view.checkpoints, spec.checkpoints.ranking)
     job = resources_pb2.TrainingJob(
         name=record.name,
         uid=record.uid,
-        spec=spec_to_proto(TrainingSpec.from_config(record.spec["training"])),
+        spec=spec_to_proto(spec),
         state=f"STATE_{record.state.value}",
         attempt=record.attempt,
         create_time=_timestamp(record.create_time),

@@ -145,8 +145,7 @@ class Learner:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def weights(self) -> dict[str, Tensor]:
-        """Whole weights and buffers, copied to the CPU, on rank 0, and nothing elsewhere; with FSDP every rank must
-        call it.
+        """Whole weights and buffers on rank 0, not a copy, and nothing elsewhere; with FSDP every rank must call it.
 
         Raises `FailedPrecondition` where they are not finite, so that no such checkpoint is ever the newest good one.
         """

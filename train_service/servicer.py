@@ -45,6 +45,9 @@ class TrainServicer(train_service_pb2_grpc.TrainServiceServicer):
     async def CancelTrainingJob(self, request: Any, context: Context) -> resources_pb2.TrainingJob:
         return job_to_proto(await asyncio.to_thread(self._jobs.cancel, request.name, request.etag))
 
+    async def DeleteTrainingJob(self, request: Any, context: Context) -> resources_pb2.TrainingJob:
+        return job_to_proto(await asyncio.to_thread(self._jobs.delete, request.name, request.etag))
+
     async def WatchTrainingJob(
         self, request: Any, context: Context
     ) -> AsyncIterator[train_service_pb2.WatchTrainingJobResponse]:

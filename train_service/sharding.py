@@ -23,12 +23,11 @@ _FROM_WHOLE = StateDictOptions(full_state_dict=True)
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Weights and buffers as they are now, copied to the CPU. Of a sharded model every rank must call it, and rank 0
-    alone gets them."""
+    """Weights and buffers; not a copy unless the model is sharded. Of such a model every rank must call it, and rank 0
+    alone gets them, in host memory."""
     if isinstance(model, FSDPModule):
-        whole: dict[str, Any] = get_model_state_dict(model, options=_WHOLE)
-        return {name: tensor.clone() for name, tensor in whole.items()}
-    return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+        return dict(get_model_state_dict(model, options=_WHOLE))
+    return dict(model.state_dict())
 
 
 def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -22,10 +22,8 @@ from shared.checkpoint.registry import best, latest
 from shared.errors import Cancelled, Internal, MillraceError, Unavailable
 from shared.jobs import AttemptContext
 from shared.log import StaleAttempt
-from train_service.domain.early_stopping import should_stop
 from train_service.domain.spec import TrainingSpec
 from train_service.loop import LoopConfig, train_loop
-from train_service.snapshots import epoch_ends
 
 logger = logging.getLogger(__name__)
 
@@ -46,17 +44,10 @@ def run(context: AttemptContext) -> dict[str, Any]:
         _fit(config, context)
     context.raise_if_stopped(fresh=True)
     entries = CheckpointRegistry(context.store, context.job.name).entries()
-    last, chosen = latest(entries), best(entries)
-    if last is None or chosen is None or not (last.epoch >= spec.epochs or _stopped_early(spec, entries)):
+    last, chosen = latest(entries), best(entries, spec.checkpoints.ranking)
+    if last is None or chosen is None or not last.final:
         raise Internal("the workers ended before the last epoch was saved", reason="RUN_INCOMPLETE")
     return {"checkpoint": last.name, "best_checkpoint": chosen.name}
-
-
-def _stopped_early(spec: TrainingSpec, entries: list[CheckpointEntry]) -> bool:
-    stopping, last = spec.early_stopping, latest(entries)
-    if stopping is None or last is None:
-        return False
-    return should_stop(stopping, epoch_ends(entries, last, stopping.metric))
 
 
 def _fit(config: LoopConfig, context: AttemptContext) -> None:

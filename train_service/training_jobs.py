@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
 import uuid
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shared import names, paging
-from shared.checkpoint import CheckpointEntry, CheckpointRegistry
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry, resolve
+from shared.checkpoint import users as checkpoint_users
 from shared.dataset_version import load_version
 from shared.dataset_version.users import using
 from shared.errors import AlreadyExists, OutOfRange, already_exists
@@ -20,9 +23,12 @@ from shared.storage import ObjectStore
 from train_service.domain import spec_rules
 from train_service.domain.spec import TrainingSpec
 from train_service.events import Event, EventLog
+from train_service.fine_tuning import FIELD, check_fits, check_name
+from train_service.lifecycle import Deletions
 from train_service.model_check import check_model
 from train_service.reporting import TRAIN_KIND
-from train_service.version_fit import check_fits, steps_of_run, with_defaults
+from train_service.version_fit import check_fits as check_version_fits
+from train_service.version_fit import steps_of_run, with_defaults
 
 COLLECTION = "trainingJobs"
 PATTERN = "trainingJobs/{j}"
@@ -42,8 +48,9 @@ class JobView:
 class TrainingJobs:
     """All methods block on the store, so call them from threads. Names are `trainingJobs/{j}`."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, deletions: Deletions | None = None) -> None:
         self._store = store
+        self._deletions = deletions or Deletions(store)
         self._jobs = Jobs(store, TRAIN_KIND)
         # The first call imports torch, and first imports must not race.
         self._checking = threading.Lock()
@@ -69,7 +76,7 @@ class TrainingJobs:
             return JobView(job, {}, [])
         with claimed(self._store, TRAIN_KIND, request_id, digest, job.name) as claim:
             first = self._made_by(request_id, claim.name) if claim.repeated else None
-            return self._view(first or self._make(job, spec.dataset_version))
+            return self._view(first or self._make(job, spec))
 
     def warm_up(self) -> None:
         """Imports what the first `create` needs, ahead of it."""
@@ -90,6 +97,13 @@ class TrainingJobs:
     def cancel(self, name: str, etag: str) -> JobView:
         names.parse("name", name, PATTERN)
         return self._view(self._jobs.cancel(name, name, etag))
+
+    def delete(self, name: str, etag: str) -> JobView:
+        """The job in DELETING; it is gone soon after. Raises what the RPC's comment says."""
+        names.parse("name", name, PATTERN)
+        view = self._view(self._deletions.begin(name, etag))
+        self._deletions.finish_soon(name)
+        return view
 
     def checkpoints(self, name: str, page_size: int, page_token: str) -> tuple[list[CheckpointEntry], str]:
         names.parse("parent", name, PATTERN)
@@ -118,20 +132,41 @@ class TrainingJobs:
         spec_rules.check(spec)
         version = load_version(self._store, spec.dataset_version)
         spec = with_defaults(spec, version)
-        prepared = check_fits(spec, version)
+        prepared = check_version_fits(spec, version)
         with self._checking:
             check_model(spec, prepared, steps_of_run(spec, version))
-        return spec
+            return self._with_initial_checkpoint(spec)
 
-    def _make(self, job: JobRecord, version_name: str) -> JobRecord:
+    def _with_initial_checkpoint(self, spec: TrainingSpec) -> TrainingSpec:
+        """With the name of the checkpoint that was meant, where it was asked for as `final`."""
+        if not spec.initial_checkpoint:
+            return spec
+        check_name(spec.initial_checkpoint)
+        entry = resolve(self._store, FIELD, spec.initial_checkpoint)
+        check_fits(self._store, entry, spec.model)
+        return replace(spec, initial_checkpoint=entry.name)
+
+    def _make(self, job: JobRecord, spec: TrainingSpec) -> JobRecord:
         try:
-            with using(self._store, version_name, TRAIN_KIND, job.uid, job.name):
+            with self._using(job, spec):
                 return self._jobs.create(job.name, job)
         except AlreadyExists:
             # The same request, sent twice at once, may have made it in between.
             if there := self._made_by(job.spec["request_id"], job.name):
                 return there
             raise
+
+    @contextlib.contextmanager
+    def _using(self, job: JobRecord, spec: TrainingSpec) -> Iterator[None]:
+        """Marks what it reads while it is made."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(using(self._store, spec.dataset_version, TRAIN_KIND, job.uid, job.name))
+            if spec.initial_checkpoint:
+                mark = checkpoint_users.using(
+                    self._store, FIELD, spec.initial_checkpoint, TRAIN_KIND, job.uid, job.name
+                )
+                stack.enter_context(mark)
+            yield
 
     def _made_by(self, request_id: str, name: str) -> JobRecord | None:
         """The job of that name if this request made it; somebody else's is not the answer to it."""

@@ -1,8 +1,8 @@
 """A checkpoint's files: written first, and then the manifest that names each with its size and SHA-256.
 
-    model.safetensors   weights and buffers
-    optimizer.pt        optimizer and scheduler state, loaded only after its digest holds
-    manifest.json       position, metrics, model, preprocessing and lineage; canonical JSON
+    model.safetensors       weights and buffers
+    optimizer.safetensors   state of optimizer and scheduler: no pickles, so nothing of it can run
+    manifest.json           position, metrics, model, preprocessing and lineage; canonical JSON
 
 A checkpoint counts once the registry names it with its manifest's digest, never before.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import reduce
 from typing import Any
@@ -24,7 +24,7 @@ from shared.transforms import Pipeline, Schema, schema_of_columns
 
 FORMAT = "millrace.checkpoint/2"
 WEIGHTS = "model.safetensors"
-OPTIMIZER = "optimizer.pt"
+OPTIMIZER = "optimizer.safetensors"
 MANIFEST = "manifest.json"
 
 
@@ -49,6 +49,9 @@ class CheckpointContent:
     ingested: Sequence[Column]
     transforms: Sequence[dict[str, Any]]
     input_column: str
+    # Where the first weights came from, and the digest of its manifest; empty where they were drawn.
+    initial_checkpoint: str = ""
+    initial_checkpoint_sha256: str = ""
 
     @property
     def ingested_schema(self) -> Schema:
@@ -76,6 +79,8 @@ class CheckpointContent:
             "ingested": [asdict(column) for column in self.ingested],
             "transforms": list(self.transforms),
             "input_column": self.input_column,
+            "initial_checkpoint": self.initial_checkpoint,
+            "initial_checkpoint_sha256": self.initial_checkpoint_sha256,
         }
 
     @classmethod
@@ -83,6 +88,7 @@ class CheckpointContent:
         return cls(
             **{key: manifest[key] for key in ("training_job", "dataset_version", "dataset_manifest_sha256")},
             **{key: manifest[key] for key in ("step", "epoch", "seed", "metrics", "transforms", "input_column")},
+            **{key: manifest.get(key, "") for key in ("initial_checkpoint", "initial_checkpoint_sha256")},
             model=ModelSpec.from_config(manifest["model"]),
             ingested=[Column(**column) for column in manifest["ingested"]],
         )
@@ -117,11 +123,11 @@ class Checkpoint:
 
 
 def write_checkpoint(
-    store: ObjectStore, folder: str, content: CheckpointContent, files: dict[str, bytes]
+    store: ObjectStore, folder: str, content: CheckpointContent, files: Mapping[str, bytes | memoryview]
 ) -> tuple[str, int]:
     """Writes files, then the manifest, below `folder`. Returns the manifest's digest and the size of all in bytes."""
     for path, data in files.items():
-        store.put(f"{folder}/{path}", data)
+        store.put(f"{folder}/{path}", data)  # in parts where it is large
     named = [{"path": path, "size_bytes": len(data), "sha256": sha256(data)} for path, data in sorted(files.items())]
     manifest = {**content.as_manifest(), "files": named}
     encoded = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
@@ -146,7 +152,7 @@ def load_checkpoint(store: ObjectStore, folder: str, manifest_sha256: str) -> Ch
     return Checkpoint(store, folder, manifest)
 
 
-def sha256(data: bytes) -> str:
+def sha256(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 

@@ -1,23 +1,36 @@
-"""Which checkpoints of a job count: a resource log of its own, so that a stale attempt cannot add to it."""
+"""Which checkpoints of a job count: a resource log of its own, so that a stale attempt cannot add to it.
+
+A checkpoint that is to go is first no longer named (it is `retiring`). Then its users are looked for: who left a marker
+before keeps it, and it is named again. Where there is none the log says that it is condemned, from which there is no
+way back; only then do its files go, and at last the log forgets it. Whoever wishes to use one leaves a marker first and
+looks then whether it is named (`shared.checkpoint.users`), so one of both sees the other. Each step can be done again
+by anybody, so what a process leaves half-way the next one finishes.
+"""
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shared import names
-from shared.errors import FailedPrecondition, not_found
+from shared.checkpoint.ranking import DEFAULT_RANKING, Ranking
+from shared.errors import FailedPrecondition, NotFound, not_found
+from shared.jobs.record import JobState
 from shared.log import Record, ResourceLog
 from shared.storage import ObjectStore
+from shared.user_markers import live_users
 
-# Higher is better.
-BEST_METRIC = "validation_accuracy"
+NAME_PATTERN = "trainingJobs/{j}/checkpoints/{c}"
+# `trainingJobs/{j}/checkpoints/final` means the one at the run's last step.
+FINAL = "final"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEntry:
-    """`name` is `trainingJobs/{j}/checkpoints/{c}`; `create_time` in seconds since the epoch."""
+    """`name` is `trainingJobs/{j}/checkpoints/{c}`; `create_time` in seconds since the epoch; `final`: it is of the
+    run's last step."""
 
     name: str
     folder: str
@@ -28,22 +41,80 @@ class CheckpointEntry:
     size_bytes: int
     create_time: float
     metrics: dict[str, float] = field(default_factory=dict)
+    final: bool = False
+
+
+@dataclass(frozen=True)
+class Retiring:
+    """No longer named. `condemned`: nobody used it, and its files go."""
+
+    entry: CheckpointEntry
+    condemned: bool = False
+
+
+@dataclass(frozen=True)
+class RegistryState:
+    """`attempt` is the one that it is open for; 0 before the first."""
+
+    checkpoints: tuple[CheckpointEntry, ...] = ()
+    retiring: tuple[Retiring, ...] = ()
+    ranking: Ranking = DEFAULT_RANKING
+    attempt: int = 0
+
+    def as_record(self) -> dict[str, Any]:
+        return {
+            "checkpoints": [asdict(one) for one in self.checkpoints],
+            "retiring": [asdict(one) for one in self.retiring],
+            "ranking": asdict(self.ranking),
+        }
+
+    @classmethod
+    def from_record(cls, record: Record | None) -> RegistryState:
+        if record is None:
+            return cls()
+        return cls(
+            tuple(CheckpointEntry(**one) for one in record.state["checkpoints"]),
+            tuple(
+                Retiring(CheckpointEntry(**one["entry"]), one["condemned"]) for one in record.state.get("retiring", ())
+            ),
+            Ranking(**record.state.get("ranking", {})),
+            record.attempt,
+        )
 
 
 class CheckpointRegistry:
-    """The committed checkpoints of the job `trainingJobs/{j}`."""
+    """The committed checkpoints of the job `trainingJobs/{j}`. Not shared between threads; open one each."""
 
     def __init__(self, store: ObjectStore, job_name: str) -> None:
+        self._store = store
         self._log = ResourceLog(store, f"{job_name}/checkpoints/log")
         self.data_folder = f"{job_name}/checkpoints/data"
 
+    def read(self) -> RegistryState:
+        return RegistryState.from_record(self._log.head())
+
     def entries(self) -> list[CheckpointEntry]:
         """Oldest first."""
-        return _entries(self._log.head())
+        return list(self.read().checkpoints)
 
-    def fence(self, attempt: int) -> list[CheckpointEntry]:
-        """Opens the registry for `attempt` and closes it to earlier ones. Returns the entries."""
-        return _entries(self._log.fence(attempt, {"checkpoints": []}))
+    def best(self) -> CheckpointEntry | None:
+        """By the job's own metric; of equals the later; where none was measured, the one furthest on."""
+        state = self.read()
+        return best(state.checkpoints, state.ranking)
+
+    def fence(self, attempt: int, ranking: Ranking | None = None) -> list[CheckpointEntry]:
+        """Opens the registry for `attempt` and closes it to earlier ones. Returns the entries.
+
+        `ranking` says from now on which one is the best. Raises `StaleAttempt`.
+        """
+
+        def decide(head: Record | None) -> dict[str, Any] | None:
+            before = RegistryState.from_record(head)
+            after = replace(before, ranking=ranking or before.ranking)
+            opened = head is not None and head.attempt == attempt
+            return None if opened and after == before else after.as_record()
+
+        return list(RegistryState.from_record(self._log.update(decide, attempt=attempt)).checkpoints)
 
     def commit(self, entry: CheckpointEntry) -> None:
         """Makes it count. Raises `StaleAttempt` when a later attempt has opened the registry.
@@ -51,41 +122,119 @@ class CheckpointRegistry:
         A checkpoint of the same name is replaced: it is of the same position, written by an earlier attempt.
         """
 
-        def add(head: Record | None) -> dict[str, Any]:
-            kept = [one for one in _entries(head) if one.name != entry.name]
-            return {"checkpoints": [asdict(one) for one in (*kept, entry)]}
+        def add(before: RegistryState) -> RegistryState:
+            kept = [one for one in before.checkpoints if one.name != entry.name]
+            return replace(before, checkpoints=(*kept, entry))
 
-        self._log.update(add, attempt=entry.attempt)
+        self._update(add, entry.attempt)
+
+    def retire(
+        self, entries: Collection[CheckpointEntry], attempt: int | None = None, clock: Callable[[], float] = time.time
+    ) -> list[CheckpointEntry]:
+        """Takes these away, but for those that somebody uses. Returns what is named no longer.
+
+        With `attempt` it raises `StaleAttempt` once a later one has opened the registry.
+        """
+        if not entries:
+            return []
+        folders = {one.folder for one in entries}
+
+        def unname(before: RegistryState) -> RegistryState:
+            going = tuple(Retiring(one) for one in before.checkpoints if one.folder in folders)
+            kept = tuple(one for one in before.checkpoints if one.folder not in folders)
+            return replace(before, checkpoints=kept, retiring=(*before.retiring, *going)) if going else before
+
+        self._update(unname, attempt)
+        return [one for one in self.settle(attempt, clock) if one.folder in folders]
+
+    def settle(self, attempt: int | None = None, clock: Callable[[], float] = time.time) -> list[CheckpointEntry]:
+        """Finishes what `retire` began, whoever called it. Returns the entries whose files are gone."""
+        waiting = self.read().retiring
+        if not waiting:
+            return []
+        used = {
+            one.entry.folder
+            for one in waiting
+            if not one.condemned and live_users(self._store, one.entry.name, clock())
+        }
+        looked_at = {one.entry.folder for one in waiting}
+        decided = self._update(lambda before: _decided(before, looked_at, used), attempt)
+        gone = {one.entry.folder: one.entry for one in decided.retiring if one.condemned}
+        for folder in gone:
+            self._store.delete_folder(folder)
+
+        def forget(before: RegistryState) -> RegistryState:
+            return replace(before, retiring=tuple(one for one in before.retiring if one.entry.folder not in gone))
+
+        self._update(forget, attempt)
+        return list(gone.values())
+
+    def clear(self, attempt: int) -> None:
+        """Names nothing any more and closes the registry to every attempt before `attempt`; the files stay."""
+        self._update(lambda _: RegistryState(), attempt)
+
+    def _update(self, decide: Callable[[RegistryState], RegistryState], attempt: int | None) -> RegistryState:
+        """Appends what `decide` makes of the newest state; nothing where it is the same."""
+
+        def step(head: Record | None) -> dict[str, Any] | None:
+            before = RegistryState.from_record(head)
+            after = decide(before)
+            fences = attempt is not None and attempt != before.attempt
+            return after.as_record() if fences or after.as_record() != before.as_record() else None
+
+        return RegistryState.from_record(self._log.update(step, attempt))
 
 
-def latest(entries: list[CheckpointEntry]) -> CheckpointEntry | None:
+def _decided(before: RegistryState, looked_at: Collection[str], used: Collection[str]) -> RegistryState:
+    """With those that are used named again, unless somebody else has condemned them; the others are condemned."""
+    back = [one for one in before.retiring if one.entry.folder in used and not one.condemned]
+    going = [
+        replace(one, condemned=True) if one.entry.folder in looked_at else one
+        for one in before.retiring
+        if one not in back
+    ]
+    named = {one.name for one in before.checkpoints}
+    # One that was written again meanwhile has another under its name: the old files stay while they are used.
+    returned = [one.entry for one in back if one.entry.name not in named]
+    checkpoints = sorted((*before.checkpoints, *returned), key=lambda one: (one.create_time, one.step))
+    return replace(before, checkpoints=tuple(checkpoints if returned else before.checkpoints), retiring=tuple(going))
+
+
+def latest(entries: Sequence[CheckpointEntry]) -> CheckpointEntry | None:
     """The one furthest on."""
     return max(entries, key=lambda entry: entry.step, default=None)
 
 
-def best(entries: list[CheckpointEntry]) -> CheckpointEntry | None:
-    """The highest validation accuracy, of equals the later; without any, the one furthest on."""
-    # A run that diverged may have measured NaN.
-    measured = [entry for entry in entries if math.isfinite(entry.metrics.get(BEST_METRIC, math.nan))]
-    return max(measured, key=lambda entry: (entry.metrics[BEST_METRIC], entry.step), default=latest(entries))
+def best(entries: Sequence[CheckpointEntry], ranking: Ranking = DEFAULT_RANKING) -> CheckpointEntry | None:
+    """The first by `ranking`, of equals the later; without any measured, the one furthest on."""
+    return next(iter(ranking.best_first(entries)), latest(entries))
 
 
 def resolve(store: ObjectStore, field_path: str, name: str) -> CheckpointEntry:
-    """The checkpoint that `name` means: itself, or the best one of a job.
+    """The checkpoint that `name` means: itself, the `final` one, or the best one of a job.
 
-    Raises `InvalidArgument` naming `field_path`, `NotFound`, and `FailedPrecondition` for a job without checkpoints.
+    Raises `InvalidArgument` naming `field_path`, `NotFound`, and `FailedPrecondition` for a job without checkpoints or
+    one that is being deleted.
     """
-    job_name = name
+    job_name, checkpoint_id = name, ""
     if name.count("/") == 3:
-        job_id, _ = names.parse(field_path, name, "trainingJobs/{j}/checkpoints/{c}")
+        job_id, checkpoint_id = names.parse(field_path, name, NAME_PATTERN)
         job_name = f"trainingJobs/{job_id}"
     else:
         names.parse(field_path, name, "trainingJobs/{j}")
-    entries = CheckpointRegistry(store, job_name).entries()
-    if not entries and ResourceLog(store, f"{job_name}/log").head() is None:
-        raise not_found(job_name)
-    if name == job_name:
-        chosen = best(entries)
+    job = ResourceLog(store, f"{job_name}/log").head()
+    state = CheckpointRegistry(store, job_name).read()
+    if (job is None and not state.checkpoints) or (job is not None and job.state.get("state") == JobState.DELETED):
+        raise _missing(job_name, field_path)
+    if job is not None and job.state.get("state") == JobState.DELETING:
+        raise FailedPrecondition(
+            f"{job_name} is being deleted; choose another",
+            reason="JOB_DELETING",
+            metadata={"resource": job_name},
+            fields=[(field_path, "is being deleted")],
+        )
+    if not checkpoint_id:
+        chosen = best(state.checkpoints, state.ranking)
         if chosen is None:
             raise FailedPrecondition(
                 f"{job_name} has no checkpoint yet; wait for its first",
@@ -93,11 +242,23 @@ def resolve(store: ObjectStore, field_path: str, name: str) -> CheckpointEntry:
                 metadata={"resource": job_name},
             )
         return chosen
+    entry = find(state.checkpoints, name)
+    if entry is None:
+        raise _missing(name, field_path)
+    return entry
+
+
+def find(entries: Sequence[CheckpointEntry], name: str) -> CheckpointEntry | None:
+    """The one of that name; `…/checkpoints/final` is the newest of the run's last step."""
     for entry in entries:
         if entry.name == name:
             return entry
-    raise not_found(name)
+    if name.endswith(f"/{FINAL}"):
+        return latest([entry for entry in entries if entry.final])
+    return None
 
 
-def _entries(record: Record | None) -> list[CheckpointEntry]:
-    return [CheckpointEntry(**one) for one in record.state["checkpoints"]] if record else []
+def _missing(name: str, field_path: str) -> NotFound:
+    error = not_found(name)
+    error.fields.append((field_path, "does not exist"))
+    return error

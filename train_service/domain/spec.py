@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from shared.checkpoint.ranking import Ranking
 from shared.model_spec import CLASSIFICATION as CLASSIFICATION
 from shared.model_spec import REGRESSION as REGRESSION
 from shared.model_spec import ModelSpec
@@ -43,6 +44,10 @@ class CheckpointPolicy:
     keep_best: int = 1
     best_metric: str
     maximize: bool
+
+    @property
+    def ranking(self) -> Ranking:
+        return Ranking(self.best_metric, self.maximize)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
@@ -21,7 +22,9 @@ from inference_service.domain.deployment import (
 from inference_service.manager import DeploymentManager
 from inference_service.operations import DeploymentOperations
 from inference_service.registry import Deployments
-from shared.checkpoint import CheckpointEntry, CheckpointRegistry
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry, Ranking
+from shared.checkpoint import users as checkpoint_users
+from shared.checkpoint.users import users_of_job
 from shared.dataset_version.users import live_users
 from shared.errors import AlreadyExists, DataLoss, NotFound
 from shared.settings import StoreSettings
@@ -230,3 +233,86 @@ def test_a_dataset_version_that_is_gone_keeps_no_deployment_from_being_served(
     deployments.mark_datasets(loaded(manager))
 
     assert list(store.list("datasets")) == []
+
+
+LONG_AFTER = 1e12
+
+
+def test_a_deployment_keeps_its_checkpoint_from_the_first_moment_until_it_is_released(
+    store: ObjectStore, deployments: Deployments, manager: DeploymentManager
+) -> None:
+    made = manager.create(creation())
+    assert users_of_job(store, JOB, LONG_AFTER) == {f"{JOB}/checkpoints/c1": [made.name]}
+    (served, _) = CheckpointRegistry(store, JOB).entries()
+    assert CheckpointRegistry(store, JOB).retire([served]) == []
+
+    deployments.keep_checkpoints(made)  # as every start of the service does
+    deployments.release_checkpoints(made)
+    deployments.release_checkpoints(made)
+
+    assert users_of_job(store, JOB, LONG_AFTER) == {}
+    assert CheckpointRegistry(store, JOB).retire([served]) == [served]
+
+
+def test_a_deployment_that_is_gone_uses_nothing_even_if_it_was_never_released(
+    store: ObjectStore, deployments: Deployments, manager: DeploymentManager
+) -> None:
+    made = manager.create(creation())
+    deployments.delete(made.name, "", 2.0)
+    assert users_of_job(store, JOB, LONG_AFTER)  # what is in flight is still answered
+    deployments.transition(made.name, made.uid, lambda before: with_removal(before, 3.0))
+    assert users_of_job(store, JOB, 0.0) == {}
+
+
+def test_a_refused_or_repeated_creation_and_a_mere_check_leave_no_mark(
+    store: ObjectStore, deployments: Deployments, manager: DeploymentManager
+) -> None:
+    request_id = str(uuid.uuid4())
+    made = manager.create(creation(request_id=request_id))
+    manager.create(creation(request_id=request_id))
+    with pytest.raises(AlreadyExists):
+        manager.create(creation())
+    manager.create(creation("other", validate_only=True))
+
+    assert len(checkpoint_users.markers(store, f"{JOB}/checkpoints/c1")) == 1
+    deployments.release_checkpoints(made)
+    assert users_of_job(store, JOB, 0.0) == {}
+
+
+def test_racing_creations_of_one_id_leave_the_mark_of_the_one_that_won(store: ObjectStore) -> None:
+    made: list[Deployment] = []
+
+    def create() -> None:
+        own = open_store(store.settings)
+        deployments = Deployments(own)
+        with contextlib.suppress(AlreadyExists):
+            made.append(DeploymentManager(own, deployments, DeploymentOperations(own, deployments)).create(creation()))
+
+    threads = [threading.Thread(target=create) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    (winner,) = made
+    assert [one.uid for one in checkpoint_users.markers(store, f"{JOB}/checkpoints/c1")] == [winner.uid]
+
+
+def test_a_service_that_dies_before_the_deployment_is_made_keeps_the_checkpoint_for_a_while_only(
+    store: ObjectStore, manager: DeploymentManager, deployments: Deployments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(*_: Any) -> Deployment:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(deployments, "create", dies)
+    with pytest.raises(KeyboardInterrupt):
+        manager.create(creation())
+
+    assert users_of_job(store, JOB, time.time()) == {f"{JOB}/checkpoints/c1": ["deployments/digits"]}
+    assert users_of_job(store, JOB, time.time() + 3600) == {}
+
+
+def test_the_best_is_that_of_the_jobs_own_metric(store: ObjectStore, manager: DeploymentManager) -> None:
+    CheckpointRegistry(store, JOB).fence(2, Ranking("validation_accuracy", maximize=False))
+
+    assert manager.create(creation()).versions[0].checkpoint == f"{JOB}/checkpoints/c2"

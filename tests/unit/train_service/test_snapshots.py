@@ -3,59 +3,17 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
-from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.checkpoint.format import MANIFEST, OPTIMIZER, WEIGHTS
 from shared.errors import DataLoss
 from shared.log import StaleAttempt
-from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
+from tests.support.snapshots import JOB, load, save, save_one, train, trained
 from train_service.snapshots import CheckpointWriter, newest_good, restore
-
-JOB = "trainingJobs/a"
-CONTENT = CheckpointContent(
-    training_job=JOB,
-    dataset_version="datasets/d/versions/v",
-    dataset_manifest_sha256="00",
-    step=0,
-    epoch=0,
-    seed=1,
-    metrics={},
-    model=ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10),
-    ingested=[],
-    transforms=[],
-    input_column="image",
-)
-CPU = torch.device("cpu")
-
-
-def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    train(model, optimizer, steps)
-    return model, optimizer
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    for step in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step))).square().sum().backward()
-        optimizer.step()
-
-
-def save(store: ObjectStore, *steps: int, attempt: int = 1) -> list[CheckpointEntry]:
-    registry = CheckpointRegistry(store, JOB)
-    with CheckpointWriter(store, registry, attempt, lambda _: None) as writer:
-        for step in steps:
-            writer.save(replace(CONTENT, step=step), *trained(step))
-        writer.wait()
-    return CheckpointRegistry(store, JOB).entries()
 
 
 def damage(store: ObjectStore, entry: CheckpointEntry, path: str) -> None:
@@ -68,7 +26,7 @@ def test_what_was_saved_comes_back_bit_for_bit_and_trains_on_alike(store: Object
     (saved,) = save(store, 5)
     model, optimizer = trained(0)
 
-    restore(store, saved, model, optimizer, CPU)
+    load(store, saved, model, optimizer)
 
     undisturbed, its_optimizer = trained(5)
     for one in ((model, optimizer), (undisturbed, its_optimizer)):
@@ -82,11 +40,11 @@ def test_a_checkpoint_holds_the_state_at_its_step_even_if_training_goes_on_meanw
     model, optimizer = trained(4)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     with CheckpointWriter(store, CheckpointRegistry(store, JOB), 1, lambda _: None) as writer:
-        writer.save(replace(CONTENT, step=4), model, optimizer)
+        save_one(writer, 4, model, optimizer)
         train(model, optimizer, 3)
 
     again, its_optimizer = trained(0)
-    restore(store, CheckpointRegistry(store, JOB).entries()[0], again, its_optimizer, CPU)
+    load(store, CheckpointRegistry(store, JOB).entries()[0], again, its_optimizer)
     assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
 
 
@@ -99,7 +57,7 @@ def test_leaving_the_writer_commits_and_tells_the_checkpoint_under_way(store: Ob
         told.append(entry)
 
     with CheckpointWriter(store, CheckpointRegistry(store, JOB), 1, tell) as writer:
-        writer.save(replace(CONTENT, step=2), *trained(2))
+        save_one(writer, 2, *trained(2))
 
     assert told == CheckpointRegistry(store, JOB).entries()
 
@@ -146,7 +104,7 @@ def test_nothing_is_loaded_from_a_damaged_checkpoint(store: ObjectStore) -> None
     damage(store, saved, OPTIMIZER)
 
     with pytest.raises(DataLoss):
-        restore(store, saved, *trained(0), CPU)
+        restore(store, saved, trained(0)[0])
 
 
 def test_a_stale_attempt_cannot_add_a_checkpoint(store: ObjectStore) -> None:

@@ -1,0 +1,123 @@
+"""Markers of who uses a resource: `{resource}/users/{kind}-{uid}.json`.
+
+A user leaves its marker and then looks whether the resource is still there; whoever takes the resource away says so
+first and looks for markers then. Whichever comes second sees the other.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+from shared.errors import Unavailable
+from shared.jobs import Jobs
+from shared.log import ResourceLog
+from shared.storage import ObjectMissing, ObjectStore
+
+# A marker is written before its user is: for so long it counts without one.
+USER_APPEARS_WITHIN_S = 600.0
+
+
+@dataclass(frozen=True)
+class UserMarker:
+    """`user` is a resource's name; `job_folder` is where its log is, None for a user that is no durable job.
+
+    `ends_in` is the state in which such another user uses nothing more; empty where only taking the marker away ends
+    its use. `folder` is the part of the resource that is used, where it may be replaced. `marked_at` is in seconds
+    since the epoch.
+    """
+
+    key: str
+    kind: str
+    uid: str
+    user: str
+    job_folder: str | None
+    marked_at: float
+    ends_in: str = ""
+    folder: str = ""
+
+    def counts(self, store: ObjectStore, now: float) -> bool:
+        """Whether the user still lives, or may yet be made. One whose log we do not know is believed."""
+        if self.job_folder is not None:
+            job = Jobs(store, self.kind).newest(self.job_folder)  # its tombstone, too: it is not still to come
+            if job is None or job.uid != self.uid:
+                return self._may_appear(now)
+            return not job.state.final
+        if not self.ends_in:
+            return True
+        record = ResourceLog(store, f"{self.user}/log").head()
+        if record is None or record.state.get("uid") != self.uid:
+            return self._may_appear(now)
+        return bool(record.state.get("state") != self.ends_in)
+
+    def _may_appear(self, now: float) -> bool:
+        return now - self.marked_at < USER_APPEARS_WITHIN_S
+
+
+def put_marker(
+    store: ObjectStore,
+    resource: str,
+    kind: str,
+    uid: str,
+    user: str,
+    *,
+    is_job: bool = True,
+    ends_in: str = "",
+    folder: str = "",
+    now: float = 0.0,
+) -> None:
+    """Writes it, over the same user's earlier one."""
+    marker: dict[str, object] = {"user": user, "kind": kind, "uid": uid, "marked_at": now or time.time()}
+    if is_job:
+        marker["job_folder"] = user
+    if ends_in:
+        marker["ends_in"] = ends_in
+    if folder:
+        marker["folder"] = folder
+    store.put(_key(resource, kind, uid), json.dumps(marker).encode())
+
+
+def unmark(store: ObjectStore, resource: str, kind: str, uid: str) -> None:
+    """It is no error if there is no such marker."""
+    store.delete(_key(resource, kind, uid))
+
+
+def let_go(store: ObjectStore, resource: str, kind: str, uid: str) -> None:
+    """As `unmark`; in an outage the marker stays until a sweep."""
+    with suppress(Unavailable):
+        unmark(store, resource, kind, uid)
+
+
+def markers(store: ObjectStore, resource: str) -> list[UserMarker]:
+    """All that there are, in the order of their keys."""
+    found = []
+    for key in sorted(info.key for info in store.list(f"{resource}/users")):
+        try:
+            marker = json.loads(store.get(key))
+        except ObjectMissing:  # let go just now
+            continue
+        kind, _, uid = key.rsplit("/", 1)[-1].removesuffix(".json").rpartition("-")
+        found.append(
+            UserMarker(
+                key,
+                kind,
+                uid,
+                marker["user"],
+                marker.get("job_folder"),
+                marker.get("marked_at", 0.0),
+                marker.get("ends_in", ""),
+                marker.get("folder", ""),
+            )
+        )
+    return found
+
+
+def live_users(store: ObjectStore, resource: str, now: float) -> list[str]:
+    """The names of those whose markers count, sorted."""
+    return sorted({marker.user for marker in markers(store, resource) if marker.counts(store, now)})
+
+
+def _key(resource: str, kind: str, uid: str) -> str:
+    return f"{resource}/users/{kind}-{uid}.json"

@@ -1,0 +1,47 @@
+"""A store that is away delays a checkpoint and fails nothing."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from shared.checkpoint import CheckpointRegistry, load_checkpoint
+from shared.settings import StoreSettings
+from shared.storage import open_store, opening
+from tests.support.s3_fault_proxy import NONE, fault_proxy, silent
+from tests.support.snapshots import JOB, entries, load, save_one, trained
+from tests.support.waiting import wait_until
+from train_service import snapshots
+from train_service.snapshots import CheckpointWriter
+
+
+def test_a_store_that_is_away_in_mid_upload_is_waited_for_and_the_wait_is_told(
+    s3_store: StoreSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "RETRY_FOR", timedelta(seconds=1))
+    monkeypatch.setattr(opening, "SILENCE_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(opening, "REQUEST_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(snapshots, "TOLD_AFTER_S", 0.5)
+    warnings: list[str] = []
+    model, optimizer = trained(3)
+    with fault_proxy(s3_store) as proxy:
+        store = open_store(proxy.settings(s3_store))
+        registry = CheckpointRegistry(store, JOB)
+        with CheckpointWriter(store, registry, 1, lambda _: None, warn=warnings.append) as writer:
+            proxy.fault = silent()
+            save_one(writer, 3, model, optimizer)
+            wait_until(lambda: writer.store_away_s > 1.0, "that the writer notices")
+            assert entries(open_store(s3_store)) == []
+            assert writer.stalled_s < 1.0  # the step goes on meanwhile
+            proxy.fault = NONE
+            save_one(writer, 4, model, optimizer)
+            writer.wait()
+            assert writer.stalled_s > 0.0
+            assert writer.store_away_s == 0.0
+
+    (first, second) = entries(open_store(s3_store))
+    assert (first.step, second.step) == (3, 4)
+    load_checkpoint(open_store(s3_store), first.folder, first.manifest_sha256).verify()
+    load(open_store(s3_store), second, *trained(0))
+    assert any("waited" in one for one in warnings)

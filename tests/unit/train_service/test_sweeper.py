@@ -1,0 +1,158 @@
+"""What crashes leave behind goes, and nothing that somebody may still name or use."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry
+from shared.checkpoint.users import using
+from shared.errors import NotFound
+from shared.jobs import JobRecord, Jobs
+from shared.jobs.record import begin_attempt, fail
+from shared.log import StaleAttempt
+from shared.storage import ObjectStore
+from tests.support.snapshots import JOB, entries, save
+from train_service.lifecycle import Deletions
+from train_service.reporting import TRAIN_KIND
+from train_service.sweeper import Sweeper
+
+DATA = f"{JOB}/checkpoints/data"
+
+
+@pytest.fixture
+def jobs(store: ObjectStore) -> Jobs:
+    """`trainingJobs/a`, at work in attempt 2, with checkpoints of both attempts."""
+    made = Jobs(store, TRAIN_KIND)
+    made.create(JOB, JobRecord(uid="u", name=JOB, spec={}, create_time=0.0, update_time=0.0, attempt=1))
+    made.transition(JOB, lambda newest: begin_attempt(newest, 1.0), attempt=2)
+    save(store, 2)
+    CheckpointRegistry(store, JOB).fence(2)
+    save(store, 4, attempt=2)
+    return made
+
+
+def garbage(store: ObjectStore, step: int, attempt: int) -> str:
+    folder = f"{DATA}/step-{step:08d}-a{attempt:05d}-0123abcd"
+    store.put(f"{folder}/model.safetensors", b"x")
+    return folder
+
+
+def sweep(store: ObjectStore, now: float = 0.0) -> None:
+    Sweeper(store, Deletions(store), lambda: now).sweep()
+
+
+def there(store: ObjectStore, folder: str) -> bool:
+    return any(True for _ in store.list(folder))
+
+
+def end(jobs: Jobs) -> None:
+    jobs.transition(JOB, lambda newest: fail(newest, NotFound("x"), 2.0))
+
+
+def whole(store: ObjectStore, left: list[CheckpointEntry]) -> bool:
+    return all(there(store, one.folder) for one in left)
+
+
+@pytest.mark.usefixtures("jobs")
+def test_what_earlier_attempts_left_goes_and_what_the_present_one_writes_stays(store: ObjectStore) -> None:
+    old, writing = garbage(store, 3, 1), garbage(store, 6, 2)
+
+    sweep(store)
+
+    assert not there(store, old)
+    assert there(store, writing)
+    assert whole(store, entries(store))
+    assert [one.step for one in entries(store)] == [2, 4]
+
+
+def test_once_the_job_is_over_its_last_attempt_can_commit_no_more_and_what_it_left_goes(
+    store: ObjectStore, jobs: Jobs
+) -> None:
+    left = garbage(store, 6, 2)
+    zombie = CheckpointRegistry(store, JOB)
+    (_, newest) = zombie.entries()
+    end(jobs)
+
+    sweep(store)
+
+    assert not there(store, left)
+    with pytest.raises(StaleAttempt):
+        zombie.commit(newest)
+    assert whole(store, entries(store))
+    # It may be resumed: the next attempt opens the registry as ever.
+    assert len(CheckpointRegistry(store, JOB).fence(3)) == 2
+
+
+def test_a_sweep_of_a_job_without_garbage_writes_nothing(store: ObjectStore, jobs: Jobs) -> None:
+    end(jobs)
+    before = sorted(info.key for info in store.list())
+
+    sweep(store)
+
+    assert sorted(info.key for info in store.list()) == before
+
+
+@pytest.mark.usefixtures("jobs")
+def test_files_that_somebody_uses_stay_though_another_has_taken_their_name(store: ObjectStore) -> None:
+    name = f"{JOB}/checkpoints/step-00000002"
+    with using(store, "f", name, "deployment", "d1", "deployments/m", ends_in="GONE") as used:
+        pass
+    save(store, 2, attempt=2)
+
+    sweep(store)
+    assert there(store, used.folder)
+    sweep(store, now=1e12)  # the deployment never came
+    assert not there(store, used.folder)
+    assert not [info for info in store.list(JOB) if "/users/" in info.key]
+    assert whole(store, entries(store))
+
+
+def test_a_retirement_that_died_half_way_is_finished_once_the_job_is_over(store: ObjectStore, jobs: Jobs) -> None:
+    (first, _) = entries(store)
+    clear = store.delete_folder
+    store.delete_folder = lambda _: None  # type: ignore[method-assign]
+    CheckpointRegistry(store, JOB).retire([first], 2)
+    store.delete_folder = clear  # type: ignore[method-assign]
+    assert there(store, first.folder)
+    end(jobs)
+
+    sweep(store)
+
+    assert not there(store, first.folder)
+
+
+def test_what_ray_left_of_attempts_that_are_over_goes(store: ObjectStore, jobs: Jobs) -> None:
+    for attempt in (1, 2):
+        store.put(f"{JOB}/ray/attempt-{attempt:05d}/state.json", b"x")
+
+    sweep(store)
+    assert list(store.folders(f"{JOB}/ray")) == ["attempt-00002"]
+    end(jobs)
+    sweep(store)
+    assert list(store.folders(f"{JOB}/ray")) == []
+
+
+def test_what_a_zombie_wrote_after_the_end_of_its_job_goes(store: ObjectStore, jobs: Jobs) -> None:
+    end(jobs)
+    deletions = Deletions(store)
+    deletions.begin(JOB)
+    deletions.finish(JOB)
+    store.put(f"{JOB}/logs/1.log", b"x")
+    garbage(store, 8, 2)
+
+    sweep(store)
+
+    assert not [info.key for info in store.list(JOB) if "/log/" not in info.key]
+
+
+@pytest.mark.usefixtures("jobs")
+def test_one_job_that_cannot_be_swept_leaves_the_others_be(
+    store: ObjectStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.put("trainingJobs/0/log/000000000001.json", b"no json")
+    old = garbage(store, 3, 1)
+
+    sweep(store)
+
+    assert not there(store, old)
+    assert "trainingJobs/0 cannot be swept" in caplog.text
