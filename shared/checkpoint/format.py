@@ -22,10 +22,21 @@ from shared.model_spec import ModelSpec
 from shared.storage import ObjectMissing, ObjectStore
 from shared.transforms import Pipeline, Schema, schema_of_columns
 
-FORMAT = "millrace.checkpoint/2"
+FORMAT = "millrace.checkpoint/3"
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.pt"
 MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoveragePart:
+    """An object with the row ids that were consumed in the steps [first_step, end_step). `path` is its key."""
+
+    path: str
+    sha256: str
+    first_step: int
+    end_step: int
+    row_count: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +46,8 @@ class CheckpointContent:
     `step` counts the optimiser steps that are in it, `epoch` is that of the next step. `ingested` are the columns of
     the rows as they were ingested; `transforms` all that was done to them since, a frozen `Transform` each, oldest
     first: those that made the dataset version, and last the training's own, which gives `input_column`, the model's
-    input.
+    input. `coverage` names the record of every row that led to it, in the order of the steps; loading a checkpoint does
+    not read it.
     """
 
     training_job: str
@@ -49,6 +61,7 @@ class CheckpointContent:
     ingested: Sequence[Column]
     transforms: Sequence[dict[str, Any]]
     input_column: str
+    coverage: Sequence[CoveragePart] = ()
 
     @property
     def ingested_schema(self) -> Schema:
@@ -76,6 +89,7 @@ class CheckpointContent:
             "ingested": [asdict(column) for column in self.ingested],
             "transforms": list(self.transforms),
             "input_column": self.input_column,
+            "coverage": [asdict(part) for part in self.coverage],
         }
 
     @classmethod
@@ -85,6 +99,7 @@ class CheckpointContent:
             **{key: manifest[key] for key in ("step", "epoch", "seed", "metrics", "transforms", "input_column")},
             model=ModelSpec.from_config(manifest["model"]),
             ingested=[Column(**column) for column in manifest["ingested"]],
+            coverage=tuple(CoveragePart(**part) for part in manifest["coverage"]),
         )
 
 
