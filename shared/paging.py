@@ -14,16 +14,28 @@ MAX_SIZE = 1000
 
 def page(keys: Sequence[str], size: int, token: str) -> tuple[list[str], str]:
     """Returns one page of `keys` (sorted here) and the token of the next, empty on the last."""
-    if not 0 <= size <= MAX_SIZE:
-        raise invalid_field("page_size", size, f"use 0 (for {DEFAULT_SIZE}) to {MAX_SIZE}")
-    after = _decode(token)
+    size = checked_size(size)
+    after = key_of(token)
     wanted = sorted(key for key in keys if key > after) if after else sorted(keys)
-    taken = wanted[: size or DEFAULT_SIZE]
+    taken = wanted[:size]
     more = len(wanted) > len(taken)
-    return taken, base64.urlsafe_b64encode(taken[-1].encode()).decode() if more else ""
+    return taken, token_of(taken[-1]) if more else ""
 
 
-def _decode(token: str) -> str:
+def checked_size(size: int, default: int = DEFAULT_SIZE, most: int = MAX_SIZE) -> int:
+    """The `page_size` of a request, or the default where it is 0."""
+    if not 0 <= size <= most:
+        raise invalid_field("page_size", size, f"use 0 (for {default:,}) to {most:,}")
+    return size or default
+
+
+def token_of(key: str) -> str:
+    """The token of the page behind `key`."""
+    return base64.urlsafe_b64encode(key.encode()).decode()
+
+
+def key_of(token: str) -> str:
+    """The last key of the page before; empty for the first page."""
     try:
         return base64.b64decode(token.encode(), altchars=b"-_", validate=True).decode()
     except (binascii.Error, UnicodeError):

@@ -22,6 +22,7 @@ from shared.storage.opening import ensure_bucket
 from shared.storage.probe import StoreRefused
 from shared.telemetry import configure_logging
 from train_service.lifecycle import Deletions
+from train_service.run_records import RunRecords
 from train_service.servicer import TrainServicer
 from train_service.sweeper import Sweeper, sweep_periodically
 from train_service.training_jobs import TrainingJobs
@@ -37,7 +38,8 @@ async def run(settings: ServiceSettings, store: ObjectStore, custom_allowed: Col
     stop = asyncio.Event()
 
     def register(server: aio.Server) -> Sequence[str]:
-        train_service_pb2_grpc.add_TrainServiceServicer_to_server(TrainServicer(jobs, custom_allowed), server)
+        servicer = TrainServicer(jobs, RunRecords(store), custom_allowed)
+        train_service_pb2_grpc.add_TrainServiceServicer_to_server(servicer, server)
         return [train_service_pb2.DESCRIPTOR.services_by_name["TrainService"].full_name]
 
     tasks = [asyncio.create_task(asyncio.to_thread(jobs.warm_up))]

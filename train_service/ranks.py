@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -49,6 +51,22 @@ class Ranks:
         if self.world_size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
+
+    def gather(self, values: NDArray[np.int64]) -> list[NDArray[np.int64]] | None:
+        """Every rank's array (n,), of whatever lengths, on rank 0 in the order of ranks; None on the others."""
+        if self.world_size == 1:
+            return [values]
+        mine = torch.from_numpy(values).to(self.device)
+        lengths = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
+        lengths[self.rank] = len(values)
+        dist.all_reduce(lengths)
+        longest = int(lengths.max())
+        padded = torch.nn.functional.pad(mine, (0, longest - len(values)))
+        boxes = [torch.empty_like(padded) for _ in range(self.world_size)] if self.rank == 0 else None
+        dist.gather(padded, boxes, dst=0)
+        if boxes is None:
+            return None
+        return [box[:length].cpu().numpy() for box, length in zip(boxes, lengths.tolist(), strict=True)]
 
     def add(self, values: list[float]) -> PendingSum:
         """Starts adding up over ranks, in float64; the answer may be taken later, and is the same on every rank."""

@@ -11,18 +11,22 @@ from grpc import aio
 from millrace.train.v1 import resources_pb2, train_service_pb2, train_service_pb2_grpc
 from shared.requests import body_digest
 from train_service.converters import checkpoint_to_proto, event_to_proto, job_to_proto
+from train_service.record_converters import coverage_to_proto, log_to_proto, point_to_proto
+from train_service.run_records import RunRecords
 from train_service.spec_converters import spec_from_proto
 from train_service.training_jobs import JobView, TrainingJobs
 
 WATCH_INTERVAL_S = 0.25
+FOLLOW_INTERVAL_S = 0.5
 
 Context = aio.ServicerContext[Any, Any]
 
 
 class TrainServicer(train_service_pb2_grpc.TrainServiceServicer):
-    def __init__(self, jobs: TrainingJobs, custom_allowed: Collection[str]) -> None:
+    def __init__(self, jobs: TrainingJobs, records: RunRecords, custom_allowed: Collection[str]) -> None:
         """`custom_allowed` are the functions that custom transform steps may name."""
         self._jobs = jobs
+        self._records = records
         self._custom_allowed = custom_allowed
 
     async def CreateTrainingJob(self, request: Any, context: Context) -> resources_pb2.TrainingJob:
@@ -78,3 +82,27 @@ class TrainServicer(train_service_pb2_grpc.TrainServiceServicer):
         return train_service_pb2.ListCheckpointsResponse(
             checkpoints=[checkpoint_to_proto(entry) for entry in entries], next_page_token=token
         )
+
+    async def GetCoverage(self, request: Any, context: Context) -> train_service_pb2.Coverage:
+        coverage = await asyncio.to_thread(self._records.coverage, request.name, request.epoch, request.checkpoint)
+        return coverage_to_proto(coverage)
+
+    async def ListMetrics(self, request: Any, context: Context) -> train_service_pb2.ListMetricsResponse:
+        points, token = await asyncio.to_thread(
+            self._records.metrics, request.name, request.after_step, request.page_size, request.page_token
+        )
+        return train_service_pb2.ListMetricsResponse(points=map(point_to_proto, points), next_page_token=token)
+
+    async def StreamLogs(self, request: Any, context: Context) -> AsyncIterator[train_service_pb2.StreamLogsResponse]:
+        rank = request.rank if request.HasField("rank") else None
+        reader = await asyncio.to_thread(self._records.logs, request.name, request.attempt, rank, request.follow)
+        while True:
+            # Asked before reading: once it is over and nothing is left, nothing will come.
+            over = not request.follow or await asyncio.to_thread(reader.over)
+            texts = await asyncio.to_thread(reader.read)
+            for text in texts:
+                yield log_to_proto(text)
+            if over and not texts:
+                return
+            if not texts:
+                await asyncio.sleep(FOLLOW_INTERVAL_S)

@@ -1,6 +1,6 @@
 """The checkpoint format, and the registry that says which checkpoints count."""
 
-from shared.checkpoint.format import Checkpoint, CheckpointContent, load_checkpoint, write_checkpoint
+from shared.checkpoint.format import Checkpoint, CheckpointContent, CoveragePart, load_checkpoint, write_checkpoint
 from shared.checkpoint.ranking import Ranking
 from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry, resolve
 
@@ -9,6 +9,7 @@ __all__ = [
     "CheckpointContent",
     "CheckpointEntry",
     "CheckpointRegistry",
+    "CoveragePart",
     "Ranking",
     "load_checkpoint",
     "resolve",

@@ -22,10 +22,21 @@ from shared.model_spec import ModelSpec
 from shared.storage import ObjectMissing, ObjectStore
 from shared.transforms import Pipeline, Schema, schema_of_columns
 
-FORMAT = "millrace.checkpoint/2"
+FORMAT = "millrace.checkpoint/3"
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoveragePart:
+    """An object with the row ids that were consumed in the steps [first_step, end_step). `path` is its key."""
+
+    path: str
+    sha256: str
+    first_step: int
+    end_step: int
+    row_count: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +46,8 @@ class CheckpointContent:
     `step` counts the optimiser steps that are in it, `epoch` is that of the next step. `ingested` are the columns of
     the rows as they were ingested; `transforms` all that was done to them since, a frozen `Transform` each, oldest
     first: those that made the dataset version, and last the training's own, which gives `input_column`, the model's
-    input.
+    input. `coverage` names the record of every row that led to it, in the order of the steps; loading a checkpoint does
+    not read it.
     """
 
     training_job: str
@@ -52,6 +64,7 @@ class CheckpointContent:
     # Where the first weights came from, and the digest of its manifest; empty where they were drawn.
     initial_checkpoint: str = ""
     initial_checkpoint_sha256: str = ""
+    coverage: Sequence[CoveragePart] = ()
 
     @property
     def ingested_schema(self) -> Schema:
@@ -81,6 +94,7 @@ class CheckpointContent:
             "input_column": self.input_column,
             "initial_checkpoint": self.initial_checkpoint,
             "initial_checkpoint_sha256": self.initial_checkpoint_sha256,
+            "coverage": [asdict(part) for part in self.coverage],
         }
 
     @classmethod
@@ -91,6 +105,7 @@ class CheckpointContent:
             **{key: manifest.get(key, "") for key in ("initial_checkpoint", "initial_checkpoint_sha256")},
             model=ModelSpec.from_config(manifest["model"]),
             ingested=[Column(**column) for column in manifest["ingested"]],
+            coverage=tuple(CoveragePart(**part) for part in manifest["coverage"]),
         )
 
 

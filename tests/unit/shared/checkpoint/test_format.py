@@ -112,10 +112,10 @@ def test_another_manifest_is_never_read(store: ObjectStore, damage: bytes) -> No
 def test_a_manifest_of_another_release_is_refused_by_its_format(store: ObjectStore) -> None:
     write(store)
     later = json.loads(store.get(f"checkpoint/{MANIFEST}"))
-    encoded = json.dumps({**later, "format": "millrace.checkpoint/3", "model": {"graph": "…"}}).encode()
+    encoded = json.dumps({**later, "format": "millrace.checkpoint/4", "model": {"graph": "…"}}).encode()
     store.put(f"checkpoint/{MANIFEST}", encoded)
 
-    with pytest.raises(DataLoss, match=r"millrace\.checkpoint/2"):
+    with pytest.raises(DataLoss, match=r"millrace\.checkpoint/4"):
         load_checkpoint(store, "checkpoint", hashlib.sha256(encoded).hexdigest())
 
 

@@ -1,0 +1,44 @@
+"""Counting how often each row was consumed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from train_service.domain.coverage import count_rows
+
+
+@given(
+    first=st.integers(0, 2**40),
+    rows=st.integers(1, 60),
+    parts=st.lists(st.lists(st.integers(0, 59), max_size=80), max_size=6),
+    most=st.integers(0, 10),
+)
+def test_every_row_is_counted_as_by_hand(first: int, rows: int, parts: list[list[int]], most: int) -> None:
+    consumed = [[first + one % rows for one in part] for part in parts]
+    times = Counter(one for part in consumed for one in part)
+
+    counts = count_rows((np.asarray(part, np.int64) for part in consumed), first, rows, most)
+
+    missing = [one for one in range(first, first + rows) if times[one] == 0]
+    repeated = sorted(one for one, seen in times.items() if seen > 1)
+    assert counts.row_count == rows == counts.seen_once + counts.missing + counts.repeated
+    assert (counts.missing, counts.repeated) == (len(missing), len(repeated))
+    assert counts.missing_row_ids == missing[:most]
+    assert counts.repeated_row_ids == repeated[:most]
+
+
+@pytest.mark.parametrize("stranger", [9, 20])
+def test_a_row_of_another_split_is_refused_by_its_id(stranger: int) -> None:
+    with pytest.raises(ValueError, match=f"row {stranger} is not among the rows 10 to 19"):
+        count_rows([np.asarray([10, stranger], np.int64)], 10, 10)
+
+
+def test_ids_are_listed_up_to_a_thousand() -> None:
+    counts = count_rows([], 0, 5000)
+    assert counts.missing == 5000
+    assert counts.missing_row_ids == list(range(1000))

@@ -1,0 +1,231 @@
+"""The record of consumed rows: gathered from all ranks, chained from checkpoint to checkpoint, answered for an epoch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from shared.checkpoint import CoveragePart
+from shared.errors import DataLoss, InvalidArgument, NotFound, OutOfRange, Unavailable
+from shared.storage import ObjectStore
+from tests.support.flaky_store import FlakyStore
+from tests.support.training_records import JOB, commit, make_job
+from tests.support.versions import commit_version, striped_digits
+from tests.unit.train_service.in_ranks import in_ranks
+from train_service import coverage
+from train_service.coverage import ConsumedRows, CoverageChain, gather, orphans, read_part, row_ids_of
+from train_service.ranks import Ranks
+from train_service.run_records import RunRecords
+
+VERSION = "datasets/digits/versions/v1"
+ALONE = Ranks(0, 1, torch.device("cpu"))
+# Rows of the split `train`, and steps of an epoch at the batch of `make_job`.
+ROWS, STEPS = 1000, 10
+
+
+def table(*steps: int, rows: int = 100, shift: int = 0) -> pa.Table:
+    """What one rank consumes in these steps: rows in their order, `rows` a step."""
+    noted = ConsumedRows()
+    for step in steps:
+        first = step % STEPS * 100 + shift
+        noted.add(step, step // STEPS, np.arange(first, first + rows, dtype=np.int64))
+    taken = gather(ALONE, noted.take())
+    assert taken is not None
+    return taken
+
+
+@pytest.fixture
+def records(store: ObjectStore) -> RunRecords:
+    """Of a job of two epochs on a version of 1,000 rows, with a second split behind them."""
+    commit_version(store, VERSION, {"validation": striped_digits(30), "train": striped_digits(ROWS, 1)})
+    make_job(store, VERSION)
+    return RunRecords(store)
+
+
+def epoch(*parts: tuple[int, ...]) -> list[pa.Table]:
+    return [table(*steps, shift=30) for steps in parts]
+
+
+def what_a_rank_consumed(ranks: Ranks) -> Any:
+    noted = ConsumedRows()
+    for step in range(3):
+        # Unequal shares, and none at all for one rank.
+        noted.add(step, step // 2, np.arange(ranks.rank * 2, dtype=np.int64) + 1000 * step + 100 * ranks.rank)
+    first = gather(ranks, noted.take())
+    nothing = gather(ranks, noted.take())
+    return None if first is None or nothing is None else (first.to_pylist(), nothing.num_rows)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_rank_0_gets_what_every_rank_consumed_in_the_order_of_steps(world_size: int, tmp_path: Path) -> None:
+    if world_size == 1:
+        answers = [what_a_rank_consumed(ALONE)]
+    else:
+        answers = in_ranks(world_size, what_a_rank_consumed, tmp_path)
+
+    assert answers[1:] == [None] * (world_size - 1)
+    rows, nothing = answers[0]
+    assert nothing == 0
+    assert rows == [
+        {"step": step, "epoch": step // 2, "rank": rank, "row_id": 1000 * step + 100 * rank + row}
+        for step in range(3)
+        for rank in range(world_size)
+        for row in range(2 * rank)
+    ]
+
+
+def test_what_was_taken_is_forgotten() -> None:
+    noted = ConsumedRows()
+    noted.add(4, 0, np.asarray([7, 8], np.int64))
+    assert noted.take().row_ids.tolist() == [7, 8]
+    noted.add(5, 0, np.asarray([9], np.int64))
+    assert noted.take().row_ids.tolist() == [9]
+
+
+def test_a_chain_of_many_checkpoints_stays_short_and_keeps_every_row(store: ObjectStore) -> None:
+    chain = CoverageChain(store, JOB)
+    for step in range(200):
+        parts = chain.append(table(step, rows=90 + step % 7))
+
+    assert len(parts) <= 12
+    assert [part.first_step for part in parts[1:]] == [part.end_step for part in parts[:-1]]
+    assert (parts[0].first_step, parts[-1].end_step) == (0, 200)
+    tables = [read_part(store, part) for part in parts]
+    assert [one.num_rows for one in tables] == [part.row_count for part in parts]
+    expected = pa.concat_tables([table(step, rows=90 + step % 7) for step in range(200)])
+    assert pa.concat_tables(tables).to_pylist() == expected.to_pylist()
+
+
+def test_parts_that_are_large_enough_are_not_written_again(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coverage, "PART_ROWS", 400)
+    chain = CoverageChain(store, JOB)
+    for step in range(12):
+        chain.append(table(step))
+
+    assert [part.row_count for part in chain.parts] == [400, 400, 400]
+    written = {info.key for info in store.list(f"{JOB}/coverage")}
+    assert len(written) == 12
+
+
+def test_a_resumed_run_goes_on_with_the_chain_of_its_checkpoint(store: ObjectStore) -> None:
+    first = CoverageChain(store, JOB)
+    at_checkpoint = first.append(table(0, 1, 2))
+    first.append(table(3, 4))  # lost: no checkpoint names it
+
+    parts = CoverageChain(store, JOB, at_checkpoint).append(table(3))
+
+    consumed = np.concatenate([row_ids_of(read_part(store, part), 0) for part in parts])
+    assert consumed.tolist() == list(range(400))
+
+
+def test_an_outage_leaves_the_chain_as_it_was_and_the_table_can_be_added_again(store: ObjectStore) -> None:
+    flaky = FlakyStore(store)
+    chain = CoverageChain(flaky, JOB)
+    before = chain.append(table(0))
+    flaky.go_away()
+    with pytest.raises(Unavailable):
+        chain.append(table(1))
+    assert chain.parts == before
+
+    flaky.come_back()
+    after = chain.append(table(1))
+
+    assert chain.append(table(1)) == after
+    assert sum(part.row_count for part in after) == 200
+    with pytest.raises(ValueError, match="overlap"):
+        chain.append(table(1, 2))
+
+
+def test_a_damaged_part_is_named_as_it_is_and_the_run_goes_on(store: ObjectStore) -> None:
+    chain = CoverageChain(store, JOB)
+    (part,) = chain.append(table(0))
+    store.put(part.path, b"damaged")
+
+    parts = CoverageChain(store, JOB, [part]).append(table(1))
+
+    assert parts[0] == part
+    assert (parts[1].first_step, parts[1].row_count) == (1, 100)
+
+
+def test_an_epoch_is_answered_from_the_newest_checkpoint(store: ObjectStore, records: RunRecords) -> None:
+    chain = CoverageChain(store, JOB)
+    for step, one in zip((4, 10, 14), epoch((0, 1, 2, 3), tuple(range(4, 10)), tuple(range(10, 14))), strict=True):
+        commit(store, step, chain.append(one))
+
+    whole, half = records.coverage(JOB, 0, ""), records.coverage(JOB, 1, "")
+
+    assert (whole.counts.seen_once, whole.counts.missing, whole.counts.repeated) == (ROWS, 0, 0)
+    assert whole.epoch_done
+    assert whole.checkpoint == f"{JOB}/checkpoints/step-00000014"
+    assert (half.counts.seen_once, half.counts.missing, half.counts.repeated) == (400, 600, 0)
+    assert half.counts.missing_row_ids == list(range(430, 1030))
+    assert not half.epoch_done
+    early = records.coverage(JOB, 0, f"{JOB}/checkpoints/step-00000004")
+    assert (early.counts.missing, early.epoch_done) == (600, False)
+
+
+def test_rows_that_were_consumed_twice_are_told_by_their_ids(store: ObjectStore, records: RunRecords) -> None:
+    chain = CoverageChain(store, JOB)
+    chain.append(table(0, shift=30))
+    commit(store, 2, chain.append(table(1, shift=-20)))
+
+    counts = records.coverage(JOB, 0, "").counts
+
+    assert counts.repeated_row_ids == list(range(80, 130))
+    assert (counts.seen_once, counts.missing) == (100, 850)
+
+
+def test_before_the_first_checkpoint_every_row_is_missing(records: RunRecords) -> None:
+    answer = records.coverage(JOB, 0, "")
+    assert (answer.checkpoint, answer.counts.missing, answer.epoch_done) == ("", ROWS, False)
+
+
+@pytest.mark.parametrize("how", ["flipped", "missing", "of other rows"])
+def test_a_damaged_record_is_data_loss(store: ObjectStore, records: RunRecords, how: str) -> None:
+    chain = CoverageChain(store, JOB)
+    (part,) = chain.append(table(0, shift=5000 if how == "of other rows" else 30))
+    commit(store, 1, (part,))
+    if how == "flipped":
+        data = bytearray(store.get(part.path))
+        data[len(data) // 2] ^= 1
+        store.put(part.path, data)
+    elif how == "missing":
+        store.delete(part.path)
+
+    with pytest.raises(DataLoss):
+        records.coverage(JOB, 0, "")
+    assert records.coverage(JOB, 1, "").counts.missing == ROWS  # the other epoch's rows are not in that part
+
+
+def test_what_cannot_be_asked_is_refused_by_its_field(store: ObjectStore, records: RunRecords) -> None:
+    for wrong in (-1, 2):
+        with pytest.raises(OutOfRange, match="use 0 to 1"):
+            records.coverage(JOB, wrong, "")
+    with pytest.raises(NotFound, match="step-9"):
+        records.coverage(JOB, 0, f"{JOB}/checkpoints/step-9")
+    with pytest.raises(InvalidArgument, match="checkpoint"):
+        records.coverage(JOB, 0, "trainingJobs/other/checkpoints/c")
+    with pytest.raises(NotFound, match="trainingJobs/none"):
+        records.coverage("trainingJobs/none", 0, "")
+
+
+def test_only_records_that_no_checkpoint_names_are_orphans(store: ObjectStore) -> None:
+    chain = CoverageChain(store, JOB)
+    kept = commit(store, 1, chain.append(table(0)))
+    gone: tuple[CoveragePart, ...] = chain.append(table(1))
+    chain.append(table(2))
+    named = {part.path for part in (*chain.parts, *CoverageChain(store, JOB, ()).parts)}
+
+    left = orphans(store, JOB, [kept], chain.parts)
+
+    assert set(left).isdisjoint(named)
+    assert len(left) + len(named) + 1 == len(list(store.list(f"{JOB}/coverage")))
+    assert {part.path for part in gone} - named <= set(left)
+
+    coverage.delete_coverage(store, JOB)
+    assert not list(store.list(f"{JOB}/coverage"))

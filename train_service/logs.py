@@ -1,0 +1,212 @@
+"""What the processes of an attempt say, carried into the store while they say it.
+
+    {job}/logs/a{attempt:05d}/r{rank:04d}/{seq:08d}.txt
+
+are chunks of whole lines, in order. The newest chunk is written again, longer, about once a second, until it is full:
+so there are few objects, and a reader needs only to know how far it has read. Rank -1 is the attempt's own process.
+
+Text of C code that goes around Python to the file descriptors is not in it; Ray's own logs have that.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from types import TracebackType
+from typing import Any, TextIO
+
+from shared.errors import STORE_OUTAGES
+from shared.storage import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+SHIP_EVERY_S = 1.0
+# From so many bytes on a chunk is not written again.
+CHUNK_BYTES = 64 * 1024
+# What may wait for the store.
+MAX_WAITING_BYTES = 4 * 1024 * 1024
+# What one rank may have in the store.
+MAX_STORED_BYTES = 64 * 1024 * 1024
+# A line is cut there: some programs never end theirs.
+MAX_LINE = 16 * 1024
+# How long the end of a process waits for a store that does not answer.
+END_PATIENCE_S = 30.0
+
+OWN_PROCESS = -1
+
+
+def rank_folder(job: str, attempt: int, rank: int) -> str:
+    return f"{job}/logs/a{attempt:05d}/r{rank:04d}"
+
+
+class LogShipper:
+    """Ships the records of the root logger, and what goes to stdout and stderr, which still gets there as before.
+
+    Use as a context, after `configure_logging`: leaving it ships what is left. No more than `MAX_WAITING_BYTES` wait in
+    memory, the oldest lines are dropped first; the store gets no more than `MAX_STORED_BYTES`. Either is said in a line
+    of the log itself. Nothing of it fails the process or makes it wait.
+    """
+
+    def __init__(self, store: ObjectStore, job: str, attempt: int, rank: int) -> None:
+        self._store = store
+        self._folder = rank_folder(job, attempt, rank)
+        self._lock = threading.RLock()  # what is said while it is held is said by the same thread
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = self._dropped = self._stored_bytes = self._sequence = 0
+        self._chunk = b""
+        self._full = False
+        self._ended = threading.Event()
+        self._handler = _Records(self)
+        self._tees: list[tuple[str, Tee]] = []
+        self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
+
+    def __enter__(self) -> LogShipper:
+        logging.getLogger().addHandler(self._handler)
+        for name in ("stdout", "stderr"):
+            target = getattr(sys, name)
+            tee = Tee(target, self)
+            self._tees.append((name, tee))
+            setattr(sys, name, tee)
+            # Ray Train logs what is printed, and prints it too where these two differ: it would be here twice.
+            if getattr(sys, f"__{name}__") is target:
+                setattr(sys, f"__{name}__", tee)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        logging.getLogger().removeHandler(self._handler)
+        for name, tee in self._tees:
+            tee.end()
+            for place in (name, f"__{name}__"):
+                if getattr(sys, place) is tee:  # else somebody has put another in front of it since
+                    setattr(sys, place, tee.target)
+        self._ended.set()
+        self._thread.join()
+
+    def add(self, text: str) -> None:
+        """Whole lines, e.g. the stacks of a rank that stands still; a missing end of line is added. It never waits."""
+        line = text.encode("utf-8", "backslashreplace")
+        if not line.endswith(b"\n"):
+            line += b"\n"
+        with self._lock:
+            if self._full:
+                return
+            self._waiting.append(line)
+            self._waiting_bytes += len(line)
+            while self._waiting_bytes > MAX_WAITING_BYTES and len(self._waiting) > 1:
+                gone = self._waiting.popleft()
+                self._waiting_bytes -= len(gone)
+                self._dropped += gone.count(b"\n")
+
+    def _run(self) -> None:
+        give_up_at = 0.0
+        while True:
+            # Read before the lines: what was said before the end is among them.
+            ended = self._ended.wait(SHIP_EVERY_S)
+            try:
+                self._ship()
+            except STORE_OUTAGES:
+                give_up_at = give_up_at or time.monotonic() + END_PATIENCE_S
+                if ended:
+                    if time.monotonic() > give_up_at:
+                        return
+                    time.sleep(SHIP_EVERY_S)
+                continue
+            except Exception:  # a log about the log must not go through it
+                return
+            give_up_at = 0.0
+            if ended:
+                return
+
+    def _ship(self) -> None:
+        while (taken := self._take()) is not None:
+            chunk = self._chunk + taken
+            try:
+                self._store.put(f"{self._folder}/{self._sequence:08d}.txt", chunk)
+            except STORE_OUTAGES:
+                with self._lock:
+                    self._waiting.appendleft(taken)
+                    self._waiting_bytes += len(taken)
+                raise
+            self._stored_bytes += len(taken)
+            self._chunk = chunk
+            if len(chunk) >= CHUNK_BYTES:
+                self._chunk, self._sequence = b"", self._sequence + 1
+
+    def _take(self) -> bytes | None:
+        """Some lines that wait, about a chunk of them; None where there are none."""
+        with self._lock:
+            lines: list[bytes] = []
+            size = 0
+            if self._dropped:
+                lines.append(b"[%d lines were dropped here: the store did not answer]\n" % self._dropped)
+                self._dropped = 0
+            while self._waiting and size < CHUNK_BYTES:
+                line = self._waiting.popleft()
+                self._waiting_bytes -= len(line)
+                if self._stored_bytes + size + len(line) > MAX_STORED_BYTES:
+                    self._full = True
+                    self._waiting.clear()
+                    lines.append(b"[%d MiB are written: the log of this rank ends here]\n" % (MAX_STORED_BYTES >> 20))
+                    break
+                lines.append(line)
+                size += len(line)
+            return b"".join(lines) or None
+
+
+class _Records(logging.Handler):
+    """The records of the root logger, as lines for people."""
+
+    def __init__(self, shipper: LogShipper) -> None:
+        super().__init__()
+        self._shipper = shipper
+        formatter = logging.Formatter(
+            "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"
+        )
+        formatter.converter = time.gmtime
+        self.setFormatter(formatter)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._shipper.add(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+
+class Tee:
+    """A text stream that also tells the shipper, line by line. All else is the stream's own affair."""
+
+    def __init__(self, target: TextIO, shipper: LogShipper) -> None:
+        self.target = target
+        self._shipper = shipper
+        self._lock = threading.RLock()
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        written = self.target.write(text)
+        with self._lock:
+            *lines, self._line = (self._line + text).split("\n")
+            if len(self._line) > MAX_LINE:
+                lines, self._line = [*lines, self._line], ""
+        if lines:
+            self._shipper.add("\n".join(lines))
+        return written
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def end(self) -> None:
+        """Tells the line that was begun."""
+        with self._lock:
+            rest, self._line = self._line, ""
+        if rest:
+            self._shipper.add(rest)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)

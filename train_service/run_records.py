@@ -1,0 +1,105 @@
+"""What a run left behind of its doings: the rows that it consumed, its metrics, its logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared import names
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
+from shared.checkpoint.registry import latest
+from shared.dataset_version import load_version
+from shared.errors import DataLoss, OutOfRange, invalid_field, not_found
+from shared.jobs import Jobs
+from shared.storage import ObjectStore
+from train_service.coverage import read_part, row_ids_of
+from train_service.domain.coverage import Counts, count_rows
+from train_service.domain.slices import steps_per_epoch
+from train_service.domain.spec import TrainingSpec
+from train_service.log_reading import LogReader, find_logs
+from train_service.metrics_log import MetricPoint
+from train_service.metrics_reading import metrics_page
+from train_service.reporting import TRAIN_KIND
+
+PATTERN = "trainingJobs/{j}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """`checkpoint` is the one up to which was counted, empty where there is none yet."""
+
+    training_job: str
+    epoch: int
+    checkpoint: str
+    counts: Counts
+    epoch_done: bool
+
+
+class RunRecords:
+    """All methods block on the store, so call them from threads. Names are `trainingJobs/{j}`."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._jobs = Jobs(store, TRAIN_KIND)
+
+    def coverage(self, name: str, epoch: int, checkpoint: str) -> Coverage:
+        """Raises `OutOfRange` for an epoch that the job does not have, `DataLoss` where a record is damaged."""
+        names.parse("name", name, PATTERN)
+        spec = TrainingSpec.from_config(self._jobs.get(name, name).spec["training"])
+        if not 0 <= epoch < spec.epochs:
+            raise OutOfRange(
+                f"epoch {epoch} is none of {name}; use 0 to {spec.epochs - 1}",
+                reason="EPOCH_OUT_OF_RANGE",
+                metadata={"resource": name, "epochs": str(spec.epochs)},
+                fields=[("epoch", f"use 0 to {spec.epochs - 1}")],
+            )
+        entry = self._checkpoint(name, checkpoint)
+        split = load_version(self._store, spec.dataset_version).split(spec.train_split)
+        steps = steps_per_epoch(split.row_count, spec.global_batch_size)
+        begin, end = epoch * steps, (epoch + 1) * steps
+        parts = load_checkpoint(self._store, entry.folder, entry.manifest_sha256).content.coverage if entry else ()
+        consumed = (
+            row_ids_of(read_part(self._store, part), epoch)
+            for part in parts
+            if part.first_step < end and part.end_step > begin
+        )
+        try:
+            counts = count_rows(consumed, split.first_row_id, split.row_count)
+        except ValueError as error:
+            raise DataLoss(f"the record of what {name} consumed is wrong: {error}", reason="WRONG_ROW_IDS") from None
+        return Coverage(
+            training_job=name,
+            epoch=epoch,
+            checkpoint=entry.name if entry else "",
+            counts=counts,
+            epoch_done=entry is not None and entry.step >= end,
+        )
+
+    def metrics(self, name: str, after_step: int, page_size: int, page_token: str) -> tuple[list[MetricPoint], str]:
+        """A page of points behind `after_step`, and the token of the next."""
+        names.parse("name", name, PATTERN)
+        self._jobs.get(name, name)
+        return metrics_page(self._store, name, after_step, page_size, page_token)
+
+    def logs(self, name: str, attempt: int, rank: int | None, follow: bool) -> LogReader:
+        """What an attempt logged (0: the newest) on one rank, or on all.
+
+        Raises `NotFound` where there is nothing, nor, with `follow`, will be.
+        """
+        names.parse("name", name, PATTERN)
+        if attempt < 0:
+            raise invalid_field("attempt", attempt, "use 0 for the newest, or the number of an attempt")
+        if rank is not None and rank < -1:
+            raise invalid_field("rank", rank, "use -1 for the attempt's own process, or a rank from 0")
+        return find_logs(self._store, self._jobs, name, attempt, rank, follow)
+
+    def _checkpoint(self, name: str, checkpoint: str) -> CheckpointEntry | None:
+        entries = CheckpointRegistry(self._store, name).entries()
+        if not checkpoint:
+            return latest(entries)
+        names.parse("checkpoint", checkpoint, f"{PATTERN}/checkpoints/{{c}}")
+        if not checkpoint.startswith(f"{name}/"):
+            raise invalid_field("checkpoint", checkpoint, f"name one of {name}")
+        for entry in entries:
+            if entry.name == checkpoint:
+                return entry
+        raise not_found(checkpoint)
