@@ -7,6 +7,7 @@ import logging
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import ray
 import ray.train
 import ray.train.torch
 import torch
@@ -23,19 +24,29 @@ from train_service.domain.schedule import learning_rate
 from train_service.domain.seeds import noise_seed
 from train_service.domain.slices import loss_scale
 from train_service.domain.spec import TrainingSpec
+from train_service.domain.watchdog import Phase
 from train_service.evaluation import evaluate
 from train_service.events import EventKind
 from train_service.loader import Batch, Loader, Plan
+from train_service.patience import patient
 from train_service.preprocessing import Preprocessing
 from train_service.progress import ProgressMeter
+from train_service.pulse import Pulse
 from train_service.ranks import PendingSum, Ranks, settle_buckets
-from train_service.reporting import CANCEL, GO_ON, Reporter
+from train_service.reporting import CANCEL, GO_ON, PAUSES, PREEMPT, RESIZE, STALE, SUSPEND, Reporter
 from train_service.row_cache import RowCache
 from train_service.snapshots import CheckpointWriter, as_message, newest_good, restore
 from train_service.version_fit import ingested_columns
 
 logger = logging.getLogger(__name__)
 
+WHY_STOPPED = {
+    RESIZE: "there is room for more workers",
+    PREEMPT: "a node will be taken away",
+    SUSPEND: "suspended",
+    CANCEL: "cancelled",
+    STALE: "a later attempt has taken over",
+}
 CACHE_BYTES = 512 * 1024 * 1024
 
 
@@ -47,6 +58,8 @@ class LoopConfig:
     job_name: str
     attempt: int
     spec: TrainingSpec
+    # Where the attempt hears of its ranks, see `Pulse`; empty: nowhere.
+    pulse: str = ""
 
 
 def train_loop(config: dict[str, Any]) -> None:
@@ -56,9 +69,13 @@ def train_loop(config: dict[str, Any]) -> None:
     configure_logging("train-worker", "INFO")
     torch.set_num_threads(loop_config.spec.threads_per_worker)
     ranks = Ranks(context.get_world_rank(), context.get_world_size(), ray.train.torch.get_device())
-    with identity(job=loop_config.job_name, attempt=str(loop_config.attempt), rank=str(ranks.rank)):
+    node_id = ray.get_runtime_context().get_node_id()
+    with (
+        identity(job=loop_config.job_name, attempt=str(loop_config.attempt), rank=str(ranks.rank)),
+        Pulse(ranks.rank, loop_config.pulse, node_id) as pulse,
+    ):
         try:
-            Run(loop_config, ranks).run()
+            Run(loop_config, ranks, pulse).run()
         except Stopped as stopped:
             logger.info("stopped early: %s", stopped)
 
@@ -70,12 +87,13 @@ class Stopped(Exception):
 class Run:
     """One rank's part of one attempt."""
 
-    def __init__(self, config: LoopConfig, ranks: Ranks) -> None:
+    def __init__(self, config: LoopConfig, ranks: Ranks, pulse: Pulse | None = None) -> None:
         self._config = config
+        self._pulse = pulse or Pulse(ranks.rank)
         self._spec = config.spec
         self._ranks = ranks
         self._store: ObjectStore = open_store(config.store)
-        self._version = load_version(self._store, self._spec.dataset_version)
+        self._version = patient(lambda: load_version(self._store, self._spec.dataset_version), "the dataset version")
         self._preprocessing = Preprocessing(self._spec, self._version.columns)
         self._loader = Loader(self._row_cache(self._spec.train_split), self._preprocessing, self._plan())
         self._registry = CheckpointRegistry(self._store, config.job_name)
@@ -87,7 +105,8 @@ class Run:
         with contextlib.ExitStack() as stack:
             reporter, writer = None, None
             if self._ranks.rank == 0:
-                reporter = Reporter(self._store, self._config.job_name, self._config.attempt)
+                pulse = self._pulse
+                reporter = Reporter(self._store, self._config.job_name, self._config.attempt, lambda: pulse.wish)
                 stack.enter_context(reporter)
                 # Left first: a checkpoint under way is committed and told however the run ends.
                 writer = stack.enter_context(self._writer(reporter))
@@ -99,16 +118,21 @@ class Run:
         if model is not self._model:
             settle_buckets(model, self._model, self._example())
         meter = ProgressMeter(reporter, self._loader.total_steps, self._loader.steps_per_epoch)
+        self._pulse.total_steps = self._loader.total_steps
         pending: PendingSum | None = None
         with contextlib.closing(self._loader.batches(first_step)) as batches:
             for batch in batches:
                 local = self._step(model, batch)
-                if pending is not None:
-                    self._stop_if_asked(meter.add(pending.result()))
+                stop = GO_ON if pending is None else meter.add(pending.result())
+                if stop in PAUSES:
+                    self._pause(batch, writer, reporter)
+                self._stop_if_asked(stop)
                 # Taken up after the next step, so that no step waits for the sum.
                 pending = self._ranks.add([*local, float(reporter.stop_reason) if reporter else 0.0])
                 meter.done(batch)
                 self._after_step(batch, writer, reporter)
+                self._pulse.at(batch.step + 1, Phase.TRAINING)
+        self._pulse.at(self._loader.total_steps, Phase.SAVING)
         if pending is not None:
             meter.add(pending.result())
         if writer is not None:
@@ -133,18 +157,28 @@ class Run:
         right = (logits_BK.argmax(1) == labels_B).sum()
         return [loss_sum.item(), right.item(), float(len(batch.labels))]
 
-    def _after_step(self, batch: Batch, writer: CheckpointWriter | None, reporter: Reporter | None) -> None:
+    def _pause(self, batch: Batch, writer: CheckpointWriter | None, reporter: Reporter | None) -> None:
+        """Returns once the step just done is durable, whatever the rules of checkpoints say."""
+        self._pulse.at(batch.step + 1, Phase.SAVING)
+        self._after_step(batch, writer, reporter, pausing=True)
+        if writer is not None:
+            writer.wait()
+
+    def _after_step(
+        self, batch: Batch, writer: CheckpointWriter | None, reporter: Reporter | None, *, pausing: bool = False
+    ) -> None:
         done = batch.step + 1
         epoch_done = done % self._loader.steps_per_epoch == 0
         metrics: dict[str, float] = {}
         if epoch_done and self._spec.validation_split:
             metrics = self._validate(batch.epoch, done, reporter)
         every = self._spec.checkpoint_every_steps
-        if writer is not None and (epoch_done or (every and done % every == 0)):
+        if writer is not None and (pausing or epoch_done or (every and done % every == 0)):
             writer.save(self._content(done, metrics), self._model, self._optimizer)
 
     def _validate(self, epoch: int, step: int, reporter: Reporter | None) -> dict[str, float]:
         cache = self._row_cache(self._spec.validation_split)
+        cache.touched = self._pulse.tick
         # What is measured is what is saved, and rank 0 saves.
         self._ranks.share_buffers(self._model)
         loss, accuracy, rows = evaluate(self._model, cache, self._preprocessing, self._ranks)
@@ -156,8 +190,7 @@ class Run:
         """Restores the newest good checkpoint, which rank 0 chooses for all. Returns the first step to do."""
         chosen: dict[str, Any] | None = None
         if reporter:
-            entries = self._registry.fence(self._config.attempt)
-            entry = newest_good(self._store, entries, lambda text: reporter.tell(EventKind.WARNING, text=text))
+            entry = patient(lambda: self._newest_good(reporter), "the newest checkpoint")
             chosen = as_message(entry)
             reporter.tell(
                 EventKind.ATTEMPT_STARTED,
@@ -169,15 +202,20 @@ class Run:
         if chosen is None:
             return 0
         entry = CheckpointEntry(**chosen)
-        restore(self._store, entry, self._model, self._optimizer, self._ranks.device)
+        state = self._model, self._optimizer, self._ranks.device
+        patient(lambda: restore(self._store, entry, *state), "the checkpoint to resume from")
         logger.info("resuming from %s at step %d", entry.name, entry.step)
         return entry.step
+
+    def _newest_good(self, reporter: Reporter) -> CheckpointEntry | None:
+        entries = self._registry.fence(self._config.attempt)
+        return newest_good(self._store, entries, lambda text: reporter.tell(EventKind.WARNING, text=text))
 
     def _stop_if_asked(self, stop_reason: int) -> None:
         """Every rank has the same sum, so all end after the same step."""
         if stop_reason == GO_ON:
             return
-        raise Stopped("cancelled" if stop_reason == CANCEL else "a later attempt has taken over")
+        raise Stopped(WHY_STOPPED[stop_reason])
 
     def _writer(self, reporter: Reporter) -> CheckpointWriter:
         def told(entry: CheckpointEntry) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from shared.dataset_version import ROW_ID, RowGroup, VersionReader
 from shared.errors import DataLoss, InvalidArgument
 from shared.transforms import Batch, batch_of
 from train_service.domain.order import Ints
+from train_service.patience import patient
 
 Array = NDArray[Any]
 
@@ -89,7 +90,7 @@ class RowCache:
     ) -> None:
         """`columns` are those that the job's transform reads; `capacity` in bytes."""
         self._reader = reader
-        self._groups = reader.row_groups(split)
+        self._groups = patient(lambda: reader.row_groups(split), "the row groups")
         self._columns = list(columns)
         self._label_column = label_column
         self._num_classes = num_classes
@@ -99,6 +100,8 @@ class RowCache:
         self._ends = np.cumsum(np.asarray(counts, np.int64))
         self.row_groups = counts
         self.bytes_read = 0
+        # Called whenever rows are asked for, as a sign that whoever does so gets on.
+        self.touched: Callable[[], None] = lambda: None
 
     def rows(self, positions: Ints) -> Rows:
         """The rows at `positions` (from 0 at the split's beginning), in that order.
@@ -106,6 +109,7 @@ class RowCache:
         Raises `DataLoss` when the stored bytes carry other row ids than their place in the version says, and
         `InvalidArgument` for a label that is missing or outside 0..num_classes-1.
         """
+        self.touched()
         group_of = np.searchsorted(self._ends, positions, side="right")
         parts, places = [], []
         for number in np.unique(group_of).tolist():
@@ -128,7 +132,8 @@ class RowCache:
         return held
 
     def _read(self, group: RowGroup) -> Rows:
-        table = self._reader.read(group, list(dict.fromkeys([*self._columns, self._label_column, ROW_ID])))
+        names = list(dict.fromkeys([*self._columns, self._label_column, ROW_ID]))
+        table = patient(lambda: self._reader.read(group, names), "a row group")
         row_ids = self._integers(table, ROW_ID)
         if not np.array_equal(row_ids, np.arange(group.first_row_id, group.first_row_id + group.row_count)):
             raise DataLoss(

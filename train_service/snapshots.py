@@ -20,6 +20,7 @@ from shared.checkpoint.format import OPTIMIZER, WEIGHTS
 from shared.errors import DataLoss
 from shared.models import load_weights
 from shared.storage import ObjectStore
+from train_service.patience import patient
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class CheckpointWriter:
         # A fresh folder each: a stale attempt may be writing the same step.
         folder = f"{self._registry.data_folder}/{checkpoint_id}-a{self._attempt:05d}-{uuid.uuid4().hex[:8]}"
         files = {WEIGHTS: safetensors.torch.save(weights), OPTIMIZER: optimizer}
-        digest, size_bytes = write_checkpoint(self._store, folder, content, files)
+        digest, size_bytes = patient(lambda: write_checkpoint(self._store, folder, content, files), "a checkpoint")
         entry = CheckpointEntry(
             name=f"{content.training_job}/checkpoints/{checkpoint_id}",
             folder=folder,
@@ -78,7 +79,7 @@ class CheckpointWriter:
             create_time=time.time(),
             metrics=content.metrics,
         )
-        self._registry.commit(entry)
+        patient(lambda: self._registry.commit(entry), "a checkpoint")
         self._told(entry)
 
 
