@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from shared.custom_transforms import allowed_functions
-from shared.settings import ServiceSettings, SettingsError, service_settings
+from shared.settings import ServiceSettings, SettingsError, service_settings, spare_attempt
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
 DEFAULT_SWEEP_INTERVAL_S = 300.0
@@ -38,7 +38,7 @@ def data_settings(environ: Mapping[str, str]) -> DataSettings:
         import_roots=roots,
         custom_transforms=allowed_functions(environ),
         sweep_interval_s=_interval(environ.get("MILLRACE_SWEEP_INTERVAL_S", "")),
-        spare_attempt=_switch("MILLRACE_SPARE_ATTEMPT", environ.get("MILLRACE_SPARE_ATTEMPT", "")),
+        spare_attempt=spare_attempt(environ),
     )
 
 
@@ -50,9 +50,3 @@ def _interval(text: str) -> float:
     if not 1.0 <= seconds <= 86_400.0:
         raise SettingsError(f"MILLRACE_SWEEP_INTERVAL_S: {text!r}: use 1 to 86400 seconds")
     return seconds
-
-
-def _switch(variable: str, text: str) -> bool:
-    if text not in ("", "0", "1"):
-        raise SettingsError(f"{variable}: {text!r}: use 0 or 1")
-    return text != "0"

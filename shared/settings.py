@@ -90,6 +90,14 @@ def service_settings(environ: Mapping[str, str], default_listen: str) -> Service
     )
 
 
+def spare_attempt(environ: Mapping[str, str]) -> bool:
+    """Reads MILLRACE_SPARE_ATTEMPT: whether an idle process waits for the next attempt, to save it the start."""
+    text = environ.get("MILLRACE_SPARE_ATTEMPT", "")
+    if text not in ("", "0", "1"):
+        raise SettingsError(f"MILLRACE_SPARE_ATTEMPT: {text!r}: use 0 or 1")
+    return text != "0"
+
+
 def _check_endpoint(variable: str, endpoint: str) -> None:
     parts = urlsplit(endpoint)
     if endpoint and (parts.scheme not in ("http", "https") or not parts.netloc or parts.path):

@@ -177,7 +177,8 @@ def _opened(source: Source) -> tuple[RowCache, Preprocessing]:
         preprocessing = Preprocessing(spec, version.columns)
         reader, columns = VersionReader(store, version), preprocessing.columns
         split, label, classes = spec.train_split, spec.label_column, spec.model.num_classes
-        held.append((RowCache(reader, split, columns, label, classes, TASK_CACHE_BYTES), preprocessing))
+        cache = RowCache(reader, split, columns, label, classes, TASK_CACHE_BYTES, spec.task)
+        held.append((cache, preprocessing))
     return held[0]
 
 

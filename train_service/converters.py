@@ -31,6 +31,9 @@ def job_to_proto(view: JobView) -> resources_pb2.TrainingJob:
         latest_checkpoint=newest.name if newest else "",
         best_checkpoint=chosen.name if chosen else "",
         etag=_etag(record),
+        failures=record.failures,
+        preemptions=record.preemptions,
+        waiting_for=view.waiting_for,
     )
     if record.state is JobState.FAILED and record.error:
         job.error.CopyFrom(status_proto_from_record(record.error))

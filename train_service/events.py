@@ -45,6 +45,15 @@ class EventLog:
         state = {"time": time.time(), "kind": kind, "payload": payload}
         self._log.update(lambda _: state, attempt=attempt)
 
+    def has(self, attempt: int, kind: EventKind) -> bool:
+        """Whether this attempt, the newest that wrote, has an event of that kind."""
+        record = self._log.head()
+        while record is not None and record.attempt >= attempt:
+            if record.attempt == attempt and record.state["kind"] == kind:
+                return True
+            record = self._log.read(record.number - 1) if record.number > 1 else None
+        return False
+
     def last_sequence(self) -> int:
         head = self._log.head()
         return head.number if head else 0

@@ -4,32 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import asdict, dataclass, replace
+import time
+from dataclasses import dataclass
 from typing import Any
 
+import ray
 import ray.train
 import ray.train.torch
 import torch
 
-from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry
 from shared.dataset_version import VersionReader, load_version
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging, identity
-from train_service.domain.spec import CLASSIFICATION, TrainingSpec
+from train_service.domain.spec import RAY_DATA, TrainingSpec
+from train_service.domain.watchdog import Phase
 from train_service.events import EventKind
 from train_service.learner import Learner
 from train_service.loader import Batch, Loader, Plan
+from train_service.logs import LogShipper
+from train_service.metrics_log import MetricsLog
+from train_service.patience import patient
 from train_service.preprocessing import Preprocessing
-from train_service.progress import ProgressMeter
+from train_service.progress import ProgressMeter, StepTaken
+from train_service.pulse import Pulse
 from train_service.ranks import PendingSum, Ranks
-from train_service.reporting import CANCEL, GO_ON, Reporter
+from train_service.reporting import CANCEL, GO_ON, PAUSES, PREEMPT, RESIZE, STALE, SUSPEND, Reporter
 from train_service.row_cache import RowCache
-from train_service.snapshots import CheckpointWriter, as_message, epoch_ends, newest_good, read
-from train_service.version_fit import ingested_columns
+from train_service.saving import Checkpointing, History, Lineage
 
 logger = logging.getLogger(__name__)
 
+WHY_STOPPED = {
+    RESIZE: "there is room for more workers",
+    PREEMPT: "a node will be taken away",
+    SUSPEND: "suspended",
+    CANCEL: "cancelled",
+    STALE: "a later attempt has taken over",
+}
 CACHE_BYTES = 512 * 1024 * 1024
 
 
@@ -41,18 +53,25 @@ class LoopConfig:
     job_name: str
     attempt: int
     spec: TrainingSpec
+    # Where the attempt hears of its ranks, see `Pulse`; empty: nowhere.
+    pulse: str = ""
 
 
 def train_loop(config: dict[str, Any]) -> None:
     """Entry point of a worker. Returns when the run is done, or when it was asked to end; the job's log says which."""
-    loop_config: LoopConfig = config["loop"]
+    loop: LoopConfig = config["loop"]
     context = ray.train.get_context()
     configure_logging("train-worker", "INFO")
-    torch.set_num_threads(loop_config.spec.threads_per_worker)
+    torch.set_num_threads(loop.spec.threads_per_worker)
     ranks = Ranks(context.get_world_rank(), context.get_world_size(), ray.train.torch.get_device())
-    with identity(job=loop_config.job_name, attempt=str(loop_config.attempt), rank=str(ranks.rank)):
+    node_id = ray.get_runtime_context().get_node_id()
+    with (
+        identity(job=loop.job_name, attempt=str(loop.attempt), rank=str(ranks.rank)),
+        LogShipper(open_store(loop.store), loop.job_name, loop.attempt, ranks.rank),
+        Pulse(ranks.rank, loop.pulse, node_id) as pulse,
+    ):
         try:
-            Run(loop_config, ranks).run()
+            Run(loop, ranks, pulse).run()
         except Stopped as stopped:
             logger.info("stopped early: %s", stopped)
 
@@ -64,153 +83,141 @@ class Stopped(Exception):
 class Run:
     """One rank's part of one attempt."""
 
-    def __init__(self, config: LoopConfig, ranks: Ranks) -> None:
+    def __init__(self, config: LoopConfig, ranks: Ranks, pulse: Pulse | None = None) -> None:
         self._config = config
+        self._pulse = pulse or Pulse(ranks.rank)
         self._spec = config.spec
         self._ranks = ranks
         self._store: ObjectStore = open_store(config.store)
-        self._version = load_version(self._store, self._spec.dataset_version)
+        self._version = patient(lambda: load_version(self._store, self._spec.dataset_version), "the dataset version")
         self._preprocessing = Preprocessing(self._spec, self._version.columns)
-        self._loader = Loader(self._row_cache(self._spec.train_split), self._preprocessing, self._plan())
-        self._registry = CheckpointRegistry(self._store, config.job_name)
+        self._loader = self._build_loader()
         self._learner = Learner(
             self._spec, ranks, self._preprocessing.output, self._loader.steps_per_epoch, self._loader.total_steps
         )
-        # What early stopping goes by: each epoch, and what it measured.
-        self._history: list[tuple[int, float]] = []
+        # What early stopping goes by.
+        self._history: History = []
 
     def run(self) -> None:
+        config = self._config
         with contextlib.ExitStack() as stack:
-            reporter, writer = None, None
+            reporter = None
             if self._ranks.rank == 0:
-                reporter = Reporter(self._store, self._config.job_name, self._config.attempt)
+                reporter = Reporter(self._store, config.job_name, config.attempt, lambda: self._pulse.wish)
                 stack.enter_context(reporter)
-                # Left first: a checkpoint under way is committed and told however the run ends.
-                writer = stack.enter_context(self._writer(reporter))
-            self._run(reporter, writer)
+            # Left first: a checkpoint under way is committed and told however the run ends.
+            saving = stack.enter_context(self._checkpointing(reporter))
+            first_step, self._history = saving.begin()
+            log = None
+            if reporter is not None:
+                log = stack.enter_context(MetricsLog(self._store, config.job_name, config.attempt, first_step))
+            if not self._learner.should_stop(self._history):
+                self._train(first_step, saving, reporter, log)
 
-    def _run(self, reporter: Reporter | None, writer: CheckpointWriter | None) -> None:
-        first_step = self._resume(reporter)
-        if self._learner.should_stop(self._history):
-            return
+    def _train(self, first_step: int, saving: Checkpointing, reporter: Reporter | None, log: MetricsLog | None) -> None:
         self._learner.prepare()
-        meter = ProgressMeter(reporter, self._loader.total_steps, self._loader.steps_per_epoch)
+        meter = ProgressMeter(reporter, log, self._learner.describe, self._loader.total_steps)
+        self._pulse.total_steps = self._loader.total_steps
         pending: PendingSum | None = None
+        stalled_s = saving.stalled_s
         with contextlib.closing(self._loader.batches(first_step)) as batches:
-            for batch in batches:
-                local = self._learner.step(batch)
-                if pending is not None:
-                    self._stop_if_asked(meter.add(self._for_meter(pending.result())))
-                # Taken up after the next step, so that no step waits for the sum.
-                pending = self._ranks.add([*local, float(reporter.stop_reason) if reporter else 0.0])
-                meter.done(batch)
-                self._after_step(batch, writer, reporter)
-                if self._learner.should_stop(self._history):
+            while True:
+                began = time.monotonic()
+                if (batch := next(batches, None)) is None:
                     break
+                waited_s = time.monotonic() - began
+                local = self._learner.step(batch)
+                saving.note(batch)
+                stop = GO_ON
+                if pending is not None:
+                    *sums, wish, reason = pending.result()
+                    saving.clock.heard(wish)
+                    meter.add(sums)
+                    stop = int(reason)
+                # Taken up after the next step, so that no step waits for the sum.
+                wishes = [saving.clock.ask(), float(reporter.stop_reason)] if reporter else [0.0, 0.0]
+                pending = self._ranks.add([*local, *wishes])
+                meter.done(self._taken(batch, waited_s, saving.stalled_s - stalled_s))
+                stalled_s = saving.stalled_s
+                over = self._after_step(batch, saving, reporter, log, pausing=stop in PAUSES)
+                # Every rank has the same sum, so all end after the same step.
+                if stop != GO_ON:
+                    saving.wait()
+                    raise Stopped(WHY_STOPPED[stop])
+                self._pulse.at(batch.step + 1, Phase.TRAINING)
+                if over:
+                    break
+        self._pulse.at(self._loader.total_steps, Phase.SAVING)
         if pending is not None:
-            meter.add(self._for_meter(pending.result()))
-        if writer is not None:
-            writer.wait()
+            meter.add(pending.result()[:-2])
+        saving.wait()
 
-    def _for_meter(self, sums: list[float]) -> list[float]:
-        """Summed loss, right answers, rows and stop reason."""
-        loss, rows, *metrics, stop_reason = sums
-        return [loss, metrics[0] if self._spec.task == CLASSIFICATION else 0.0, rows, stop_reason]
-
-    def _after_step(self, batch: Batch, writer: CheckpointWriter | None, reporter: Reporter | None) -> None:
+    def _after_step(
+        self,
+        batch: Batch,
+        saving: Checkpointing,
+        reporter: Reporter | None,
+        log: MetricsLog | None,
+        *,
+        pausing: bool,
+    ) -> bool:
+        """Validates and takes a checkpoint where it is time. Whether the run is over."""
         done = batch.step + 1
         epoch_done = done % self._loader.steps_per_epoch == 0
         metrics: dict[str, float] = {}
         if epoch_done and self._spec.validation_split:
             metrics = self._validate(batch.epoch, done, reporter)
-        every = self._spec.checkpoint_every_steps
-        if epoch_done or (every and done % every == 0):
-            # Of a sharded model every rank has a part.
-            weights, state = self._learner.weights(), self._learner.state()
-            if writer is not None:
-                writer.save(self._content(done, metrics), weights, state)
+            if log is not None:
+                log.add(done, batch.epoch, metrics)
+        over = done == self._loader.total_steps or (epoch_done and self._learner.should_stop(self._history))
+        if pausing or epoch_done or saving.clock.due(done):
+            self._pulse.at(done, Phase.SAVING)
+            saving.take(done, metrics, self._history, final=over)
+        return over
 
     def _validate(self, epoch: int, step: int, reporter: Reporter | None) -> dict[str, float]:
-        metrics, rows = self._learner.evaluate(self._row_cache(self._spec.validation_split), self._preprocessing)
+        cache = self._row_cache(self._spec.validation_split)
+        cache.touched = self._pulse.tick
+        metrics, rows = self._learner.evaluate(cache, self._preprocessing)
         if self._spec.early_stopping:
             self._history.append((epoch, metrics[self._spec.early_stopping.metric]))
         if reporter:
             others = {name.removeprefix("validation_"): value for name, value in metrics.items()}
             loss, accuracy = others.pop("loss"), others.pop("accuracy", 0.0)
-            reporter.tell(
-                EventKind.VALIDATED,
-                step=step,
-                epoch=epoch,
-                loss=loss,
-                accuracy=accuracy,
-                row_count=rows,
-                **({"metrics": others} if others else {}),
-            )
+            told = {"step": step, "epoch": epoch, "loss": loss, "accuracy": accuracy, "row_count": rows}
+            reporter.tell(EventKind.VALIDATED, **told, metrics=others)
         return metrics
 
-    def _resume(self, reporter: Reporter | None) -> int:
-        """Restores the newest good checkpoint, which rank 0 chooses for all. Returns the first step to do."""
-        chosen: dict[str, Any] | None = None
-        if reporter:
-            entries = self._registry.fence(self._config.attempt)
-            entry = newest_good(self._store, entries, lambda text: reporter.tell(EventKind.WARNING, text=text))
-            chosen = as_message(entry)
-            reporter.tell(
-                EventKind.ATTEMPT_STARTED,
-                num_workers=self._ranks.world_size,
-                step=entry.step if entry else 0,
-                checkpoint=entry.name if entry else "",
-            )
-            if entry and self._spec.early_stopping:
-                self._history = epoch_ends(entries, entry, self._spec.early_stopping.metric)
-        chosen, self._history = self._ranks.share((chosen, self._history))
-        if chosen is None:
-            return 0
-        entry = CheckpointEntry(**chosen)
-        self._learner.load(*read(self._store, entry, self._ranks.device))
-        logger.info("resuming from %s at step %d", entry.name, entry.step)
-        return entry.step
+    def _taken(self, batch: Batch, waited_s: float, stalled_s: float) -> StepTaken:
+        others = {}
+        if self._ranks.device.type == "cuda":
+            others["gpu_memory_bytes"] = float(torch.cuda.max_memory_allocated(self._ranks.device))
+        return StepTaken(batch.step + 1, batch.epoch, self._learner.learning_rate, waited_s, stalled_s, others)
 
-    def _stop_if_asked(self, stop_reason: int) -> None:
-        """Every rank has the same sum, so all end after the same step."""
-        if stop_reason == GO_ON:
-            return
-        raise Stopped("cancelled" if stop_reason == CANCEL else "a later attempt has taken over")
-
-    def _writer(self, reporter: Reporter) -> CheckpointWriter:
-        def told(entry: CheckpointEntry) -> None:
-            reporter.tell(EventKind.CHECKPOINT_COMMITTED, **asdict(entry))
-
-        return CheckpointWriter(self._store, self._registry, self._config.attempt, told)
-
-    def _content(self, step: int, metrics: dict[str, float]) -> CheckpointContent:
-        return CheckpointContent(
-            training_job=self._config.job_name,
-            dataset_version=self._spec.dataset_version,
-            dataset_manifest_sha256=self._version.manifest_sha256,
-            step=step,
-            epoch=step // self._loader.steps_per_epoch,
-            seed=self._spec.seed,
-            metrics=metrics,
-            model=replace(self._spec.model, task=self._spec.task),
-            ingested=ingested_columns(self._version),
-            transforms=[*self._version.manifest.transforms, self._preprocessing.config],
-            input_column=self._spec.input_column,
+    def _checkpointing(self, reporter: Reporter | None) -> Checkpointing:
+        lineage = Lineage(
+            job_name=self._config.job_name,
+            attempt=self._config.attempt,
+            spec=self._spec,
+            version=self._version,
+            preprocessing=self._preprocessing,
+            steps_per_epoch=self._loader.steps_per_epoch,
+            total_steps=self._loader.total_steps,
         )
+        return Checkpointing(self._store, lineage, self._ranks, self._learner, reporter)
 
     def _row_cache(self, split: str) -> RowCache:
-        spec = self._spec
+        spec, columns = self._spec, self._preprocessing.columns
         reader = VersionReader(self._store, self._version)
-        columns = self._preprocessing.columns
         return RowCache(reader, split, columns, spec.label_column, spec.model.num_classes, CACHE_BYTES, spec.task)
 
-    def _plan(self) -> Plan:
+    def _build_loader(self) -> Loader:
         spec = self._spec
-        return Plan(
-            seed=spec.seed,
-            lanes=spec.lanes,
-            global_batch=spec.global_batch_size,
-            epochs=spec.epochs,
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
-        )
+        cache = self._row_cache(spec.train_split)
+        ranks = self._ranks
+        plan = Plan(spec.seed, spec.lanes, spec.global_batch_size, spec.epochs, ranks.rank, ranks.world_size)
+        if spec.ingest == RAY_DATA:
+            from train_service.cluster_loader import ClusterLoader  # ray.data takes seconds to import
+
+            return ClusterLoader(cache, self._preprocessing, plan, spec, self._config.store)
+        return Loader(cache, self._preprocessing, plan)

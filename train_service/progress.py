@@ -1,54 +1,98 @@
-"""From the sums of each step to the progress that people watch."""
+"""From the sums of each step to its metrics, and to the progress that people watch."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from train_service.events import EventKind
-from train_service.loader import Batch
+from train_service.metrics_log import MetricsLog
 from train_service.reporting import REPORT_INTERVAL_S, Reporter
+
+# Sums over steps, as `Learner.step` gives them, → the values of their metrics by name.
+Describe = Callable[[Sequence[float]], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class StepTaken:
+    """One step of this rank. `step` is the number done, over all epochs; times in seconds."""
+
+    step: int
+    epoch: int
+    learning_rate: float
+    data_wait_s: float
+    checkpoint_stall_s: float
+    # Other values to keep of it, by name.
+    others: dict[str, float]
 
 
 class ProgressMeter:
-    """Adds up steps and reports about once a second. Only rank 0 has a reporter; all ranks read the stop reason."""
+    """Keeps the metrics of every step and reports about once a second. On other ranks than 0 it does nothing."""
 
-    def __init__(self, reporter: Reporter | None, total_steps: int, steps_per_epoch: int) -> None:
+    def __init__(self, reporter: Reporter | None, log: MetricsLog | None, describe: Describe, total_steps: int) -> None:
         self._reporter = reporter
+        self._log = log
+        self._describe = describe
         self._total_steps = total_steps
-        self._steps_per_epoch = steps_per_epoch
-        self._loss = self._right = self._rows = 0.0
-        self._steps_done = 0
-        self._steps_before = 0
-        self._started = self._reported = time.monotonic()
+        # Computed, their sums still under way.
+        self._taken: deque[StepTaken] = deque()
+        self._sums: list[float] = []
+        self._data_wait_s = self._checkpoint_stall_s = 0.0
+        self._steps = 0
+        self._started = self._reported = self._summed = time.monotonic()
 
-    def done(self, batch: Batch) -> None:
-        """Notes that `batch` was computed; its sums come with a later `add`."""
-        if self._steps_done == 0:
-            self._steps_before = batch.step
-        self._steps_done = batch.step + 1
+    def done(self, taken: StepTaken) -> None:
+        """Notes that a step was computed; its sums come with a later `add`, in the same order."""
+        if self._reporter:
+            self._taken.append(taken)
 
-    def add(self, sums: list[float]) -> int:
-        """Takes the summed loss, right answers, rows and stop reason of one step, over all ranks. Returns the last."""
-        loss, right, rows, stop_reason = sums
-        self._loss += loss
-        self._right += right
-        self._rows += rows
+    def add(self, sums: Sequence[float]) -> None:
+        """Takes the sums over all ranks of the oldest step whose sums have not come."""
+        if not self._reporter or not self._taken:
+            return
+        taken = self._taken.popleft()
         now = time.monotonic()
-        if self._reporter and (now - self._reported >= REPORT_INTERVAL_S or self._steps_done == self._total_steps):
-            self._tell(self._reporter, now)
-        return int(stop_reason)
+        self._keep(taken, sums, now)
+        self._sums = [before + new for before, new in zip(self._sums or [0.0] * len(sums), sums, strict=True)]
+        self._data_wait_s += taken.data_wait_s
+        self._checkpoint_stall_s += taken.checkpoint_stall_s
+        self._steps += 1
+        if now - self._reported >= REPORT_INTERVAL_S or taken.step == self._total_steps:
+            self._tell(self._reporter, taken, now)
 
-    def _tell(self, reporter: Reporter, now: float) -> None:
-        seconds_per_step = (now - self._started) / max(1, self._steps_done - self._steps_before)
+    def _keep(self, taken: StepTaken, sums: Sequence[float], now: float) -> None:
+        seconds, self._summed = now - self._summed, now
+        if self._log is not None:
+            values = {
+                **self._describe(sums),
+                "learning_rate": taken.learning_rate,
+                "rows_per_second": sums[1] / max(seconds, 1e-9),
+                "data_wait_s": taken.data_wait_s,
+                "checkpoint_stall_s": taken.checkpoint_stall_s,
+                **taken.others,
+            }
+            self._log.add(taken.step, taken.epoch, {name: one for name, one in values.items() if math.isfinite(one)})
+
+    def _tell(self, reporter: Reporter, taken: StepTaken, now: float) -> None:
+        seconds = max(now - self._reported, 1e-9)
+        values = self._describe(self._sums)
+        others = {name: one for name, one in values.items() if name not in ("loss", "accuracy") and math.isfinite(one)}
         reporter.tell(
             EventKind.PROGRESS,
-            step=self._steps_done,
+            step=taken.step,
             total_steps=self._total_steps,
-            epoch=max(0, self._steps_done - 1) // self._steps_per_epoch,
-            loss=self._loss / self._rows,
-            accuracy=self._right / self._rows,
-            rows_per_second=self._rows / max(now - self._reported, 1e-9),
-            seconds_left=seconds_per_step * (self._total_steps - self._steps_done),
+            epoch=taken.epoch,
+            loss=values["loss"],
+            accuracy=values.get("accuracy", 0.0),
+            rows_per_second=self._sums[1] / seconds,
+            seconds_left=(now - self._started) / self._steps * (self._total_steps - taken.step),
+            data_wait_share=min(1.0, self._data_wait_s / seconds),
+            checkpoint_stall_share=min(1.0, self._checkpoint_stall_s / seconds),
+            metrics=others,
         )
-        self._loss = self._right = self._rows = 0.0
+        self._sums = []
+        self._data_wait_s = self._checkpoint_stall_s = 0.0
         self._reported = now

@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 import os
+import time
 
+from shared.jobs import JobRecord, JobState
 from shared.jobs.reconciler import run_reconciler
-from shared.settings import service_settings
+from shared.settings import service_settings, spare_attempt
 from shared.telemetry import configure_logging
+from train_service.domain.spec import TrainingSpec
+from train_service.endings import tell_lost
+from train_service.placement import is_settling, lacking
 from train_service.reporting import TRAIN_KIND
 
-if __name__ == "__main__":
+ENTRY = "train_service.trainer:run"
+PREPARE = "train_service.trainer:prepare"
+# An attempt that has ended gives its room back within moments; who begins before gets fewer workers than there are.
+SETTLED_WITHIN_S = 5.0
+
+
+def lacks(job: JobRecord) -> str:
+    """What the cluster lacks for the fewest workers that the job may go on with."""
+    spec = TrainingSpec.from_config(job.spec["training"])
+    if missing := lacking(spec):
+        return missing
+    ended_now = job.state is JobState.RECOVERING and time.time() - job.update_time < SETTLED_WITHIN_S
+    return "the workers of the last attempt to end" if ended_now and is_settling(spec) else ""
+
+
+def main() -> None:
     settings = service_settings(os.environ, "127.0.0.1:0")
     configure_logging("train-reconciler", settings.log_level)
-    run_reconciler(settings, TRAIN_KIND, "train_service.trainer:run")
+    prepare = PREPARE if spare_attempt(os.environ) else ""
+    run_reconciler(settings, TRAIN_KIND, ENTRY, prepare, lacks, tell_lost, spare_beside_work=True)
+
+
+if __name__ == "__main__":
+    main()

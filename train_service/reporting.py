@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shared.errors import Unavailable
+from shared.errors import STORE_OUTAGES
 from shared.jobs import Jobs, JobState
 from shared.jobs.registry import progress_key
 from shared.log import StaleAttempt
@@ -23,14 +23,20 @@ TRAIN_KIND = "train"
 REPORT_INTERVAL_S = 1.0
 WISH_INTERVAL_S = 1.0
 
-# Why a run should end early; ranks agree on the highest.
-GO_ON, CANCEL, STALE = 0, 1, 2
+# Why a run should end early; of several reasons the highest counts.
+GO_ON, RESIZE, PREEMPT, SUSPEND, CANCEL, STALE = range(6)
+# Those that another attempt follows, from a checkpoint taken for it.
+PAUSES = (RESIZE, PREEMPT, SUSPEND)
 
 
 class Reporter:
     """Writes events in order, and reads the job's wish. Use as a context: leaving it writes what is left."""
 
-    def __init__(self, store: ObjectStore, job_name: str, attempt: int) -> None:
+    def __init__(
+        self, store: ObjectStore, job_name: str, attempt: int, asked: Callable[[], int] = lambda: GO_ON
+    ) -> None:
+        """`asked` is the reason to stop that the attempt itself wishes, e.g. `Pulse.wish`."""
+        self._asked = asked
         self._store = store
         self._job_name = job_name
         self._attempt = attempt
@@ -59,8 +65,9 @@ class Reporter:
 
     @property
     def stop_reason(self) -> int:
-        """GO_ON, CANCEL (a client wishes it) or STALE (a later attempt has taken over)."""
-        return self._stop_reason
+        """GO_ON; RESIZE (there is room for more workers); PREEMPT (a node will be taken away); SUSPEND or CANCEL (a
+        client wishes it); STALE (a later attempt has taken over)."""
+        return max(self._stop_reason, self._asked())
 
     def _write(self) -> None:
         log = EventLog(self._store, self._job_name)
@@ -78,12 +85,14 @@ class Reporter:
         while not self._ended.wait(WISH_INTERVAL_S):
             try:
                 job = jobs.get(self._job_name, self._job_name)
-            except Unavailable:
+            except STORE_OUTAGES:
                 continue
             if job.attempt != self._attempt or job.state.final:
                 self._stop_reason = STALE
             elif job.state is JobState.CANCELLING:
                 self._stop_reason = max(self._stop_reason, CANCEL)
+            elif job.state is JobState.SUSPENDING:
+                self._stop_reason = max(self._stop_reason, SUSPEND)
 
 
 def _patiently(write: Callable[..., None], *arguments: Any) -> None:
@@ -91,6 +100,6 @@ def _patiently(write: Callable[..., None], *arguments: Any) -> None:
     while True:
         try:
             return write(*arguments)
-        except Unavailable as error:
+        except STORE_OUTAGES as error:
             logger.warning("%s; what happened waits to be written", error.message)
             time.sleep(1.0)

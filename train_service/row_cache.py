@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from shared.transforms import Batch, batch_of
 from train_service.domain.order import Ints
 from train_service.domain.spec import CLASSIFICATION
 from train_service.labels import labels_of
+from train_service.patience import patient
 
 Array = NDArray[Any]
 
@@ -94,7 +95,7 @@ class RowCache:
         """`columns` are those that the job's transform reads; `num_classes` is K for regression; `capacity` in
         bytes."""
         self._reader = reader
-        self._groups = reader.row_groups(split)
+        self._groups = patient(lambda: reader.row_groups(split), "the row groups")
         self._columns = list(columns)
         self._label_column = label_column
         self._num_classes = num_classes
@@ -105,6 +106,8 @@ class RowCache:
         self._ends = np.cumsum(np.asarray(counts, np.int64))
         self.row_groups = counts
         self.bytes_read = 0
+        # Called whenever rows are asked for, as a sign that whoever does so gets on.
+        self.touched: Callable[[], None] = lambda: None
 
     def rows(self, positions: Ints) -> Rows:
         """The rows at `positions` (from 0 at the split's beginning), in that order.
@@ -113,6 +116,7 @@ class RowCache:
         `InvalidArgument` naming the row for a label that is missing, outside 0..num_classes-1 or, for regression, not
         finite.
         """
+        self.touched()
         group_of = np.searchsorted(self._ends, positions, side="right")
         parts, places = [], []
         for number in np.unique(group_of).tolist():
@@ -135,7 +139,8 @@ class RowCache:
         return held
 
     def _read(self, group: RowGroup) -> Rows:
-        table = self._reader.read(group, list(dict.fromkeys([*self._columns, self._label_column, ROW_ID])))
+        names = list(dict.fromkeys([*self._columns, self._label_column, ROW_ID]))
+        table = patient(lambda: self._reader.read(group, names), "a row group")
         row_ids: Ints = table.column(ROW_ID).to_numpy()
         if not np.array_equal(row_ids, np.arange(group.first_row_id, group.first_row_id + group.row_count)):
             raise DataLoss(

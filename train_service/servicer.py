@@ -9,6 +9,7 @@ from typing import Any
 from grpc import aio
 
 from millrace.train.v1 import resources_pb2, train_service_pb2, train_service_pb2_grpc
+from shared.jobs import JobState
 from shared.requests import body_digest
 from train_service.converters import checkpoint_to_proto, event_to_proto, job_to_proto
 from train_service.record_converters import coverage_to_proto, log_to_proto, point_to_proto
@@ -52,6 +53,12 @@ class TrainServicer(train_service_pb2_grpc.TrainServiceServicer):
     async def DeleteTrainingJob(self, request: Any, context: Context) -> resources_pb2.TrainingJob:
         return job_to_proto(await asyncio.to_thread(self._jobs.delete, request.name, request.etag))
 
+    async def SuspendTrainingJob(self, request: Any, context: Context) -> resources_pb2.TrainingJob:
+        return job_to_proto(await asyncio.to_thread(self._jobs.suspend, request.name, request.etag))
+
+    async def ResumeTrainingJob(self, request: Any, context: Context) -> resources_pb2.TrainingJob:
+        return job_to_proto(await asyncio.to_thread(self._jobs.resume, request.name, request.etag))
+
     async def WatchTrainingJob(
         self, request: Any, context: Context
     ) -> AsyncIterator[train_service_pb2.WatchTrainingJobResponse]:
@@ -60,7 +67,7 @@ class TrainServicer(train_service_pb2_grpc.TrainServiceServicer):
         await asyncio.to_thread(self._jobs.check_sequence, request.name, sequence)
         sent: JobView | None = None
         while True:
-            if sent is None or view.record != sent.record:
+            if sent is None or (view.record, view.waiting_for) != (sent.record, sent.waiting_for):
                 yield train_service_pb2.WatchTrainingJobResponse(job=job_to_proto(view))
                 sent = view
             events = await asyncio.to_thread(self._jobs.events, request.name, sequence)
@@ -69,8 +76,9 @@ class TrainServicer(train_service_pb2_grpc.TrainServiceServicer):
                 sequence = event.sequence
             if events:
                 continue
-            # The record was read before the events: once it is final and none are left, none will come.
-            if view.record.state.final:
+            # The record was read before the events: once it is final and none are left, none will come. A suspended job
+            # is only between two of its parts.
+            if view.record.state.final and view.record.state is not JobState.SUSPENDED:
                 return
             await asyncio.sleep(WATCH_INTERVAL_S)
             view = await asyncio.to_thread(self._jobs.get, request.name)

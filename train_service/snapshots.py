@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,16 +16,17 @@ import torch
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry, load_checkpoint, write_checkpoint
 from shared.checkpoint.format import OPTIMIZER, WEIGHTS
 from shared.checkpoint.users import live_users
-from shared.errors import DataLoss, Unavailable
+from shared.errors import DataLoss
 from shared.storage import ObjectStore
 from train_service.domain.retention import Saved, outlived
 from train_service.domain.spec import CheckpointPolicy
+from train_service.patience import patient
 from train_service.tensor_files import NEST, TensorFile, put_together, take_apart
 
 logger = logging.getLogger(__name__)
 
 STORE_RETRY_S = 1.0
-# A checkpoint that waited longer for the store than this is told.
+# A write that took longer than this is told: the store was away, or is slow.
 TOLD_AFTER_S = 5.0
 
 T = TypeVar("T")
@@ -64,20 +64,12 @@ class CheckpointWriter:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._weights, self._state = TensorFile(), TensorFile()
-        self._away_since: float | None = None
-        self._lock = threading.Lock()
         # Seconds that the loop has waited in `save` and `wait`.
         self.stalled_s = 0.0
 
-    @property
-    def store_away_s(self) -> float:
-        """For how long the store has not answered the writer; 0 where it does."""
-        with self._lock:
-            return time.monotonic() - self._away_since if self._away_since is not None else 0.0
-
     def save(
         self,
-        content: CheckpointContent,
+        content: Callable[[], CheckpointContent],
         weights: Mapping[str, torch.Tensor],
         state: dict[str, Any],
         *,
@@ -85,7 +77,8 @@ class CheckpointWriter:
     ) -> None:
         """Copies weights, and `state` of optimizer and scheduler, as they are now and returns.
 
-        `final` tells that no step comes after. Raises what the checkpoint before failed with, and `TypeError` for a
+        `content` is asked for in the writer's thread, again where the store did not answer it. `final` tells that no
+        step comes after. Raises what the checkpoint before failed with, and `TypeError` for a
         state that is not made of tensors and plain values.
         """
         self.wait()
@@ -112,7 +105,8 @@ class CheckpointWriter:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True)
 
-    def _write(self, content: CheckpointContent, files: dict[str, memoryview], final: bool) -> None:
+    def _write(self, describe: Callable[[], CheckpointContent], files: dict[str, memoryview], final: bool) -> None:
+        content = self._patiently(describe)
         checkpoint_id = f"step-{content.step:08d}"
         # A fresh folder each: a stale attempt may be writing the same step.
         folder = f"{self._registry.data_folder}/{checkpoint_id}-a{self._attempt:05d}-{uuid.uuid4().hex[:8]}"
@@ -136,20 +130,10 @@ class CheckpointWriter:
             self._patiently(lambda: retain(self._store, self._registry, policy, self._attempt, self._damaged))
 
     def _patiently(self, call: Callable[[], T]) -> T:
-        while True:
-            try:
-                answer = call()
-                break
-            except Unavailable as error:
-                logger.warning("%s; the checkpoint waits", error.message)
-                with self._lock:
-                    self._away_since = self._away_since or time.monotonic()
-                time.sleep(STORE_RETRY_S)
-        waited_s = self.store_away_s
-        with self._lock:
-            self._away_since = None
-        if waited_s > TOLD_AFTER_S:
-            self._warn(f"a checkpoint waited {waited_s:.0f} s for the object store")
+        began = time.monotonic()
+        answer = patient(call, "a checkpoint")
+        if (waited_s := time.monotonic() - began) > TOLD_AFTER_S:
+            self._warn(f"a checkpoint took {waited_s:.0f} s to reach the object store")
         return answer
 
 

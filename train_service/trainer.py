@@ -1,4 +1,4 @@
-"""The attempt at a training job: hands the loop to Ray Train and waits.
+"""The attempt at a training job: hands the loop to Ray Train on as many workers as fit, looks after them, and waits.
 
 Ray's own checkpoint manager is bypassed and its retries are off: our registry says what counts, and a lost worker ends
 the attempt. The next attempt is a fresh Ray run that resumes from the newest good checkpoint.
@@ -9,71 +9,103 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train import TrainingFailedError
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.checkpoint.registry import best, latest
 from shared.errors import Cancelled, Internal, MillraceError, Unavailable
 from shared.jobs import AttemptContext
+from shared.jobs.record import RESIZED
 from shared.log import StaleAttempt
 from train_service.domain.spec import TrainingSpec
-from train_service.loop import LoopConfig, train_loop
+from train_service.endings import cause_of, tell_end
+from train_service.loop import LoopConfig
+from train_service.patience import patient
+from train_service.placement import Size, lacking, size_now
+from train_service.pulses import Pulses
+from train_service.ray_run import RayRun
+from train_service.supervision import Supervision
 
 logger = logging.getLogger(__name__)
 
 # Workers that have begun stop after their next step. Those that wait for resources never would.
 STOP_WITHIN_S = 20.0
+# A checkpoint may have to be written first.
+PAUSE_WITHIN_S = 300.0
+# Room that the last look of the reconciler saw may be given back within moments.
+ROOM_WITHIN_S = 5.0
+
+
+def prepare() -> None:
+    """Called in a process that waits for an attempt: this module's imports are what takes long."""
 
 
 def run(context: AttemptContext) -> dict[str, Any]:
     """Entry function of a durable job of kind `train`. Returns the last and the best checkpoint."""
+    try:
+        return _run(context)
+    except MillraceError as error:
+        newest = patient(lambda: context.newest(), "the job's state")
+        ranks = [int(rank) for rank in error.metadata.get("ranks", "").split(",") if rank.strip()]
+        cause, text = cause_of(error, newest.state), error.message
+        patient(lambda: tell_end(context, cause, text, ranks), "the end of an attempt")
+        raise
+
+
+def _run(context: AttemptContext) -> dict[str, Any]:
     spec = TrainingSpec.from_config(context.job.spec["training"])
-    config = LoopConfig(
-        store=context.store.settings,
-        job_name=context.job.name,
-        attempt=context.attempt,
-        spec=spec,
-    )
-    with _ends_when_stopped(context):
-        _fit(config, context)
-    context.raise_if_stopped(fresh=True)
-    entries = CheckpointRegistry(context.store, context.job.name).entries()
+    size = _size(spec)
+    with Pulses(ray.util.get_node_ip_address()) as pulses:  # type: ignore[no-untyped-call]
+        config = LoopConfig(
+            store=context.store.settings,
+            job_name=context.job.name,
+            attempt=context.attempt,
+            spec=spec,
+            pulse=pulses.address,
+        )
+        with _ends_when_stopped(context), Supervision(context, spec, pulses, size.workers) as supervision:
+            _fit(config, size, context, supervision)
+    result = _result(_entries(context), spec)
+    if result is not None:
+        return result
+    patient(lambda: context.raise_if_stopped(fresh=True), "the job's state")
+    raise supervision.cause or Internal("the workers ended before the last epoch was saved", reason="RUN_INCOMPLETE")
+
+
+def _size(spec: TrainingSpec) -> Size:
+    give_up_at = time.monotonic() + ROOM_WITHIN_S
+    while not (size := size_now(spec)).workers:
+        if time.monotonic() > give_up_at:
+            # Not a failure: the reconciler waits for room before it begins the next attempt.
+            raise Unavailable(f"room was taken: {lacking(spec)}", reason=RESIZED, retry_after_s=1.0)
+        time.sleep(0.2)
+    return size
+
+
+def _fit(config: LoopConfig, size: Size, context: AttemptContext, supervision: Supervision) -> None:
+    try:
+        RayRun(config, size).fit()
+    except TrainingFailedError as error:
+        patient(lambda: context.raise_if_stopped(fresh=True), "the job's state")
+        raise supervision.cause or _cause(error) from error
+
+
+def _entries(context: AttemptContext) -> list[CheckpointEntry]:
+    return patient(CheckpointRegistry(context.store, context.job.name).entries, "the checkpoints")
+
+
+def _result(entries: list[CheckpointEntry], spec: TrainingSpec) -> dict[str, Any] | None:
+    """None where the run is not done."""
     last, chosen = latest(entries), best(entries, spec.checkpoints.ranking)
     if last is None or chosen is None or not last.final:
-        raise Internal("the workers ended before the last epoch was saved", reason="RUN_INCOMPLETE")
+        return None
     return {"checkpoint": last.name, "best_checkpoint": chosen.name}
-
-
-def _fit(config: LoopConfig, context: AttemptContext) -> None:
-    spec = config.spec
-    use_gpu = ray.cluster_resources().get("GPU", 0) >= spec.num_workers  # type: ignore[no-untyped-call]
-    trainer = TorchTrainer(
-        train_loop,
-        train_loop_config={"loop": config},
-        torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
-        scaling_config=ScalingConfig(
-            num_workers=spec.num_workers,
-            use_gpu=use_gpu,
-            resources_per_worker={"CPU": 1, **({"GPU": 1} if use_gpu else {})},
-        ),
-        run_config=RunConfig(
-            name=f"attempt-{config.attempt:05d}",
-            storage_path=f"{context.folder}/ray",
-            storage_filesystem=context.store.filesystem(),
-            failure_config=FailureConfig(max_failures=0),
-        ),
-    )
-    try:
-        trainer.fit()
-    except TrainingFailedError as error:
-        context.raise_if_stopped(fresh=True)
-        raise _cause(error) from error
 
 
 def _cause(error: TrainingFailedError) -> MillraceError:
@@ -83,7 +115,7 @@ def _cause(error: TrainingFailedError) -> MillraceError:
         known = _own_error(raised)
         if known is not None:
             return known
-    ranks = ", ".join(str(rank) for rank, _ in failures)
+    ranks = ",".join(str(rank) for rank, _ in failures)
     logger.warning("attempt lost: %s", error)
     return Unavailable(
         f"the workers were lost{ranks and f'; first on rank {ranks}'}",
@@ -104,18 +136,20 @@ def _own_error(raised: BaseException | None) -> MillraceError | None:
 @contextmanager
 def _ends_when_stopped(context: AttemptContext) -> Iterator[None]:
     """Ends this process, and with it its workers, should they not stop by themselves when a client or a later attempt
-    wishes it: `fit` cannot be interrupted while it waits for resources."""
+    wishes it: `fit` cannot be interrupted while its workers start."""
     done = threading.Event()
 
     def watch() -> None:
+        asked_at: float | None = None
         while not done.wait(1.0):
             try:
                 context.raise_if_stopped()
-            except (Cancelled, StaleAttempt):
-                if not done.wait(STOP_WITHIN_S):
-                    logger.warning("the workers did not stop within %.0f s; ending the attempt", STOP_WITHIN_S)
+            except (Cancelled, StaleAttempt) as stop:
+                asked_at = asked_at or time.monotonic()
+                pausing = isinstance(stop, Cancelled) and context.is_suspending
+                if time.monotonic() - asked_at > (PAUSE_WITHIN_S if pausing else STOP_WITHIN_S):
+                    logger.warning("the workers did not stop in time; ending the attempt")
                     os._exit(1)
-                return
 
     thread = threading.Thread(target=watch, name="stop", daemon=True)
     thread.start()

@@ -16,8 +16,8 @@ from shared.checkpoint import CheckpointEntry, CheckpointRegistry, resolve
 from shared.checkpoint import users as checkpoint_users
 from shared.dataset_version import load_version
 from shared.dataset_version.users import using
-from shared.errors import AlreadyExists, OutOfRange, already_exists
-from shared.jobs import JobRecord, Jobs
+from shared.errors import AlreadyExists, FailedPrecondition, NotFound, OutOfRange, already_exists
+from shared.jobs import JobRecord, Jobs, JobState
 from shared.requests import claimed
 from shared.storage import ObjectStore
 from train_service.domain import spec_rules
@@ -38,11 +38,13 @@ EVENTS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class JobView:
-    """A job as clients see it: its record, its progress so far and its checkpoints, oldest first."""
+    """A job as clients see it: its record, its progress so far, its checkpoints, oldest first, and what its next
+    attempt waits for, if it does."""
 
     record: JobRecord
     progress: dict[str, Any]
     checkpoints: list[CheckpointEntry]
+    waiting_for: str = ""
 
 
 class TrainingJobs:
@@ -104,6 +106,28 @@ class TrainingJobs:
         view = self._view(self._deletions.begin(name, etag))
         self._deletions.finish_soon(name)
         return view
+
+    def suspend(self, name: str, etag: str) -> JobView:
+        names.parse("name", name, PATTERN)
+        return self._view(self._jobs.suspend(name, name, etag))
+
+    def resume(self, name: str, etag: str) -> JobView:
+        """Raises `FailedPrecondition` where its dataset version is gone."""
+        names.parse("name", name, PATTERN)
+        job = self._jobs.get(name, name)
+        if not job.state.final:
+            return self._view(self._jobs.resume(name, name, etag))
+        version = TrainingSpec.from_config(job.spec["training"]).dataset_version
+        try:
+            # A job that is over keeps no version from being deleted; from here on it does again.
+            with using(self._store, version, TRAIN_KIND, job.uid, name):
+                return self._view(self._jobs.resume(name, name, etag))
+        except NotFound as error:
+            raise FailedPrecondition(
+                f"{name} cannot go on: {error.message}; train anew on another version",
+                reason="VERSION_GONE",
+                metadata={"resource": name, "dataset_version": version},
+            ) from None
 
     def checkpoints(self, name: str, page_size: int, page_token: str) -> tuple[list[CheckpointEntry], str]:
         names.parse("parent", name, PATTERN)
@@ -174,4 +198,7 @@ class TrainingJobs:
         return job if job and request_id and job.spec.get("request_id") == request_id else None
 
     def _view(self, record: JobRecord) -> JobView:
-        return JobView(record, self._jobs.progress(record.name), CheckpointRegistry(self._store, record.name).entries())
+        entries = CheckpointRegistry(self._store, record.name).entries()
+        begins = record.state in (JobState.PENDING, JobState.RECOVERING)
+        waiting_for = self._jobs.waiting_for(record.name) if begins else ""
+        return JobView(record, self._jobs.progress(record.name), entries, waiting_for)

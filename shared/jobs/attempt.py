@@ -69,6 +69,15 @@ class AttemptContext:
         if newest.state in (JobState.CANCELLING, JobState.SUSPENDING):
             raise Cancelled(f"{newest.name} is {newest.state}", metadata={"resource": newest.name})
 
+    def newest(self) -> JobRecord:
+        """The job as the log has it now."""
+        return self._jobs.get(self.folder, self.job.name)
+
+    @property
+    def is_suspending(self) -> bool:
+        """Whether a client wishes a pause, by what was read within the last second."""
+        return self._newest.state is JobState.SUSPENDING
+
     @contextmanager
     def watching_wishes(self) -> Iterator[None]:
         """Reads the log once a second while the body runs."""

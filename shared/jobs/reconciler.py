@@ -22,7 +22,7 @@ from shared.jobs.registry import Jobs, LiveJob
 from shared.jobs.spare import Spare
 from shared.log import StaleAttempt
 from shared.settings import ServiceSettings
-from shared.storage import open_store
+from shared.storage import ObjectStore, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +44,14 @@ class Reconciler:
         entry: str,
         spare: Spare | None = None,
         lacks: Callable[[JobRecord], str] = lambda _: "",
+        lost: Callable[[ObjectStore, JobRecord], None] = lambda _, __: None,
+        spare_beside_work: bool = False,
     ) -> None:
+        self._store = open_store(settings.store)
+        self._lost_hook = lost
+        self._spare_beside_work = spare_beside_work
         self._settings = settings.store
-        self._jobs = Jobs(open_store(settings.store), kind)
+        self._jobs = Jobs(self._store, kind)
         self._kind = kind
         self._entry = entry
         self._spare = spare
@@ -70,8 +75,8 @@ class Reconciler:
             except Exception:
                 logger.exception("%s cannot be reconciled; the others go on", live.folder)
         if self._spare is not None:
-            # Not while an attempt is at work: it has more need of the processors.
-            self._spare.hold(replace=not at_work)
+            # An attempt that is at work has more need of the processors, unless a restart is to be short.
+            self._spare.hold(replace=not at_work or self._spare_beside_work)
 
     def _reconcile(self, live: LiveJob) -> bool:
         """Whether an attempt is at work on it."""
@@ -149,6 +154,8 @@ class Reconciler:
             return lose_attempt(newest, cause, time.time())
 
         self._missing.pop(live.uid, None)
+        # Before the transition: should we end in between, the next look tells it again.
+        self._lost_hook(self._store, job)
         after = self._jobs.transition(live.folder, decide, attempt=job.attempt)
         logger.warning("%s: attempt %d has no process; now %s", job.name, job.attempt, after.state)
 
@@ -159,16 +166,22 @@ def run_reconciler(
     entry: str,
     prepare: str = "",
     lacks: Callable[[JobRecord], str] = lambda _: "",
+    lost: Callable[[ObjectStore, JobRecord], None] = lambda _, __: None,
+    spare_beside_work: bool = False,
 ) -> None:
     """Reconciles for ever. Raises `ConnectionError` where Ray is not there: whoever supervises starts it again.
 
     `entry` is `module:function`, the job's entry function, importable on Ray's nodes. With `prepare`, a function named
     likewise, an actor that has called it waits for the next attempt; it holds a process's memory, and no processor.
-    `lacks` tells what the cluster lacks for a job's next attempt, and no attempt begins until that is nothing.
+    `lacks` tells what the cluster lacks for a job's next attempt, and no attempt begins until that is nothing. `lost`
+    is told of each attempt whose process is gone, at least once, before its job is. With `spare_beside_work` the
+    prepared actor is there while an attempt is at work, too: for jobs that run long and should resume soon.
     """
     nudged = end_with_parent()
     ray.init(address=settings.ray_address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-    reconciler = Reconciler(settings, kind, entry, Spare(kind, prepare) if prepare else None, lacks)
+    reconciler = Reconciler(
+        settings, kind, entry, Spare(kind, prepare) if prepare else None, lacks, lost, spare_beside_work
+    )
     logger.info("reconciling %s jobs on Ray at %s", kind, settings.ray_address)
     own_node = ray.get_runtime_context().get_node_id()
     while True:

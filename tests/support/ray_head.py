@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +26,9 @@ STARTED = "This command will now block"
 
 
 @dataclass(frozen=True)
-class RayHead:
+class RayNode:
     """`pid` is that of `ray start`; all that it started is in its session."""
 
-    address: str
-    dashboard: str
     pid: int
     folder: Path
 
@@ -48,6 +47,42 @@ class RayHead:
             with suppress(ChildProcessError):
                 os.waitpid(self.pid, os.WNOHANG)
             time.sleep(0.05)
+
+
+@dataclass(frozen=True)
+class RayHead(RayNode):
+    address: str
+    dashboard: str
+
+    def node_ids(self) -> dict[str, str]:
+        """Of the live nodes, by the name that they were started with; the head is `head`."""
+        listed = _run_ray(
+            "import json, ray; ray.init(address='{}', log_to_driver=False); "
+            "print(json.dumps([[n['Labels'].get('name', 'head'), n['NodeID']] for n in ray.nodes() if n['Alive']]))",
+            self.address,
+        )
+        return dict(json.loads(listed.splitlines()[-1]))
+
+    def drain(self, name: str, deadline_s: int = 300) -> None:
+        """Says that the node of that name will be taken away, as a cloud does with one of its spot machines."""
+        node_id = self.node_ids()[name]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", f"--address={self.address}"]
+        command += [f"--node-id={node_id}", "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=taken away"]
+        subprocess.run([*command, f"--deadline-remaining-seconds={deadline_s}"], check=True, capture_output=True)
+
+
+@contextmanager
+def ray_node(head: RayHead, name: str, *, num_cpus: int = 1) -> Iterator[RayNode]:
+    """Runs a further node of the head's cluster, with a session of its own; killable by itself."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    try:
+        node = _start_node(folder, head, name, num_cpus)
+        try:
+            yield node
+        finally:
+            node.kill()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -86,8 +121,25 @@ def _start(folder: Path, num_cpus: int, port: int | None) -> RayHead:
         "dashboard-agent-listen-port": agent_port,
         "ray-client-server-port": client_port,
     }
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
-    command.append("--include-log-monitor=false")
+    pid = _ray_start(folder, ["--head", "--include-log-monitor=false"], options)
+    return RayHead(pid, folder, f"{HOST}:{port}", f"http://{HOST}:{dashboard_port}")
+
+
+def _start_node(folder: Path, head: RayHead, name: str, num_cpus: int) -> RayNode:
+    (agent_port,) = free_ports(1)
+    options = {
+        "address": head.address,
+        "node-ip-address": HOST,
+        "num-cpus": num_cpus,
+        "labels": f"name={name}",
+        "dashboard-agent-listen-port": agent_port,
+    }
+    return RayNode(_ray_start(folder, [], options), folder)
+
+
+def _ray_start(folder: Path, flags: list[str], options: Mapping[str, object]) -> int:
+    """The pid of a `ray start` that has come up."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *flags]
     log = folder / "start.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -98,7 +150,6 @@ def _start(folder: Path, num_cpus: int, port: int | None) -> RayHead:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    head = RayHead(f"{HOST}:{port}", f"http://{HOST}:{dashboard_port}", process.pid, folder)
     until = time.monotonic() + START_TIMEOUT_S
     try:
         while STARTED not in log.read_text(errors="replace"):
@@ -106,9 +157,15 @@ def _start(folder: Path, num_cpus: int, port: int | None) -> RayHead:
                 raise RuntimeError(f"Ray did not start:\n{log.read_text(errors='replace')}")
             time.sleep(0.1)
     except BaseException:  # pytest's own timeout, too, must leave no head behind
-        head.kill()
+        RayNode(process.pid, folder).kill()
         raise
-    return head
+    return process.pid
+
+
+def _run_ray(program: str, address: str) -> str:
+    """What a driver of the cluster prints; a process of its own, since Ray connects once a process."""
+    command = [sys.executable, "-c", program.format(address)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=START_TIMEOUT_S).stdout
 
 
 def _session(leader: int) -> list[int]:

@@ -86,6 +86,16 @@ class TrainClient:
         job: res.TrainingJob = self.rpc.CancelTrainingJob(request, timeout=30)
         return job
 
+    def suspend(self, name: str, etag: str = "") -> res.TrainingJob:
+        request = pb.SuspendTrainingJobRequest(name=name, etag=etag)
+        job: res.TrainingJob = self.rpc.SuspendTrainingJob(request, timeout=30)
+        return job
+
+    def resume(self, name: str, etag: str = "") -> res.TrainingJob:
+        request = pb.ResumeTrainingJobRequest(name=name, etag=etag)
+        job: res.TrainingJob = self.rpc.ResumeTrainingJob(request, timeout=30)
+        return job
+
     def checkpoints(self, name: str) -> list[res.Checkpoint]:
         answer = self.rpc.ListCheckpoints(pb.ListCheckpointsRequest(parent=name), timeout=30)
         return list(answer.checkpoints)

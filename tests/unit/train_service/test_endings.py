@@ -1,0 +1,55 @@
+"""Each attempt's end is told once, by whoever comes first, and never after a later attempt has begun to tell."""
+
+from __future__ import annotations
+
+import time
+
+from shared.errors import Internal, Unavailable
+from shared.jobs import JobRecord, JobState
+from shared.jobs.record import PREEMPTED, RESIZED
+from shared.storage import ObjectStore
+from train_service.converters import event_to_proto
+from train_service.endings import FAILURE, HUNG, PREEMPTION, RESIZING, SUSPENDED, cause_of, tell_lost
+from train_service.events import EventKind, EventLog
+
+JOB = "trainingJobs/a"
+
+
+def job(attempt: int, state: JobState = JobState.RUNNING) -> JobRecord:
+    now = time.time()
+    return JobRecord(uid="u", name=JOB, spec={}, create_time=now, update_time=now, attempt=attempt, state=state)
+
+
+def test_the_cause_comes_from_the_wish_else_from_the_error() -> None:
+    running = JobState.RUNNING
+    assert cause_of(Unavailable("x", reason="RANK_HUNG"), running) == HUNG
+    assert cause_of(Unavailable("x", reason=PREEMPTED), running) == PREEMPTION
+    assert cause_of(Unavailable("x", reason=RESIZED), running) == RESIZING
+    assert cause_of(Internal("x"), running) == FAILURE
+    assert cause_of(Internal("x"), JobState.SUSPENDING) == SUSPENDED
+
+
+def test_an_end_is_told_once(store: ObjectStore) -> None:
+    log = EventLog(store, JOB)
+    log.append(1, EventKind.ATTEMPT_STARTED, {"num_workers": 2})
+    tell_lost(store, job(1))
+    tell_lost(store, job(1))
+
+    started, ended = log.after(0)
+    assert (started.kind, ended.kind, ended.attempt) == (EventKind.ATTEMPT_STARTED, EventKind.ATTEMPT_ENDED, 1)
+    assert event_to_proto(ended).attempt_ended.cause == 1  # CAUSE_FAILURE
+
+
+def test_attempts_that_never_began_to_tell_have_an_end_too(store: ObjectStore) -> None:
+    tell_lost(store, job(1))
+    tell_lost(store, job(2, JobState.SUSPENDING))
+
+    first, second = EventLog(store, JOB).after(0)
+    assert [(one.attempt, one.payload["cause"]) for one in (first, second)] == [(1, FAILURE), (2, SUSPENDED)]
+
+
+def test_an_overtaken_attempt_tells_nothing(store: ObjectStore) -> None:
+    EventLog(store, JOB).append(2, EventKind.ATTEMPT_STARTED, {"num_workers": 2})
+    tell_lost(store, job(1))
+
+    assert len(list(EventLog(store, JOB).after(0))) == 1

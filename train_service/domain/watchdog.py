@@ -1,0 +1,78 @@
+"""The rule by which a rank counts as hung, from what the ranks say of themselves once a second."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+FEWEST_SECONDS = 30.0
+MEDIAN_STEPS = 10.0
+# By so much longer may a rank that starts say nothing: what it imports and compiles may hold the interpreter.
+STARTING_FACTOR = 3.0
+# Frames in which a rank waits for the others: in backward, where gradients are added up, or in a call of its own.
+WAITING_FRAMES = ("torch/distributed/", "_engine_run_backward", "train_service/ranks.py")
+# A frame of the thread that trains, whatever else a worker's process runs.
+TRAINING_FRAME = "train_loop"
+
+
+class Phase(enum.StrEnum):
+    # Until the first step of the attempt is done: reading, building, compiling. It may take as long as it likes.
+    STARTING = "STARTING"
+    TRAINING = "TRAINING"
+    # Rank 0 waits for a checkpoint to be durable, and others for rank 0.
+    SAVING = "SAVING"
+
+
+@dataclass(frozen=True)
+class RankState:
+    """`still_s`: since it last got on, by its own word; `silent_s`: since it last said anything at all."""
+
+    rank: int
+    step: int
+    phase: Phase
+    still_s: float
+    silent_s: float
+    # It waits for a store that does not answer.
+    waits_for_store: bool = False
+
+
+def limit_s(seconds_per_step: Sequence[float]) -> float:
+    """How long a rank may stand still: the larger of 30 s and ten median steps."""
+    return max(FEWEST_SECONDS, MEDIAN_STEPS * median(seconds_per_step)) if seconds_per_step else FEWEST_SECONDS
+
+
+def silent_ranks(ranks: Sequence[RankState], limit: float) -> list[int]:
+    """Those whose process says nothing any more. One that starts may keep the interpreter to itself for longer."""
+    return [one.rank for one in ranks if one.silent_s > limit * (STARTING_FACTOR if one.phase is Phase.STARTING else 1)]
+
+
+def hung(ranks: Sequence[RankState], limit: float) -> list[int]:
+    """The ranks that hang; empty while all is well.
+
+    A process that says nothing hangs in any phase. Ranks go in step, so as long as one of them gets on, or has a reason
+    not to, the others wait for it. Of those that stand still, the ones at the lowest step hold up the rest.
+    """
+    silent = silent_ranks(ranks, limit)
+    if silent or not ranks:
+        return silent
+    if any(one.phase is not Phase.TRAINING or one.waits_for_store or one.still_s <= limit for one in ranks):
+        return []
+    lowest = min(one.step for one in ranks)
+    return [one.rank for one in ranks if one.step == lowest]
+
+
+def waits_for_others(stacks: str) -> bool:
+    """Whether the training thread of such stacks (faulthandler's text) waits for other ranks."""
+    for thread in stacks.split("\n\n"):
+        if TRAINING_FRAME in thread:
+            return any(frame in thread for frame in WAITING_FRAMES)
+    return False
+
+
+def culprits(suspects: Sequence[int], stacks: dict[int, str], silent: Sequence[int]) -> list[int]:
+    """Which of the suspects hold up the others: who is silent, else who does not wait for anybody, else all."""
+    if silent:
+        return list(silent)
+    return [rank for rank in suspects if rank in stacks and not waits_for_others(stacks[rank])] or list(suspects)

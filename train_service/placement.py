@@ -1,0 +1,107 @@
+"""Where the workers of a run go: what Ray has free, how many fit, and how Ray Train is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import ray
+from ray._private import state as ray_state
+
+from shared.jobs.actor import NOT_BESIDE_A_SERVICE
+from train_service.domain.sizing import ACCELERATOR, Resources, what_is_missing, workers_that_fit
+from train_service.domain.spec import TrainingSpec
+
+ROLE_LABEL = "millrace.role"
+# What a worker asks of a node with an accelerator of its type: a mark, of which a node has 1.
+MARK = 0.001
+
+
+@dataclass(frozen=True)
+class Node:
+    """One that takes workers: `free` and `total` by the names of resources."""
+
+    node_id: str
+    free: Resources
+    total: Resources
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many workers, and what each asks for."""
+
+    workers: int
+    bundle: dict[str, float]
+
+    @property
+    def use_gpu(self) -> bool:
+        return self.bundle.get("GPU", 0.0) > 0
+
+
+def draining_nodes() -> set[str]:
+    """The ids of the nodes that Ray was told will be taken away."""
+    return set(ray_state.state.get_draining_nodes())
+
+
+def usable_nodes() -> list[Node]:
+    """The nodes that live, stay, and are no service's own."""
+    draining = draining_nodes()
+    free: Mapping[str, Resources] = ray_state.available_resources_per_node()  # type: ignore[no-untyped-call]
+    return [
+        Node(node["NodeID"], free.get(node["NodeID"], {}), node["Resources"])
+        for node in ray.nodes()  # type: ignore[no-untyped-call]
+        if node["Alive"] and node["NodeID"] not in draining and (node.get("Labels") or {}).get(ROLE_LABEL) != "service"
+    ]
+
+
+def bundle_of(spec: TrainingSpec, nodes: list[Node]) -> dict[str, float]:
+    """What one worker asks of Ray, without zeros."""
+    placement = spec.placement
+    gpus = placement.gpus_per_worker
+    if gpus is None:
+        gpus = 1.0 if sum(node.total.get("GPU", 0.0) for node in nodes) >= spec.num_workers else 0.0
+    bundle = {"CPU": placement.cpus_per_worker, "GPU": gpus, **placement.resources_per_worker}
+    if placement.accelerator_type:
+        bundle[f"{ACCELERATOR}{placement.accelerator_type}"] = MARK
+    return {name: amount for name, amount in bundle.items() if amount > 0}
+
+
+def size_now(spec: TrainingSpec, own: Mapping[str, int] | None = None) -> Size:
+    """The most workers for which there is room, 0 where not even the fewest fit. `own` counts the workers that the
+    caller has already, by node id: they would make room for themselves."""
+    nodes = usable_nodes()
+    bundle = bundle_of(spec, nodes)
+    free = [_with_own(node, bundle, (own or {}).get(node.node_id, 0)) for node in nodes]
+    fits = workers_that_fit(free, bundle, spec.placement.strategy, spec.fewest_workers, spec.num_workers)
+    return Size(fits, bundle)
+
+
+def lacking(spec: TrainingSpec) -> str:
+    """What the cluster lacks for the fewest workers of a run; empty where they fit."""
+    nodes = usable_nodes()
+    bundle = bundle_of(spec, nodes)
+    free, strategy, fewest = [node.free for node in nodes], spec.placement.strategy, spec.fewest_workers
+    if workers_that_fit(free, bundle, strategy, fewest, spec.num_workers):
+        return ""
+    return what_is_missing(free, [node.total for node in nodes], bundle, strategy, fewest)
+
+
+def is_settling(spec: TrainingSpec) -> bool:
+    """Whether there would be room for more workers if the nodes were empty: somebody, maybe the attempt that has just
+    ended, still holds it."""
+    nodes = usable_nodes()
+    bundle = bundle_of(spec, nodes)
+
+    def fits(resources: list[Resources]) -> int:
+        return workers_that_fit(resources, bundle, spec.placement.strategy, 1, spec.num_workers)
+
+    return fits([node.free for node in nodes]) < fits([node.total for node in nodes])
+
+
+def selector() -> dict[str, str]:
+    """The labels that a worker's node must have."""
+    return dict(NOT_BESIDE_A_SERVICE)
+
+
+def _with_own(node: Node, bundle: Resources, workers: int) -> Resources:
+    return {**node.free, **{name: node.free.get(name, 0.0) + workers * need for name, need in bundle.items()}}

@@ -1,0 +1,121 @@
+"""A rank's sign of life: a thread tells the attempt once a second where the rank is, and takes its wishes.
+
+Over a plain connection of JSON lines: an actor of Ray's for it would be one more process to start with each attempt. A
+rank whose interpreter is held leaves its stacks in a file, by a thread that needs no interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import select
+import socket
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from train_service.domain.watchdog import Phase
+from train_service.patience import in_store_calls
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+CONNECT_WITHIN_S = 5.0
+# Well before the attempt takes a silent rank for hung, which is after 30 s at the earliest.
+HELD_AFTER_S = 20.0
+
+
+class Pulse:
+    """Use as a context around all that the rank does. Without an address it does nothing."""
+
+    def __init__(self, rank: int, address: str = "", node_id: str = "") -> None:
+        """`address` is `host:port/token`, from `Pulses`; `node_id` is Ray's."""
+        self._rank = rank
+        self._address = address
+        self._node_id = node_id
+        self._step = 0
+        self._phase = Phase.STARTING
+        self._moved = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        # Steps of the whole run, once they are known.
+        self.total_steps = 0
+        # A reason to stop that the attempt wishes, 0 for none; see `reporting`.
+        self.wish = 0
+
+    def at(self, step: int, phase: Phase) -> None:
+        """Notes where the rank is. Cheap."""
+        self._step, self._phase, self._moved = step, phase, time.monotonic()
+
+    def tick(self) -> None:
+        """Notes that it gets on, e.g. within a validation."""
+        self._moved = time.monotonic()
+
+    def __enter__(self) -> Pulse:
+        if self._address:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._address:
+            self._thread.join(CONNECT_WITHIN_S)
+
+    def _run(self) -> None:
+        with tempfile.NamedTemporaryFile(prefix="millrace-stacks-", suffix=".txt") as stacks:
+            while not self._ended.is_set():
+                try:
+                    self._stay_connected(stacks)
+                except (OSError, ValueError) as error:
+                    logger.warning("the attempt cannot be told how it goes: %s", error)
+                    self._ended.wait(INTERVAL_S)
+            faulthandler.cancel_dump_traceback_later()
+
+    def _stay_connected(self, stacks: Any) -> None:
+        where, _, token = self._address.rpartition("/")
+        host, _, port = where.rpartition(":")
+        with socket.create_connection((host, int(port)), CONNECT_WITHIN_S) as connection:
+            hello = {"token": token, "rank": self._rank, "pid": os.getpid(), "node": self._node_id}
+            _send(connection, {**hello, "stacks_file": stacks.name})
+            received = b""
+            while not self._ended.is_set():
+                faulthandler.dump_traceback_later(HELD_AFTER_S, file=stacks)
+                _send(connection, self._state())
+                ready, _, _ = select.select([connection], [], [], INTERVAL_S)
+                if not ready:
+                    continue
+                chunk = connection.recv(4096)
+                if not chunk:
+                    raise OSError("it closed the connection")
+                *lines, received = (received + chunk).split(b"\n")
+                for line in lines:
+                    self._obey(connection, json.loads(line), stacks)
+            with contextlib.suppress(OSError):
+                _send(connection, {**self._state(), "bye": True})
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "step": self._step,
+            "total_steps": self.total_steps,
+            "phase": self._phase,
+            "still_s": time.monotonic() - self._moved,
+            "store": in_store_calls(),
+        }
+
+    def _obey(self, connection: socket.socket, order: dict[str, Any], stacks: Any) -> None:
+        if "stop" in order:
+            self.wish = max(self.wish, int(order["stop"]))
+        elif "dump" in order:
+            stacks.seek(0)
+            stacks.truncate()
+            faulthandler.dump_traceback(file=stacks, all_threads=True)
+            _send(connection, {"stacks": Path(stacks.name).read_text(errors="replace")})
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")

@@ -1,0 +1,178 @@
+"""The attempt's end of its ranks' pulses: what they last said, and a way to ask them for something."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import logging
+import secrets
+import socket
+import socketserver
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from train_service.domain.watchdog import Phase, RankState
+
+logger = logging.getLogger(__name__)
+
+# A rank says a few hundred bytes a second; its stacks are the longest.
+LONGEST_LINE = 4 * 1024 * 1024
+HELLO_WITHIN_S = 10.0
+
+
+@dataclass
+class Heard:
+    """What one rank said; times by this process's monotonic clock."""
+
+    rank: int
+    pid: int
+    node_id: str
+    stacks_file: str
+    connection: socket.socket
+    heard_at: float
+    step: int = 0
+    total_steps: int = 0
+    phase: Phase = Phase.STARTING
+    still_since: float = 0.0
+    waits_for_store: bool = False
+    stacks: str = ""
+    # It said that it ends.
+    left: bool = False
+    # Its connection ended without that.
+    lost: bool = False
+
+    def state(self, now: float) -> RankState:
+        still, silent = now - self.still_since, now - self.heard_at
+        return RankState(self.rank, self.step, self.phase, still, silent, self.waits_for_store)
+
+
+@dataclass
+class _Steps:
+    """From where a rank is once a second to seconds per step."""
+
+    step: int = 0
+    at: float = 0.0
+    seconds: list[float] = field(default_factory=list)
+
+    def note(self, step: int, now: float) -> None:
+        if step > self.step:
+            if self.step:
+                self.seconds.append((now - self.at) / (step - self.step))
+                del self.seconds[:-200]
+            self.step, self.at = step, now
+
+
+class Pulses:
+    """Listens on a port of this node's for the ranks of one attempt. Use as a context."""
+
+    def __init__(self, host: str) -> None:
+        self._token = secrets.token_hex(16)
+        self._ranks: dict[int, Heard] = {}
+        self._steps = _Steps()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._server = _Server((host, 0), self)
+        self.address = f"{host}:{self._server.server_address[1]}/{self._token}"
+
+    def __enter__(self) -> Pulses:
+        threading.Thread(target=self._server.serve_forever, name="pulses", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def heard(self) -> list[Heard]:
+        """Every rank that ever said something, in their order."""
+        with self._lock:
+            return [self._ranks[rank] for rank in sorted(self._ranks)]
+
+    def at_work(self) -> list[Heard]:
+        """Those that have neither left nor been lost."""
+        return [one for one in self.heard() if not one.left and not one.lost]
+
+    @property
+    def seconds_per_step(self) -> list[float]:
+        """Of the newest steps of rank 0."""
+        with self._lock:
+            return list(self._steps.seconds)
+
+    def ask_to_stop(self, reason: int) -> None:
+        """Rank 0 makes all of them stop after the same step."""
+        self._tell({"stop": reason})
+
+    def stacks(self, within_s: float) -> dict[int, str]:
+        """What all threads of each rank do, by rank, of those that answer in time."""
+        for one in self.heard():
+            one.stacks = ""
+        self._tell({"dump": True})
+        until = time.monotonic() + within_s
+        with self._changed:
+            while any(not one.stacks for one in self._ranks.values() if not (one.left or one.lost)):
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(left)
+            return {rank: one.stacks for rank, one in self._ranks.items() if one.stacks}
+
+    def _tell(self, order: dict[str, Any]) -> None:
+        for one in self.at_work():
+            # One that is stopped takes nothing; its socket's buffer has room for these few bytes.
+            with contextlib.suppress(OSError):
+                one.connection.send(json.dumps(order).encode() + b"\n")
+
+    def _serve(self, connection: socket.socket) -> None:
+        """One rank's connection, in a thread of its own."""
+        connection.settimeout(HELLO_WITHIN_S)
+        with connection.makefile("rb") as lines:
+            hello = json.loads(lines.readline(LONGEST_LINE))
+            if not hmac.compare_digest(str(hello.get("token", "")), self._token):
+                return
+            connection.settimeout(None)
+            now = time.monotonic()
+            one = Heard(hello["rank"], hello["pid"], hello["node"], hello["stacks_file"], connection, now)
+            one.still_since = now
+            with self._changed:
+                self._ranks[one.rank] = one
+            try:
+                while line := lines.readline(LONGEST_LINE):
+                    self._note(one, json.loads(line))
+            finally:
+                one.lost = not one.left
+
+    def _note(self, one: Heard, said: dict[str, Any]) -> None:
+        now = time.monotonic()
+        with self._changed:
+            one.heard_at = now
+            if "stacks" in said:
+                one.stacks = said["stacks"]
+                self._changed.notify_all()
+                return
+            one.step, one.total_steps, one.phase = said["step"], said["total_steps"], Phase(said["phase"])
+            one.still_since = now - said["still_s"]
+            one.waits_for_store = said["store"]
+            one.left = bool(said.get("bye"))
+            if one.rank == 0:
+                self._steps.note(one.step, now)
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, address: tuple[str, int], pulses: Pulses) -> None:
+        super().__init__(address, _Handler)
+        self.pulses = pulses
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        logger.debug("connection %s of %s ended", request, client_address, exc_info=True)
+
+
+class _Handler(socketserver.BaseRequestHandler):
+    server: _Server
+
+    def handle(self) -> None:
+        self.server.pulses._serve(self.request)

@@ -1,0 +1,101 @@
+"""One run of Ray Train, driven from the attempt's own process.
+
+Ray Train starts its controller as an actor, and for it a cleaner and a preemption watcher, a process each. Here the
+controller is an object in the attempt's process: what it holds ends with that process, which is a detached actor, so
+that there is nothing left to clean. Ray's release is pinned; `tests/integration/train_service` would notice a change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ray.train import Result
+from ray.train.torch import TorchConfig
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.callbacks.working_dir_setup import WorkingDirectorySetupCallback
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
+from ray.train.v2.torch.torch_trainer import TorchTrainer
+
+from train_service.domain.sizing import ACCELERATOR
+from train_service.domain.spec import Placement
+from train_service.loop import LoopConfig, train_loop
+from train_service.placement import Size, selector
+
+# How often it looks after its workers; Ray's own 2 s are a tenth of a restart.
+POLL_EVERY_S = 0.25
+# Ray hands these on to its workers as an environment of their own, and a worker with one cannot take a process that
+# waits for work: so they are set while the controller is made, and not longer.
+WHILE_MADE = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0"}
+# Of this process alone: how long workers may take to leave their group, and no advice on blocking calls.
+OF_THE_ATTEMPT = {
+    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",
+    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+}
+NOT_NEEDED = (PlacementGroupCleanerCallback, WorkingDirectorySetupCallback)
+
+
+class RayRun(TorchTrainer):
+    """`fit` blocks until the workers have ended. Raises `TrainingFailedError` where one was lost or raised."""
+
+    def __init__(self, config: LoopConfig, size: Size) -> None:
+        os.environ.update(OF_THE_ATTEMPT)
+        placement = config.spec.placement
+        # Ray insists on a folder for its own notes. Ours are in the store, and it need not know of that.
+        folder = Path(tempfile.gettempdir()) / f"millrace-ray-train-{os.getpid()}"
+        super().__init__(
+            train_loop,
+            train_loop_config={"loop": config},
+            torch_config=TorchConfig(backend=_backend(placement, size), timeout_s=round(placement.timeout_s)),
+            scaling_config=ScalingConfig(
+                num_workers=size.workers,
+                use_gpu=size.use_gpu,
+                resources_per_worker={
+                    name: amount for name, amount in size.bundle.items() if not name.startswith(ACCELERATOR)
+                },
+                accelerator_type=placement.accelerator_type or None,
+                placement_strategy=placement.strategy,
+                label_selector=selector(),
+            ),
+            run_config=RunConfig(
+                name=f"attempt-{config.attempt:05d}",
+                storage_path=str(folder),
+                failure_config=FailureConfig(max_failures=0),
+            ),
+        )
+
+    def _create_default_callbacks(self) -> list[Any]:
+        made = super()._create_default_callbacks()
+        return [callback for callback in made if not isinstance(callback, NOT_NEEDED)]
+
+    def _initialize_and_run_controller(self, **arguments: Any) -> Result:
+        with _environment(WHILE_MADE):
+            controller = TrainController(**arguments)
+        controller._health_check_interval_s = POLL_EVERY_S
+        asyncio.run(controller.run())  # type: ignore[no-untyped-call]
+        return controller.get_result()
+
+
+def _backend(placement: Placement, size: Size) -> str:
+    return placement.backend or ("nccl" if size.use_gpu else "gloo")
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

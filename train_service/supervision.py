@@ -1,0 +1,160 @@
+"""What an attempt looks after while its workers train: hung ranks, nodes that are taken away, room for more workers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from statistics import median
+
+import ray
+from ray.exceptions import RayError
+
+from shared.errors import MillraceError, Unavailable
+from shared.jobs import AttemptContext
+from shared.jobs.record import PREEMPTED, RESIZED
+from train_service.domain.spec import TrainingSpec
+from train_service.domain.watchdog import culprits, hung, limit_s, silent_ranks
+from train_service.endings import HUNG, tell_end
+from train_service.node_access import end_hard
+from train_service.patience import patient
+from train_service.placement import draining_nodes, size_now
+from train_service.pulses import Heard, Pulses
+from train_service.reporting import PREEMPT, RESIZE
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+GROWTH_LOOK_EVERY_S = 3.0
+# Room must have been there for so long: nodes that come one after another should cost one restart, not several.
+ROOM_STABLE_S = 10.0
+# A restart takes about as long; with less left to do, more workers do not pay.
+WORTH_A_RESTART_S = 30.0
+STACKS_WITHIN_S = 5.0
+# Workers that did not even reach their loop by then never will.
+START_WITHIN_S = 900.0
+# After its workers were killed, `fit` returns; should it not, this process ends.
+FIT_ENDS_WITHIN_S = 30.0
+STORE_PATIENCE_S = 30.0
+
+
+class Supervision:
+    """A thread beside `fit`. Use as a context; afterwards `cause` says why it ended the attempt, if it did."""
+
+    def __init__(self, context: AttemptContext, spec: TrainingSpec, pulses: Pulses, workers: int) -> None:
+        self._context = context
+        self._spec = spec
+        self._pulses = pulses
+        self._workers = workers
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="supervision", daemon=True)
+        self._began = time.monotonic()
+        self._looked_for_room = 0.0
+        self._room_since: float | None = None
+        self.cause: MillraceError | None = None
+
+    def __enter__(self) -> Supervision:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(LOOK_EVERY_S):
+            try:
+                self._look()
+            except (RayError, ConnectionError, OSError) as error:
+                logger.warning("not looked after for a moment: %s", error)
+            except Exception:
+                logger.exception("not looked after for a moment")
+
+    def _look(self) -> None:
+        ranks = self._pulses.at_work()
+        if len(self._pulses.heard()) < self._workers and time.monotonic() - self._began > START_WITHIN_S:
+            self._give_up(Unavailable(f"the workers did not start within {START_WITHIN_S:.0f} s", reason="NO_START"))
+        self._look_for_hung(ranks)
+        if self.cause is None:
+            self._look_for_drains(ranks)
+        if self.cause is None and self._workers < self._spec.num_workers:
+            self._look_for_room(ranks)
+
+    def _look_for_hung(self, ranks: list[Heard]) -> None:
+        now = time.monotonic()
+        limit = limit_s(self._pulses.seconds_per_step)
+        states = [one.state(now) for one in ranks]
+        suspects = hung(states, limit)
+        if not suspects:
+            return
+        logger.warning("ranks %s stand still for more than %.0f s: %s", suspects, limit, states)
+        silent = silent_ranks(states, limit)
+        stacks = self._pulses.stacks(STACKS_WITHIN_S)
+        standing = culprits(suspects, stacks, silent)
+        at = {state.rank: state.step for state in states}
+        told = ", ".join(f"rank {rank} at step {at[rank]}" for rank in standing)
+        self.cause = Unavailable(
+            f"{told} stood still for more than {limit:.0f} s; the stacks of all ranks are in its logs",
+            reason="RANK_HUNG",
+            metadata={"ranks": ",".join(str(rank) for rank in standing)},
+        )
+        # What a rank whose interpreter is held wrote by itself; it must be read before its process ends.
+        stacks = {**end_hard(ranks), **stacks}
+        self._keep(stacks)
+        patient(
+            lambda: tell_end(self._context, HUNG, str(self.cause), standing), "the end of an attempt", STORE_PATIENCE_S
+        )
+        self._give_up(self.cause)
+
+    def _keep(self, stacks: dict[int, str]) -> None:
+        for rank, text in stacks.items():
+            key = f"{self._context.folder}/logs/a{self._context.attempt:05d}/r{rank:04d}/stacks.txt"
+            data = text.encode()
+            patient(lambda key=key, data=data: self._context.store.put(key, data), "a stack", STORE_PATIENCE_S)  # type: ignore[misc]
+
+    def _give_up(self, cause: MillraceError) -> None:
+        """The workers are gone, or will never come: `fit` should see it, and this process ends where it does not."""
+        self.cause = cause
+        if not self._ended.wait(FIT_ENDS_WITHIN_S):
+            logger.warning("Ray Train did not end with its workers; ending the attempt: %s", cause.message)
+            os._exit(1)
+
+    def _look_for_drains(self, ranks: list[Heard]) -> None:
+        here = {one.node_id: one.rank for one in ranks}
+        here.setdefault(ray.get_runtime_context().get_node_id(), -1)
+        leaving = draining_nodes() & set(here)
+        if leaving:
+            gone = sorted(one.rank for one in ranks if one.node_id in leaving)
+            self.cause = Unavailable(
+                f"{'a node' if len(leaving) == 1 else f'{len(leaving)} nodes'} of the attempt will be taken away",
+                reason=PREEMPTED,
+                metadata={"ranks": ",".join(str(rank) for rank in gone), "nodes": ",".join(sorted(leaving))},
+            )
+            logger.warning("%s: %s", self.cause.message, ", ".join(leaving))
+            self._pulses.ask_to_stop(PREEMPT)
+
+    def _look_for_room(self, ranks: list[Heard]) -> None:
+        now = time.monotonic()
+        if now - self._looked_for_room < GROWTH_LOOK_EVERY_S or len(ranks) < self._workers:
+            return
+        self._looked_for_room = now
+        size = size_now(self._spec, Counter(one.node_id for one in ranks))
+        if size.workers <= self._workers or not self._pays():
+            self._room_since = None
+            return
+        self._room_since = self._room_since or now
+        if now - self._room_since >= ROOM_STABLE_S:
+            self.cause = Unavailable(
+                f"there is room for {size.workers} workers instead of {self._workers}", reason=RESIZED
+            )
+            logger.info("%s", self.cause.message)
+            self._pulses.ask_to_stop(RESIZE)
+
+    def _pays(self) -> bool:
+        first = next((one for one in self._pulses.at_work() if one.rank == 0), None)
+        seconds = self._pulses.seconds_per_step
+        if first is None or not seconds or not first.total_steps:
+            return False
+        return (first.total_steps - first.step) * median(seconds) > WORTH_A_RESTART_S
