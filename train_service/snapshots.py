@@ -25,7 +25,7 @@ from train_service.tensor_files import NEST, TensorFile, put_together, take_apar
 
 logger = logging.getLogger(__name__)
 
-STORE_RETRY_S = 1.0
+
 # A write that took longer than this is told: the store was away, or is slow.
 TOLD_AFTER_S = 5.0
 

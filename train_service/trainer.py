@@ -25,6 +25,7 @@ from shared.jobs.record import RESIZED
 from shared.log import StaleAttempt
 from train_service.domain.spec import TrainingSpec
 from train_service.endings import cause_of, tell_end
+from train_service.logs import OWN_PROCESS, LogShipper
 from train_service.loop import LoopConfig
 from train_service.patience import patient
 from train_service.placement import Size, lacking, size_now
@@ -48,6 +49,12 @@ def prepare() -> None:
 
 def run(context: AttemptContext) -> dict[str, Any]:
     """Entry function of a durable job of kind `train`. Returns the last and the best checkpoint."""
+    with LogShipper(context.store, context.job.name, context.attempt, OWN_PROCESS):
+        return _told(context)
+
+
+def _told(context: AttemptContext) -> dict[str, Any]:
+    """`_run`, whose end is an event."""
     try:
         return _run(context)
     except MillraceError as error:

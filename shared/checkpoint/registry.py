@@ -20,7 +20,7 @@ from shared.errors import FailedPrecondition, NotFound, not_found
 from shared.jobs.record import JobState
 from shared.log import Record, ResourceLog
 from shared.storage import ObjectStore
-from shared.user_markers import live_users
+from shared.user_markers import live_users as live_users
 
 NAME_PATTERN = "trainingJobs/{j}/checkpoints/{c}"
 # `trainingJobs/{j}/checkpoints/final` means the one at the run's last step.

@@ -15,7 +15,7 @@ from shared.requests import OUTCOME_UNKNOWN
 from shared.storage import ObjectStore
 from shared.user_markers import UserMarker, let_go, live_users, markers, put_marker, unmark
 
-__all__ = ["UserMarker", "keep", "live_users", "markers", "release", "users_of_job", "using"]
+__all__ = ["UserMarker", "keep", "live_users", "markers", "put_marker", "release", "users_of_job", "using"]
 
 # A job's best may change while it is being marked; after so many times something else is wrong.
 TRIES = 20

@@ -9,6 +9,7 @@ from torch import nn
 
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry, Ranking
 from shared.model_spec import ModelSpec
+from shared.models import load_weights
 from shared.storage import ObjectStore, open_store
 from train_service.domain.spec import CheckpointPolicy
 from train_service.snapshots import CheckpointWriter, restore
@@ -54,11 +55,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 def save_one(
     writer: CheckpointWriter, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, **metrics: float
 ) -> None:
-    writer.save(replace(CONTENT, step=step, metrics=metrics), model, optimizer.state_dict())
+    content = replace(CONTENT, step=step, metrics=metrics)
+    writer.save(lambda: content, model.state_dict(), optimizer.state_dict())
 
 
 def load(store: ObjectStore, entry: CheckpointEntry, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.load_state_dict(restore(store, entry, model).state)
+    restored = restore(store, entry)
+    load_weights(model, restored.weights)
+    optimizer.load_state_dict(restored.state)
 
 
 def save(store: ObjectStore, *steps: int, attempt: int = 1) -> list[CheckpointEntry]:

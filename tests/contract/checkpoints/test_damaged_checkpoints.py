@@ -115,7 +115,7 @@ def test_retention_keeps_the_newest_and_the_best_and_removes_the_files_of_the_re
     with CheckpointWriter(store, registry, 1, lambda _: None, policy=policy(2)) as writer:
         for step, loss in ((2, 0.9), (4, 0.1), (6, 0.5), (8, float("nan")), (10, 0.6)):
             save_one(writer, step, *trained(0), validation_loss=loss)
-        writer.save(replace(CONTENT, step=12), trained(0)[0], {}, final=True)
+        writer.save(lambda: replace(CONTENT, step=12), trained(0)[0].state_dict(), {}, final=True)
         writer.wait()
 
     left = entries(store)

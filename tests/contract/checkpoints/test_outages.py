@@ -13,6 +13,7 @@ from tests.support.s3_fault_proxy import NONE, fault_proxy, silent
 from tests.support.snapshots import JOB, entries, load, save_one, trained
 from tests.support.waiting import wait_until
 from train_service import snapshots
+from train_service.patience import in_store_calls
 from train_service.snapshots import CheckpointWriter
 
 
@@ -31,14 +32,14 @@ def test_a_store_that_is_away_in_mid_upload_is_waited_for_and_the_wait_is_told(
         with CheckpointWriter(store, registry, 1, lambda _: None, warn=warnings.append) as writer:
             proxy.fault = silent()
             save_one(writer, 3, model, optimizer)
-            wait_until(lambda: writer.store_away_s > 1.0, "that the writer notices")
+            wait_until(in_store_calls, "that the writer waits for the store")
             assert entries(open_store(s3_store)) == []
             assert writer.stalled_s < 1.0  # the step goes on meanwhile
             proxy.fault = NONE
             save_one(writer, 4, model, optimizer)
             writer.wait()
             assert writer.stalled_s > 0.0
-            assert writer.store_away_s == 0.0
+            assert not in_store_calls()
 
     (first, second) = entries(open_store(s3_store))
     assert (first.step, second.step) == (3, 4)

@@ -1,4 +1,4 @@
-"""The record of consumed rows: gathered from all ranks, chained from checkpoint to checkpoint, answered for an epoch."""
+"""The record of consumed rows: gathered from all ranks, chained from checkpoint to checkpoint, asked of an epoch."""
 
 from __future__ import annotations
 

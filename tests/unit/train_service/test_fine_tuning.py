@@ -42,7 +42,7 @@ def source(store: ObjectStore) -> CheckpointEntry:
     torch.manual_seed(7)
     with CheckpointWriter(store, CheckpointRegistry(store, SOURCE), 1, lambda _: None) as writer:
         content = replace(CONTENT, training_job=SOURCE, step=5, model=MODEL)
-        writer.save(content, build_model(MODEL), {}, final=True)
+        writer.save(lambda: content, build_model(MODEL).state_dict(), {}, final=True)
         writer.wait()
     return CheckpointRegistry(store, SOURCE).entries()[0]
 

@@ -104,7 +104,7 @@ def test_nothing_is_loaded_from_a_damaged_checkpoint(store: ObjectStore) -> None
     damage(store, saved, OPTIMIZER)
 
     with pytest.raises(DataLoss):
-        restore(store, saved, trained(0)[0])
+        restore(store, saved)
 
 
 def test_a_stale_attempt_cannot_add_a_checkpoint(store: ObjectStore) -> None:
