@@ -13,7 +13,7 @@ from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import Jobs
 from shared.settings import StoreSettings
 from tests.support.chunk_sender import chunks, commit, send
-from tests.support.data_place import DataPlace, data_place, digits_stream
+from tests.support.data_place import DataPlace, data_place, digits_stream, normalising
 from tests.support.ray_head import RayHead
 from tests.support.refusals import refused
 from tests.support.small_disk import small_disk
@@ -77,3 +77,26 @@ def test_an_import_goes_on_once_there_is_room(disk: Path, place: DataPlace) -> N
     filler.unlink()
     digest = place.imported(upload).manifest_sha256
     place.assert_made_once(place.ended(started), digest)
+
+
+@pytest.mark.chaos  # likewise
+def test_a_transform_goes_on_once_there_is_room(disk: Path, place: DataPlace) -> None:
+    data = digits_stream(ROWS // 2)  # floats take four times the room, and are made twice
+    upload = place.start_upload()
+    send(place.client.data, upload, data, 0, len(data))
+    commit(place.client.data, upload, data)
+    source = place.imported(upload).name
+    filler = fill(disk, ROOM_FOR_LOGS)
+    started = place.start_transform(source, normalising())
+    version = place.version_of(started)
+    jobs = Jobs(place.store, IMPORT_KIND)
+    wait_until(lambda: jobs.get(version, version).failures > 0, "an attempt that does not fit", 90)
+    cause = jobs.get(version, version).error
+    assert cause is not None
+    assert (cause["kind"], cause["reason"]) == ("ResourceExhausted", "STORE_FULL"), cause
+    place.assert_invisible(version)
+    assert place.files_of(version) == 0, "what did not fit is taken away"
+    filler.unlink()
+    done = place.ended(started)
+    digest = place.transformed(source, normalising()).manifest_sha256
+    place.assert_made_once(done, digest)

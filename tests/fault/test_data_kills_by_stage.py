@@ -1,4 +1,4 @@
-"""SIGKILL to each that takes part in an upload, an import and a transform, at each of their stages, on S3.
+"""SIGKILL to each that takes part in an upload, an import and a transform, at each of their stages, on each store.
 
 Acknowledged bytes stay, nothing is half visible, each job finishes once, and with the undisturbed run's digest.
 """
@@ -8,13 +8,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import pytest
 
 from millrace.data.v1 import data_service_pb2 as pb
-from millrace.data.v1.resources_pb2 import Upload
+from millrace.data.v1.resources_pb2 import DatasetVersion, Upload
+from shared.jobs.actor import CALL_WITHIN_S
+from shared.settings import StoreSettings
 from shared.storage.opening import ensure_bucket
 from tests.integration.data_service.client import metadata_of
 from tests.support.chunk_sender import CHUNK_BYTES, Sending, commit, send
@@ -26,27 +29,50 @@ from tests.support.waiting import wait_until
 
 ROWS = 8_000
 HALF = 12 * CHUNK_BYTES
-PAUSE_S = 0.02
+PAUSE_S, SLOWLY_S = 0.02, 0.1
 S3_AWAY_S = 5.0
-chaos = pytest.mark.chaos
-S3 = name_under_test()
+STORES = {"file": "file", "s3": f"s3-{name_under_test()}"}
 
 
 @dataclass
 class Scene:
-    """`imported` and `transformed` are the digests of undisturbed runs; `source` is the version they made first."""
+    """`source` is the version that an undisturbed import made, `imported` its digest. `s3` is there on S3 alone."""
 
     place: DataPlace
-    s3: KillableS3
     gate: Gate
     data: bytes
     source: str
     imported: str
-    transformed: str
+    s3: KillableS3 | None = None
+
+    @cached_property
+    def transformed(self) -> DatasetVersion:
+        """What an undisturbed transform makes of the source."""
+        self.gate.open()
+        return self.place.transformed(self.source, normalising("gated"))
+
+    @property
+    def struck(self) -> int:
+        return self.place.struck + (self.s3.kills if self.s3 else 0)
+
+
+@pytest.fixture
+def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
+    """On the kind of store that the parameter names."""
+    on_store: Scene = request.getfixturevalue(f"scene_on_{request.param}")
+    yield on_store
+    on_store.gate.open()  # what a failed test left at work would be in the next one's way
 
 
 @pytest.fixture(scope="module")
-def scene(
+def scene_on_file(gate: Gate, data_head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    folder = tmp_path_factory.mktemp("kills")
+    with data_place(StoreSettings(url=(folder / "store").as_uri()), data_head, folder / "data") as place:
+        yield undisturbed(place, gate)
+
+
+@pytest.fixture(scope="module")
+def scene_on_s3(
     s3_program: S3Program, gate: Gate, data_head: RayHead, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Scene]:
     folder = tmp_path_factory.mktemp("kills")
@@ -54,55 +80,96 @@ def scene(
         settings = s3.settings(f"s3://millrace/{uuid.uuid4().hex}")
         ensure_bucket(settings)
         with data_place(settings, data_head, folder / "data") as place:
-            yield undisturbed(place, s3, gate)
+            yield undisturbed(place, gate, s3)
 
 
-def undisturbed(place: DataPlace, s3: KillableS3, gate: Gate) -> Scene:
+def undisturbed(place: DataPlace, gate: Gate, s3: KillableS3 | None = None) -> Scene:
     data = digits_stream(ROWS)
     upload = place.start_upload()
     assert send(place.client.data, upload, data, 0, len(data)) == len(data)
     commit(place.client.data, upload, data)
     source = place.imported(upload)
-    gate.open()
-    transformed = place.transformed(source.name, normalising("gated"))
-    return Scene(place, s3, gate, data, source.name, source.manifest_sha256, transformed.manifest_sha256)
+    return Scene(place, gate, data, source.name, source.manifest_sha256, s3)
 
 
-Strike = Callable[[Scene], None]
+# --- who is struck ----------------------------------------------------------------------------------------------
+
+# Waits until who was struck is back.
+Recover = Callable[[], None]
 
 
-def strike_service(scene: Scene) -> None:
+def strike_service(scene: Scene) -> Recover:
     scene.place.strike_service()
+    return scene.place.service.start
 
 
-def strike_actor(scene: Scene) -> None:
-    scene.place.strike("ray::AttemptActor.run")
+def strike_actor(scene: Scene) -> Recover:
+    """The process of the attempt."""
+    scene.place.strike_pids(scene.place.at_work())
+    return lambda: None
 
 
-def strike_worker(scene: Scene) -> None:
-    """One that makes rows."""
-    pids = scene.gate.waiting()[:1]
-    assert pids
-    scene.place.strike_pids(pids)
+def strike_worker(scene: Scene) -> Recover:
+    """One that makes rows: the last, where they are begun."""
+    scene.place.strike_pids((scene.gate.at_the_last() or scene.gate.waiting())[:1])
+    return lambda: None
 
 
-def strike_s3(scene: Scene) -> None:
-    """Returns when it is back."""
-    scene.s3.kill_for(S3_AWAY_S).join()
+def strike_spare(scene: Scene) -> Recover:
+    """The process that waits for the next attempt; if there are several, as after a service's death, all."""
+    wait_until(lambda: bool(scene.place.spares()), "a spare", 90)
+    scene.place.strike_pids(scene.place.spares())
+    return lambda: None
 
 
-def attempts_after(strike: Strike) -> tuple[int, ...]:
+def strike_s3(scene: Scene) -> Recover:
+    assert scene.s3
+    return scene.s3.kill_for(S3_AWAY_S).join
+
+
+STRIKES: Mapping[str, Callable[[Scene], Recover]] = {
+    "service": strike_service,
+    "actor": strike_actor,
+    "worker": strike_worker,
+    "spare": strike_spare,
+    "s3": strike_s3,
+}
+
+
+def strike(scene: Scene, victim: str) -> Recover:
+    before = scene.struck
+    recover = STRIKES[victim](scene)
+    assert scene.struck > before
+    return recover
+
+
+def attempts_after(stage: str, victim: str) -> tuple[int, ...]:
     """An attempt lives in its actor: not in the service, and it outlives a worker; the store's absence may end it."""
-    if strike is strike_actor:
+    if victim == "actor":
         return (2,)
-    return (1, 2) if strike is strike_s3 else (1,)
+    # A service that dies as it starts the attempt may have written so, and started nothing.
+    return (1, 2) if victim in ("s3", "spare") or (stage, victim) == ("starting", "service") else (1,)
+
+
+def cases(victims: Mapping[str, str], quick: Collection[str]) -> pytest.MarkDecorator:
+    """The victims of each stage, on each kind of store. All but the ids that are `quick` are for `make chaos`."""
+    every = [
+        pytest.param(store, stage, victim, id=name, marks=[] if name in quick else pytest.mark.chaos)
+        for store, shown in STORES.items()
+        for stage, names in victims.items()
+        for victim in names.split()
+        if store == "s3" or victim != "s3"
+        for name in [f"{stage}-{victim}-{shown}"]
+    ]
+    return pytest.mark.parametrize(("scene", "stage", "victim"), every, indirect=["scene"])
 
 
 # --- uploads ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", ["half sent", pytest.param("all sent", marks=chaos)])
-def test_an_upload_outlives_its_client(scene: Scene, stage: str) -> None:
+@cases({"half sent": "client", "all sent": "client"}, quick=[f"half sent-client-{STORES['s3']}"])
+def test_an_upload_outlives_its_client(scene: Scene, stage: str, victim: str) -> None:
+    assert victim == "client"
     place, size = scene.place, len(scene.data) if stage == "all sent" else HALF
     upload = place.start_upload()
     command = [sys.executable, "-m", "tests.support.chunk_sender", place.service.address, upload]
@@ -124,18 +191,11 @@ def test_an_upload_outlives_its_client(scene: Scene, stage: str) -> None:
     place.assert_made_once(place.ended(place.start_import(upload)), scene.imported)
 
 
-UPLOAD_STRIKES = [
-    pytest.param("sending", strike_service, id="sending-service"),
-    pytest.param("sending", strike_s3, id=f"sending-{S3}", marks=chaos),
-    pytest.param("all sent", strike_service, id="all sent-service", marks=chaos),
-    pytest.param("all sent", strike_s3, id=f"all sent-{S3}", marks=chaos),
-    pytest.param("committed", strike_service, id="committed-service", marks=chaos),
-    pytest.param("committed", strike_s3, id=f"committed-{S3}", marks=chaos),
-]
-
-
-@pytest.mark.parametrize(("stage", "strike"), UPLOAD_STRIKES)
-def test_acknowledged_bytes_outlive(scene: Scene, stage: str, strike: Strike) -> None:
+@cases(
+    {"sending": "service s3", "all sent": "service s3", "committed": "service s3"},
+    quick=["sending-service-file", f"sending-service-{STORES['s3']}"],
+)
+def test_acknowledged_bytes_outlive(scene: Scene, stage: str, victim: str) -> None:
     place = scene.place
     upload = place.start_upload()
     sending = Sending(place.client.data, upload, scene.data, PAUSE_S)
@@ -143,16 +203,17 @@ def test_acknowledged_bytes_outlive(scene: Scene, stage: str, strike: Strike) ->
     wait_until(lambda: sending.acknowledged > CHUNK_BYTES, "the first chunks", 30)
     if stage == "sending":
         before = sending.acknowledged
-        strike(scene)
+        strike(scene, victim)()
         assert place.acknowledged(upload) >= before
     sending.finish()
     assert sending.forgotten == []
+    assert sending.breaks or (stage, victim) != ("sending", "service")
     if stage == "all sent":
-        strike(scene)
+        strike(scene, victim)()
         assert place.acknowledged(upload) == len(scene.data)
     commit(place.client.data, upload, scene.data)
     if stage == "committed":
-        strike(scene)
+        strike(scene, victim)()
         again = commit(place.client.data, upload, scene.data)
         assert again.size_bytes == len(scene.data)
     place.assert_made_once(place.ended(place.start_import(upload)), scene.imported)
@@ -160,86 +221,102 @@ def test_acknowledged_bytes_outlive(scene: Scene, stage: str, strike: Strike) ->
 
 # --- imports ----------------------------------------------------------------------------------------------------
 
-IMPORT_STRIKES = [
-    pytest.param("starting", strike_service, id="starting-service", marks=chaos),
-    pytest.param("starting", strike_actor, id="starting-actor", marks=chaos),
-    pytest.param("starting", strike_s3, id=f"starting-{S3}", marks=chaos),
-    pytest.param("reading", strike_service, id="reading-service", marks=chaos),
-    pytest.param("reading", strike_actor, id="reading-actor", marks=chaos),
-    pytest.param("reading", strike_s3, id=f"reading-{S3}"),
-    pytest.param("ending", strike_service, id="ending-service", marks=chaos),
-    pytest.param("ending", strike_actor, id="ending-actor", marks=chaos),
-    pytest.param("ending", strike_s3, id=f"ending-{S3}", marks=chaos),
-]
 
-
-@pytest.mark.parametrize(("stage", "strike"), IMPORT_STRIKES)
-def test_an_import_finishes_once(scene: Scene, stage: str, strike: Strike) -> None:
+@cases(
+    {
+        "about to start": "spare",
+        "starting": "service actor s3",
+        "reading": "service actor s3",
+        "ending": "service actor s3",
+    },
+    quick=[f"reading-s3-{STORES['s3']}"],
+)
+def test_an_import_finishes_once(scene: Scene, stage: str, victim: str) -> None:
     """It follows an upload that is still open, which holds it where the test wants it."""
-    place = scene.place
+    place, data = scene.place, scene.place.client.data
+    place.at_rest()
     upload = place.start_upload()
-    if stage != "starting":
-        send(place.client.data, upload, scene.data, 0, HALF)
+    if stage in ("reading", "ending"):
+        send(data, upload, scene.data, 0, HALF)
+    if stage == "about to start":
+        strike(scene, victim)()
     started = place.start_import(upload)
     version = place.version_of(started)
-    wait_until(lambda: bool(place.head.processes("ray::AttemptActor.run")), "the attempt", 60)
-    if stage != "starting":
+    place.at_work()
+    if stage in ("reading", "ending"):
         wait_until(lambda: metadata_of(place.operation(started.name)).rows_read > 0, "the first rows", 60)
     place.assert_invisible(version)
-    if stage != "ending":
-        strike(scene)
+    if stage in ("starting", "reading"):
+        strike(scene, victim)()
         place.assert_invisible(version)
-    sending = Sending(place.client.data, upload, scene.data, 0)
+    half = metadata_of(place.operation(started.name)).rows_read
+    # Progress is told twice a second.
+    sending = Sending(data, upload, scene.data, SLOWLY_S if stage == "ending" else 0)
     sending.start()
     sending.finish()
-    commit(place.client.data, upload, scene.data)
     if stage == "ending":
-        # It may be done by now: then the strike must leave it so.
-        if strike is strike_actor:
-            place.strike_pids(place.head.processes("ray::AttemptActor.run"))
-        else:
-            strike(scene)
+        wait_until(lambda: metadata_of(place.operation(started.name)).rows_read > half, "the last rows", 60)
+        # It waits for the commit alone, and hears of it only once it is struck.
+        with place.halted():
+            commit(data, upload, scene.data)
+            place.assert_invisible(version)
+            recover = strike(scene, victim)
+        recover()
+    else:
+        commit(data, upload, scene.data)
     done = place.ended(started)
     place.assert_made_once(done, scene.imported)
-    if stage == "reading":
-        assert metadata_of(done).attempt in attempts_after(strike)
+    assert metadata_of(done).attempt in attempts_after(stage, victim)
 
 
 # --- transforms -------------------------------------------------------------------------------------------------
 
-TRANSFORM_STRIKES = [
-    pytest.param("starting", strike_service, id="starting-service", marks=chaos),
-    pytest.param("starting", strike_actor, id="starting-actor", marks=chaos),
-    pytest.param("starting", strike_s3, id=f"starting-{S3}", marks=chaos),
-    pytest.param("working", strike_service, id="working-service", marks=chaos),
-    pytest.param("working", strike_actor, id="working-actor", marks=chaos),
-    pytest.param("working", strike_worker, id="working-worker", marks=chaos),
-    pytest.param("working", strike_s3, id=f"working-{S3}", marks=chaos),
-    pytest.param("ending", strike_service, id="ending-service", marks=chaos),
-    pytest.param("ending", strike_s3, id=f"ending-{S3}", marks=chaos),
-]
 
-
-@pytest.mark.parametrize(("stage", "strike"), TRANSFORM_STRIKES)
-def test_a_transform_finishes_once(scene: Scene, stage: str, strike: Strike) -> None:
+@cases(
+    {
+        "about to start": "spare",
+        "starting": "service actor s3",
+        "working": "service actor worker s3",
+        "last rows": "actor worker",
+        "ending": "service actor worker s3",
+    },
+    quick=[],
+)
+def test_a_transform_finishes_once(scene: Scene, stage: str, victim: str) -> None:
     """The gate holds its workers where the test wants them."""
-    place = scene.place
-    scene.gate.shut()
+    place, gate, wanted = scene.place, scene.gate, scene.transformed
+    place.at_rest()
+    gate.shut()
+    if stage == "about to start":
+        strike(scene, victim)()
     started = place.start_transform(scene.source, normalising("gated"))
     version = place.version_of(started)
     if stage == "starting":
-        strike(scene)
-    wait_until(lambda: bool(scene.gate.waiting()), "a worker at work", 90)
+        strike(scene, victim)()
+    # A service that died as it started the attempt leaves an actor that waits `CALL_WITHIN_S` for its call.
+    wait_until(lambda: bool(gate.waiting()), "a worker at work", CALL_WITHIN_S + 120)
     place.assert_invisible(version)
     if stage == "working":
-        strike(scene)
+        strike(scene, victim)()
         place.assert_invisible(version)
-    scene.gate.open()
+    if stage in ("last rows", "ending"):
+        gate.open_but_for_the_last()
+        all_files = len(wanted.files)
+        wait_until(lambda: place.files_of(version) == all_files - 1 and bool(gate.at_the_last()), "the last rows", 90)
+    if stage == "last rows":
+        strike(scene, victim)()
+        place.assert_invisible(version)
     if stage == "ending":
-        strike(scene)
+        # All rows are written, and it hears of the last only once it is struck.
+        with place.halted():
+            gate.open()
+            wait_until(lambda: place.files_of(version) == all_files, "all rows to be written", 90)
+            place.assert_invisible(version)
+            recover = strike(scene, victim)
+        recover()
+    gate.open()
     done = place.ended(started)
-    place.assert_made_once(done, scene.transformed)
-    if stage == "working":
-        metadata = pb.TransformVersionMetadata()
-        assert done.metadata.Unpack(metadata)
-        assert metadata.attempt in attempts_after(strike)
+    place.assert_made_once(done, wanted.manifest_sha256)
+    metadata = pb.TransformVersionMetadata()
+    assert done.metadata.Unpack(metadata)
+    assert metadata.attempt in attempts_after(stage, victim)

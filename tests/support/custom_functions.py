@@ -17,38 +17,42 @@ MODULE = __name__
 # The folder of the gate, for all that run below it: heads, services and their workers.
 GATE_VARIABLE = "MILLRACE_TEST_GATE"
 POISON = 13
+# The label of a row that comes after all others.
+LAST = 10
 
 
 def gated(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Leaves its process's id in the gate's folder, and waits until somebody makes the file `open` there."""
+    """Leaves its process's id in the gate's folder, and waits until somebody makes the file `open` there; rows without
+    the `LAST` one go on with `ajar`, too."""
     if len(rows):
         gate = Path(os.environ[GATE_VARIABLE])
-        (gate / f"begun-{os.getpid()}").touch()
-        while not (gate / "open").exists():
+        is_last = _has(rows, LAST)
+        (gate / f"{'last' if is_last else 'begun'}-{os.getpid()}").touch()
+        while not (gate / "open").exists() and (is_last or not (gate / "ajar").exists()):
             time.sleep(0.02)
     return rows
 
 
 def raising(rows: pa.RecordBatch) -> pa.RecordBatch:
-    if _is_poisoned(rows):
+    if _has(rows, POISON):
         raise ValueError("thirteen is unlucky")
     return rows
 
 
 def hanging(rows: pa.RecordBatch) -> pa.RecordBatch:
-    while _is_poisoned(rows):
+    while _has(rows, POISON):
         time.sleep(0.02)
     return rows
 
 
 def crashing(rows: pa.RecordBatch) -> pa.RecordBatch:
     """As a fault in native code does: without a word to Python."""
-    if _is_poisoned(rows):
+    if _has(rows, POISON):
         os.kill(os.getpid(), signal.SIGSEGV)
         time.sleep(60)
     return rows
 
 
-def _is_poisoned(rows: pa.RecordBatch) -> bool:
-    """Some row's first column is `POISON`."""
-    return bool(pc.any(pc.equal(rows.column(0), POISON)).as_py())
+def _has(rows: pa.RecordBatch, value: int) -> bool:
+    """Some row's first column is that."""
+    return bool(pc.any(pc.equal(rows.column(0), value)).as_py())

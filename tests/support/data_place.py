@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,14 +33,18 @@ from tests.support.service_process import ServiceProcess, running_service, store
 from tests.support.waiting import wait_until
 
 DONE_WITHIN_S = 180.0
+# An idle attempt actor's title, which that of one at work begins with.
+SPARE, AT_WORK = "ray::AttemptActor", "ray::AttemptActor.run"
 FUNCTIONS = ("gated", "raising", "hanging", "crashing")
 
 
 def digits_stream(row_count: int, seed: int = 1) -> bytes:
-    """An Arrow stream of noisy images, uint8 (28, 28), and labels 0..9."""
+    """An Arrow stream of noisy images, uint8 (28, 28), and labels 0..9; that of the last row is `LAST`."""
     generator = np.random.default_rng(seed)
     images = generator.integers(0, 256, (row_count, 28, 28), np.uint8)
-    table = pa.table({"image": tensor_array(images), "label": generator.integers(0, 10, row_count)})
+    labels = generator.integers(0, 10, row_count)
+    labels[-1] = custom_functions.LAST
+    table = pa.table({"image": tensor_array(images), "label": labels})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=512)
@@ -78,9 +82,19 @@ class Gate:
     def open(self) -> None:
         (self._folder / "open").touch()
 
+    def open_but_for_the_last(self) -> None:
+        (self._folder / "ajar").touch()
+
     def waiting(self) -> list[int]:
-        """The ids of the live processes that have come to it."""
-        pids = [int(file.name.removeprefix("begun-")) for file in self._folder.glob("begun-*")]
+        """The ids of the live processes that have come to it with rows other than the last."""
+        return self._come("begun-")
+
+    def at_the_last(self) -> list[int]:
+        """The ids of the live processes that have come to it with the last rows."""
+        return self._come("last-")
+
+    def _come(self, prefix: str) -> list[int]:
+        pids = [int(file.name.removeprefix(prefix)) for file in self._folder.glob(f"{prefix}*")]
         return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
@@ -156,6 +170,10 @@ class DataPlace:
         refusal = refused(lambda: self.client.stream(version))
         assert refusal.code is grpc.StatusCode.FAILED_PRECONDITION, refusal
 
+    def files_of(self, version: str) -> int:
+        """How many Parquet files there are of a version that is being made."""
+        return sum(info.key.endswith(".parquet") for info in self.store.list(f"{version}/data"))
+
     def get(self, version: str) -> DatasetVersion:
         request = pb.GetVersionRequest(name=version)
         found: DatasetVersion = patiently(lambda: self.client.data.GetVersion(request, timeout=30))
@@ -181,25 +199,49 @@ class DataPlace:
         return [damage for answer in answers for damage in answer.damages]
 
     def strike_service(self) -> None:
-        """SIGKILL; it is started again at once."""
+        """SIGKILL; it is for the caller to start it again."""
         self.service.kill()
         self.struck += 1
-        self.service.start()
 
-    def strike(self, title: str) -> None:
-        """SIGKILLs the head's processes of that title; waits until there is one."""
-        wait_until(lambda: bool(self.head.processes(title)), f"a process {title}", 60)
-        self.strike_pids(self.head.processes(title))
+    def at_work(self) -> list[int]:
+        """The ids of the attempts' processes, of which there is one or more; waits for it."""
+        wait_until(lambda: bool(self.head.processes(AT_WORK)), "the attempt", 60)
+        return self.head.processes(AT_WORK)
+
+    def at_rest(self) -> None:
+        """Waits until no attempt is at work: the next one is not to be mistaken for one that ends."""
+        wait_until(lambda: not self.head.processes(AT_WORK), "earlier attempts to end", 60)
+
+    def spares(self) -> list[int]:
+        """The ids of the processes that wait for the next attempt."""
+        return sorted(set(self.head.processes(SPARE)) - set(self.head.processes(AT_WORK)))
+
+    @contextmanager
+    def halted(self) -> Iterator[None]:
+        """No attempt at work does anything while the body runs."""
+        pids = self.at_work()
+        _signal(pids, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            _signal(pids, signal.SIGCONT)
 
     def strike_pids(self, pids: list[int]) -> None:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-                self.struck += 1
+        self.struck += _signal(pids, signal.SIGKILL)
 
     def said(self) -> str:
         """The end of the service's log."""
         return self.service.log.read_text(errors="replace")[-3000:]
+
+
+def _signal(pids: Iterable[int], sent: signal.Signals) -> int:
+    """Returns how many of the processes there were."""
+    there = 0
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, sent)
+            there += 1
+    return there
 
 
 @contextmanager
