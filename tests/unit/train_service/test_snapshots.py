@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from shared.errors import DataLoss
 from shared.log import StaleAttempt
 from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
-from train_service.snapshots import CheckpointWriter, newest_good, restore
+from train_service.snapshots import CheckpointWriter, epoch_ends, newest_good, read
 
 JOB = "trainingJobs/a"
 CONTENT = CheckpointContent(
@@ -53,9 +54,20 @@ def save(store: ObjectStore, *steps: int, attempt: int = 1) -> list[CheckpointEn
     registry = CheckpointRegistry(store, JOB)
     with CheckpointWriter(store, registry, attempt, lambda _: None) as writer:
         for step in steps:
-            writer.save(replace(CONTENT, step=step), *trained(step))
+            writer.save(replace(CONTENT, step=step), *of(*trained(step)))
         writer.wait()
     return CheckpointRegistry(store, JOB).entries()
+
+
+def of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What a checkpoint keeps: copied weights, and the state itself."""
+    return {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()
+
+
+def restore(store: ObjectStore, entry: CheckpointEntry, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    weights, state = read(store, entry, CPU)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
 
 
 def damage(store: ObjectStore, entry: CheckpointEntry, path: str) -> None:
@@ -68,7 +80,7 @@ def test_what_was_saved_comes_back_bit_for_bit_and_trains_on_alike(store: Object
     (saved,) = save(store, 5)
     model, optimizer = trained(0)
 
-    restore(store, saved, model, optimizer, CPU)
+    restore(store, saved, model, optimizer)
 
     undisturbed, its_optimizer = trained(5)
     for one in ((model, optimizer), (undisturbed, its_optimizer)):
@@ -82,11 +94,11 @@ def test_a_checkpoint_holds_the_state_at_its_step_even_if_training_goes_on_meanw
     model, optimizer = trained(4)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     with CheckpointWriter(store, CheckpointRegistry(store, JOB), 1, lambda _: None) as writer:
-        writer.save(replace(CONTENT, step=4), model, optimizer)
+        writer.save(replace(CONTENT, step=4), *of(model, optimizer))
         train(model, optimizer, 3)
 
     again, its_optimizer = trained(0)
-    restore(store, CheckpointRegistry(store, JOB).entries()[0], again, its_optimizer, CPU)
+    restore(store, CheckpointRegistry(store, JOB).entries()[0], again, its_optimizer)
     assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
 
 
@@ -99,7 +111,7 @@ def test_leaving_the_writer_commits_and_tells_the_checkpoint_under_way(store: Ob
         told.append(entry)
 
     with CheckpointWriter(store, CheckpointRegistry(store, JOB), 1, tell) as writer:
-        writer.save(replace(CONTENT, step=2), *trained(2))
+        writer.save(replace(CONTENT, step=2), *of(*trained(2)))
 
     assert told == CheckpointRegistry(store, JOB).entries()
 
@@ -146,7 +158,20 @@ def test_nothing_is_loaded_from_a_damaged_checkpoint(store: ObjectStore) -> None
     damage(store, saved, OPTIMIZER)
 
     with pytest.raises(DataLoss):
-        restore(store, saved, *trained(0), CPU)
+        read(store, saved, CPU)
+
+
+def test_what_epochs_measured_is_read_from_their_checkpoints(store: ObjectStore) -> None:
+    registry = CheckpointRegistry(store, JOB)
+    measured = {5: (1, {"m": 0.1}), 7: (1, {}), 10: (2, {"m": 0.3}), 15: (3, {"m": 0.2})}
+    with CheckpointWriter(store, registry, 1, lambda _: None) as writer:
+        for step, (epoch, metrics) in measured.items():
+            writer.save(replace(CONTENT, step=step, epoch=epoch, metrics=metrics), *of(*trained(1)))
+        writer.wait()
+    entries = registry.entries()
+
+    assert epoch_ends(entries, entries[-1], "m") == [(0, 0.1), (1, 0.3), (2, 0.2)]
+    assert epoch_ends(entries, entries[2], "m") == [(0, 0.1), (1, 0.3)]
 
 
 def test_a_stale_attempt_cannot_add_a_checkpoint(store: ObjectStore) -> None:
