@@ -85,7 +85,8 @@ class Learner:
             self._wrapped = self._ranks.wrap(self.model)
         if self._wrapped is self.model and not self._spec.compile:
             return
-        example = torch.zeros((2, *self._input.shape), device=self._ranks.device)
+        kind = next(self.model.parameters()).dtype
+        example = torch.zeros((2, *self._input.shape), dtype=kind, device=self._ranks.device)
         try:
             with self._autocast():
                 settle_buckets(self._wrapped, self.model, example)

@@ -18,7 +18,8 @@ from train_service.domain.spec import CLASSIFICATION, TrainingSpec
 
 FIELD = "spec.metrics"
 TOP = 5
-AUROC_THRESHOLDS = 401
+AUROC_THRESHOLDS = 601
+AUROC_LOGITS = 36.0
 # A training step reduces its sums over ranks; beyond so many a metric is measured in validation alone.
 MOST_SUMS_OF_A_STEP = 100_000
 
@@ -164,7 +165,9 @@ def _auroc(classes: int, device: torch.device) -> Metric:
     from torchmetrics.classification import MulticlassAUROC
 
     # Even steps would put all scores of a confident model into the first and the last bin.
-    thresholds = torch.linspace(-18, 18, AUROC_THRESHOLDS, dtype=torch.float64).sigmoid()
+    inner = torch.linspace(-AUROC_LOGITS, AUROC_LOGITS, AUROC_THRESHOLDS, dtype=torch.float64).sigmoid()
+    # Below all scores and above them: the ends of the curve.
+    thresholds = torch.cat([torch.zeros(1), inner, torch.full((1,), 2.0)])
     made = MulticlassAUROC(num_classes=classes, average="macro", thresholds=thresholds, sync_on_compute=False)
     return _Torchmetrics(made, device, lambda outputs: outputs.double().softmax(1))
 

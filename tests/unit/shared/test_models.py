@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,6 +117,47 @@ def test_arguments_that_the_builder_does_not_take_are_refused_by_their_field(kwa
         build_model(a_spec(kwargs=kwargs), "spec.model")
 
     assert refused.value.fields[0][0] == "spec.model.kwargs"
+
+
+MLP = ModelSpec(builder="mlp", in_channels=6, num_classes=3)
+
+
+def layers(**kwargs: Any) -> list[str]:
+    model = build_model(replace(MLP, kwargs=kwargs))
+    return [f"{one.in_features}x{one.out_features}" if isinstance(one, nn.Linear) else type(one).__name__
+            for one in model.children()]  # fmt: skip
+
+
+def test_an_mlp_takes_vectors_through_its_hidden_layers() -> None:
+    assert layers() == ["6x128", "ReLU", "128x64", "ReLU", "64x3"]
+    assert layers(hidden=[]) == ["6x3"]
+    assert layers(hidden=[5], dropout=0.1, activation="gelu") == ["6x5", "GELU", "Dropout", "5x3"]
+    assert build_model(MLP)(torch.zeros(2, 6)).shape == (2, 3)
+
+
+@pytest.mark.usefixtures("on_meta")
+@pytest.mark.parametrize(
+    ("path", "kwargs"),
+    [
+        ("", {"widths": [3]}),
+        *[(".hidden", {"hidden": value}) for value in (5, [0], [-1], [2.5], [True], "64", [70_000], [1] * 65, None)],
+        *[(".dropout", {"dropout": value}) for value in (1, -0.1, "a", True, None)],
+        *[(".activation", {"activation": value}) for value in ("ReLU", "", "relu6", 3, ["relu"])],
+    ],
+    ids=str,
+)
+def test_arguments_that_an_mlp_does_not_take_are_refused_by_their_field(path: str, kwargs: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        build_model(replace(MLP, kwargs=kwargs), "spec.model")
+
+    assert refused.value.fields[0][0] == f"spec.model.kwargs{path}"
+
+
+def test_a_spec_of_an_older_checkpoint_is_that_of_a_classifier() -> None:
+    config = MLP.as_config()
+    del config["task"]
+
+    assert ModelSpec.from_config(config) == MLP
 
 
 def test_every_builder_that_may_be_named_is_a_classifier_of_torchvision() -> None:

@@ -8,18 +8,20 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import safetensors.torch
 import torch
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
 from shared.checkpoint.format import OPTIMIZER, WEIGHTS
-from shared.errors import Unavailable
+from shared.errors import FailedPrecondition, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.record import begin_attempt, lose_attempt
 from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION
-from train_service.domain.spec import OptimizerSpec, TrainingSpec
+from tests.unit.train_service.learning import NUMBERS, commit_table
+from train_service.domain.spec import REGRESSION, EarlyStopping, OptimizerSpec, TrainingSpec
 from train_service.events import Event, EventKind, EventLog
 from train_service.loop import LoopConfig, Run, Stopped
 from train_service.ranks import Ranks
@@ -165,6 +167,62 @@ def test_an_attempt_that_was_overtaken_stops_and_commits_nothing_more(store: Obj
 
     overtaking.join()
     assert len(entries(store, name)) == fenced[0]
+
+
+def test_a_table_of_numbers_is_learnt_and_its_checkpoint_says_so(store: ObjectStore) -> None:
+    commit_table(store)
+    spec = replace(NUMBERS, epochs=3, global_batch_size=50, accumulation_steps=2, max_gradient_norm=100.0)
+    spec = replace(spec, optimizer=OptimizerSpec(learning_rate=0.03))
+    new_job(store, "trainingJobs/a")
+    run_of(store, "trainingJobs/a", spec=spec).run()
+
+    last = max(entries(store, "trainingJobs/a").items())[1]
+    assert set(last.metrics) == {"validation_loss", "validation_mae", "validation_r2"}
+    assert last.metrics["validation_r2"] > 0.5
+    content = load_checkpoint(store, last.folder, last.manifest_sha256).content
+    assert (content.model.task, content.model.builder) == (REGRESSION, "mlp")
+    measured = events(store, "trainingJobs/a", EventKind.VALIDATED)[-1].payload
+    assert measured["metrics"] == {name: last.metrics[f"validation_{name}"] for name in ("mae", "r2")}
+    assert measured["loss"] == last.metrics["validation_loss"]
+
+
+def test_a_run_that_gets_no_better_ends_early_and_once_for_all(store: ObjectStore) -> None:
+    """The label cannot be told from noise by a model that hardly learns."""
+    stopping = EarlyStopping(metric="validation_accuracy", maximize=True, patience=2, min_delta=0.9)
+    spec = replace(SPEC, epochs=50, early_stopping=stopping, checkpoint_every_steps=0)
+    name = "trainingJobs/a"
+    new_job(store, name)
+    run_of(store, name, spec=spec).run()
+
+    done = entries(store, name)
+    assert sorted(entry.epoch for entry in done.values()) == [1, 2, 3]
+    lose_and_begin(store, name)
+    run_of(store, name, attempt=2, spec=spec).run()
+    assert entries(store, name) == done
+    # Killed after the second epoch, it ends after the third as well.
+    again = "trainingJobs/b"
+    new_job(store, again)
+    registry = CheckpointRegistry(store, again)
+    for step in sorted(done)[:2]:
+        registry.commit(replace(done[step], name=f"{again}/checkpoints/step-{step:08d}", attempt=1))
+    lose_and_begin(store, again)
+    run_of(store, again, attempt=2, spec=spec).run()
+    assert {step: saved(store, entry) for step, entry in entries(store, again).items()} == {
+        step: saved(store, entry) for step, entry in done.items()
+    }
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_last_good_checkpoint(store: ObjectStore) -> None:
+    spec = replace(SPEC, optimizer=OptimizerSpec(name="SGD", learning_rate=1e30), epochs=50)
+    new_job(store, "trainingJobs/a")
+
+    with pytest.raises(FailedPrecondition) as ended:
+        run_of(store, "trainingJobs/a", spec=spec).run()
+
+    assert ended.value.specific_reason in ("NON_FINITE_LOSS", "NON_FINITE_WEIGHTS")
+    for entry in entries(store, "trainingJobs/a").values():
+        weights = safetensors.torch.load(saved(store, entry)[0])
+        assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
 
 
 def test_the_last_progress_is_the_last_step(store: ObjectStore) -> None:

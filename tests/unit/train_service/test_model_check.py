@@ -10,7 +10,15 @@ import pytest
 from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
 from shared.transforms import TensorSpec
-from train_service.domain.spec import OptimizerSpec, TrainingSpec
+from train_service.domain.spec import (
+    REGRESSION,
+    CheckpointPolicy,
+    EarlyStopping,
+    LossSpec,
+    OptimizerSpec,
+    Placement,
+    TrainingSpec,
+)
 from train_service.model_check import check_model
 
 IMAGE = TensorSpec("image", "float32", (1, 28, 28))
@@ -31,6 +39,28 @@ def with_optimizer(name: str, **kwargs: Any) -> TrainingSpec:
     return replace(SPEC, optimizer=OptimizerSpec(name=name, kwargs=kwargs))
 
 
+def with_scheduler(name: str, **kwargs: Any) -> TrainingSpec:
+    return replace(SPEC, optimizer=OptimizerSpec(name="SGD", scheduler=name, scheduler_kwargs=kwargs))
+
+
+def stopping(metric: str) -> TrainingSpec:
+    rule = EarlyStopping(metric=metric, maximize=True, patience=1)
+    return replace(SPEC, validation_split="validation", early_stopping=rule)
+
+
+def best(metric: str) -> TrainingSpec:
+    return replace(SPEC, checkpoints=CheckpointPolicy(best_metric=metric, maximize=True))
+
+
+NUMBERS = replace(
+    SPEC,
+    task=REGRESSION,
+    loss=LossSpec(name="mse"),
+    metrics=("mae", "r2"),
+    checkpoints=CheckpointPolicy(best_metric="validation_mae", maximize=False),
+)
+
+
 @pytest.mark.parametrize(
     "spec",
     [
@@ -40,8 +70,22 @@ def with_optimizer(name: str, **kwargs: Any) -> TrainingSpec:
         with_optimizer("SGD", momentum=0.9, nesterov=True),
         with_optimizer("Adam", betas=[0.9, 0.99], weight_decay=0.01, amsgrad=True),
         with_optimizer("AdamW", foreach=False),
+        *map(with_optimizer, ("Adafactor", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")),
+        with_scheduler("StepLR", step_size=3),
+        with_scheduler("OneCycleLR", max_lr=0.1),
+        with_scheduler("OneCycleLR", max_lr=0.1, epochs=10, steps_per_epoch=10),
+        with_scheduler("CosineAnnealingLR"),
+        with_scheduler("CosineAnnealingWarmRestarts", T_0=5),
+        with_scheduler("PolynomialLR", total_iters=50, power=2),
+        with_scheduler("MultiStepLR", milestones=[3, 5]),
+        replace(SPEC, loss=LossSpec(name="cross_entropy", kwargs={"weight": [0.5] * 10}, label_smoothing=0.1)),
+        replace(SPEC, metrics=("f1", "auroc", "top5_accuracy")),
+        stopping("validation_loss"),
+        stopping("validation_accuracy"),
+        best("validation_loss"),
+        NUMBERS,
     ],
-    ids=["shufflenet", "resnet", "squeezenet", "sgd", "adam", "adamw"],
+    ids=lambda spec: f"{spec.model.builder}-{spec.optimizer.name}-{spec.optimizer.scheduler}-{spec.task}",
 )
 def test_what_works_is_taken(spec: TrainingSpec) -> None:
     check_model(spec, IMAGE)
@@ -60,6 +104,38 @@ def test_what_works_is_taken(spec: TrainingSpec) -> None:
         ("model.kwargs", with_model("resnet18", norm_layer="BatchNorm2d")),
         ("model.kwargs", with_model("resnet50", groups=0)),
         ("model.kwargs", with_model("resnet50", width_per_group=-64)),
+        ("optimizer.name", with_optimizer("")),
+        ("optimizer.name", with_optimizer("adam")),
+        ("optimizer.name", with_optimizer("Optimizer")),
+        ("optimizer.name", with_optimizer("lr_scheduler")),
+        ("optimizer.name", with_optimizer("__class__")),
+        ("optimizer.name", with_optimizer("LBFGS")),
+        ("optimizer.name", with_optimizer("LBFGS", max_iter=3)),
+        ("optimizer.name", with_optimizer("SparseAdam")),
+        ("optimizer.name", with_optimizer("Muon")),
+        ("optimizer.scheduler", with_scheduler("steplr")),
+        ("optimizer.scheduler", with_scheduler("LRScheduler")),
+        ("optimizer.scheduler", with_scheduler("ReduceLROnPlateau")),
+        ("optimizer.scheduler", with_scheduler("LambdaLR")),
+        ("optimizer.scheduler", with_scheduler("StepLR")),
+        ("optimizer.scheduler_kwargs", with_scheduler("StepLR", step_size=0)),
+        ("optimizer.scheduler_kwargs", with_scheduler("StepLR", step_size=3, no_such=1)),
+        ("optimizer.scheduler_kwargs", with_scheduler("OneCycleLR", max_lr=0.1, total_steps=99)),
+        ("loss.name", replace(SPEC, loss=LossSpec(name="hinge"))),
+        ("loss.name", replace(SPEC, loss=LossSpec(name="mse"))),
+        ("loss.kwargs", replace(SPEC, loss=LossSpec(name="cross_entropy", kwargs={"no_such": 1}))),
+        ("loss.kwargs", replace(SPEC, loss=LossSpec(name="cross_entropy", kwargs={"weight": [1.0, 2.0]}))),
+        ("loss.kwargs", replace(NUMBERS, loss=LossSpec(name="huber", kwargs={"delta": -1}))),
+        ("training_step", replace(SPEC, training_step="no_such")),
+        ("metrics", replace(SPEC, metrics=("accuracy", "speed"))),
+        ("metrics", replace(NUMBERS, metrics=("accuracy",))),
+        ("early_stopping.metric", stopping("accuracy")),
+        ("early_stopping.metric", stopping("validation_f1")),
+        ("early_stopping", replace(stopping("validation_loss"), validation_split="")),
+        ("checkpoints.best_metric", best("loss")),
+        ("checkpoints.best_metric", best("validation_mae")),
+        ("precision", replace(SPEC, precision="FLOAT16", placement=Placement(parallel="FSDP"))),
+        ("compile", replace(SPEC, compile=True, placement=Placement(parallel="FSDP"))),
         ("optimizer.kwargs", with_optimizer("SGD", nesterov=True)),
         ("optimizer.kwargs", with_optimizer("SGD", params=[])),
         ("optimizer.kwargs", with_optimizer("Adam", betas=[0.9])),

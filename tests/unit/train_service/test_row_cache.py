@@ -22,11 +22,13 @@ from shared.storage import ObjectStore
 from tests.support.transforming import commit_tables
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION, Committed
+from train_service.domain.spec import CLASSIFICATION, REGRESSION
 from train_service.row_cache import Array, RowCache, Rows, gather
 
 
-def cache_of(store: ObjectStore, *, num_classes: int = 10) -> RowCache:
-    return RowCache(VersionReader(store, load_version(store, VERSION)), "train", ["image"], "label", num_classes, 2**30)
+def cache_of(store: ObjectStore, *, num_classes: int = 10, task: str = CLASSIFICATION) -> RowCache:
+    reader = VersionReader(store, load_version(store, VERSION))
+    return RowCache(reader, "train", ["image"], "label", num_classes, 2**30, task)
 
 
 def commit_labels(store: ObjectStore, labels: Array) -> None:
@@ -153,13 +155,61 @@ def test_row_ids_are_those_of_the_bytes_read_and_not_of_the_plan(
     assert lost.value.specific_reason == "WRONG_ROW_IDS"
 
 
-def test_a_missing_label_is_refused_with_its_column(store: ObjectStore, tmp_path: Path) -> None:
-    rewrite(store, tmp_path, {"label": pa.array([None, *[1] * 299], pa.int64())})
+@pytest.mark.parametrize("task", [CLASSIFICATION, REGRESSION])
+def test_a_missing_label_is_refused_with_its_column_and_row(store: ObjectStore, tmp_path: Path, task: str) -> None:
+    rewrite(store, tmp_path, {"label": pa.array([1, 1, None, *[1] * 297], pa.int64())})
 
-    with pytest.raises(InvalidArgument, match="column 'label' has nulls") as refused:
-        cache_of(store).rows(np.asarray([5], np.int64))
+    with pytest.raises(InvalidArgument, match="column 'label' has nulls, the first in row 2;") as refused:
+        cache_of(store, task=task).rows(np.asarray([5], np.int64))
 
     assert refused.value.specific_reason == "NULL_VALUES"
+
+
+def numbers_cache(store: ObjectStore, labels: pa.Array, width: int = 1) -> RowCache:
+    rows = len(labels)
+    table = pa.table({"x": pa.array(range(rows)), "y": labels})
+    commit_tables(store, {"other": table.slice(0, 10), "train": table}, VERSION)
+    reader = VersionReader(store, load_version(store, VERSION))
+    return RowCache(reader, "train", ["x"], "y", width, 2**30, REGRESSION)
+
+
+@pytest.mark.parametrize("arrow_type", [pa.float64(), pa.float32(), pa.int16(), pa.float16()], ids=str)
+def test_numbers_to_learn_come_as_float32(store: ObjectStore, arrow_type: pa.DataType) -> None:
+    values = np.arange(-20, 20).astype(arrow_type.to_pandas_dtype())
+
+    rows = numbers_cache(store, pa.array(values)).rows(np.asarray([39, 0, 7], np.int64))
+
+    assert (rows.labels.dtype, rows.labels.tolist()) == (np.float32, [19, -20, -13])
+
+
+def test_several_numbers_a_row_come_as_they_are_shaped(store: ObjectStore) -> None:
+    values = np.arange(60, dtype=np.float64).reshape(20, 3)
+    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(values)
+
+    rows = numbers_cache(store, tensors, 3).rows(np.asarray([19, 2], np.int64))
+
+    assert rows.labels.dtype == np.float32
+    assert rows.labels.tolist() == values[[19, 2]].tolist()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e39], ids=str)
+def test_a_number_that_is_not_finite_is_refused_with_its_row(store: ObjectStore, value: float) -> None:
+    values = np.zeros(40)
+    values[[33, 38]] = value
+
+    with pytest.raises(InvalidArgument, match=r"row 43 has the label .* in column 'y'") as refused:
+        numbers_cache(store, pa.array(values)).rows(np.asarray([0], np.int64))
+
+    assert refused.value.specific_reason == "NON_FINITE_LABEL"
+    assert [path for path, _ in refused.value.fields] == ["spec.label_column"]
+
+
+def test_a_tensor_with_a_number_that_is_not_finite_is_refused_with_its_row(store: ObjectStore) -> None:
+    values = np.zeros((20, 3), np.float32)
+    values[12, 1] = np.nan
+
+    with pytest.raises(InvalidArgument, match="row 22 has the label"):
+        numbers_cache(store, pa.FixedShapeTensorArray.from_numpy_ndarray(values), 3).rows(np.asarray([0], np.int64))
 
 
 def test_parts_are_put_back_in_their_places() -> None:

@@ -12,8 +12,8 @@ from shared.dataset_version.manifest import Column, Manifest, Split
 from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
 from shared.transforms import TensorSpec
-from train_service.domain.spec import TrainingSpec
-from train_service.version_fit import check_fits, with_defaults
+from train_service.domain.spec import REGRESSION, LossSpec, TrainingSpec
+from train_service.version_fit import check_fits, steps_of_run, with_defaults
 
 
 def tensor(value_type: str, *shape: int) -> str:
@@ -26,6 +26,9 @@ COLUMNS = [
     Column(name="prepared", arrow_type=tensor("float", 1, 28, 28), shape=[1, 28, 28]),
     Column(name="precise", arrow_type=tensor("double", 1, 28, 28), shape=[1, 28, 28]),
     Column(name="coarse", arrow_type=tensor("halffloat", 1, 28, 28), shape=[1, 28, 28]),
+    Column(name="vector", arrow_type=tensor("float", 6), shape=[6]),
+    Column(name="one", arrow_type=tensor("float", 1), shape=[1]),
+    Column(name="flag", arrow_type="bool", shape=[]),
     Column(name="label", arrow_type="int64", shape=[]),
     Column(name="small_label", arrow_type="uint8", shape=[]),
     Column(name="name", arrow_type="string", shape=[]),
@@ -126,6 +129,61 @@ def test_what_does_not_fit_is_refused_by_its_field(path: str, spec: TrainingSpec
         check_fits(spec, V)
 
     assert [field for field, _ in refused.value.fields] == [f"spec.{path}"]
+
+
+VECTORS = replace(PREPARED, input_column="vector", model=ModelSpec(builder="mlp", in_channels=6, num_classes=10))
+NUMBERS = replace(
+    VECTORS,
+    task=REGRESSION,
+    loss=LossSpec(name="mse"),
+    label_column="share",
+    model=replace(VECTORS.model, num_classes=1),
+)
+
+
+def test_an_mlp_takes_vectors() -> None:
+    assert check_fits(VECTORS, V) == TensorSpec("vector", "float32", (6,))
+
+
+def test_a_model_of_a_package_takes_any_shape_that_begins_with_its_channels() -> None:
+    ours = replace(VECTORS, model=replace(VECTORS.model, builder="ours"))
+
+    assert check_fits(ours, V).shape == (6,)
+    images = replace(ours, input_column="prepared", model=replace(ours.model, in_channels=1))
+    assert check_fits(images, V).shape == (1, 28, 28)
+
+
+@pytest.mark.parametrize(
+    ("label", "outputs"), [("share", 1), ("label", 1), ("small_label", 1), ("one", 1), ("vector", 6)]
+)
+def test_labels_of_a_regression_are_numbers_one_for_each_output(label: str, outputs: int) -> None:
+    check_fits(replace(NUMBERS, label_column=label, model=replace(NUMBERS.model, num_classes=outputs)), V)
+
+
+@pytest.mark.parametrize(
+    ("path", "spec"),
+    [
+        ("transform", replace(VECTORS, model=replace(VECTORS.model, in_channels=7))),
+        ("transform", replace(VECTORS, input_column="prepared", model=replace(VECTORS.model, in_channels=1))),
+        ("transform", replace(VECTORS, model=replace(VECTORS.model, builder="torchvision.resnet18"))),
+        ("transform", replace(VECTORS, model=replace(VECTORS.model, builder="ours", in_channels=7))),
+        ("label_column", replace(NUMBERS, label_column="name")),
+        ("label_column", replace(NUMBERS, label_column="when")),
+        ("label_column", replace(NUMBERS, label_column="flag")),
+        ("label_column", replace(NUMBERS, label_column="image")),
+        ("label_column", replace(NUMBERS, label_column="vector")),
+        ("label_column", replace(NUMBERS, model=replace(NUMBERS.model, num_classes=2))),
+    ],
+)
+def test_vectors_and_numbers_that_do_not_fit_are_refused_by_their_field(path: str, spec: TrainingSpec) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        check_fits(spec, V)
+
+    assert [field for field, _ in refused.value.fields] == [f"spec.{path}"]
+
+
+def test_steps_are_counted_over_all_epochs() -> None:
+    assert steps_of_run(replace(SPEC, epochs=3), V) == 3 * 16
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
