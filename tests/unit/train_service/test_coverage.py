@@ -1,4 +1,4 @@
-"""The record of consumed rows: gathered from all ranks, chained from checkpoint to checkpoint, answered for an epoch."""
+"""The record of consumed rows: gathered from all ranks, chained over checkpoints, answered for an epoch."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_a_damaged_record_is_data_loss(store: ObjectStore, records: RunRecords, 
     assert records.coverage(JOB, 1, "").counts.missing == ROWS  # the other epoch's rows are not in that part
 
 
-def test_what_cannot_be_asked_is_refused_by_its_field(store: ObjectStore, records: RunRecords) -> None:
+def test_what_cannot_be_asked_is_refused_by_its_field(records: RunRecords) -> None:
     for wrong in (-1, 2):
         with pytest.raises(OutOfRange, match="use 0 to 1"):
             records.coverage(JOB, wrong, "")
