@@ -89,9 +89,13 @@ def _table(everyone: Sequence[Ints]) -> pa.Table:
     def column(values: list[int]) -> pa.Array:
         return pa.RunEndEncodedArray.from_arrays(pa.array(ends), pa.array(values, pa.int64()), _RUNS)
 
-    row_ids = np.concatenate([np.empty(0, np.int64), *(rows for *_, rows in runs)])
-    columns = [column([run[place] for run in runs]) for place in (0, 2, 1)]
-    return pa.Table.from_arrays([*columns, pa.array(row_ids)], schema=SCHEMA)
+    columns = [
+        column([step for step, *_ in runs]),
+        column([epoch for _, _, epoch, _ in runs]),
+        column([rank for _, rank, *_ in runs]),
+        pa.array(np.concatenate([np.empty(0, np.int64), *(rows for *_, rows in runs)])),
+    ]
+    return pa.Table.from_arrays(columns, schema=SCHEMA)
 
 
 class CoverageChain:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any, TypeVar
 
 import grpc
@@ -66,16 +67,56 @@ class Caller:
         assert isinstance(response, response_type)
         return response
 
-    def stream(self, method: Any, request: Any, *, timeout_s: float | None = None) -> Iterator[Any]:
-        """One request, a stream of responses; closing the iterator cancels the call. Unset: no deadline."""
+    def stream(
+        self, method: Any, request: Any, *, timeout_s: float | None = None, idle_s: float | None = None
+    ) -> Generator[Any, None, None]:
+        """One request, a stream of responses; closing the iterator cancels the call. Unset: no deadline.
+
+        With `idle_s` a stream that brings nothing for so long, after its first response, has ended.
+        """
         request_id = uuid.uuid4().hex
         call = method(request, timeout=timeout_s, metadata=((REQUEST_ID_KEY, request_id),))
+        idle = _Idle(call, idle_s) if idle_s is not None else None
         try:
-            yield from call
+            for response in call:
+                yield response
+                if idle is not None:
+                    idle.heard()
         except grpc.RpcError as error:
-            raise from_rpc_error(error, address=self.address, request_id=request_id) from None
+            if idle is None or not idle.ended:
+                raise from_rpc_error(error, address=self.address, request_id=request_id) from None
         finally:
             call.cancel()
+            if idle is not None:
+                idle.close()
+
+
+class _Idle:
+    """Cancels a call once nothing was heard for a while, after the first response."""
+
+    def __init__(self, call: Any, idle_s: float) -> None:
+        self._call = call
+        self._idle_s = idle_s
+        self._heard = threading.Event()
+        self._closed = False
+        self.ended = False
+        threading.Thread(target=self._watch, name="idle", daemon=True).start()
+
+    def heard(self) -> None:
+        self._heard.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._heard.set()
+
+    def _watch(self) -> None:
+        self._heard.wait()
+        while not self._closed:
+            self._heard.clear()
+            if not self._heard.wait(self._idle_s):
+                self.ended = True
+                self._call.cancel()
+                return
 
 
 def new_request_id() -> str:

@@ -14,7 +14,7 @@ COMMANDS = {
     "status": ("stack", "Show whether each part answers."),
     "demo": ("demo", "From raw digits to a served model."),
     "data": ("data", "Import, list and show datasets."),
-    "train": ("train", "Create, watch, list and cancel training jobs."),
+    "train": ("train", "Create, watch, pause and end training jobs; coverage, metrics, logs."),
     "deploy": ("deploy", "Serve a checkpoint."),
     "predict": ("predict", "Ask a served model."),
 }

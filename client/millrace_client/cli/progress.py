@@ -8,16 +8,20 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from millrace.train.v1 import resources_pb2, train_service_pb2
 from millrace_client.cli.output import console, duration_text
+from millrace_client.report.wording import cause_text
 from millrace_client.train import Update
 
 # Between two lines where there is no terminal.
 LINE_EVERY_S = 5.0
 # The figures of a step come first; a narrow terminal has no room for a bar beside them.
 WIDTH_FOR_BAR = 110
+# Waiting is told of from this share of the time on.
+LEAST_SHARE = 0.005
 
 
 @dataclass
@@ -54,6 +58,8 @@ class TrainingView:
         self._task: TaskID = self._progress.add_task("starting the workers", total=None, numbers="")
         self._started = time.monotonic()
         self._last_line = 0.0
+        self._waiting_for = ""
+        self._checkpoints = 0
 
     def __enter__(self) -> TrainingView:
         if console().is_terminal:
@@ -80,8 +86,11 @@ class TrainingView:
 
     def _on_state(self, job: resources_pb2.TrainingJob) -> None:
         state = resources_pb2.TrainingJob.State.Name(job.state).removeprefix("STATE_").lower()
-        if state in ("recovering", "cancelling"):
+        if state in ("recovering", "cancelling", "suspending"):
             self._progress.update(self._task, description=state)
+        if job.waiting_for and job.waiting_for != self._waiting_for:
+            self._line(f"[yellow]waiting for[/] {escape(job.waiting_for)}")
+        self._waiting_for = job.waiting_for
 
     def _on_event(self, event: train_service_pb2.TrainingEvent) -> None:
         kind = event.WhichOneof("event")
@@ -93,17 +102,39 @@ class TrainingView:
                 f"epoch {one.epoch + 1}/{self._epochs}: validation accuracy [bold]{one.accuracy:.2%}[/], "
                 f"loss {one.loss:.3f} ({one.row_count:,} rows)"
             )
-        elif kind == "attempt_started" and (event.attempt > 1 or event.attempt_started.step):
-            one_attempt: Any = event.attempt_started
-            self._line(f"attempt {event.attempt} goes on from step {one_attempt.step}")
+        elif kind == "attempt_started":
+            self._on_attempt(event.attempt, event.attempt_started)
+        elif kind == "attempt_ended":
+            ended: Any = event.attempt_ended
+            ranks = f" (rank {', '.join(map(str, ended.ranks))})" if ended.ranks else ""
+            self._line(
+                f"[yellow]attempt {event.attempt} {cause_text(ended.cause)}[/]{ranks}"
+                + (f": {escape(ended.text)}" if ended.text else "")
+            )
+        elif kind == "checkpoint_committed":
+            self._checkpoints += 1
         elif kind == "warning":
-            self._line(f"[yellow]warning:[/] {event.warning}")
+            self._line(f"[yellow]warning:[/] {escape(event.warning)}")
+
+    def _on_attempt(self, number: int, started: train_service_pb2.AttemptStarted) -> None:
+        """The first beginning is no news, but for the number of workers that it found."""
+        workers = f"{started.num_workers} worker{'' if started.num_workers == 1 else 's'}"
+        if number > 1 or started.step:
+            self._line(f"attempt {number} goes on from step {started.step} on {workers}")
+        elif started.num_workers:
+            self._line(f"attempt {number} begins on {workers}")
 
     def _on_progress(self, now: resources_pb2.Progress) -> None:
         numbers = (
             f"step {now.step}/{now.total_steps}  loss {now.loss:.3f}  accuracy {now.accuracy:.1%}  "
             f"{now.rows_per_second:,.0f} rows/s  {duration_text(now.seconds_left)} left"
         )
+        waits = [(now.data_wait_share, "for rows"), (now.checkpoint_stall_share, "for checkpoints")]
+        told = ", ".join(f"{share:.0%} {what}" for share, what in waits if share >= LEAST_SHARE)
+        if told:
+            numbers += f"  waits {told}"
+        if self._checkpoints:
+            numbers += f"  {self._checkpoints} checkpoints"
         epoch = f"epoch {min(now.epoch + 1, self._epochs)}/{self._epochs}"
         self._progress.update(self._task, description=epoch, completed=now.step, total=now.total_steps, numbers=numbers)
         if not console().is_terminal and time.monotonic() - self._last_line >= LINE_EVERY_S:

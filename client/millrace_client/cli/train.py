@@ -1,4 +1,4 @@
-"""`millrace train create|watch|list|cancel`."""
+"""`millrace train create|watch|list`, and the group that the other commands on jobs belong to."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from millrace.train.v1 import resources_pb2
 from millrace_client.cli.exits import CommandFailed, PlainCommand
 from millrace_client.cli.options import address_options, connected, full_name, json_option
 from millrace_client.cli.output import console, new_table, print_json, state_text
+from millrace_client.cli.train_records import coverage, export, logs, metrics, report
+from millrace_client.cli.train_wishes import cancel, delete, resume, suspend
 from millrace_client.connection import Millrace
 from millrace_client.specs import optimizer, training_spec
 from millrace_client.steps import normalize, to_float
@@ -21,7 +23,11 @@ Job = resources_pb2.TrainingJob
 
 @click.group()
 def train() -> None:
-    """Create, watch, list and cancel training jobs."""
+    """Create, watch, list, pause and end training jobs, and read what they left behind."""
+
+
+for command in (cancel, suspend, resume, delete, coverage, metrics, logs, report, export):
+    train.add_command(command)
 
 
 @train.command(cls=PlainCommand)
@@ -71,7 +77,7 @@ def create(job: str, spec_file: Path | None, then_watch: bool, as_json: bool, **
 @address_options
 @json_option
 def watch(job: str, after_sequence: int, as_json: bool, **values: Any) -> None:
-    """Show the progress of JOB until it ends; with --json, each update as a line. Exit code 1 unless it succeeds."""
+    """Show the progress of JOB until it ends; with --json, each update as a line. Exit code 1 if it fails."""
     with connected(values) as millrace:
         name = full_name("trainingJobs", job)
         _watch(millrace, millrace.train.get_training_job(name), after_sequence, as_json)
@@ -105,20 +111,6 @@ def list_(as_json: bool, **values: Any) -> None:
         console().print(table)
 
 
-@train.command(cls=PlainCommand)
-@click.argument("job")
-@address_options
-@json_option
-def cancel(job: str, as_json: bool, **values: Any) -> None:
-    """Ask JOB to stop at its next step."""
-    with connected(values) as millrace:
-        now = millrace.train.cancel_training_job(full_name("trainingJobs", job))
-    if as_json:
-        print_json(now)
-    else:
-        console().print(f"[bold]{now.name}[/] {state_text(Job.State.Name(now.state))}")
-
-
 def _watch(millrace: Millrace, job: Job, after_sequence: int, as_json: bool) -> None:
     updates = millrace.train.watch_training_job(job.name, after_sequence=after_sequence)
     if as_json:
@@ -133,7 +125,8 @@ def _watch(millrace: Millrace, job: Job, after_sequence: int, as_json: bool) -> 
         console().print(
             f"[bold]{last.name}[/] {state_text(Job.State.Name(last.state))}, best {last.best_checkpoint or '–'}"
         )
-    if last.state != Job.STATE_SUCCEEDED:
+    # Who suspended it got what was wished for.
+    if last.state not in (Job.STATE_SUCCEEDED, Job.STATE_SUSPENDED):
         state = Job.State.Name(last.state).removeprefix("STATE_").lower()
         raise CommandFailed(f"{last.name} {state}" + (f": {last.error.message}" if last.error.message else ""))
 

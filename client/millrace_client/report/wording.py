@@ -53,6 +53,18 @@ def scalar_text(scalar: transform_pb2.Scalar, names: Sequence[str] = ()) -> str:
     return str(value).lower() if kind == "boolean" else str(value)
 
 
+def cause_text(cause: int) -> str:
+    """Why an attempt ended, by its `AttemptEnded.Cause`."""
+    return {
+        1: "lost to a failure",
+        2: "lost: a rank stood still",
+        3: "its node was taken away",
+        4: "made room for another number of workers",
+        5: "suspended",
+        6: "cancelled",
+    }.get(cause, "ended")
+
+
 def check_text(check: quality_pb2.QualityCheck) -> str:
     """What a check asks for: `age is from 0 to 120`."""
     kind = check.WhichOneof("check")

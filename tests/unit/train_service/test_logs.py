@@ -6,12 +6,13 @@ import io
 import logging
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from shared.errors import InvalidArgument, NotFound
 from shared.jobs import Jobs
-from shared.storage import ObjectStore
+from shared.storage import ObjectInfo, ObjectStore
 from tests.support.flaky_store import FlakyStore
 from tests.support.training_records import JOB, begin, finish, lose, make_job
 from tests.support.waiting import wait_until
@@ -36,6 +37,7 @@ def jobs(store: ObjectStore) -> Jobs:
 
 @pytest.fixture
 def records(store: ObjectStore, jobs: Jobs) -> RunRecords:
+    assert jobs.find(JOB)
     return RunRecords(store)
 
 
@@ -91,7 +93,7 @@ def test_what_ray_train_makes_of_print_is_in_the_log_once(
         monkeypatch.setattr(sys, name, sys.stdout)
     monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)
     with LogShipper(store, JOB, 1, 0):
-        redirected_print("said once")
+        redirected_print("said once")  # type: ignore[no-untyped-call]
 
     assert rest(records.logs(JOB, 0, 0, False)).count("said once") == 1
 
@@ -138,7 +140,7 @@ def test_a_chunk_that_grew_after_it_was_listed_is_read_to_its_end(store: ObjectS
         def __init__(self) -> None:
             self.__dict__.update(vars(store))
 
-        def list(self, prefix: str = ""):  # type: ignore[no-untyped-def]
+        def list(self, _prefix: str = "") -> Iterator[ObjectInfo]:
             return iter([*listing, late])
 
     reader._store = Late()
@@ -162,7 +164,7 @@ def test_ranks_and_attempts_are_told_apart(store: ObjectStore, jobs: Jobs, recor
     assert rest(records.logs(JOB, 1, -1, False)) == "own process\n"
 
 
-def test_a_follower_is_told_that_the_attempt_is_over(store: ObjectStore, jobs: Jobs, records: RunRecords) -> None:
+def test_a_follower_is_told_that_the_attempt_is_over(jobs: Jobs, records: RunRecords) -> None:
     first = records.logs(JOB, 1, None, True)
     newest = records.logs(JOB, 0, None, True)
     assert not first.over()

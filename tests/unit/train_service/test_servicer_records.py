@@ -48,7 +48,8 @@ def jobs(store: ObjectStore) -> Any:
     return jobs
 
 
-def test_coverage_is_answered_and_refused_as_the_contract_says(store: ObjectStore, jobs: Any) -> None:
+@pytest.mark.usefixtures("jobs")
+def test_coverage_is_answered_and_refused_as_the_contract_says(store: ObjectStore) -> None:
     (part,) = CoverageChain(store, JOB).append(table(0, 1, shift=30))
     entry = commit(store, 2, (part,))
 
@@ -95,13 +96,13 @@ def test_metrics_are_sent_page_by_page(store: ObjectStore) -> None:
 
 def test_a_follower_gets_lines_as_they_come_and_the_end_of_the_attempt(store: ObjectStore, jobs: Any) -> None:
     async def scenario(stub: Any) -> None:
-        stream = stub.StreamLogs(pb.StreamLogsRequest(name=JOB, follow=True), timeout=60)
+        stream = aiter(stub.StreamLogs(pb.StreamLogsRequest(name=JOB, follow=True), timeout=60))
         with LogShipper(store, JOB, 1, 0) as shipper:
             shipper.add("one")
-            first = await stream.read()
+            first = await anext(stream)
             assert (first.attempt, first.rank, first.text) == (1, 0, "one\n")
             shipper.add("two")
-            assert (await stream.read()).text == "two\n"
+            assert (await anext(stream)).text == "two\n"
             shipper.add("three")
         finish(jobs)
         assert [one.text async for one in stream] == ["three\n"]

@@ -1,0 +1,163 @@
+"""`millrace train coverage|metrics|logs|export|report`: what a run left behind of its doings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from millrace.train.v1 import train_service_pb2 as pb
+from millrace_client.cli.exits import CommandFailed, PlainCommand
+from millrace_client.cli.options import address_options, connected, full_name, json_option
+from millrace_client.cli.output import console, new_table, print_json
+from millrace_client.connection import Millrace
+
+MAX_SHOWN_IDS = 10
+
+
+@click.command(cls=PlainCommand)
+@click.argument("job")
+@click.option("--epoch", type=int, help="Only this one, from 0.")
+@click.option("--checkpoint", default="", metavar="NAME", help="Up to this one; default: the newest.")
+@address_options
+@json_option
+def coverage(job: str, epoch: int | None, checkpoint: str, as_json: bool, **values: Any) -> None:
+    """Show how often each row of JOB's training split was consumed, by epoch.
+
+    Exit code 1 where a row was consumed twice in an epoch, or left out of one that is over.
+    """
+    name = full_name("trainingJobs", job)
+    if checkpoint and "/" not in checkpoint:
+        checkpoint = f"{name}/checkpoints/{checkpoint}"
+    with connected(values) as millrace:
+        epochs = begun_epochs(millrace, name) if epoch is None else [epoch]
+        found = [millrace.train.get_coverage(name, one, checkpoint=checkpoint) for one in epochs]
+    if as_json:
+        print_json({"coverage": found})
+    else:
+        numbers = ("rows", "seen once", "missing", "repeated")
+        table = new_table("epoch", "", *numbers, numbers=("epoch", *numbers))
+        for one in found:
+            counts = (one.row_count, one.seen_once, one.missing, one.repeated)
+            table.add_row(str(one.epoch), "done" if one.epoch_done else "at work", *(f"{count:,}" for count in counts))
+        console().print(table)
+        for one in found:
+            _print_ids(one)
+        if found:
+            console().print(f"up to {found[-1].checkpoint or 'now: there is no checkpoint yet'}", soft_wrap=True)
+    wrong = [one for one in found if one.repeated or (one.epoch_done and one.missing)]
+    if wrong and as_json:
+        click.get_current_context().exit(1)
+    if wrong:
+        raise CommandFailed(f"{name}: epoch {wrong[0].epoch} did not have every row exactly once")
+
+
+def begun_epochs(millrace: Millrace, name: str) -> list[int]:
+    """Those that the newest checkpoint has something of; the first one where there is none."""
+    checkpoints = list(millrace.train.list_checkpoints(name))
+    if not checkpoints:
+        return [0]
+    newest = max(checkpoints, key=lambda one: one.step)
+    epochs = millrace.train.get_training_job(name).spec.epochs
+    # Its epoch is that of the next step, which may not have been done.
+    return list(range(min(newest.epoch + 1, epochs)))
+
+
+def _print_ids(one: pb.Coverage) -> None:
+    for what, ids, count in (
+        ("repeated", one.repeated_row_ids, one.repeated),
+        ("missing", one.missing_row_ids if one.epoch_done else (), one.missing),
+    ):
+        if ids:
+            shown = ", ".join(map(str, ids[:MAX_SHOWN_IDS])) + (", …" if count > MAX_SHOWN_IDS else "")
+            console().print(f"epoch {one.epoch}: [yellow]{what}[/] rows {shown}", soft_wrap=True)
+
+
+@click.command(cls=PlainCommand)
+@click.argument("job")
+@click.option("--after", "after_step", default=0, metavar="STEP", help="Only steps behind this one.")
+@click.option("--last", type=int, metavar="N", help="Only the last N steps.")
+@address_options
+@json_option
+def metrics(job: str, after_step: int, last: int | None, as_json: bool, **values: Any) -> None:
+    """Show the metrics of JOB's steps; with --json, each step as a line."""
+    with connected(values) as millrace:
+        points = list(millrace.train.list_metrics(full_name("trainingJobs", job), after_step=after_step))
+    points = points[-last:] if last else points
+    if as_json:
+        for point in points:
+            print_json(point)
+        return
+    names = sorted({name for point in points for name in point.values})
+    table = new_table("step", "epoch", "attempt", *names, numbers=("step", "epoch", "attempt", *names))
+    for point in points:
+        cells = (f"{point.values[name]:.5g}" if name in point.values else "" for name in names)
+        table.add_row(str(point.step), str(point.epoch), str(point.attempt), *cells)
+    console().print(table if points else "None yet.")
+
+
+@click.command(cls=PlainCommand)
+@click.argument("job")
+@click.option("--attempt", default=0, metavar="N", help="Default: the newest.")
+@click.option("--rank", type=int, help="Only this one; -1 is the attempt's own process. Default: all.")
+@click.option("--follow", "-f", is_flag=True, help="Go on until the attempt is over.")
+@address_options
+@json_option
+def logs(job: str, attempt: int, rank: int | None, follow: bool, as_json: bool, **values: Any) -> None:
+    """Print what the workers of JOB logged; with several, each line begins with its rank."""
+    with connected(values) as millrace:
+        found = millrace.train.stream_logs(full_name("trainingJobs", job), attempt=attempt, rank=rank, follow=follow)
+        for one in found:
+            if as_json:
+                print_json(one)
+                continue
+            label = "" if rank is not None else "own  " if one.rank < 0 else f"{one.rank:<4} "
+            for line in one.text.splitlines():
+                click.echo(label + "".join(char if char.isprintable() or char == "\t" else " " for char in line))
+
+
+@click.command(cls=PlainCommand)
+@click.argument("job")
+@click.option("--html", required=True, type=click.Path(dir_okay=False, path_type=Path), help="Where the page goes.")
+@address_options
+@json_option
+def report(job: str, html: Path, as_json: bool, **values: Any) -> None:
+    """Write a page about JOB: curves, restarts with their causes, coverage, checkpoints and what was asked for."""
+    from millrace_client.report.training import collect
+    from millrace_client.report.training_page import training_page
+
+    with connected(values) as millrace:
+        name = full_name("trainingJobs", job)
+        found = collect(millrace.train, name, begun_epochs(millrace, name))
+    html.write_text(training_page(found), encoding="utf-8")
+    if as_json:
+        print_json({"training_job": name, "html": str(html)})
+    else:
+        console().print(f"Wrote {html}", soft_wrap=True)
+
+
+@click.command(cls=PlainCommand)
+@click.argument("job")
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option(
+    "--to", "target", required=True, type=click.Choice(["tensorboard", "mlflow", "wandb"]), help="What will read it."
+)
+@address_options
+@json_option
+def export(job: str, folder: Path, target: str, as_json: bool, **values: Any) -> None:
+    """Write JOB's metrics and parameters below FOLDER, as another tool reads them; nothing is sent to anybody."""
+    from millrace_client.export import ExporterMissing, export_run
+
+    with connected(values) as millrace:
+        name = full_name("trainingJobs", job)
+        run = millrace.train.get_training_job(name)
+        points = list(millrace.train.list_metrics(name))
+        try:
+            written = export_run(target, run, points, folder)
+        except ExporterMissing as error:
+            raise CommandFailed(str(error), remedy=f"pip install 'millrace[{target}]'") from None
+    if as_json:
+        print_json({"training_job": name, "target": target, **written.as_dict()})
+    else:
+        console().print(f"Wrote {written.points:,} steps to {written.folder}; {written.hint}", soft_wrap=True)

@@ -1,0 +1,72 @@
+"""`millrace train cancel|suspend|resume|delete`: what a client may wish of a job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from millrace.train.v1 import resources_pb2
+from millrace_client.cli.exits import PlainCommand
+from millrace_client.cli.options import address_options, connected, full_name, json_option
+from millrace_client.cli.output import console, print_json, state_text
+
+Job = resources_pb2.TrainingJob
+
+
+@click.command(cls=PlainCommand)
+@click.argument("job")
+@address_options
+@json_option
+def cancel(job: str, as_json: bool, **values: Any) -> None:
+    """Ask JOB to stop at its next step."""
+    with connected(values) as millrace:
+        now = millrace.train.cancel_training_job(full_name("trainingJobs", job))
+    _tell(now, as_json)
+
+
+@click.command(cls=PlainCommand)
+@click.argument("job")
+@click.option("--etag", default="", help="Only what still has this etag.")
+@address_options
+@json_option
+def suspend(job: str, etag: str, as_json: bool, **values: Any) -> None:
+    """Ask JOB to take a checkpoint and to free its workers."""
+    with connected(values) as millrace:
+        now = millrace.train.suspend_training_job(full_name("trainingJobs", job), etag=etag)
+    _tell(now, as_json)
+
+
+@click.command(cls=PlainCommand)
+@click.argument("job")
+@click.option("--etag", default="", help="Only what still has this etag.")
+@address_options
+@json_option
+def resume(job: str, etag: str, as_json: bool, **values: Any) -> None:
+    """Go on with JOB, which was suspended or cancelled or has failed, from its newest good checkpoint."""
+    with connected(values) as millrace:
+        now = millrace.train.resume_training_job(full_name("trainingJobs", job), etag=etag)
+    _tell(now, as_json)
+
+
+@click.command(cls=PlainCommand)
+@click.argument("job")
+@click.option("--etag", default="", help="Delete only what still has this etag.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@address_options
+@json_option
+def delete(job: str, etag: str, yes: bool, as_json: bool, **values: Any) -> None:
+    """Delete JOB, which is over or suspended, with its checkpoints, metrics and logs."""
+    name = full_name("trainingJobs", job)
+    if not (yes or as_json):
+        click.confirm(f"Delete {name} and its checkpoints? It cannot be brought back", abort=True)
+    with connected(values) as millrace:
+        now = millrace.train.delete_training_job(name, etag=etag)
+    _tell(now, as_json)
+
+
+def _tell(now: Job, as_json: bool) -> None:
+    if as_json:
+        print_json(now)
+    else:
+        console().print(f"[bold]{now.name}[/] {state_text(Job.State.Name(now.state))}")

@@ -1,0 +1,131 @@
+"""What exporters wrote, read back by the tools that it is for. Each is an extra."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from click.testing import CliRunner, Result
+
+from millrace.train.v1 import train_service_pb2 as pb
+from millrace.train.v1 import train_service_pb2_grpc
+from millrace_client.cli import millrace
+from millrace_client.export import TARGETS, ExporterMissing, export_run, parameters
+from tests.support.grpc_answers import serving
+from tests.support.recorded_servicer import STEPS, RecordedRun, job, points
+
+LOSSES = {point.step: pytest.approx(point.values["loss"]) for point in points()}
+
+
+def export(target: str, folder: Path) -> Result:
+    def register(server: grpc.Server) -> None:
+        train_service_pb2_grpc.add_TrainServiceServicer_to_server(RecordedRun(), server)
+
+    with serving(register) as address:
+        command = ("train", "export", "j", str(folder), "--to", target, "--train-address", address, "--json")
+        result = CliRunner().invoke(millrace, command)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout.splitlines()[-1])["points"] == STEPS
+    return result
+
+
+def level_db_records(data: bytes) -> list[bytes]:
+    """The records of a wandb file: a log of LevelDB, of blocks of 32 KiB, behind 7 bytes of its own."""
+    records, at, begun = [], 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        piece = data[at + 7 : at + 7 + length]
+        begun = piece if kind in (1, 2) else begun + piece
+        if kind in (1, 4):
+            records.append(begun)
+        at += 7 + length
+    return records
+
+
+def test_tensorboard_reads_every_step(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    export("tensorboard", tmp_path)
+    export("tensorboard", tmp_path)  # replaces the first
+
+    found = EventAccumulator(str(tmp_path / "j"), size_guidance={"scalars": 0})
+    found.Reload()
+    assert set(found.Tags()["scalars"]) == {"loss", "learning_rate", "validation_accuracy"}
+    assert {one.step: one.value for one in found.Scalars("loss")} == LOSSES
+    assert [one.step for one in found.Scalars("validation_accuracy")] == [10, 20, 30]
+    assert found.Scalars("loss")[0].wall_time == points()[0].time.seconds
+    assert b"optimizer.learning_rate" in found.Tensors("spec")[0].tensor_proto.string_val[0]
+
+
+def test_mlflow_reads_every_step(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow import MlflowClient
+
+    export("mlflow", tmp_path)
+
+    client = MlflowClient(tracking_uri=tmp_path.as_uri())
+    experiment = client.get_experiment_by_name("millrace")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("j", "FINISHED")
+    assert run.data.params["optimizer.learning_rate"] == "0.002"
+    assert run.data.tags["millrace.training_job"] == "trainingJobs/j"
+    assert {one.step: one.value for one in client.get_metric_history(run.info.run_id, "loss")} == LOSSES
+
+
+def test_wandb_reads_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    export("wandb", tmp_path)
+
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    losses = {}
+    for data in level_db_records(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = {"".join(one.nested_key) or one.key: json.loads(one.value_json) for one in record.history.item}
+            losses[record.history.step.num] = items["loss"]
+    assert losses == LOSSES
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_values_that_are_not_finite_are_exported_too(target: str, tmp_path: Path) -> None:
+    pytest.importorskip(target)
+    odd = [pb.MetricPoint(step=1, values={"loss": math.nan}), pb.MetricPoint(step=2, values={"loss": math.inf})]
+    assert export_run(target, job(), odd, tmp_path).points == 2
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_extra_that_is_not_installed_is_named_with_its_remedy(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == target]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, target, None)
+    with pytest.raises(ExporterMissing, match=target):
+        export_run(target, job(), [], tmp_path)
+
+
+def test_parameters_are_flat() -> None:
+    found = parameters(job())
+    assert found["epochs"] == "3"
+    assert found["transform.steps.0.column"] == "image"
+    assert all(isinstance(value, str) for value in found.values())
+
+
+def test_no_exporter_is_imported_before_it_is_needed() -> None:
+    code = "import millrace_client.cli.train, millrace_client.export, sys; print(*sys.modules)"
+    loaded = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True).stdout.split()
+    assert set(TARGETS).isdisjoint(loaded)

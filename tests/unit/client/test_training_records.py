@@ -1,0 +1,178 @@
+"""`millrace train coverage|metrics|logs|watch|report|suspend|resume|delete`, on a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import grpc
+import pytest
+from click.testing import CliRunner, Result
+
+from millrace.train.v1 import train_service_pb2_grpc
+from millrace_client import connect
+from millrace_client.cli import millrace
+from millrace_client.report.curves import HEIGHT, WIDTH, curve
+from tests.support.grpc_answers import serving
+from tests.support.recorded_servicer import NASTY, STEPS, Job, RecordedRun
+from tests.unit.client.test_show import Page
+
+
+def run(servicer: RecordedRun, *arguments: str) -> Result:
+    def register(server: grpc.Server) -> None:
+        train_service_pb2_grpc.add_TrainServiceServicer_to_server(servicer, server)
+
+    with serving(register) as address:
+        result = CliRunner().invoke(millrace, ("train", *arguments, "--train-address", address))
+    assert "Traceback" not in result.output
+    return result
+
+
+def test_coverage_shows_every_epoch() -> None:
+    result = run(RecordedRun(), "coverage", "j")
+    assert result.exit_code == 0, result.output
+    assert [line.split()[:3] for line in result.stdout.splitlines() if "done" in line] == [
+        ["0", "done", "1,000"],
+        ["1", "done", "1,000"],
+        ["2", "done", "1,000"],
+    ]
+    document = json.loads(run(RecordedRun(), "coverage", "j", "--json", "--checkpoint", "c", "--epoch", "1").stdout)
+    assert [one["checkpoint"] for one in document["coverage"]] == ["trainingJobs/j/checkpoints/c"]
+
+
+def test_rows_consumed_twice_are_told_and_are_exit_code_1() -> None:
+    result = run(RecordedRun(repeated=12), "coverage", "j")
+    assert result.exit_code == 1
+    assert "epoch 1: repeated rows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, …" in result.stdout
+    assert "error: trainingJobs/j: epoch 1" in result.stderr
+    assert run(RecordedRun(repeated=1), "coverage", "j", "--json").exit_code == 1
+    assert run(RecordedRun(), "coverage", "j", "--epoch", "7").exit_code == 4
+
+
+def test_metrics_are_a_table_or_a_document_a_line() -> None:
+    lines = run(RecordedRun(), "metrics", "j", "--after", "3", "--json").stdout.splitlines()
+    assert [int(json.loads(line)["step"]) for line in lines] == list(range(4, STEPS + 1))
+    table = run(RecordedRun(), "metrics", "j", "--last", "2").stdout
+    assert re.search(r"30 +2 +2 +0\.002 +0\.03333\d* +0\.75", table)
+    assert "28 " not in table
+
+
+@pytest.mark.parametrize("breaks", [0, 2])
+def test_logs_are_printed_whole_and_once_however_often_the_stream_breaks(breaks: int) -> None:
+    result = run(RecordedRun(breaks=breaks), "logs", "j", "--follow")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines() == ["0    one", f"1    {NASTY} [31m", "0    two", "0    three", "own  own"]
+
+
+def test_the_log_of_one_rank_is_printed_as_it_is() -> None:
+    assert run(RecordedRun(), "logs", "j", "--rank", "0").stdout == "one\ntwo\nthree\n"
+    assert run(RecordedRun(), "logs", "j", "--rank", "-1").stdout == "own\n"
+
+
+def test_wishes_reach_the_service() -> None:
+    servicer = RecordedRun()
+    assert "suspending" in run(servicer, "suspend", "j", "--etag", "3").stdout
+    assert "recovering" in run(servicer, "resume", "trainingJobs/j").stdout
+    assert json.loads(run(servicer, "delete", "j", "--json").stdout)["state"] == "STATE_DELETING"
+    assert run(servicer, "delete", "j").exit_code == 1  # nobody confirmed
+    assert [(type(one).__name__, one.name, one.etag) for one in servicer.wishes] == [
+        ("SuspendTrainingJobRequest", "trainingJobs/j", "3"),
+        ("ResumeTrainingJobRequest", "trainingJobs/j", ""),
+        ("DeleteTrainingJobRequest", "trainingJobs/j", ""),
+    ]
+
+
+def test_watching_tells_of_restarts_with_their_cause_and_of_waiting() -> None:
+    text = run(RecordedRun(), "watch", "j").stdout
+    for wanted in (
+        "attempt 1 begins on 3 workers",
+        "attempt 1 lost: a rank stood still (rank 2): rank 2 <script>alert(1)</script>[bold]",
+        "attempt 2 goes on from step 10 on 2 workers",
+        "warning: something was mended <script>alert(1)</script>[bold]",
+        "trainingJobs/j succeeded",
+    ):
+        assert wanted in text, wanted
+
+
+def test_progress_lines_show_throughput_waiting_and_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace_client.cli.progress.LINE_EVERY_S", 0.0)
+    text = run(RecordedRun(), "watch", "j").stdout
+    assert re.search(r"epoch 3/3  step 30/30  loss 0\.250 .* rows/s .* left .*25% for rows, 5% for checkpoints", text)
+
+
+def test_watching_a_suspended_job_ends_well() -> None:
+    result = run(RecordedRun(state=Job.STATE_SUSPENDED), "watch", "j")
+    assert result.exit_code == 0
+    assert "trainingJobs/j suspended" in result.stdout
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("report") / "page.html"
+    result = run(RecordedRun(repeated=5), "report", "j", "--html", str(path))
+    assert result.exit_code == 0, result.output
+    return path.read_text()
+
+
+def test_the_report_tells_of_curves_restarts_coverage_checkpoints_and_spec(page: str) -> None:
+    for wanted in (
+        "<h3>loss ",
+        "<h3>validation_accuracy ",
+        "lost: a rank stood still",
+        "step-00000010",
+        "something was mended",
+        'class="number warn">5<',
+        '<span class="good">best</span>',
+        "&#34;learning_rate&#34;: 0.002",
+        "of 30",
+        "25.0 %",
+    ):
+        assert wanted in page, wanted
+
+
+def test_the_report_needs_no_script_no_file_and_no_network(page: str) -> None:
+    found = Page(page)
+    assert "script" not in found.tags
+    assert all(one.startswith("#") for one in found.wanted)
+    assert not re.search(r"url\(|@import|https?:", page)
+    assert NASTY not in page
+
+
+def test_the_report_is_accessible(page: str) -> None:
+    found = Page(page)
+    assert found.tags.count("h1") == 1
+    assert len(found.ids) == len(set(found.ids))
+    assert all("aria-label=" in svg for svg in re.findall(r"<svg[^>]*>", page))
+
+
+def test_a_job_at_work_can_be_reported_on(tmp_path: Path) -> None:
+    result = run(RecordedRun(state=Job.STATE_RUNNING), "report", "j", "--html", str(tmp_path / "page.html"))
+    assert result.exit_code == 0, result.output
+    assert "running" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("count", [1, 2, 40, 5000])
+def test_a_curve_stays_in_its_box_and_small(count: int) -> None:
+    values = [(float(step), float(step % 97)) for step in range(count)]
+    values.insert(count // 2, (count / 2, float("nan")))
+    made = curve("loss", values)
+    assert made is not None
+    assert made.omitted == 1
+    assert len(made.line) + len(made.band) < 30_000
+    for x, y in re.findall(r"([-\d.]+),([-\d.]+)", made.line + made.band):
+        assert 0 <= float(x) <= WIDTH
+        assert 0 <= float(y) <= HEIGHT
+    assert curve("loss", [(1, float("inf"))]) is None
+
+
+def test_logs_of_the_sdk_go_on_where_a_stream_broke() -> None:
+    def register(server: grpc.Server) -> None:
+        train_service_pb2_grpc.add_TrainServiceServicer_to_server(RecordedRun(breaks=1), server)
+
+    with serving(register) as address, connect(train=address) as client:
+        found = list(client.train.stream_logs("trainingJobs/j"))
+    assert [(one.attempt, one.rank, one.text) for one in found if one.rank == 0] == [
+        (2, 0, "one\n"),
+        (2, 0, "two\nthree\n"),
+    ]
