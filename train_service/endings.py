@@ -35,7 +35,9 @@ def tell_end(context: AttemptContext, cause: str, text: str, ranks: Sequence[int
 
 
 def tell_lost(store: ObjectStore, job: JobRecord) -> None:
-    """For the process of `job`'s present attempt, which is gone."""
+    """For the process of `job`'s present attempt, which is gone; nothing where there has been none yet."""
+    if job.attempts_made == 0:
+        return
     cause = {JobState.CANCELLING: CANCELLED, JobState.SUSPENDING: SUSPENDED}.get(job.state, FAILURE)
     _tell(store, job.name, job.attempt, cause, "the process of the attempt ended", ())
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import ray
 from ray._private import state as ray_state
 
 from shared.jobs.actor import NOT_BESIDE_A_SERVICE
+from shared.jobs.nodes import staying_nodes
 from train_service.domain.sizing import ACCELERATOR, Resources, what_is_missing, workers_that_fit
 from train_service.domain.spec import TrainingSpec
 
@@ -38,19 +38,13 @@ class Size:
         return self.bundle.get("GPU", 0.0) > 0
 
 
-def draining_nodes() -> set[str]:
-    """The ids of the nodes that Ray was told will be taken away."""
-    return set(ray_state.state.get_draining_nodes())
-
-
 def usable_nodes() -> list[Node]:
-    """The nodes that live, stay, and are no service's own."""
-    draining = draining_nodes()
+    """The nodes that answer, stay, and are no service's own."""
     free: Mapping[str, Resources] = ray_state.available_resources_per_node()  # type: ignore[no-untyped-call]
     return [
         Node(node["NodeID"], free.get(node["NodeID"], {}), node["Resources"])
-        for node in ray.nodes()  # type: ignore[no-untyped-call]
-        if node["Alive"] and node["NodeID"] not in draining and (node.get("Labels") or {}).get(ROLE_LABEL) != "service"
+        for node in staying_nodes()
+        if (node.get("Labels") or {}).get(ROLE_LABEL) != "service"
     ]
 
 

@@ -19,7 +19,9 @@ from ray.train import Result
 from ray.train.torch import TorchConfig
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.callbacks.working_dir_setup import WorkingDirectorySetupCallback
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
@@ -30,6 +32,8 @@ from train_service.placement import Size, selector
 
 # How often it looks after its workers; Ray's own 2 s are a tenth of a restart.
 POLL_EVERY_S = 0.25
+# The room was there a moment ago: whoever has it now keeps it for longer than that.
+ROOM_WITHIN_S = 20.0
 # Ray hands these on to its workers as an environment of their own, and a worker with one cannot take a process that
 # waits for work: so they are set while the controller is made, and not longer.
 WHILE_MADE = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0"}
@@ -67,7 +71,8 @@ class RayRun(TorchTrainer):
             run_config=RunConfig(
                 name=f"attempt-{config.attempt:05d}",
                 storage_path=str(folder),
-                failure_config=FailureConfig(max_failures=0),
+                # Both kinds of failure end the attempt; by default it would try to start its workers for ever.
+                failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
             ),
         )
 
@@ -79,8 +84,24 @@ class RayRun(TorchTrainer):
         with _environment(WHILE_MADE):
             controller = TrainController(**arguments)
         controller._health_check_interval_s = POLL_EVERY_S
+        controller.worker_group_cls = _Group
         asyncio.run(controller.run())  # type: ignore[no-untyped-call]
         return controller.get_result()
+
+
+class _Group(WorkerGroup):
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._worker_group_start_timeout_s = ROOM_WITHIN_S
+
+
+def room_was_taken(error: BaseException | None) -> bool:
+    """Whether that is why the workers did not start."""
+    while error is not None:
+        if isinstance(error, WorkerGroupStartupTimeoutError):
+            return True
+        error = getattr(error, "controller_failure", None) or error.__cause__
+    return False
 
 
 def _backend(placement: Placement, size: Size) -> str:

@@ -14,13 +14,14 @@ from ray.exceptions import RayError
 
 from shared.errors import MillraceError, Unavailable
 from shared.jobs import AttemptContext
+from shared.jobs.nodes import draining_nodes
 from shared.jobs.record import PREEMPTED, RESIZED
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.watchdog import culprits, hung, limit_s, silent_ranks
 from train_service.endings import HUNG, tell_end
 from train_service.node_access import end_hard
 from train_service.patience import patient
-from train_service.placement import draining_nodes, size_now
+from train_service.placement import size_now
 from train_service.pulses import Heard, Pulses
 from train_service.reporting import PREEMPT, RESIZE
 

@@ -24,13 +24,13 @@ from shared.jobs import AttemptContext
 from shared.jobs.record import RESIZED
 from shared.log import StaleAttempt
 from train_service.domain.spec import TrainingSpec
-from train_service.endings import cause_of, tell_end
+from train_service.endings import FAILURE, cause_of, tell_end
 from train_service.logs import OWN_PROCESS, LogShipper
 from train_service.loop import LoopConfig
 from train_service.patience import patient
 from train_service.placement import Size, lacking, size_now
 from train_service.pulses import Pulses
-from train_service.ray_run import RayRun
+from train_service.ray_run import RayRun, room_was_taken
 from train_service.supervision import Supervision
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,11 @@ def _told(context: AttemptContext) -> dict[str, Any]:
         ranks = [int(rank) for rank in error.metadata.get("ranks", "").split(",") if rank.strip()]
         cause, text = cause_of(error, newest.state), error.message
         patient(lambda: tell_end(context, cause, text, ranks), "the end of an attempt")
+        raise
+    except StaleAttempt:
+        raise
+    except Exception:
+        patient(lambda: tell_end(context, FAILURE, "an unexpected error"), "the end of an attempt")
         raise
 
 
@@ -100,7 +105,7 @@ def _fit(config: LoopConfig, size: Size, context: AttemptContext, supervision: S
         RayRun(config, size).fit()
     except TrainingFailedError as error:
         patient(lambda: context.raise_if_stopped(fresh=True), "the job's state")
-        raise supervision.cause or _cause(error) from error
+        raise _cause(error, supervision.cause) from error
 
 
 def _entries(context: AttemptContext) -> list[CheckpointEntry]:
@@ -115,13 +120,17 @@ def _result(entries: list[CheckpointEntry], spec: TrainingSpec) -> dict[str, Any
     return {"checkpoint": last.name, "best_checkpoint": chosen.name}
 
 
-def _cause(error: TrainingFailedError) -> MillraceError:
-    """The first error of our own that a worker raised, else that a worker was lost."""
+def _cause(error: TrainingFailedError, ended_for: MillraceError | None) -> MillraceError:
+    """The first error of our own that a worker raised, else what we ended the attempt for, else that it was lost."""
     failures = list(getattr(error, "worker_failures", {}).items())
     for _, raised in failures:
         known = _own_error(raised)
         if known is not None:
             return known
+    if ended_for is not None:
+        return ended_for
+    if room_was_taken(error):
+        return Unavailable("room was taken while the workers started", reason=RESIZED, retry_after_s=1.0)
     ranks = ",".join(str(rank) for rank, _ in failures)
     logger.warning("attempt lost: %s", error)
     return Unavailable(

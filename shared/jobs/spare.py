@@ -8,6 +8,7 @@ import time
 import ray
 
 from shared.jobs.actor import AttemptActor, find_actor, new_actor_name, start_actor
+from shared.jobs.nodes import node_of, staying_nodes
 
 # An actor that cannot even start is not tried again at every look.
 AGAIN_AFTER_S = 10.0
@@ -41,5 +42,14 @@ class Spare:
         actor, self._actor = self._actor, None
         if actor is None or find_actor(self._name) is None:
             return None
+        if _leaves(actor):
+            ray.kill(actor)
+            return None
         self._start_after = 0.0
         return self._name, actor
+
+
+def _leaves(actor: ray.actor.ActorHandle[AttemptActor]) -> bool:
+    """Whether the actor is on a node that is dead, or will be taken away: an attempt there would soon be lost."""
+    node_id = node_of(actor)
+    return bool(node_id) and node_id not in {node["NodeID"] for node in staying_nodes()}

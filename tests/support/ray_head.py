@@ -23,6 +23,19 @@ START_TIMEOUT_S = 120.0
 STARTS = 3  # Ray gives itself 30 s, too little where several suites share two cores
 STOP_TIMEOUT_S = 20.0
 STARTED = "This command will now block"
+# `ray start`, but for its refusal to join another node where Ray is kept on loopback: see tests/conftest.py.
+JOIN_ON_LOOPBACK = """
+from ray._private import ray_constants
+from ray.scripts import scripts
+
+class Constants:
+    ENABLE_RAY_CLUSTER = True
+    def __getattr__(self, name):
+        return getattr(ray_constants, name)
+
+scripts.ray_constants = Constants()
+scripts.main()
+"""
 
 
 @dataclass(frozen=True)
@@ -121,7 +134,7 @@ def _start(folder: Path, num_cpus: int, port: int | None) -> RayHead:
         "dashboard-agent-listen-port": agent_port,
         "ray-client-server-port": client_port,
     }
-    pid = _ray_start(folder, ["--head", "--include-log-monitor=false"], options)
+    pid = _ray_start(folder, ["-m", "ray.scripts.scripts"], ["--head", "--include-log-monitor=false"], options)
     return RayHead(pid, folder, f"{HOST}:{port}", f"http://{HOST}:{dashboard_port}")
 
 
@@ -134,12 +147,12 @@ def _start_node(folder: Path, head: RayHead, name: str, num_cpus: int) -> RayNod
         "labels": f"name={name}",
         "dashboard-agent-listen-port": agent_port,
     }
-    return RayNode(_ray_start(folder, [], options), folder)
+    return RayNode(_ray_start(folder, ["-c", JOIN_ON_LOOPBACK], [], options), folder)
 
 
-def _ray_start(folder: Path, flags: list[str], options: Mapping[str, object]) -> int:
+def _ray_start(folder: Path, program: list[str], flags: list[str], options: Mapping[str, object]) -> int:
     """The pid of a `ray start` that has come up."""
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *flags]
+    command = [sys.executable, *program, "start", "--block", "--disable-usage-stats", *flags]
     log = folder / "start.log"
     with log.open("wb") as output:
         process = subprocess.Popen(

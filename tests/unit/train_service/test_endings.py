@@ -53,3 +53,9 @@ def test_an_overtaken_attempt_tells_nothing(store: ObjectStore) -> None:
     tell_lost(store, job(1))
 
     assert len(list(EventLog(store, JOB).after(0))) == 1
+
+
+def test_a_job_that_never_had_an_attempt_has_no_end_of_one(store: ObjectStore) -> None:
+    tell_lost(store, job(0, JobState.CANCELLING))
+
+    assert not list(EventLog(store, JOB).after(0))

@@ -1,0 +1,106 @@
+"""One run on a cluster whose nodes come, die and are taken away: it starts on what there is and makes the best of it.
+
+The head has one CPU, each further node one; the run wants two workers and goes on with one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from millrace.train.v1 import resources_pb2 as res
+from millrace.train.v1 import train_service_pb2 as pb
+from shared.settings import StoreSettings
+from tests.support.ray_head import ray_head, ray_node
+from tests.support.training import State, Watch, digits_spec, train_stack
+
+EPOCHS, STEPS_PER_EPOCH = 200, 20
+
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.chaos]
+
+
+@dataclass
+class Run:
+    job: res.TrainingJob
+    watch: Watch
+
+    def of(self, kind: str, attempt: int) -> list[pb.TrainingEvent]:
+        return [one for one in self.watch.events if one.attempt == attempt and one.WhichOneof("event") == kind]
+
+    def ended(self, attempt: int) -> pb.AttemptEnded:
+        (event,) = self.of("attempt_ended", attempt)
+        return event.attempt_ended
+
+    def started(self, attempt: int) -> pb.AttemptStarted:
+        (event,) = self.of("attempt_started", attempt)
+        return event.attempt_started
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    folder: Path = tmp_path_factory.mktemp("train-elastic")
+    settings = StoreSettings(url=(folder / "store").as_uri())
+    with (
+        ray_head(num_cpus=1) as head,
+        ExitStack() as nodes,
+        train_stack(settings, head.address, folder) as stack,
+    ):
+        spec = digits_spec(epochs=EPOCHS, num_workers=2, min_workers=1, checkpoint_every_steps=10)
+        job = stack.client.create(spec)
+        watch = stack.client.watch(job.name, within_s=1700)
+        watch.until("progress")
+
+        second = nodes.enter_context(ray_node(head, "second"))
+        watch.until("attempt_started", lambda event: event.attempt == 2)
+        watch.until("checkpoint_committed", lambda event: event.attempt == 2)
+        second.kill()
+        watch.until("attempt_started", lambda event: event.attempt == 3)
+        watch.until("progress")
+
+        nodes.enter_context(ray_node(head, "third"))
+        watch.until("attempt_started", lambda event: event.attempt == 4)
+        watch.until("progress")
+        head.drain("third")
+        watch.rest()
+        yield Run(stack.client.get(job.name), watch)
+
+
+def test_it_starts_on_what_there_is_and_succeeds(run: Run) -> None:
+    assert run.job.state == State.STATE_SUCCEEDED, run.job
+    assert run.started(1).num_workers == 1
+
+
+def test_it_grows_when_a_node_comes_without_losing_a_step_and_without_a_failure(run: Run) -> None:
+    assert run.ended(1).cause == pb.AttemptEnded.CAUSE_RESIZED
+    assert run.started(2).num_workers == 2
+    last = run.of("checkpoint_committed", 1)[-1].checkpoint_committed
+    assert (run.started(2).step, run.started(2).checkpoint) == (last.step, last.name)
+    assert max(one.progress.step for one in run.of("progress", 1)) <= last.step
+
+
+def test_it_shrinks_when_a_node_dies_which_is_a_failure(run: Run) -> None:
+    assert run.ended(2).cause == pb.AttemptEnded.CAUSE_FAILURE
+    assert run.started(3).num_workers == 1
+    assert run.job.failures == 1
+
+
+def test_a_node_that_is_taken_away_costs_no_step_and_counts_against_a_budget_of_its_own(run: Run) -> None:
+    assert run.started(4).num_workers == 2
+    assert run.ended(4).cause == pb.AttemptEnded.CAUSE_PREEMPTED
+    assert len(run.ended(4).ranks) <= 1
+    last = run.of("checkpoint_committed", 4)[-1].checkpoint_committed
+    assert (run.started(5).num_workers, run.started(5).step) == (1, last.step)
+    assert (run.job.attempt, run.job.preemptions) == (5, 1)
+
+
+def test_every_epoch_is_measured_once_and_the_order_of_steps_has_no_gap(run: Run) -> None:
+    validated = [one.step for one in run.watch.of("validated")]
+    # Only after a death may one be measured again.
+    assert sorted(set(validated)) == [STEPS_PER_EPOCH * (epoch + 1) for epoch in range(EPOCHS)]
+    for attempt in (1, 2, 3, 4):
+        begin = run.started(attempt + 1).step
+        assert begin in {0, *(one.checkpoint_committed.step for one in run.of("checkpoint_committed", attempt))}

@@ -1,0 +1,152 @@
+"""What may die or be away while a run is at work, one test each: it succeeds, and counts one failure at most."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+from millrace.train.v1 import resources_pb2 as res
+from millrace.train.v1 import train_service_pb2 as pb
+from shared.settings import StoreSettings
+from shared.storage.opening import ensure_bucket
+from tests.support.killable_s3 import killable_s3
+from tests.support.ray_head import RayHead, ray_head
+from tests.support.s3_server import S3Program
+from tests.support.training import State, TrainClient, TrainStack, digits_spec, train_stack
+from tests.support.waiting import wait_until
+
+WORKER, ATTEMPT = "ray::RayTrainWorker", "ray::AttemptActor.run"
+STORE_AWAY_S = 20.0
+DONE_WITHIN_S = 600.0
+
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.chaos]
+
+
+@dataclass
+class Place:
+    head: RayHead
+    stack: TrainStack
+
+    def workers(self) -> list[int]:
+        return self.head.processes(WORKER)
+
+    def job(self, **changes: object) -> res.TrainingJob:
+        """The one before has left nothing behind, so that what is found is this one's."""
+        wait_until(lambda: not self.workers(), "earlier workers to end", within_s=120)
+        return self.stack.client.create(digits_spec(**{"epochs": 8, "checkpoint_every_steps": 5, **changes}))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder: Path = tmp_path_factory.mktemp("never-lost")
+    settings = StoreSettings(url=(folder / "store").as_uri())
+    with ray_head(num_cpus=4) as head, train_stack(settings, head.address, folder) as stack:
+        yield Place(head, stack)
+
+
+def kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_worker_killed_while_it_starts(place: Place) -> None:
+    job = place.job()
+    watch = place.stack.client.watch(job.name, within_s=DONE_WITHIN_S)
+    watch.until_state(State.STATE_RUNNING)
+    wait_until(lambda: bool(place.workers()), "a worker to start", within_s=180)
+    kill(place.workers()[0])
+    watch.rest()
+
+    assert (watch.jobs[-1].state, watch.jobs[-1].failures) == (State.STATE_SUCCEEDED, 1)
+    ended, *_ = watch.of("attempt_ended")
+    assert ended.cause == pb.AttemptEnded.CAUSE_FAILURE
+    assert [event.attempt for event in watch.events] == sorted(event.attempt for event in watch.events)
+
+
+def test_a_worker_killed_at_work(place: Place) -> None:
+    job = place.job()
+    watch = place.stack.client.watch(job.name, within_s=DONE_WITHIN_S)
+    watch.until("checkpoint_committed")
+    watch.until("progress")
+    killed_at = time.time()
+    kill(max(place.workers()))
+    again = watch.until("attempt_started", lambda event: event.attempt == 2)
+    first = watch.until("progress", lambda event: event.attempt == 2)
+    watch.rest()
+
+    (ended,) = [event for event in watch.events if event.WhichOneof("event") == "attempt_ended"]
+    recovering = next(one for one in watch.jobs if one.state == State.STATE_RECOVERING)
+    running = next(one for one in watch.jobs if one.state == State.STATE_RUNNING and one.attempt == 2)
+    for what, stamp in [
+        ("the end is told", ended.time),
+        ("RECOVERING", recovering.update_time),
+        ("RUNNING", running.update_time),
+        ("the loop begins", again.time),
+        ("first progress", first.time),
+    ]:
+        print(f"\n{stamp.ToNanoseconds() / 1e9 - killed_at:6.1f} s  {what}", end="")
+    assert (watch.jobs[-1].state, watch.jobs[-1].failures) == (State.STATE_SUCCEEDED, 1)
+    assert len(ended.attempt_ended.ranks) >= 1
+
+
+def test_the_attempts_own_process_killed_with_the_controller_in_it(place: Place) -> None:
+    job = place.job()
+    watch = place.stack.client.watch(job.name, within_s=DONE_WITHIN_S)
+    watch.until("checkpoint_committed")
+    before = set(place.workers())
+    for pid in place.head.processes(ATTEMPT):
+        kill(pid)
+    wait_until(lambda: not before & set(place.workers()), "its workers to end with it", within_s=60)
+    watch.rest()
+
+    assert (watch.jobs[-1].state, watch.jobs[-1].failures) == (State.STATE_SUCCEEDED, 1)
+    kinds = [(event.attempt, event.WhichOneof("event")) for event in watch.events]
+    assert kinds.index((1, "attempt_ended")) == kinds.index((2, "attempt_started")) - 1
+
+
+def test_the_service_killed(place: Place) -> None:
+    job = place.job()
+    before = place.stack.client.watch(job.name, within_s=DONE_WITHIN_S)
+    before.until("progress")
+    place.stack.service.kill()
+    place.stack.service.start()
+    watch = place.stack.client.watch(job.name, within_s=DONE_WITHIN_S)
+    watch.rest()
+
+    assert (watch.jobs[-1].state, watch.jobs[-1].attempt) == (State.STATE_SUCCEEDED, 1)
+
+
+def test_the_store_away_for_twenty_seconds(s3_program: S3Program, place: Place, tmp_path: Path) -> None:
+    """Training stalls, and does not fail."""
+    with killable_s3(s3_program, tmp_path / "s3") as s3:
+        settings = s3.settings("s3://millrace/away")
+        ensure_bucket(settings)
+        with train_stack(settings, place.head.address, tmp_path) as stack:
+            # With a checkpoint after every step there is always one being written.
+            job = stack.client.create(digits_spec(epochs=12, checkpoint_every_steps=1))
+            watch = stack.client.watch(job.name, within_s=DONE_WITHIN_S)
+            watch.until("checkpoint_committed")
+            s3.kill_for(STORE_AWAY_S).join()
+            done = finished(stack.client, job.name)
+
+    assert (done.state, done.attempt, done.failures) == (State.STATE_SUCCEEDED, 1, 0)
+
+
+def finished(client: TrainClient, name: str) -> res.TrainingJob:
+    """As `TrainClient.finished`, but patient with a service whose store has just come back."""
+    until = time.monotonic() + DONE_WITHIN_S
+    while True:
+        try:
+            return client.finished(name)
+        except grpc.RpcError as error:
+            if error.code() != grpc.StatusCode.UNAVAILABLE or time.monotonic() > until:
+                raise
+            time.sleep(1.0)
