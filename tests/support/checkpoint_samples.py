@@ -10,7 +10,7 @@ from shared.storage import ObjectStore
 from tests.support.versions import SCHEMA, columns_of
 
 JOB = "trainingJobs/j"
-FILES = {"model.safetensors": b"weights" * 100, "optimizer.pt": b"momenta" * 50}
+FILES = {"model.safetensors": b"weights" * 100, "optimizer.safetensors": b"momenta" * 50}
 
 
 def content(**values: Any) -> CheckpointContent:

@@ -10,6 +10,7 @@ import pytest
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.checkpoint.format import MANIFEST, OPTIMIZER, WEIGHTS, sha256
+from shared.errors import Unavailable
 from shared.storage import ObjectStore
 from tests.support.snapshots import CONTENT, JOB, RANKING, entries, load, policy, save, save_one, trained
 from train_service.snapshots import CheckpointWriter, newest_good, retain
@@ -80,13 +81,17 @@ def test_a_damaged_one_is_skipped_and_told_and_the_one_before_is_restored(store:
     load(store, chosen, *trained(0))
 
 
-def test_one_that_is_being_retired_is_not_chosen_though_its_files_are_still_there(store: ObjectStore) -> None:
+def test_one_that_is_being_retired_is_not_chosen_though_its_files_are_still_there(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(_: str) -> None:
+        raise Unavailable("no answer")
+
     saved = save(store, 2, 4)
-    registry = CheckpointRegistry(store, JOB)
-    cleared = store.delete_folder
-    store.delete_folder = lambda _: None  # type: ignore[method-assign]  # dies before its files go
-    registry.retire([saved[1]], 1)
-    store.delete_folder = cleared  # type: ignore[method-assign]
+    with monkeypatch.context() as dying:
+        dying.setattr(store, "delete_folder", dies)
+        with pytest.raises(Unavailable):
+            CheckpointRegistry(store, JOB).retire([saved[1]], 1)
 
     assert list(store.list(saved[1].folder))
     assert newest_good(store, entries(store), pytest.fail) == saved[0]

@@ -11,14 +11,16 @@ import pytest
 import safetensors.torch
 import torch
 
-from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint, resolve
 from shared.checkpoint.format import OPTIMIZER, WEIGHTS
 from shared.errors import FailedPrecondition, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.record import begin_attempt, lose_attempt
+from shared.log import StaleAttempt
 from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
+from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION
 from tests.unit.train_service.learning import NUMBERS, commit_table
 from train_service.domain.spec import REGRESSION, EarlyStopping, OptimizerSpec, TrainingSpec
@@ -223,6 +225,59 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_last_good_checkpo
     for entry in entries(store, "trainingJobs/a").values():
         weights = safetensors.torch.load(saved(store, entry)[0])
         assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
+
+
+def test_of_two_attempts_that_run_at_once_the_later_goes_on_and_every_checkpoint_is_whole(store: ObjectStore) -> None:
+    name = "trainingJobs/a"
+    new_job(store, name)
+    spec = replace(SPEC, epochs=10_000, checkpoint_every_steps=1, checkpoints=replace(SPEC.checkpoints, keep_newest=3))
+    stopped: list[BaseException] = []
+
+    def first() -> None:
+        try:
+            run_of(store, name, spec=spec).run()
+        except (Stopped, StaleAttempt) as error:
+            stopped.append(error)
+
+    zombie = threading.Thread(target=first, daemon=True)
+    zombie.start()
+    wait_until(lambda: len(entries(store, name)) > 1, "checkpoints of the first attempt", 60)
+    lose_and_begin(store, name)
+    enough = threading.Thread(target=cancel_after_checkpoints_of, args=(store, name, 2), daemon=True)
+    enough.start()
+    with pytest.raises(Stopped, match="cancelled"):
+        run_of(store, name, attempt=2, spec=spec).run()
+    zombie.join(60)
+
+    assert len(stopped) == 1
+    left = entries(store, name)
+    assert max(left.values(), key=lambda one: one.step).attempt == 2
+    assert len(left) <= 4  # the newest three and the best
+    for one in left.values():
+        load_checkpoint(store, one.folder, one.manifest_sha256).verify()
+
+
+def cancel_after_checkpoints_of(store: ObjectStore, name: str, attempt: int) -> None:
+    def three() -> bool:
+        return sum(one.attempt == attempt for one in events(store, name, EventKind.CHECKPOINT_COMMITTED)) >= 3
+
+    wait_until(three, "checkpoints of the later attempt", 60)
+    Jobs(store, TRAIN_KIND).cancel(name, name)
+
+
+def test_a_checkpoint_is_taken_when_so_many_seconds_have_gone_and_the_last_step_has_the_final_one(
+    store: ObjectStore,
+) -> None:
+    name = "trainingJobs/a"
+    new_job(store, name)
+    policy = replace(SPEC.checkpoints, every_s=1e-6)
+    run_of(store, name, spec=replace(SPEC, checkpoint_every_steps=0, checkpoints=policy)).run()
+
+    saved_at = entries(store, name)
+    assert max(saved_at) == STEPS
+    assert {5, STEPS} < set(saved_at)
+    assert [step for step, entry in saved_at.items() if entry.final] == [STEPS]
+    assert resolve(store, "f", f"{name}/checkpoints/final").step == STEPS
 
 
 def test_the_last_progress_is_the_last_step(store: ObjectStore) -> None:

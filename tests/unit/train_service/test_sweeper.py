@@ -6,7 +6,7 @@ import pytest
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.checkpoint.users import using
-from shared.errors import NotFound
+from shared.errors import NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.record import begin_attempt, fail
 from shared.log import StaleAttempt
@@ -107,12 +107,18 @@ def test_files_that_somebody_uses_stay_though_another_has_taken_their_name(store
     assert whole(store, entries(store))
 
 
-def test_a_retirement_that_died_half_way_is_finished_once_the_job_is_over(store: ObjectStore, jobs: Jobs) -> None:
+def dies(_: str) -> None:
+    raise Unavailable("no answer")
+
+
+def test_a_retirement_that_died_half_way_is_finished_once_the_job_is_over(
+    store: ObjectStore, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (first, _) = entries(store)
-    clear = store.delete_folder
-    store.delete_folder = lambda _: None  # type: ignore[method-assign]
-    CheckpointRegistry(store, JOB).retire([first], 2)
-    store.delete_folder = clear  # type: ignore[method-assign]
+    with monkeypatch.context() as dying:
+        dying.setattr(store, "delete_folder", dies)
+        with pytest.raises(Unavailable):
+            CheckpointRegistry(store, JOB).retire([first], 2)
     assert there(store, first.folder)
     end(jobs)
 

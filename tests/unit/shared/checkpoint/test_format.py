@@ -123,7 +123,7 @@ def test_a_file_that_the_manifest_does_not_name_is_data_loss(store: ObjectStore)
     digest = write_checkpoint(store, "checkpoint", content(), {"model.safetensors": b"w"})[0]
 
     with pytest.raises(DataLoss, match=r"optimizer\.pt"):
-        load_checkpoint(store, "checkpoint", digest).read("optimizer.pt")
+        load_checkpoint(store, "checkpoint", digest).read("optimizer.safetensors")
 
 
 def test_a_missing_metric_is_kept_apart_from_none(store: ObjectStore) -> None:

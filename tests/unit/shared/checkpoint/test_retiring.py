@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shared.checkpoint import CheckpointEntry, CheckpointRegistry, Ranking, registry, resolve
-from shared.checkpoint.users import using
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry, Ranking, resolve
+from shared.checkpoint.users import live_users, using
 from shared.errors import NotFound, Unavailable
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore, open_store
@@ -75,20 +75,19 @@ def test_an_earlier_attempt_retires_nothing(store: ObjectStore, named: list[Chec
     assert with_files(store) == set(steps(store)) == {10, 20, 30}
 
 
-def test_who_comes_while_users_are_looked_for_does_not_get_it_or_keeps_it(
+def test_who_comes_when_it_is_no_longer_named_does_not_get_it(
     store: ObjectStore, named: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Marks first, looks second; here the mark comes before the retirer looks, so it is put back."""
-    looked = registry.live_users
+    """Marks first, looks second: here it looks after the checkpoint was last named."""
 
     def marked_just_before(*arguments: Any) -> list[str]:
         monkeypatch.undo()
         # Its resolve fails now: nobody is told that he has it who does not.
         with pytest.raises(NotFound):
             use(open_store(store.settings), 10)
-        return looked(*arguments)
+        return live_users(*arguments)
 
-    monkeypatch.setattr(registry, "live_users", marked_just_before)
+    monkeypatch.setattr("shared.checkpoint.registry.live_users", marked_just_before)
     CheckpointRegistry(store, JOB).retire(named[:1], 1)
 
     assert with_files(store) == set(steps(store)) == {20, 30}
@@ -105,13 +104,13 @@ def test_two_that_settle_at_once_agree_on_the_one_that_looked_first(
         other.settle()
         return [USER]
 
-    monkeypatch.setattr(registry, "live_users", user_but_the_other_goes_on)
+    monkeypatch.setattr("shared.checkpoint.registry.live_users", user_but_the_other_goes_on)
     CheckpointRegistry(store, JOB).retire(named[:1], 1)
 
     assert with_files(store) == set(steps(store)) == {20, 30}
 
 
-# Four writes of the log (no longer named, condemned, forgotten) and two files.
+# Three writes of the log (no longer named, condemned, forgotten) and two files.
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("dies_at", range(5))
 def test_whatever_an_outage_leaves_every_named_one_has_its_files_and_the_next_finishes(
@@ -150,14 +149,13 @@ def test_one_that_was_written_again_meanwhile_keeps_its_new_files(
     store: ObjectStore, named: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(store, 10)
-    looked = registry.live_users
 
     def committed_again(*arguments: Any) -> list[str]:
         monkeypatch.undo()
         CheckpointRegistry(open_store(store.settings), JOB).commit(entry(10, attempt=2))
-        return looked(*arguments)
+        return live_users(*arguments)
 
-    monkeypatch.setattr(registry, "live_users", committed_again)
+    monkeypatch.setattr("shared.checkpoint.registry.live_users", committed_again)
     CheckpointRegistry(store, JOB).retire(named[:1])
 
     (again,) = [one for one in CheckpointRegistry(store, JOB).entries() if one.step == 10]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
-from shared.checkpoint import users as checkpoint_users
 from shared.checkpoint.users import keep, live_users, markers, release, users_of_job, using
 from shared.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.record import fail, request_delete
 from shared.log import ResourceLog
 from shared.storage import ObjectStore
-from shared.user_markers import USER_APPEARS_WITHIN_S
+from shared.user_markers import USER_APPEARS_WITHIN_S, put_marker
 from tests.support.checkpoint_samples import JOB, entry
 
 NAME = f"{JOB}/checkpoints/step-10"
@@ -43,14 +42,13 @@ def test_a_jobs_name_marks_its_best(store: ObjectStore) -> None:
 
 def test_the_mark_is_there_before_the_checkpoint_is_final(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The best changes while it is marked: the newer best is what is marked in the end."""
-    put = checkpoint_users.put_marker
 
     def better_comes(*arguments: object, **values: object) -> None:
         monkeypatch.undo()
-        put(*arguments, **values)  # type: ignore[arg-type]
+        put_marker(*arguments, **values)  # type: ignore[arg-type]
         CheckpointRegistry(store, JOB).commit(entry(30, validation_accuracy=0.99))
 
-    monkeypatch.setattr(checkpoint_users, "put_marker", better_comes)
+    monkeypatch.setattr("shared.checkpoint.users.put_marker", better_comes)
 
     assert use(store, JOB).step == 30
     assert list(users_of_job(store, JOB, 0.0)) == [f"{JOB}/checkpoints/step-30"]
@@ -59,15 +57,14 @@ def test_the_mark_is_there_before_the_checkpoint_is_final(store: ObjectStore, mo
 def test_one_that_is_retired_while_it_is_marked_is_not_found_and_not_marked(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put = checkpoint_users.put_marker
 
     def retired(*arguments: object, **values: object) -> None:
         monkeypatch.undo()
         registry = CheckpointRegistry(store, JOB)
         registry.retire([entry(10)])
-        put(*arguments, **values)  # type: ignore[arg-type]
+        put_marker(*arguments, **values)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(checkpoint_users, "put_marker", retired)
+    monkeypatch.setattr("shared.checkpoint.users.put_marker", retired)
 
     with pytest.raises(NotFound) as refused:
         use(store)
