@@ -26,7 +26,8 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """Weights and buffers; not a copy unless the model is sharded. Of such a model every rank must call it, and rank 0
     alone gets them, in host memory."""
     if isinstance(model, FSDPModule):
-        return dict(get_model_state_dict(model, options=_WHOLE))
+        whole: dict[str, Any] = get_model_state_dict(model, options=_WHOLE)
+        return whole
     return dict(model.state_dict())
 
 
