@@ -177,7 +177,8 @@ def test_every_state_has_a_name_in_the_contract(state: JobState) -> None:
 
 
 def test_a_job_tells_its_newest_and_its_best_checkpoint() -> None:
-    entries = [entry(10, validation_accuracy=0.9), entry(20, validation_accuracy=0.7), entry(25)]
+    # By the metric of its own specification.
+    entries = [entry(10, validation_r2=0.9), entry(20, validation_r2=0.7, validation_accuracy=1.0), entry(25)]
 
     job = job_to_proto(JobView(record(), {"step": 25, "loss": 0.5}, entries))
 

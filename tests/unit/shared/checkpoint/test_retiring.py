@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -93,21 +94,43 @@ def test_who_comes_when_it_is_no_longer_named_does_not_get_it(
     assert with_files(store) == set(steps(store)) == {20, 30}
 
 
-def test_two_that_settle_at_once_agree_on_the_one_that_looked_first(
-    store: ObjectStore, named: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dies", [False, True], ids=["finishes", "dies before the files go"])
+def test_one_that_finds_a_user_too_late_cannot_put_back_what_another_has_condemned(
+    store: ObjectStore, named: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch, dies: bool
 ) -> None:
-    """One finds no user and condemns it; the other found one, and is too late to put it back."""
-    other = CheckpointRegistry(open_store(store.settings), JOB)
+    elsewhere = open_store(store.settings)
+
+    def no_answer(_: str) -> None:
+        raise Unavailable("no answer")
 
     def user_but_the_other_goes_on(*_: Any) -> list[str]:
         monkeypatch.undo()
-        other.settle()
+        if dies:
+            monkeypatch.setattr(elsewhere, "delete_folder", no_answer)
+        with contextlib.suppress(Unavailable):
+            CheckpointRegistry(elsewhere, JOB).settle()
         return [USER]
 
     monkeypatch.setattr("shared.checkpoint.registry.live_users", user_but_the_other_goes_on)
     CheckpointRegistry(store, JOB).retire(named[:1], 1)
 
     assert with_files(store) == set(steps(store)) == {20, 30}
+
+
+def test_one_that_found_no_user_leaves_the_files_of_what_another_has_put_back(
+    store: ObjectStore, named: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(store, 10)
+
+    def nobody_but_the_other_finds_one(*_: Any) -> list[str]:
+        monkeypatch.undo()
+        CheckpointRegistry(open_store(store.settings), JOB).settle()
+        return []
+
+    monkeypatch.setattr("shared.checkpoint.registry.live_users", nobody_but_the_other_finds_one)
+    assert CheckpointRegistry(store, JOB).retire(named[:1], 1) == []
+
+    assert with_files(store) == set(steps(store)) == {10, 20, 30}
 
 
 # Three writes of the log (no longer named, condemned, forgotten) and two files.
