@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -75,6 +77,7 @@ def test_mlflow_reads_every_step(tmp_path: Path) -> None:
 
     client = MlflowClient(tracking_uri=tmp_path.as_uri())
     experiment = client.get_experiment_by_name("millrace")
+    assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_name, run.info.status) == ("j", "FINISHED")
     assert run.data.params["optimizer.learning_rate"] == "0.002"
@@ -84,15 +87,14 @@ def test_mlflow_reads_every_step(tmp_path: Path) -> None:
 
 def test_wandb_reads_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
-    from wandb.proto import wandb_internal_pb2
-
+    messages: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
     monkeypatch.setenv("WANDB_API_KEY", "")
     export("wandb", tmp_path)
 
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     losses = {}
     for data in level_db_records(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
+        record = messages.Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
             items = {"".join(one.nested_key) or one.key: json.loads(one.value_json) for one in record.history.item}

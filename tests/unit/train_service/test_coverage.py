@@ -157,6 +157,7 @@ def test_an_epoch_is_answered_from_the_newest_checkpoint(store: ObjectStore, rec
     assert not half.epoch_done
     early = records.coverage(JOB, 0, f"{JOB}/checkpoints/step-00000004")
     assert (early.counts.missing, early.epoch_done) == (600, False)
+    assert records.coverage(JOB, 0, f"{JOB}/checkpoints/step-00000010").epoch_done
 
 
 def test_rows_that_were_consumed_twice_are_told_by_their_ids(store: ObjectStore, records: RunRecords) -> None:
