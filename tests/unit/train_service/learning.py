@@ -57,7 +57,8 @@ def vectors(rows: int = ROWS, seed: int = 6) -> np.ndarray[Any, Any]:
 
 
 def classes(rows: int = ROWS, seed: int = 6) -> np.ndarray[Any, Any]:
-    return vectors(rows, seed)[:, :CLASSES].argmax(1)
+    chosen: np.ndarray[Any, Any] = vectors(rows, seed)[:, :CLASSES].argmax(1)
+    return chosen
 
 
 def numbers(rows: int = ROWS, seed: int = 6) -> np.ndarray[Any, Any]:
