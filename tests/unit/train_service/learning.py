@@ -57,11 +57,13 @@ def vectors(rows: int = ROWS, seed: int = 6) -> np.ndarray[Any, Any]:
 
 
 def classes(rows: int = ROWS, seed: int = 6) -> np.ndarray[Any, Any]:
-    return vectors(rows, seed)[:, :CLASSES].argmax(1)
+    chosen: np.ndarray[Any, Any] = vectors(rows, seed)[:, :CLASSES].argmax(1)
+    return chosen
 
 
 def numbers(rows: int = ROWS, seed: int = 6) -> np.ndarray[Any, Any]:
-    return (vectors(rows, seed) @ np.arange(WIDTH) + 0.5).astype(np.float32)
+    made: np.ndarray[Any, Any] = vectors(rows, seed) @ np.arange(WIDTH) + 0.5
+    return made.astype(np.float32)
 
 
 def batch(ranks: Ranks = ALONE, step: int = 0, *, spec: TrainingSpec = SPEC, dtype: Any = np.float32) -> Batch:

@@ -179,7 +179,8 @@ def test_numbers_to_learn_come_as_float32(store: ObjectStore, arrow_type: pa.Dat
 
     rows = numbers_cache(store, pa.array(values)).rows(np.asarray([39, 0, 7], np.int64))
 
-    assert (rows.labels.dtype, rows.labels.tolist()) == (np.float32, [19, -20, -13])
+    assert rows.labels.dtype == np.float32
+    assert rows.labels.tolist() == [19, -20, -13]
 
 
 def test_several_numbers_a_row_come_as_they_are_shaped(store: ObjectStore) -> None:
