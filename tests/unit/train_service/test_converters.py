@@ -187,6 +187,12 @@ def test_a_job_tells_its_newest_and_its_best_checkpoint() -> None:
     assert (job.progress.step, job.progress.loss) == (25, 0.5)
 
 
+def test_a_job_tells_what_it_lost_and_what_it_waits_for() -> None:
+    job = job_to_proto(JobView(record(failures=2, preemptions=3), {}, [], "2 workers of 1 CPU"))
+
+    assert (job.failures, job.preemptions, job.waiting_for) == (2, 3, "2 workers of 1 CPU")
+
+
 def test_why_a_job_failed_is_told_only_once_it_has() -> None:
     error = Unavailable("gone", reason="WORKERS_LOST", metadata={"ranks": "1"}).as_record()
 

@@ -26,8 +26,9 @@ from tests.unit.train_service.learning import NUMBERS, commit_table
 from train_service.domain.spec import REGRESSION, EarlyStopping, OptimizerSpec, TrainingSpec
 from train_service.events import Event, EventKind, EventLog
 from train_service.loop import LoopConfig, Run, Stopped
+from train_service.pulse import Pulse
 from train_service.ranks import Ranks
-from train_service.reporting import TRAIN_KIND
+from train_service.reporting import PREEMPT, TRAIN_KIND
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 SPEC = TrainingSpec(
@@ -70,8 +71,11 @@ def lose_and_begin(store: ObjectStore, name: str) -> None:
 
 
 def run_of(store: ObjectStore, name: str, attempt: int = 1, spec: TrainingSpec = SPEC) -> Run:
-    config = LoopConfig(store=store.settings, job_name=name, attempt=attempt, spec=spec)
-    return Run(config, ALONE)
+    return Run(config_of(store, name, attempt, spec), ALONE)
+
+
+def config_of(store: ObjectStore, name: str, attempt: int = 1, spec: TrainingSpec = SPEC) -> LoopConfig:
+    return LoopConfig(store=store.settings, job_name=name, attempt=attempt, spec=spec)
 
 
 def entries(store: ObjectStore, name: str) -> dict[int, CheckpointEntry]:
@@ -150,6 +154,41 @@ def test_a_cancelled_run_stops_and_every_checkpoint_it_committed_was_told(store:
     told = [event.payload["name"] for event in events(store, "trainingJobs/a", EventKind.CHECKPOINT_COMMITTED)]
     assert told == [entry.name for entry in entries(store, "trainingJobs/a").values()]
     assert threading.active_count() <= 3  # nothing of the run goes on
+
+
+def test_a_suspended_run_keeps_the_very_step_at_which_it_stopped(store: ObjectStore) -> None:
+    name = "trainingJobs/a"
+    new_job(store, name)
+    suspending = until_event(
+        store, name, EventKind.CHECKPOINT_COMMITTED, lambda: Jobs(store, TRAIN_KIND).suspend(name, name)
+    )
+
+    with pytest.raises(Stopped, match="suspended"):
+        # Its only rule is the end of an epoch.
+        run_of(store, name, spec=replace(SPEC, epochs=10_000, checkpoint_every_steps=0)).run()
+
+    suspending.join()
+    told = [event.payload for event in events(store, name, EventKind.CHECKPOINT_COMMITTED)]
+    assert told[-1]["name"] == list(entries(store, name).values())[-1].name
+    progress = [event.payload["step"] for event in events(store, name, EventKind.PROGRESS)]
+    assert max(progress, default=0) <= told[-1]["step"]
+    # One after an epoch's last step has its metrics like any other.
+    assert all(bool(one["metrics"]) == (one["step"] % 5 == 0) for one in told)
+
+
+def test_an_attempts_own_wish_stops_a_run_in_the_same_way(store: ObjectStore) -> None:
+    name = "trainingJobs/a"
+    new_job(store, name)
+    pulse = Pulse(0)
+    pulse.wish = PREEMPT
+
+    with pytest.raises(Stopped, match="taken away"):
+        Run(config_of(store, name), ALONE, pulse).run()
+
+    assert [entry.step for entry in entries(store, name).values()] == [
+        2
+    ]  # the sum of a step is taken up after the next
+    assert pulse.total_steps == STEPS
 
 
 def test_an_attempt_that_was_overtaken_stops_and_commits_nothing_more(store: ObjectStore) -> None:

@@ -1,12 +1,14 @@
-"""Creating a job when several calls do so at once."""
+"""Creating a job when several calls do so at once, and resuming one that is over."""
 
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 
 import pytest
 
-from shared.errors import AlreadyExists
+from shared.errors import AlreadyExists, FailedPrecondition
+from shared.jobs import Jobs, JobState
 from shared.model_spec import ModelSpec
 from shared.requests import claimed
 from shared.storage import ObjectStore, open_store
@@ -91,3 +93,47 @@ def test_checking_only_refuses_an_id_that_is_taken(store: ObjectStore) -> None:
 
     with pytest.raises(AlreadyExists):
         TrainingJobs(store).create("a", SPEC, "", "digest", validate_only=True)
+
+
+def over(store: ObjectStore, state: JobState) -> Jobs:
+    """The job `a`, in a state in which no attempt works on it."""
+    create(store, "")
+    jobs = Jobs(store, TRAIN_KIND)
+    jobs.transition("trainingJobs/a", lambda job: replace(job, state=state, failures=4))
+    return jobs
+
+
+@pytest.mark.parametrize("state", [JobState.FAILED, JobState.CANCELLED, JobState.SUSPENDED])
+def test_a_job_that_is_over_goes_on_with_nothing_counted_and_keeps_its_version_again(
+    store: ObjectStore, state: JobState
+) -> None:
+    over(store, state)
+    for key in users(store):
+        store.delete(key)
+
+    resumed = TrainingJobs(store).resume("trainingJobs/a", "")
+
+    assert (resumed.record.state, resumed.record.failures) == (JobState.RECOVERING, 0)
+    assert len(users(store)) == 1
+
+
+def test_a_job_whose_version_is_gone_does_not_go_on_and_leaves_no_marker(store: ObjectStore) -> None:
+    jobs = over(store, JobState.CANCELLED)
+    store.delete_folder(VERSION)
+
+    with pytest.raises(FailedPrecondition, match="train anew") as refused:
+        TrainingJobs(store).resume("trainingJobs/a", "")
+
+    assert refused.value.specific_reason == "VERSION_GONE"
+    assert jobs.get("trainingJobs/a", "trainingJobs/a").state is JobState.CANCELLED
+    assert not users(store)
+
+
+def test_what_a_job_waits_for_is_told_while_it_waits_alone(store: ObjectStore) -> None:
+    create(store, "")
+    jobs = Jobs(store, TRAIN_KIND)
+    jobs.wait_for("trainingJobs/a", "2 workers of 1 CPU")
+    assert TrainingJobs(store).get("trainingJobs/a").waiting_for == "2 workers of 1 CPU"
+
+    TrainingJobs(store).suspend("trainingJobs/a", "")
+    assert TrainingJobs(store).get("trainingJobs/a").waiting_for == ""
