@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from train_service.domain.spec import DDP, FSDP
+from train_service.sharding import shard, sharded
 
 
 class Ranks:
@@ -32,11 +31,7 @@ class Ranks:
         if self.world_size == 1:
             return model
         if parallel == FSDP:
-            mesh = init_device_mesh(self.device.type, (self.world_size,))
-            for layer in model.children():
-                if next(layer.parameters(), None) is not None:
-                    fully_shard(layer, mesh=mesh)
-            return cast(nn.Module, fully_shard(model, mesh=mesh))
+            return shard(model, self.device.type, self.world_size)
         return DistributedDataParallel(model, device_ids=[self.device] if self.device.type == "cuda" else None)
 
     def share(self, value: Any) -> Any:
@@ -94,12 +89,13 @@ def gradients_kept_local(wrapped: nn.Module, local: bool = True) -> Iterator[Non
     if local and isinstance(wrapped, DistributedDataParallel):
         with wrapped.no_sync():
             yield
-    elif local and isinstance(wrapped, FSDPModule):
-        wrapped.set_requires_gradient_sync(False)
+    elif local and sharded(wrapped):
+        model: Any = wrapped
+        model.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            wrapped.set_requires_gradient_sync(True)
+            model.set_requires_gradient_sync(True)
     else:
         yield
 

@@ -1,53 +1,79 @@
-"""Whole weights and optimizer state, to and from a model that is here in one piece or sharded over ranks (FSDP)."""
+"""A model sharded over ranks (FSDP): sharding it, and whole weights and optimizer state to and from it.
+
+What torch needs for it takes longer to import than torch itself, so that happens only where a model is sharded.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.fsdp import FSDPModule
 
 from shared.models import load_weights
 
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-_FROM_WHOLE = StateDictOptions(full_state_dict=True)
+
+def shard(model: nn.Module, device_type: str, world_size: int) -> nn.Module:
+    """The model itself, its parameters and gradients sharded layer by layer; build its optimizer after that."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device_type, (world_size,))
+    for layer in model.children():
+        if next(layer.parameters(), None) is not None:
+            fully_shard(layer, mesh=mesh)
+    sharded: Any = fully_shard(model, mesh=mesh)
+    assert isinstance(sharded, nn.Module)
+    return sharded
+
+
+def sharded(model: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """Weights and buffers; not a copy unless the model is sharded. Of such a model every rank must call it, and rank 0
     alone gets them, in host memory."""
-    if isinstance(model, FSDPModule):
-        whole: dict[str, Any] = get_model_state_dict(model, options=_WHOLE)
-        return whole
-    return dict(model.state_dict())
+    if not sharded(model):
+        return dict(model.state_dict())
+    from torch.distributed.checkpoint import state_dict
+
+    whole: dict[str, Any] = state_dict.get_model_state_dict(model, options=_whole(cpu_offload=True))
+    return whole
 
 
 def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Whole weights on every rank."""
-    if isinstance(model, FSDPModule):
-        set_model_state_dict(model, dict(weights), options=_FROM_WHOLE)
-    else:
-        load_weights(model, weights)
+    if not sharded(model):
+        return load_weights(model, weights)
+    from torch.distributed.checkpoint import state_dict
+
+    state_dict.set_model_state_dict(model, dict(weights), options=_whole())
+    return None
 
 
 def whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """As `whole_weights`; not a copy unless the model is sharded."""
-    if isinstance(model, FSDPModule):
-        return dict(get_optimizer_state_dict(model, optimizer, options=_WHOLE))
-    return optimizer.state_dict()
+    """As `whole_weights`."""
+    if not sharded(model):
+        return optimizer.state_dict()
+    from torch.distributed.checkpoint import state_dict
+
+    return dict(state_dict.get_optimizer_state_dict(model, optimizer, options=_whole(cpu_offload=True)))
 
 
 def put_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    if isinstance(model, FSDPModule):
-        set_optimizer_state_dict(model, optimizer, state, options=_FROM_WHOLE)
-    else:
-        optimizer.load_state_dict(state)
+    if not sharded(model):
+        return optimizer.load_state_dict(state)
+    from torch.distributed.checkpoint import state_dict
+
+    state_dict.set_optimizer_state_dict(model, optimizer, state, options=_whole())
+    return None
+
+
+def _whole(*, cpu_offload: bool = False) -> Any:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
