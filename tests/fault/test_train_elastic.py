@@ -18,7 +18,7 @@ from shared.settings import StoreSettings
 from tests.support.ray_head import ray_head, ray_node
 from tests.support.training import State, Watch, digits_spec, train_stack
 
-EPOCHS, STEPS_PER_EPOCH = 200, 20
+EPOCHS, STEPS_PER_EPOCH = 140, 20
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.chaos]
 
