@@ -78,7 +78,7 @@ def test_ten_kills_lose_and_repeat_no_row_and_change_no_bit(
     for kill in range(KILLS):
         attempt = kill + 1
         _await_attempt(watch, attempt)
-        # Counted from here. Somewhere within what the attempt will do before it is struck: seeded, and different each time.
+        # Somewhere within what is left, counted from here: seeded, and different each time.
         at_least = 1 + chance.randrange(7)
         _await_batches(witness, WORKERS * at_least)
         os.kill(chance.choice(sorted(head.processes("ray::RayTrainWorker"))), signal.SIGKILL)
