@@ -33,7 +33,7 @@ PARTS = ("loader", "bytes", "steps", "recovery")
 # The tutorial's way makes a few thousand rows a second.
 ROW_MAP_ROWS = 20_000
 # An epoch of so many rows is what the step loops run.
-STEP_ROWS = 6_400
+STEP_ROWS = 25_600
 BARS = {
     "share_of_pyarrow_limit": (0.6, "at least"),
     "loader_vs_torch_dataloader": (4.0, "at least"),
