@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from shared.errors import Unavailable
-from shared.jobs import Jobs
+from shared.jobs import Jobs, JobState
 from shared.log import ResourceLog
 from shared.storage import ObjectMissing, ObjectStore
 
@@ -44,7 +44,8 @@ class UserMarker:
             job = Jobs(store, self.kind).newest(self.job_folder)  # its tombstone, too: it is not still to come
             if job is None or job.uid != self.uid:
                 return self._may_appear(now)
-            return not job.state.final
+            # One that is suspended waits to go on with what it uses.
+            return not job.state.final or job.state is JobState.SUSPENDED
         if not self.ends_in:
             return True
         record = ResourceLog(store, f"{self.user}/log").head()

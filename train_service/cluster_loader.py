@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 
@@ -122,7 +122,7 @@ class ClusterLoader(Loader):
         tasks = list(self._tasks(first_step))
         shape = self._preprocessing.output.shape
         for start in range(0, len(tasks), TASKS_AT_ONCE):
-            for table in _prepared(self._source, tasks[start : start + TASKS_AT_ONCE]):
+            for table in _prepared(self._source, tasks[start : start + TASKS_AT_ONCE], self._cache.touched):
                 yield _Piece.of(table, shape)
 
     def _tasks(self, first_step: int) -> Iterator[dict[str, int]]:
@@ -135,7 +135,9 @@ class ClusterLoader(Loader):
                 yield {"epoch": epoch, "begin": max(begin, first), "end": min(begin + stretch, self._rows)}
 
 
-def _prepared(source: Source, tasks: list[dict[str, int]]) -> Generator[pa.Table, None, None]:
+def _prepared(
+    source: Source, tasks: list[dict[str, int]], while_waiting: Callable[[], None]
+) -> Generator[pa.Table, None, None]:
     settings = quiet_context(block_bytes=source.piece_bytes)
     settings.execution_options.preserve_order = True
     with ray.data.DataContext.current(settings):
@@ -143,7 +145,7 @@ def _prepared(source: Source, tasks: list[dict[str, int]]) -> Generator[pa.Table
         prepare = functools.partial(_prepare, source=source)
         dataset = given.map_batches(prepare, batch_size=None, batch_format="pyarrow", num_cpus=1)
     try:
-        yield from DatasetStream(dataset).tables(lambda: None, POLL_S)
+        yield from DatasetStream(dataset).tables(while_waiting, POLL_S)
     except RayFailed as failure:
         raise _cause(failure.__cause__) from failure.__cause__
 

@@ -19,7 +19,13 @@ ROWS_PER_CALL = 256
 
 
 def evaluate(
-    model: nn.Module, loss: Loss, metrics: Metrics, cache: RowCache, preprocessing: Preprocessing, ranks: Ranks
+    model: nn.Module,
+    loss: Loss,
+    metrics: Metrics,
+    cache: RowCache,
+    preprocessing: Preprocessing,
+    ranks: Ranks,
+    rows_per_call: int = ROWS_PER_CALL,
 ) -> tuple[float, dict[str, float], int]:
     """Mean loss, the metrics, and the number of rows, over the whole split on every rank. Augmentations do not act."""
     rows = sum(cache.row_groups)
@@ -27,12 +33,12 @@ def evaluate(
     first, end = (rows * part // ranks.world_size for part in (ranks.rank, ranks.rank + 1))
     # As many calls on every rank: those of a sharded model are collective.
     most_rows = math.ceil(rows / ranks.world_size)
-    calls = math.ceil(most_rows / ROWS_PER_CALL)
+    calls = math.ceil(most_rows / rows_per_call)
     sums = torch.zeros(2 + metrics.width, dtype=torch.float64)
     model.eval()
     with torch.no_grad():
-        for start in range(first, first + calls * ROWS_PER_CALL, ROWS_PER_CALL):
-            positions = np.arange(start, min(start + ROWS_PER_CALL, end), dtype=np.int64)
+        for start in range(first, first + calls * rows_per_call, rows_per_call):
+            positions = np.arange(start, min(start + rows_per_call, end), dtype=np.int64)
             # A rank that has run out of rows keeps the others company with its last.
             batch = cache.rows(positions if len(positions) else np.asarray([max(0, min(start, rows) - 1)], np.int64))
             labels = torch.from_numpy(batch.labels).to(ranks.device)

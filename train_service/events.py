@@ -11,6 +11,9 @@ from typing import Any
 from shared.log import Record, ResourceLog
 from shared.storage import ObjectStore
 
+# An end is told after all else; what a rank still had to tell may come behind it.
+LOOKED_BACK = 32
+
 
 class EventKind(enum.StrEnum):
     """Named as the fields of `millrace.train.v1.TrainingEvent`."""
@@ -46,9 +49,11 @@ class EventLog:
         self._log.update(lambda _: state, attempt=attempt)
 
     def has(self, attempt: int, kind: EventKind) -> bool:
-        """Whether this attempt, the newest that wrote, has an event of that kind."""
+        """Whether this attempt, the newest that wrote, has an event of that kind among its last `LOOKED_BACK`."""
         record = self._log.head()
-        while record is not None and record.attempt >= attempt:
+        for _ in range(LOOKED_BACK):
+            if record is None or record.attempt < attempt:
+                return False
             if record.attempt == attempt and record.state["kind"] == kind:
                 return True
             record = self._log.read(record.number - 1) if record.number > 1 else None

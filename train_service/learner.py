@@ -24,7 +24,7 @@ from train_service.domain.schedule import learning_rate
 from train_service.domain.seeds import noise_seed
 from train_service.domain.slices import loss_scale
 from train_service.domain.spec import BFLOAT16, FLOAT16, FLOAT32, FSDP, REGRESSION, TrainingSpec
-from train_service.evaluation import evaluate
+from train_service.evaluation import ROWS_PER_CALL, evaluate
 from train_service.loader import Batch
 from train_service.losses import build_loss
 from train_service.metrics import MOST_SUMS_OF_A_STEP, Metrics
@@ -133,8 +133,15 @@ class Learner:
         # What is measured is what is saved, and rank 0 saves.
         self._ranks.share_buffers(self.model)
         metrics = Metrics(self._spec, self._ranks.device)
-        loss, measured, rows = evaluate(self.model, self._loss, metrics, cache, preprocessing, self._ranks)
+        loss, measured, rows = evaluate(
+            self.model, self._loss, metrics, cache, preprocessing, self._ranks, self._rows_per_call()
+        )
         return {"validation_loss": loss, **{f"validation_{name}": one for name, one in measured.items()}}, rows
+
+    def _rows_per_call(self) -> int:
+        """No more than a step computes at once: so much memory there is, and a call takes no longer than a step."""
+        parts = self._ranks.world_size * self._spec.accumulation_steps
+        return max(1, min(ROWS_PER_CALL, self._spec.global_batch_size // parts))
 
     def should_stop(self, history: Sequence[tuple[int, float]]) -> bool:
         """`history`: of each epoch so far its number and what it measured of `spec.early_stopping.metric`."""
@@ -166,7 +173,9 @@ class Learner:
 
     def state(self) -> dict[str, Any]:
         """What, besides the weights, goes on where it was: not a copy. With FSDP every rank must call it."""
-        state: dict[str, Any] = {"optimizer": whole_optimizer_state(self.model, self._optimizer)}
+        state: dict[str, Any] = {
+            "optimizer": whole_optimizer_state(self.model, self._optimizer, self._spec.placement.parallel)
+        }
         if self._scheduler is not None:
             state["scheduler"] = self._scheduler.state_dict()
         if self._scaler.is_enabled():
@@ -175,7 +184,7 @@ class Learner:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """What `state` gave, whole, on every rank."""
-        put_optimizer_state(self.model, self._optimizer, state["optimizer"])
+        put_optimizer_state(self.model, self._optimizer, state["optimizer"], self._spec.placement.parallel)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state["scheduler"])
         if self._scaler.is_enabled():

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 SHIP_EVERY_S = 1.0
 # From so many bytes on a chunk is not written again.
 CHUNK_BYTES = 64 * 1024
+# The stacks of a rank that hangs, written by the attempt: the last chunk, whatever its number of chunks.
+STACKS_CHUNK = "99999999.txt"
 # What may wait for the store.
 MAX_WAITING_BYTES = 4 * 1024 * 1024
 # What one rank may have in the store.

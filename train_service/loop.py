@@ -95,6 +95,7 @@ class Run:
         self._learner = Learner(
             self._spec, ranks, self._preprocessing.output, self._loader.steps_per_epoch, self._loader.total_steps
         )
+        self._validated = False
         # What early stopping goes by.
         self._history: History = []
 
@@ -142,6 +143,7 @@ class Run:
                 over = self._after_step(batch, saving, reporter, log, pausing=stop in PAUSES)
                 # Every rank has the same sum, so all end after the same step.
                 if stop != GO_ON:
+                    meter.add(pending.result()[:-2])
                     saving.wait()
                     raise Stopped(WHY_STOPPED[stop])
                 self._pulse.at(batch.step + 1, Phase.TRAINING)
@@ -178,6 +180,10 @@ class Run:
     def _validate(self, epoch: int, step: int, reporter: Reporter | None) -> dict[str, float]:
         cache = self._row_cache(self._spec.validation_split)
         cache.touched = self._pulse.tick
+        # The first one may compile the model for its own shapes.
+        starting = self._spec.compile and not self._validated
+        self._pulse.at(step, Phase.STARTING if starting else Phase.TRAINING)
+        self._validated = True
         metrics, rows = self._learner.evaluate(cache, self._preprocessing)
         if self._spec.early_stopping:
             self._history.append((epoch, metrics[self._spec.early_stopping.metric]))
@@ -214,6 +220,8 @@ class Run:
     def _build_loader(self) -> Loader:
         spec = self._spec
         cache = self._row_cache(spec.train_split)
+        # Rows that are slow to come are no hang while they come.
+        cache.touched = self._pulse.tick
         ranks = self._ranks
         plan = Plan(spec.seed, spec.lanes, spec.global_batch_size, spec.epochs, ranks.rank, ranks.world_size)
         if spec.ingest == RAY_DATA:

@@ -10,11 +10,12 @@ from ray._private import state as ray_state
 from shared.jobs.actor import NOT_BESIDE_A_SERVICE
 from shared.jobs.nodes import staying_nodes
 from train_service.domain.sizing import ACCELERATOR, Resources, what_is_missing, workers_that_fit
-from train_service.domain.spec import TrainingSpec
+from train_service.domain.spec import RAY_DATA, TrainingSpec
 
 ROLE_LABEL = "millrace.role"
 # What a worker asks of a node with an accelerator of its type: a mark, of which a node has 1.
 MARK = 0.001
+INGEST_CPUS = 1.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def bundle_of(spec: TrainingSpec, nodes: list[Node]) -> dict[str, float]:
     placement = spec.placement
     gpus = placement.gpus_per_worker
     if gpus is None:
-        gpus = 1.0 if sum(node.total.get("GPU", 0.0) for node in nodes) >= spec.num_workers else 0.0
+        gpus = 1.0 if sum(node.total.get("GPU", 0.0) for node in nodes) >= spec.fewest_workers else 0.0
     bundle = {"CPU": placement.cpus_per_worker, "GPU": gpus, **placement.resources_per_worker}
     if placement.accelerator_type:
         bundle[f"{ACCELERATOR}{placement.accelerator_type}"] = MARK
@@ -66,6 +67,7 @@ def size_now(spec: TrainingSpec, own: Mapping[str, int] | None = None) -> Size:
     nodes = usable_nodes()
     bundle = bundle_of(spec, nodes)
     free = [_with_own(node, bundle, (own or {}).get(node.node_id, 0)) for node in nodes]
+    free = _besides_ingest(free, spec)
     fits = workers_that_fit(free, bundle, spec.placement.strategy, spec.fewest_workers, spec.num_workers)
     return Size(fits, bundle)
 
@@ -74,10 +76,13 @@ def lacking(spec: TrainingSpec) -> str:
     """What the cluster lacks for the fewest workers of a run; empty where they fit."""
     nodes = usable_nodes()
     bundle = bundle_of(spec, nodes)
-    free, strategy, fewest = [node.free for node in nodes], spec.placement.strategy, spec.fewest_workers
+    free, total = ([getattr(node, kind) for node in nodes] for kind in ("free", "total"))
+    free, total = _besides_ingest(free, spec), _besides_ingest(total, spec)
+    strategy, fewest = spec.placement.strategy, spec.fewest_workers
     if workers_that_fit(free, bundle, strategy, fewest, spec.num_workers):
         return ""
-    return what_is_missing(free, [node.total for node in nodes], bundle, strategy, fewest)
+    missing = what_is_missing(free, total, bundle, strategy, fewest)
+    return f"{missing}, besides {INGEST_CPUS:g} CPU that prepares rows" if spec.ingest == RAY_DATA else missing
 
 
 def is_settling(spec: TrainingSpec) -> bool:
@@ -95,6 +100,15 @@ def is_settling(spec: TrainingSpec) -> bool:
 def selector() -> dict[str, str]:
     """The labels that a worker's node must have."""
     return dict(NOT_BESIDE_A_SERVICE)
+
+
+def _besides_ingest(nodes: list[Resources], spec: TrainingSpec) -> list[Resources]:
+    """What is left of the nodes for workers where Ray Data prepares the rows: its tasks must find a CPU, too."""
+    if spec.ingest != RAY_DATA or not nodes:
+        return nodes
+    roomiest = max(range(len(nodes)), key=lambda index: nodes[index].get("CPU", 0.0))
+    left = {**nodes[roomiest], "CPU": nodes[roomiest].get("CPU", 0.0) - INGEST_CPUS}
+    return [*nodes[:roomiest], left, *nodes[roomiest + 1 :]]
 
 
 def _with_own(node: Node, bundle: Resources, workers: int) -> Resources:

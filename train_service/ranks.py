@@ -51,8 +51,10 @@ class Ranks:
         """Every rank's array (n,), of whatever lengths, on rank 0 in the order of ranks; None on the others."""
         if self.world_size == 1:
             return [values]
-        mine = torch.from_numpy(values).to(self.device)
-        lengths = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
+        # gloo gathers in host memory only.
+        device = torch.device("cpu") if dist.get_backend() == "gloo" else self.device
+        mine = torch.from_numpy(values).to(device)
+        lengths = torch.zeros(self.world_size, dtype=torch.int64, device=device)
         lengths[self.rank] = len(values)
         dist.all_reduce(lengths)
         longest = int(lengths.max())

@@ -12,6 +12,7 @@ from typing import Any
 
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry
 from shared.dataset_version import DatasetVersion
+from shared.errors import DataLoss, Internal
 from shared.storage import ObjectStore
 from train_service.checkpoint_clock import CheckpointClock
 from train_service.coverage import ConsumedRows, CoverageChain, gather
@@ -24,7 +25,7 @@ from train_service.patience import patient
 from train_service.preprocessing import Preprocessing
 from train_service.ranks import Ranks
 from train_service.reporting import Reporter
-from train_service.snapshots import CheckpointWriter, as_message, newest_good, restore
+from train_service.snapshots import CheckpointWriter, Restored, as_message, newest_good, restore
 from train_service.version_fit import ingested_columns
 
 logger = logging.getLogger(__name__)
@@ -91,13 +92,20 @@ class Checkpointing:
                 self._begin_from(self._lineage.spec.initial_checkpoint)
             return 0, []
         entry = CheckpointEntry(**chosen)
-        restored = patient(lambda: restore(self._store, entry), "the checkpoint to resume from")
+        restored = patient(lambda: self._restored(entry), "the checkpoint to resume from")
         history = restored.state.pop("history")
         self._learner.load(restored.weights, restored.state)
         self._initial = (restored.content.initial_checkpoint, restored.content.initial_checkpoint_sha256)
         self._chain = CoverageChain(self._store, self._lineage.job_name, restored.content.coverage)
         logger.info("resuming from %s at step %d", entry.name, entry.step)
         return entry.step, [(int(epoch), float(value)) for epoch, value in history]
+
+    def _restored(self, entry: CheckpointEntry) -> Restored:
+        try:
+            return restore(self._store, entry)
+        except DataLoss as error:
+            # Rank 0 has just found it whole; the next attempt looks, and chooses, again.
+            raise Internal(f"{entry.name} was read damaged: {error.message}", reason="READ_DAMAGED") from error
 
     def note(self, batch: Batch) -> None:
         """The optimiser has stepped: the batch's rows are in the weights."""

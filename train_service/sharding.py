@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.models import load_weights
+from train_service.domain.spec import FSDP
 
 
 def shard(model: nn.Module, device_type: str, world_size: int) -> nn.Module:
@@ -55,18 +56,27 @@ def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     return None
 
 
-def whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """As `whole_weights`."""
-    if not sharded(model):
+def whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, parallel: str) -> dict[str, Any]:
+    """As `whole_weights`. With FSDP keyed by the names of parameters, on one rank as on many, so that a run may go on
+    on another number of them."""
+    if parallel != FSDP:
         return optimizer.state_dict()
     from torch.distributed.checkpoint import state_dict
 
     return dict(state_dict.get_optimizer_state_dict(model, optimizer, options=_whole(cpu_offload=True)))
 
 
-def put_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    if not sharded(model):
+def put_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], parallel: str
+) -> None:
+    """What `whole_optimizer_state` gave, on every rank."""
+    if parallel != FSDP:
         return optimizer.load_state_dict(state)
+    if not state["state"]:
+        # torch cannot put an empty state; the groups' values are all there is, in their order.
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        return None
     from torch.distributed.checkpoint import state_dict
 
     state_dict.set_optimizer_state_dict(model, optimizer, state, options=_whole())

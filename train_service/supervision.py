@@ -19,11 +19,12 @@ from shared.jobs.record import PREEMPTED, RESIZED
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.watchdog import culprits, hung, limit_s, silent_ranks
 from train_service.endings import HUNG, tell_end
+from train_service.logs import STACKS_CHUNK
 from train_service.node_access import end_hard
 from train_service.patience import patient
 from train_service.placement import size_now
 from train_service.pulses import Heard, Pulses
-from train_service.reporting import PREEMPT, RESIZE
+from train_service.reporting import GO_ON, PREEMPT, RESIZE
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class Supervision:
         self._began = time.monotonic()
         self._looked_for_room = 0.0
         self._room_since: float | None = None
+        # What the ranks were asked to stop for; see `reporting`.
+        self._asked = GO_ON
         self.cause: MillraceError | None = None
 
     def __enter__(self) -> Supervision:
@@ -78,6 +81,9 @@ class Supervision:
         if len(self._pulses.heard()) < self._workers and time.monotonic() - self._began > START_WITHIN_S:
             self._give_up(Unavailable(f"the workers did not start within {START_WITHIN_S:.0f} s", reason="NO_START"))
         self._look_for_hung(ranks)
+        # Again at each look: a rank that starts may not have heard it, and one that has is not disturbed.
+        if self._asked:
+            self._pulses.ask_to_stop(self._asked)
         if self.cause is None:
             self._look_for_drains(ranks)
         if self.cause is None and self._workers < self._spec.num_workers:
@@ -111,7 +117,7 @@ class Supervision:
 
     def _keep(self, stacks: dict[int, str]) -> None:
         for rank, text in stacks.items():
-            key = f"{self._context.folder}/logs/a{self._context.attempt:05d}/r{rank:04d}/stacks.txt"
+            key = f"{self._context.folder}/logs/a{self._context.attempt:05d}/r{rank:04d}/{STACKS_CHUNK}"
             data = text.encode()
             patient(lambda key=key, data=data: self._context.store.put(key, data), "a stack", STORE_PATIENCE_S)  # type: ignore[misc]
 
@@ -134,6 +140,7 @@ class Supervision:
                 metadata={"ranks": ",".join(str(rank) for rank in gone), "nodes": ",".join(sorted(leaving))},
             )
             logger.warning("%s: %s", self.cause.message, ", ".join(leaving))
+            self._asked = PREEMPT
             self._pulses.ask_to_stop(PREEMPT)
 
     def _look_for_room(self, ranks: list[Heard]) -> None:
@@ -151,6 +158,7 @@ class Supervision:
                 f"there is room for {size.workers} workers instead of {self._workers}", reason=RESIZED
             )
             logger.info("%s", self.cause.message)
+            self._asked = RESIZE
             self._pulses.ask_to_stop(RESIZE)
 
     def _pays(self) -> bool:

@@ -71,6 +71,7 @@ class TrainingJobs:
             create_time=now,
             update_time=now,
             max_failures=spec.max_failures,
+            max_preemptions=spec.max_preemptions,
         )
         if validate_only:
             if self._jobs.find(job.name):

@@ -149,6 +149,8 @@ class TrainClient:
                     else:
                         ended = response.job.state in FINAL
                         yield response.job
+                        if response.job.state == resources_pb2.TrainingJob.STATE_SUSPENDED:
+                            return  # the server goes on watching until it is resumed
             except Unavailable:
                 if time.monotonic() - last_heard > reconnect_for_s:
                     raise

@@ -81,7 +81,8 @@ class Reconciler:
     def _reconcile(self, live: LiveJob) -> bool:
         """Whether an attempt is at work on it."""
         job = self._jobs.find(live.folder)
-        if job is None or job.uid != live.uid:
+        # A marker of a generation to come is that of a resumption, which may be under way.
+        if job is None or job.uid != live.uid or (job.state.final and live.generation > job.generation):
             first_seen = self._orphans.setdefault(live.uid, time.monotonic())
             if time.monotonic() - first_seen > ORPHAN_AFTER_S:
                 self._forget(live)
@@ -104,13 +105,13 @@ class Reconciler:
     def _waits(self, live: LiveJob, job: JobRecord) -> bool:
         """Whether the cluster lacks what the next attempt needs; if so clients are told."""
         what = self._lacks(job)
-        if what != self._waiting.get(live.uid, ""):
+        if what != self._waiting.get(live.uid):  # unknown at first: an earlier reconciler may have told something
             self._jobs.wait_for(live.folder, what)
             self._waiting[live.uid] = what
         return bool(what)
 
     def _forget(self, live: LiveJob) -> None:
-        if self._waiting.pop(live.uid, ""):
+        if self._waiting.pop(live.uid, None):
             self._jobs.wait_for(live.folder, "")
         self._jobs.forget(live)
         self._orphans.pop(live.uid, None)

@@ -64,7 +64,7 @@ class JobRecord:
     actor: str = ""
     failures: int = 0
     max_failures: int = 3
-    # Attempts whose node was taken away. They have a budget of their own.
+    # Attempts whose node was taken away, or whose cluster changed size. They have a budget of their own.
     preemptions: int = 0
     max_preemptions: int = 100
     # Counts wishes, not progress: 1 for the creation, 2 once a cancel was asked for.
@@ -119,10 +119,9 @@ def lose_attempt(job: JobRecord, cause: MillraceError, now: float) -> JobRecord:
         return confirm_suspend(job, now)
     _expect(job, JobState.RUNNING)
     reason = cause.specific_reason
-    if reason == RESIZED or (reason == PREEMPTED and job.preemptions < job.max_preemptions):
-        preemptions = job.preemptions + (reason == PREEMPTED)
+    if reason in (RESIZED, PREEMPTED) and job.preemptions < job.max_preemptions:
         told = cause.as_record()
-        return replace(job, state=JobState.RECOVERING, preemptions=preemptions, error=told, update_time=now)
+        return replace(job, state=JobState.RECOVERING, preemptions=job.preemptions + 1, error=told, update_time=now)
     failures = job.failures + 1
     if failures > job.max_failures:
         # What an operator can put right is told as what it is.

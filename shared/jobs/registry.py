@@ -22,12 +22,14 @@ WAITING = "waiting.txt"
 
 @dataclass(frozen=True)
 class LiveJob:
-    """`folder` is that of the resource; `marked_at` is in seconds since the epoch; `marker` the object that says so."""
+    """`folder` is that of the resource; `marked_at` in seconds since the epoch; `marker` the object that says it,
+    of the job's `generation`."""
 
     uid: str
     folder: str
     marked_at: float
     marker: str
+    generation: int
 
 
 class Jobs:
@@ -40,7 +42,7 @@ class Jobs:
     def create(self, folder: str, job: JobRecord) -> JobRecord:
         """Makes the job durable. Raises `AlreadyExists` when there is one in the folder that was not deleted."""
         # The marker first: a job without one would never be done.
-        marker = self._mark(folder, job)
+        marker = self._mark(folder, job, job.generation)
         log = ResourceLog(self._store, log_prefix(folder))
         before = log.head()
         last = JobRecord.from_state(before.state) if before else None
@@ -83,8 +85,9 @@ class Jobs:
         """As `cancel`. Raises `FailedPrecondition` for a job that succeeded, or is being ended."""
         job = self.get(folder, name)
         if job.state.final:
-            # The marker first, as in `create`; one of its own, for a reconciler may be about to take the old one away.
-            self._mark(folder, job)
+            # The marker first, as in `create`; of the generation to come, so that no reconciler takes it away because
+            # the job, as it reads it still, is over.
+            self._mark(folder, job, job.generation + 1)
         return self._wish(folder, name, etag, request_resume)
 
     def _wish(self, folder: str, name: str, etag: str, wish: Callable[[JobRecord, float], JobRecord]) -> JobRecord:
@@ -127,9 +130,9 @@ class Jobs:
                 marker = json.loads(self._store.get(info.key))
             except ObjectMissing:  # another reconciler was faster
                 continue
-            uid = info.key.rsplit("/", 1)[-1].partition(".")[0]
-            job = LiveJob(uid, marker["folder"], marker["marked_at"], info.key)
-            if uid not in found or job.marked_at > found[uid].marked_at:
+            uid, generation, _ = info.key.rsplit("/", 1)[-1].split(".")
+            job = LiveJob(uid, marker["folder"], marker["marked_at"], info.key, int(generation))
+            if uid not in found or job.generation > found[uid].generation:
                 found[uid] = job
         return sorted(found.values(), key=lambda job: job.marked_at)
 
@@ -159,8 +162,8 @@ class Jobs:
         except ObjectMissing:
             return ""
 
-    def _mark(self, folder: str, job: JobRecord) -> str:
-        marker = f"live/{self.kind}/{job.uid}.{job.generation}.json"
+    def _mark(self, folder: str, job: JobRecord, generation: int) -> str:
+        marker = f"live/{self.kind}/{job.uid}.{generation}.json"
         self._store.put(marker, json.dumps({"folder": folder, "marked_at": time.time()}).encode())
         return marker
 

@@ -14,6 +14,7 @@ from shared.settings import StoreSettings
 from tests.support.ray_head import ray_head
 from tests.support.training import State, digits_spec, train_stack
 from tests.support.waiting import wait_until
+from train_service.logs import STACKS_CHUNK
 
 WORKER = "ray::RayTrainWorker"
 # 30 s without a sign, and what it takes to end it on a busy machine.
@@ -44,7 +45,7 @@ def test_a_stopped_worker_is_noticed_named_killed_and_replaced(tmp_path: Path) -
         assert ended.cause == pb.AttemptEnded.CAUSE_HUNG
         (hung,) = ended.ranks
         assert f"rank {hung} at step" in ended.text
-        other = stack.store.get(f"{job.name}/logs/a00001/r{1 - hung:04d}/stacks.txt").decode()
+        other = stack.store.get(f"{job.name}/logs/a00001/r{1 - hung:04d}/{STACKS_CHUNK}").decode()
         assert "in train_loop" in other
         assert (watch.jobs[-1].state, watch.jobs[-1].failures) == (State.STATE_SUCCEEDED, 1)
         assert watch.of("attempt_started")[1].step > 0

@@ -171,6 +171,12 @@ def _of_placement(spec: TrainingSpec) -> list[Rule]:
         _one_of("placement.parallel", placement.parallel, (DDP, FSDP)),
         _one_of("placement.backend", placement.backend, ("", "gloo", "nccl")),
         (
+            placement.backend != "nccl" or gpus != 0,
+            "placement.backend",
+            placement.backend,
+            "it needs GPUs; use gloo, or set placement.gpus_per_worker",
+        ),
+        (
             1 <= placement.timeout_s <= 86_400,
             "placement.timeout",
             placement.timeout_s,

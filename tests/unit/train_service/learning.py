@@ -141,6 +141,10 @@ def what_ranks_learn(ranks: Ranks, settings: StoreSettings) -> dict[str, Any]:
     told["sharded"] = shards.weights()
     told["measured"] = shards.evaluate(cache, preprocessing)
     told["resumed"] = _resumed(sharded, ranks)
+    told["from one"] = _resumed(sharded, ranks, saved_on=ALONE)
+    told["to one"] = _resumed(sharded, ALONE, saved_on=ranks)
+    plain = replace(sharded, optimizer=OptimizerSpec(name="SGD", learning_rate=0.05))
+    told["plain"], told["plain resumed"] = trained(plain, range(STEPS), ranks).weights(), _resumed(plain, ranks)
     told["layers"] = {
         name: tuple(getattr(one, "to_local", lambda one=one: one)().shape)
         for name, one in shards.model.named_parameters()
@@ -148,10 +152,12 @@ def what_ranks_learn(ranks: Ranks, settings: StoreSettings) -> dict[str, Any]:
     return told
 
 
-def _resumed(spec: TrainingSpec, ranks: Ranks) -> dict[str, Tensor]:
+def _resumed(spec: TrainingSpec, ranks: Ranks, saved_on: Ranks | None = None) -> dict[str, Tensor]:
     """Half, a new learner from what was saved, and the other half."""
-    half = trained(spec, range(STEPS // 2), ranks)
-    weights, state = ranks.share((half.weights(), half.state()))
+    saving = saved_on or ranks
+    half = trained(spec, range(STEPS // 2), saving)
+    shared = saving if saving.world_size > 1 else ranks
+    weights, state = shared.share((half.weights(), half.state()))
     rest = learner(spec, ranks, prepared=False)
     rest.load(weights, state)
     rest.prepare()

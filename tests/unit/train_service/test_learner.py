@@ -110,6 +110,11 @@ def test_shards_learn_what_the_whole_learns_and_come_back_bit_for_bit(several: l
         torch.testing.assert_close(first["sharded"][name], first["whole"][name], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(first["whole"][name], alone[name], rtol=1e-4, atol=1e-5)
     assert_same(first["resumed"], first["sharded"])
+    # Also with an optimizer that keeps nothing, and on another number of ranks.
+    assert_same(first["plain resumed"], first["plain"])
+    for name in alone:
+        for resumed in ("from one", "to one"):
+            torch.testing.assert_close(first[resumed][name], alone[name], rtol=1e-4, atol=1e-5)
     # Each rank really holds a part alone, and rank 0 alone the whole.
     rows = [told["layers"]["linear0.weight"][0] for told in several]
     assert sum(rows) == 16

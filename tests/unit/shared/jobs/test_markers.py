@@ -28,7 +28,7 @@ def reconciling(store: ObjectStore) -> Reconciler:
 
 def mark(store: ObjectStore, uid: str, marked_at: float = 0.0) -> None:
     """As a creator does that dies, or is overtaken, before it writes the log."""
-    store.put(f"live/toy/{uid}.json", json.dumps({"folder": FOLDER, "marked_at": marked_at}).encode())
+    store.put(f"live/toy/{uid}.1.json", json.dumps({"folder": FOLDER, "marked_at": marked_at}).encode())
 
 
 def a_job(uid: str) -> JobRecord:

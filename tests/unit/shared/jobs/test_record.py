@@ -231,7 +231,7 @@ def test_a_record_survives_json() -> None:
         assert JobRecord.from_state(json.loads(json.dumps(job.as_state()))) == job
 
 
-@pytest.mark.parametrize(("reason", "preemptions"), [(PREEMPTED, 1), (RESIZED, 0)])
+@pytest.mark.parametrize(("reason", "preemptions"), [(PREEMPTED, 1), (RESIZED, 1)])
 def test_an_attempt_that_makes_room_is_no_failure(reason: str, preemptions: int) -> None:
     job = lose_attempt(a_job("RUNNING", failures=3), Unavailable("its node goes", reason=reason), NOW)
 

@@ -238,3 +238,17 @@ def test_a_deleted_job_is_gone_and_its_place_is_free_for_another(jobs: Jobs) -> 
     assert begun.attempts_made == 1
     with pytest.raises(AlreadyExists):
         jobs.create(FOLDER, a_job("u3"))
+
+
+def test_a_marker_of_a_resumption_that_is_under_way_is_known_as_such(jobs: Jobs) -> None:
+    """It is there before the job reads as resumed, and must not be taken for that of a job that is over."""
+    jobs.create(FOLDER, a_job())
+    jobs.suspend(FOLDER, FOLDER)
+    suspended = jobs.transition(FOLDER, lambda job: confirm_suspend(job, 3.0))
+    (before,) = jobs.live()
+    assert before.generation <= suspended.generation
+
+    resumed = jobs.resume(FOLDER, FOLDER)
+
+    (live,) = jobs.live()
+    assert live.generation == suspended.generation + 1 == resumed.generation
