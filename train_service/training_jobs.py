@@ -118,16 +118,18 @@ class TrainingJobs:
         job = self._jobs.get(name, name)
         if not job.state.final:
             return self._view(self._jobs.resume(name, name, etag))
-        version = TrainingSpec.from_config(job.spec["training"]).dataset_version
+        spec = TrainingSpec.from_config(job.spec["training"])
+        if CheckpointRegistry(self._store, name).entries():
+            spec = replace(spec, initial_checkpoint="")  # it goes on from its own
         try:
-            # A job that is over keeps no version from being deleted; from here on it does again.
-            with using(self._store, version, TRAIN_KIND, job.uid, name):
+            # What a job stands on may be deleted once it is over; from here on it may not again.
+            with self._using(job, spec):
                 return self._view(self._jobs.resume(name, name, etag))
         except NotFound as error:
             raise FailedPrecondition(
-                f"{name} cannot go on: {error.message}; train anew on another version",
+                f"{name} cannot go on: {error.message}; train anew on what there is",
                 reason="VERSION_GONE",
-                metadata={"resource": name, "dataset_version": version},
+                metadata={"resource": name, "dataset_version": spec.dataset_version},
             ) from None
 
     def checkpoints(self, name: str, page_size: int, page_token: str) -> tuple[list[CheckpointEntry], str]:
