@@ -31,7 +31,13 @@ def test_a_stranger_learns_the_contract_by_reflection(file_stack: TrainStack) ->
         "ListTrainingJobs",
         "CancelTrainingJob",
         "WatchTrainingJob",
+        "SuspendTrainingJob",
+        "ResumeTrainingJob",
+        "DeleteTrainingJob",
         "ListCheckpoints",
+        "GetCoverage",
+        "ListMetrics",
+        "StreamLogs",
     ]
 
 
