@@ -20,6 +20,7 @@ from typing import Any
 
 import ray
 import torch
+from torchvision import datasets
 
 from benchmarks import train_loader, train_recovery, train_steps
 from benchmarks.data_rows import mnist_arrays, mnist_folder
@@ -66,11 +67,13 @@ def main() -> None:
         if {"loader", "recovery"} & set(given.only):
             with ray_head(num_cpus=4) as head:
                 ray.init(address=head.address, log_to_driver=False)
-                if "loader" in given.only:
-                    figures |= _loader(folder, store, given.rows, given.pairs)
-                if "recovery" in given.only:
-                    figures |= _recovery(folder, head, given.pairs)
-                ray.shutdown()
+                try:
+                    if "loader" in given.only:
+                        figures |= _loader(folder, store, given.rows, given.pairs)
+                    if "recovery" in given.only:
+                        figures |= _recovery(folder, head, given.pairs)
+                finally:  # before its head goes: else Ray ends this process, and no error is seen
+                    ray.shutdown()
     print(json.dumps(_report(figures, given)))
 
 
@@ -84,10 +87,12 @@ def _digits(folder: Path, rows: int) -> ObjectStore:
 def _loader(folder: Path, store: ObjectStore, rows: int, pairs: int) -> dict[str, float]:
     files = sorted((folder / "store" / train_loader.VERSION / "data").rglob("*.parquet"))
     plain = _unpacked(folder / "plain")
+    train_rows = len(datasets.MNIST(str(plain), train=True))
     contenders: dict[str, tuple[Callable[[], int], int]] = {
         "millrace": (train_loader.ours(store), rows),
         "pyarrow_limit": (train_loader.pyarrow_limit(files), rows),
-        **{f"torch_dataloader_{n}": (train_loader.torch_dataloader(plain, n), 60_000) for n in (0, 1, 2)},
+        # As many as the folder has: torchvision's data set cannot be repeated.
+        **{f"torch_dataloader_{n}": (train_loader.torch_dataloader(plain, n), train_rows) for n in (0, 1, 2)},
         "ray_map_batches": (train_loader.ray_map_batches(files), rows),
         "ray_row_map": (train_loader.ray_row_map(files, ROW_MAP_ROWS), ROW_MAP_ROWS),
     }
