@@ -15,7 +15,7 @@ from data_service.datasets import Datasets
 from data_service.lifecycle import Deletions
 from data_service.servicer import DataServicer
 from data_service.settings import DataSettings, data_settings
-from data_service.sweeper import Sweeper, sweep_periodically
+from data_service.sweeper import Sweeper
 from data_service.uploads.uploads import Uploads
 from data_service.version_jobs import VersionJobs
 from data_service.version_operations import VersionOperations
@@ -32,6 +32,7 @@ from shared.storage import ObjectStore, open_store, probe
 from shared.storage.opening import ensure_bucket
 from shared.storage.presigning import presigner
 from shared.storage.probe import StoreRefused
+from shared.sweeping import sweep_periodically
 from shared.telemetry import configure_logging
 
 logger = logging.getLogger("data_service")
@@ -69,7 +70,7 @@ async def run(settings: DataSettings, store: ObjectStore) -> None:
 
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(sweep_periodically(sweeper, settings.sweep_interval_s, stop))
+        tasks.create_task(sweep_periodically(sweeper.sweep, settings.sweep_interval_s, stop))
         if settings.service.ray_address:
             tasks.create_task(supervise(RECONCILER, stop, nudge))
         else:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from data_service.operation_pointers import operation_id, withdraw_operation
 from shared import names
 from shared.dataset_version.users import live_users
 from shared.dataset_version.version import NAME_PATTERN
-from shared.errors import Conflict, FailedPrecondition, not_found
+from shared.errors import FailedPrecondition, not_found
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.jobs.record import confirm_delete, request_delete, undo_delete
+from shared.jobs.deletion import condemned, undone, while_deleting
+from shared.jobs.record import check_etag, confirm_delete, request_delete
 from shared.storage import ObjectStore
 
 
@@ -60,21 +60,12 @@ class Deletions:
     def _finish(self, job: JobRecord) -> None:
         if job.deleted_from is not None:
             users = live_users(self._store, job.name, self._clock())
-            job = self._transition(job, _undone if users else _condemned)
+            job = while_deleting(self._jobs, job, undone if users else condemned)
             if _is_undone(job):
                 raise _in_use(job, users)
         self._remove_files(job)
         withdraw_operation(self._store, job)
-        self._transition(job, lambda newest: confirm_delete(newest, self._clock()))
-
-    def _transition(self, job: JobRecord, decide: Callable[[JobRecord], JobRecord]) -> JobRecord:
-        """Appends what `decide` makes of it, while it is this same job and DELETING."""
-
-        def step(newest: JobRecord) -> JobRecord:
-            deleting = newest.uid == job.uid and newest.state is JobState.DELETING
-            return decide(newest) if deleting else newest
-
-        return self._jobs.transition(job.name, step)
+        while_deleting(self._jobs, job, lambda newest: confirm_delete(newest, self._clock()))
 
     def _remove_files(self, job: JobRecord) -> None:
         """Only what was there before the log was read: later there may be a new version's files."""
@@ -89,12 +80,7 @@ class Deletions:
 def _check_deletable(job: JobRecord, etag: str) -> None:
     if job.state is JobState.DELETED:
         raise not_found(job.name)
-    if etag and etag != str(job.generation):
-        raise Conflict(
-            f"{job.name} has etag {job.generation}, not {etag}; read it again",
-            reason="STALE_ETAG",
-            metadata={"resource": job.name},
-        )
+    check_etag(job, etag)
     if not job.state.final:
         operation = f"operations/{operation_id(job)}"
         raise FailedPrecondition(
@@ -102,14 +88,6 @@ def _check_deletable(job: JobRecord, etag: str) -> None:
             reason="VERSION_IN_CREATION",
             metadata={"resource": job.name, "operation": operation},
         )
-
-
-def _undone(job: JobRecord) -> JobRecord:
-    return undo_delete(job, job.update_time) if job.deleted_from is not None else job
-
-
-def _condemned(job: JobRecord) -> JobRecord:
-    return replace(job, deleted_from=None) if job.deleted_from is not None else job
 
 
 def _is_undone(job: JobRecord) -> bool:

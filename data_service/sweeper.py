@@ -6,7 +6,6 @@ folders have a nonce, markers a uid): what somebody makes meanwhile is never met
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from data_service.domain.retention import Committed, outlived
 from data_service.lifecycle import Deletions
 from shared.dataset_version.users import live_users, markers
 from shared.dataset_version.version import IMPORT_KIND
-from shared.errors import STORE_OUTAGES, FailedPrecondition, ResourceExhausted, Unavailable
+from shared.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.storage import ObjectStore
 
@@ -140,19 +139,3 @@ class Sweeper:
 
 def _is_active(job: JobRecord) -> bool:
     return job.state is JobState.SUCCEEDED
-
-
-async def sweep_periodically(sweeper: Sweeper, interval_s: float, stop: asyncio.Event) -> None:
-    """Sweeps at once and then every `interval_s` seconds until `stop`. No failure ends it."""
-    while not stop.is_set():
-        try:
-            await asyncio.to_thread(sweeper.sweep)
-        except STORE_OUTAGES as error:
-            logger.warning("the sweep is put off: %s", error.message)
-        except Exception:
-            logger.exception("the sweep failed; the next one tries again")
-        try:
-            async with asyncio.timeout(interval_s):
-                await stop.wait()
-        except TimeoutError:
-            continue

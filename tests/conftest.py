@@ -12,6 +12,7 @@ from hypothesis import settings
 
 from shared.settings import StoreSettings
 from shared.storage.opening import ensure_bucket
+from tests.support.needs import missing
 from tests.support.s3_server import NoS3Server, S3Program, S3Server, find_program, name_under_test, running
 
 # Ray replaces 127.0.0.1 by the machine's outer address and listens on all interfaces, unless every process of it has
@@ -29,9 +30,7 @@ def s3_program() -> S3Program:
     try:
         return find_program()
     except NoS3Server as absent:
-        if absent.required:
-            pytest.fail(str(absent), pytrace=False)
-        pytest.skip(str(absent))
+        missing(str(absent), required=absent.required)
 
 
 @pytest.fixture(scope="session")

@@ -20,11 +20,12 @@ from shared.settings import ServiceSettings, SettingsError, service_settings
 from shared.storage import ObjectStore, open_store, probe
 from shared.storage.opening import ensure_bucket
 from shared.storage.probe import StoreRefused
+from shared.sweeping import sweep_periodically
 from shared.telemetry import configure_logging
 from train_service.lifecycle import Deletions
 from train_service.run_records import RunRecords
 from train_service.servicer import TrainServicer
-from train_service.sweeper import Sweeper, sweep_periodically
+from train_service.sweeper import SWEEP_INTERVAL_S, Sweeper
 from train_service.training_jobs import TrainingJobs
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ async def run(settings: ServiceSettings, store: ObjectStore, custom_allowed: Col
         return [train_service_pb2.DESCRIPTOR.services_by_name["TrainService"].full_name]
 
     tasks = [asyncio.create_task(asyncio.to_thread(jobs.warm_up))]
-    tasks.append(asyncio.create_task(sweep_periodically(Sweeper(store, deletions), stop)))
+    tasks.append(asyncio.create_task(sweep_periodically(Sweeper(store, deletions).sweep, SWEEP_INTERVAL_S, stop)))
     if settings.ray_address:
         tasks.append(asyncio.create_task(supervise("train_service.reconciler", stop)))
     await serve(settings.listen, register, stop=stop)

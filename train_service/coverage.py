@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shared.checkpoint import CheckpointEntry, CoveragePart, load_checkpoint
-from shared.checkpoint.format import sha256
+from shared.checkpoint.format import OTHER_FORMAT, sha256
 from shared.errors import DataLoss
 from shared.storage import ObjectMissing, ObjectStore
 from train_service.domain.order import Ints
@@ -201,7 +201,9 @@ def orphans(
     for entry in checkpoints:
         try:
             content = load_checkpoint(store, entry.folder, entry.manifest_sha256).content
-        except DataLoss:
+        except DataLoss as error:
+            if error.specific_reason == OTHER_FORMAT:
+                return []  # what it names only the release that wrote it knows
             continue  # nobody can resume from it, nor ask for its coverage
         named.update(part.path for part in content.coverage)
     return sorted(info.key for info in store.list(f"{job}/coverage") if info.key not in named)

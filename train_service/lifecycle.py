@@ -12,14 +12,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from shared.checkpoint import CheckpointRegistry
 from shared.checkpoint.users import release, users_of_job
 from shared.dataset_version.users import unmark
-from shared.errors import STORE_OUTAGES, Conflict, FailedPrecondition, not_found
+from shared.errors import STORE_OUTAGES, FailedPrecondition, not_found
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.jobs.record import confirm_delete, request_delete, undo_delete
+from shared.jobs.deletion import condemned, undone, while_deleting
+from shared.jobs.record import check_etag, confirm_delete, request_delete
 from shared.storage import ObjectStore
 from train_service.reporting import TRAIN_KIND
 
@@ -61,7 +61,7 @@ class Deletions:
         CheckpointRegistry(self._store, name).clear(job.attempt + 1)
         self._release(job)
         if self.remove_files(job):
-            self._transition(job, lambda newest: confirm_delete(newest, self._clock()))
+            while_deleting(self._jobs, job, lambda newest: confirm_delete(newest, self._clock()))
             logger.info("%s is deleted", name)
 
     def finish_soon(self, name: str) -> None:
@@ -96,7 +96,7 @@ class Deletions:
         if job.deleted_from is None:
             return job
         users = users_of_job(self._store, job.name, self._clock())
-        job = self._transition(job, _undone if users else _condemned)
+        job = while_deleting(self._jobs, job, undone if users else condemned)
         if job.state not in (JobState.DELETING, JobState.DELETED):
             raise _in_use(job, users)
         return job
@@ -109,39 +109,17 @@ class Deletions:
         if initial := spec.get("initial_checkpoint"):
             release(self._store, initial, TRAIN_KIND, job.uid)
 
-    def _transition(self, job: JobRecord, decide: Callable[[JobRecord], JobRecord]) -> JobRecord:
-        """Appends what `decide` makes of it, while it is this same job and DELETING."""
-
-        def step(newest: JobRecord) -> JobRecord:
-            deleting = newest.uid == job.uid and newest.state is JobState.DELETING
-            return decide(newest) if deleting else newest
-
-        return self._jobs.transition(job.name, step)
-
 
 def _check_deletable(job: JobRecord, etag: str) -> None:
     if job.state is JobState.DELETED:
         raise not_found(job.name)
-    if etag and etag != str(job.generation):
-        raise Conflict(
-            f"{job.name} has etag {job.generation}, not {etag}; read it again",
-            reason="STALE_ETAG",
-            metadata={"resource": job.name},
-        )
+    check_etag(job, etag)
     if not job.state.final:
         raise FailedPrecondition(
             f"{job.name} is {job.state}; cancel or suspend it first, or wait for its end",
             reason="JOB_AT_WORK",
             metadata={"resource": job.name},
         )
-
-
-def _undone(job: JobRecord) -> JobRecord:
-    return undo_delete(job, job.update_time) if job.deleted_from is not None else job
-
-
-def _condemned(job: JobRecord) -> JobRecord:
-    return replace(job, deleted_from=None) if job.deleted_from is not None else job
 
 
 def _in_use(job: JobRecord, users: dict[str, list[str]]) -> FailedPrecondition:

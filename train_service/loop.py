@@ -153,6 +153,7 @@ class Run:
         if pending is not None:
             meter.add(pending.result()[:-2])
         saving.wait()
+        saving.tidy()
 
     def _after_step(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -53,7 +54,7 @@ class RayRun(TorchTrainer):
         os.environ.update(OF_THE_ATTEMPT)
         placement = config.spec.placement
         # Ray insists on a folder for its own notes. Ours are in the store, and it need not know of that.
-        folder = Path(tempfile.gettempdir()) / f"millrace-ray-train-{os.getpid()}"
+        self._folder = Path(tempfile.gettempdir()) / f"millrace-ray-train-{os.getpid()}"
         super().__init__(
             train_loop,
             train_loop_config={"loop": config},
@@ -70,7 +71,7 @@ class RayRun(TorchTrainer):
             ),
             run_config=RunConfig(
                 name=f"attempt-{config.attempt:05d}",
-                storage_path=str(folder),
+                storage_path=str(self._folder),
                 # Both kinds of failure end the attempt; by default it would try to start its workers for ever.
                 failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
             ),
@@ -85,8 +86,11 @@ class RayRun(TorchTrainer):
             controller = TrainController(**arguments)
         controller._health_check_interval_s = POLL_EVERY_S
         controller.worker_group_cls = _Group
-        asyncio.run(controller.run())  # type: ignore[no-untyped-call]
-        return controller.get_result()
+        try:
+            asyncio.run(controller.run())  # type: ignore[no-untyped-call]
+            return controller.get_result()
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class _Group(WorkerGroup):

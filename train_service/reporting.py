@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shared.errors import STORE_OUTAGES
+from shared.errors import STORE_OUTAGES, Internal, MillraceError
 from shared.jobs import Jobs, JobState
 from shared.jobs.registry import progress_key
 from shared.log import StaleAttempt
@@ -43,6 +43,7 @@ class Reporter:
         self._waiting: queue.Queue[tuple[EventKind, dict[str, Any]] | None] = queue.Queue()
         self._ended = threading.Event()
         self._stop_reason = GO_ON
+        self._broken: Exception | None = None
         self._threads = [
             threading.Thread(target=self._write, name="events", daemon=True),
             threading.Thread(target=self._watch, name="wishes", daemon=True),
@@ -60,7 +61,9 @@ class Reporter:
             thread.join()
 
     def tell(self, kind: EventKind, **payload: Any) -> None:
-        """Queues an event; it is durable once the context is left."""
+        """Queues an event; it is durable once the context is left. Raises `Internal` where none can be written."""
+        if self._broken is not None:
+            raise Internal("what happens in the run cannot be told", reason="EVENTS_LOST") from self._broken
         self._waiting.put((kind, payload))
 
     @property
@@ -79,13 +82,17 @@ class Reporter:
                     _patiently(self._store.put, progress_key(self._job_name), json.dumps(payload).encode())
         except StaleAttempt:
             self._stop_reason = STALE
+        except Exception as error:
+            logger.exception("events cannot be written any more")
+            self._broken = error
 
     def _watch(self) -> None:
         jobs = Jobs(self._store, TRAIN_KIND)
         while not self._ended.wait(WISH_INTERVAL_S):
             try:
                 job = jobs.get(self._job_name, self._job_name)
-            except STORE_OUTAGES:
+            except MillraceError as error:
+                logger.warning("the wish stays as last read: %s", error.message)
                 continue
             if job.attempt != self._attempt or job.state.final:
                 self._stop_reason = STALE

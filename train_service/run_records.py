@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shared import names
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
-from shared.checkpoint.registry import latest
+from shared.checkpoint.registry import FINAL, latest
 from shared.dataset_version import load_version
 from shared.errors import DataLoss, OutOfRange, invalid_field, not_found
 from shared.jobs import Jobs
@@ -100,6 +100,6 @@ class RunRecords:
         if not checkpoint.startswith(f"{name}/"):
             raise invalid_field("checkpoint", checkpoint, f"name one of {name}")
         for entry in entries:
-            if entry.name == checkpoint:
+            if entry.name == checkpoint or (entry.final and checkpoint == f"{name}/checkpoints/{FINAL}"):
                 return entry
         raise not_found(checkpoint)

@@ -12,10 +12,10 @@ from typing import Any
 
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry
 from shared.dataset_version import DatasetVersion
-from shared.errors import DataLoss, Internal
+from shared.errors import STORE_OUTAGES, DataLoss, Internal
 from shared.storage import ObjectStore
 from train_service.checkpoint_clock import CheckpointClock
-from train_service.coverage import ConsumedRows, CoverageChain, gather
+from train_service.coverage import ConsumedRows, CoverageChain, gather, orphans
 from train_service.domain.spec import TrainingSpec
 from train_service.events import EventKind
 from train_service.fine_tuning import load_initial
@@ -127,6 +127,16 @@ class Checkpointing:
         """Returns once the last checkpoint is durable."""
         if self._writer is not None:
             self._writer.wait()
+
+    def tidy(self) -> None:
+        """Once the run is over and its last checkpoint durable: what no checkpoint names any more goes."""
+        if self._writer is None:
+            return
+        try:
+            for key in orphans(self._store, self._lineage.job_name, self._registry.entries(), self._chain.parts):
+                self._store.delete(key)
+        except STORE_OUTAGES as error:
+            logger.warning("old records of consumed rows stay until the job is deleted: %s", error.message)
 
     def _choose(self, reporter: Reporter) -> CheckpointEntry | None:
         """On rank 0: opens the registry for this attempt, and the writer."""

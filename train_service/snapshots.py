@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry, load_checkpoint, write_checkpoint
-from shared.checkpoint.format import OPTIMIZER, WEIGHTS
+from shared.checkpoint.format import OPTIMIZER, OTHER_FORMAT, WEIGHTS
 from shared.checkpoint.users import live_users
 from shared.errors import DataLoss
 from shared.storage import ObjectStore
@@ -172,7 +172,8 @@ def newest_good(
             load_checkpoint(store, entry.folder, entry.manifest_sha256).verify()
         except DataLoss as error:
             warn(f"{entry.name} is damaged and skipped: {error.message}")
-            if damaged is not None:
+            # One of another release is no less good for that, and is not to be taken away.
+            if damaged is not None and error.specific_reason != OTHER_FORMAT:
                 damaged.add(entry.folder)
             continue
         return entry

@@ -152,7 +152,7 @@ def maximizes(metric: str) -> bool:
 def _checkpoints(policy: resources_pb2.CheckpointPolicy, task: str) -> CheckpointPolicy:
     metric = policy.best_metric or ("validation_loss" if task == REGRESSION else "validation_accuracy")
     return CheckpointPolicy(
-        every_s=policy.every.ToTimedelta().total_seconds() if policy.HasField("every") else 0.0,
+        every_s=_seconds(policy.every) if policy.HasField("every") else 0.0,
         keep_newest=policy.keep_newest,
         keep_best=policy.keep_best or 1,
         best_metric=metric,
@@ -181,7 +181,7 @@ def _placement(placement: resources_pb2.Placement) -> Placement:
         strategy=placement.strategy or "PACK",
         parallel=placement.parallel or DDP,
         backend=placement.backend,
-        timeout_s=placement.timeout.ToTimedelta().total_seconds() if placement.HasField("timeout") else 1800.0,
+        timeout_s=_seconds(placement.timeout) if placement.HasField("timeout") else 1800.0,
     )
 
 
@@ -215,6 +215,11 @@ def _name(enum: Any, number: int, prefix: str, default: str) -> str:
         return default
     known = enum.values()
     return str(enum.Name(number)).removeprefix(prefix) if number in known else str(number)
+
+
+def _seconds(duration: Duration) -> float:
+    """Whatever its size: what is out of bounds is refused by name later."""
+    return duration.seconds + duration.nanos / 1e9
 
 
 def _duration(seconds: float) -> Duration:

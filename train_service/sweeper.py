@@ -6,14 +6,13 @@ clock decides, and any number of sweepers may run beside the attempts at work.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import time
 from collections.abc import Callable
 
 from shared.checkpoint import CheckpointRegistry
-from shared.errors import STORE_OUTAGES, FailedPrecondition, Unavailable
+from shared.errors import FailedPrecondition, Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.storage import ObjectStore
 from shared.user_markers import markers
@@ -121,19 +120,3 @@ def _attempt(folder: str) -> int:
     """Of a folder with a foreign name no attempt is known: it stays."""
     match = ATTEMPT_OF_DATA.search(folder)
     return int(match[1]) if match else 2**62
-
-
-async def sweep_periodically(sweeper: Sweeper, stop: asyncio.Event, interval_s: float = SWEEP_INTERVAL_S) -> None:
-    """Sweeps at once and then every `interval_s` seconds until `stop`. No failure ends it."""
-    while not stop.is_set():
-        try:
-            await asyncio.to_thread(sweeper.sweep)
-        except STORE_OUTAGES as error:
-            logger.warning("the sweep is put off: %s", error.message)
-        except Exception:
-            logger.exception("the sweep failed; the next one tries again")
-        try:
-            async with asyncio.timeout(interval_s):
-                await stop.wait()
-        except TimeoutError:
-            continue

@@ -26,6 +26,8 @@ FORMAT = "millrace.checkpoint/3"
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 MANIFEST = "manifest.json"
+# The reason of the error of a checkpoint that may be whole, but is not for this release.
+OTHER_FORMAT = "OTHER_FORMAT"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +165,11 @@ def load_checkpoint(store: ObjectStore, folder: str, manifest_sha256: str) -> Ch
         raise _lost(folder, MANIFEST, "does not have the digest that its job's log names")
     manifest = json.loads(encoded)
     if manifest.get("format") != FORMAT:
-        raise _lost(folder, MANIFEST, f"has the format {manifest.get('format')!r}; this release reads {FORMAT!r}")
+        raise DataLoss(
+            f"{folder}/{MANIFEST} has the format {manifest.get('format')!r}; this release reads {FORMAT!r}",
+            reason=OTHER_FORMAT,
+            metadata={"file": f"{folder}/{MANIFEST}"},
+        )
     return Checkpoint(store, folder, manifest)
 
 

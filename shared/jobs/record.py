@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from shared.errors import Internal, MillraceError, ResourceExhausted
+from shared.errors import Conflict, Internal, MillraceError, ResourceExhausted
 
 
 class JobState(enum.StrEnum):
@@ -221,6 +221,16 @@ def follow_deleted(job: JobRecord, tombstone: JobRecord) -> JobRecord:
     """`job`, new, as the next record after the tombstone of another of its name."""
     _expect(tombstone, JobState.DELETED)
     return replace(job, attempt=tombstone.attempt, first_attempt=tombstone.attempt + 1)
+
+
+def check_etag(job: JobRecord, etag: str) -> None:
+    """Raises `Conflict` when `etag` is given and not that of the present wish."""
+    if etag and etag != str(job.generation):
+        raise Conflict(
+            f"{job.name} has etag {job.generation}, not {etag}; read it again",
+            reason="STALE_ETAG",
+            metadata={"resource": job.name},
+        )
 
 
 def _expect(job: JobRecord, *states: JobState) -> None:

@@ -12,8 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shared.errors import Conflict, FailedPrecondition, already_exists, not_found
-from shared.jobs.record import JobRecord, JobState, follow_deleted, request_cancel, request_resume, request_suspend
+from shared.errors import FailedPrecondition, already_exists, not_found
+from shared.jobs.record import (
+    JobRecord,
+    JobState,
+    check_etag,
+    follow_deleted,
+    request_cancel,
+    request_resume,
+    request_suspend,
+)
 from shared.log import ResourceLog
 from shared.storage import ObjectMissing, ObjectStore
 
@@ -92,12 +100,7 @@ class Jobs:
 
     def _wish(self, folder: str, name: str, etag: str, wish: Callable[[JobRecord, float], JobRecord]) -> JobRecord:
         def decide(job: JobRecord) -> JobRecord:
-            if etag and etag != str(job.generation):
-                raise Conflict(
-                    f"{name} has etag {job.generation}, not {etag}; read it again",
-                    reason="STALE_ETAG",
-                    metadata={"resource": name},
-                )
+            check_etag(job, etag)
             try:
                 return wish(job, time.time())
             except ValueError as error:

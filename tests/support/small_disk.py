@@ -7,20 +7,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
+from tests.support.needs import demanded, missing
+
+# Set where tests may mount.
+REQUIRED = "MILLRACE_REQUIRE_MOUNT"
 
 
 @contextmanager
 def small_disk(folder: Path, mebibytes: int) -> Iterator[Path]:
-    """Skips the test where it cannot be mounted."""
+    """Skips the test where it cannot be mounted, or fails it where MILLRACE_REQUIRE_MOUNT is set."""
     folder.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(folder)]
     try:
         done = subprocess.run(mount, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        pytest.skip("there is no mount program, so no small disk to fill")
+        missing("there is no mount program, so no small disk to fill", required=demanded(REQUIRED))
     if done.returncode:
-        pytest.skip(f"a tmpfs cannot be mounted here, so there is no small disk to fill: {done.stderr.strip()}")
+        text = f"a tmpfs cannot be mounted, so there is no small disk to fill; run as root: {done.stderr.strip()}"
+        missing(text, required=demanded(REQUIRED))
     try:
         yield folder
     finally:

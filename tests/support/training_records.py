@@ -48,7 +48,9 @@ def finish(jobs: Jobs) -> None:
     jobs.transition(JOB, lambda job: succeed(job, {}, time.time()))
 
 
-def commit(store: ObjectStore, step: int, coverage: tuple[CoveragePart, ...], *, attempt: int = 1) -> CheckpointEntry:
+def commit(
+    store: ObjectStore, step: int, coverage: tuple[CoveragePart, ...], *, attempt: int = 1, final: bool = False
+) -> CheckpointEntry:
     """A checkpoint at `step` with this chain."""
     folder = f"{JOB}/checkpoints/data/step-{step}-a{attempt}"
     digest, size_bytes = write_checkpoint(store, folder, content(step=step, coverage=coverage), FILES)
@@ -61,6 +63,7 @@ def commit(store: ObjectStore, step: int, coverage: tuple[CoveragePart, ...], *,
         attempt=attempt,
         size_bytes=size_bytes,
         create_time=1.0,
+        final=final,
     )
     CheckpointRegistry(store, JOB).commit(entry)
     return entry

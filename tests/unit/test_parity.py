@@ -12,7 +12,6 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from shared.model_spec import ModelSpec
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.transforms import batch_of
+from tests.support.real_data import real_data
 from tests.support.transforming import SOURCE, commit_tables, transform_here
 from train_service.domain.spec import TrainingSpec
 from train_service.loader import Loader, Plan
@@ -40,7 +40,6 @@ from train_service.preprocessing import Preprocessing
 from train_service.row_cache import RowCache
 from train_service.version_fit import ingested_columns
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 Steps = list[dict[str, Any]]
 ROWS = 90
 
@@ -90,7 +89,7 @@ def pixels() -> pa.Table:
 def encoded() -> pa.Table:
     """Encoded images of unequal sizes: photographs where they are at hand, and generated ones of other formats."""
     random = np.random.default_rng(13)
-    files = [path.read_bytes() for path in sorted((DATA / "ants_bees").glob("val/*/*.jpg"))]
+    files = [path.read_bytes() for path in sorted((real_data() / "ants_bees").glob("val/*/*.jpg"))]
     for index in range(24):
         height, width = random.integers(20, 60, 2).tolist()
         image = Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8))
@@ -101,9 +100,7 @@ def encoded() -> pa.Table:
 
 
 def penguins() -> pa.Table:
-    path = DATA / "tabular" / "penguins.csv"
-    if not path.exists():
-        pytest.skip(f"{path} is not there")
+    path = real_data() / "tabular" / "penguins.csv"
     return csv.read_csv(path, convert_options=csv.ConvertOptions(strings_can_be_null=True))
 
 

@@ -17,11 +17,11 @@ from millrace.data.v1.resources_pb2 import DatasetVersion
 from tests.integration.data_service.client import DataClient, idx, imported, metadata_of, parquet
 from tests.integration.data_service.conftest import KINDS, TEST_ROWS, TRAIN_ROWS, DataStack, Digits, digits_request
 from tests.support.idx import digits
+from tests.support.real_data import real_data
 from tests.support.refusals import refusal_of
 
 # A server whose store is file:// has no S3 endpoint to read from; that it refuses s3:// is in domain/test_uris.py.
 ON_S3 = pytest.mark.parametrize("stack", [kind for kind in KINDS if kind != "file"], indirect=True)
-MNIST = Path(__file__).parents[3].parent / "shared/data/mnist/MNIST/raw"
 
 
 def test_idx_pairs_become_a_version_with_splits(client: DataClient, digits_version: Digits) -> None:
@@ -152,14 +152,14 @@ def test_operations_are_listed_and_got(client: DataClient, digits_version: Digit
     assert client.operations.GetOperation(get, timeout=10) == digits_version.done
 
 
-@pytest.mark.skipif(not MNIST.is_dir(), reason=f"the digits are not there: {MNIST}")
 def test_mnist_itself_is_imported(client: DataClient, stack: DataStack, dataset: str) -> None:
+    raw = real_data() / "mnist" / "MNIST" / "raw"
     sources = []
     for split, stem in (("train", "train"), ("test", "t10k")):
         uris = []
         for kind in ("images-idx3", "labels-idx1"):
             path = stack.inputs / f"{stem}-{kind}.gz"
-            path.write_bytes((MNIST / f"{stem}-{kind}-ubyte.gz").read_bytes())
+            path.write_bytes((raw / f"{stem}-{kind}-ubyte.gz").read_bytes())
             uris.append(path.as_uri())
         sources.append(idx(split, *uris))
     version = client.import_version(pb.ImportVersionRequest(parent=dataset, sources=sources))

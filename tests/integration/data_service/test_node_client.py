@@ -14,6 +14,7 @@ import pytest
 from pyarrow.csv import write_csv
 
 from shared.settings import StoreSettings
+from tests.support.needs import missing
 from tests.support.node_client import NoNode, installed_packages, proto_path
 from tests.support.ray_head import RayHead
 from tests.support.service_process import ServiceProcess, running_service, store_environ
@@ -29,9 +30,7 @@ def packages() -> Path:
     try:
         return installed_packages()
     except NoNode as absent:
-        if absent.required:
-            pytest.fail(str(absent), pytrace=False)
-        pytest.skip(str(absent))
+        missing(str(absent), required=absent.required)
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,10 @@ import csv
 import io
 import os
 import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pytest
 from PIL import Image
 
 from millrace.common.v1 import transform_pb2
@@ -20,9 +18,7 @@ from millrace.data.v1.resources_pb2 import DatasetVersion
 from millrace_client import hash_split, steps
 from tests.integration.data_service.client import DataClient, imported
 from tests.integration.data_service.conftest import DataStack
-
-REAL = Path(__file__).resolve().parents[4] / "shared" / "data"
-pytestmark = pytest.mark.skipif(not REAL.is_dir(), reason=f"{REAL} is not there")
+from tests.support.real_data import real_data
 
 
 def transformed(client: DataClient, source: str, **values: Any) -> DatasetVersion:
@@ -34,7 +30,7 @@ def transformed(client: DataClient, source: str, **values: Any) -> DatasetVersio
 def tabular(stack: DataStack, dataset: str, name: str) -> tuple[DatasetVersion, list[dict[str, str]]]:
     """The imported version, and the rows as Python's own reader has them."""
     path = stack.inputs / name
-    shutil.copyfile(REAL / "tabular" / name, path)
+    shutil.copyfile(real_data() / "tabular" / name, path)
     source = pb.ImportSource(split="all", csv=pb.CsvSource(uri=path.as_uri()))
     version = stack.client.import_version(pb.ImportVersionRequest(parent=dataset, sources=[source]))
     with path.open(newline="") as file:
@@ -116,7 +112,7 @@ def test_ants_and_bees_are_imported_byte_for_byte_and_resized(
 ) -> None:
     folder = stack.inputs / "ants_bees"
     if not folder.exists():
-        shutil.copytree(REAL / "ants_bees", folder)
+        shutil.copytree(real_data() / "ants_bees", folder)
     sources = [
         pb.ImportSource(split=split, image_folder=pb.ImageFolderSource(uri=f"{(folder / given).as_uri()}/"))
         for split, given in (("train", "train"), ("validation", "val"))
@@ -145,7 +141,7 @@ def test_a_preview_of_encoded_images_has_a_contact_sheet(stack: DataStack, clien
     folder = stack.inputs / "few"
     if not folder.exists():
         (folder / "ants").mkdir(parents=True)
-        for path in sorted((REAL / "ants_bees" / "train" / "ants").iterdir())[:3]:
+        for path in sorted((real_data() / "ants_bees" / "train" / "ants").iterdir())[:3]:
             shutil.copy(path, folder / "ants")
     source = pb.ImportSource(split="train", image_folder=pb.ImageFolderSource(uri=f"{folder.as_uri()}/"))
     version = client.import_version(pb.ImportVersionRequest(parent=dataset, sources=[source]))

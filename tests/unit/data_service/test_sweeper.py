@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +12,11 @@ import pytest
 from data_service.datasets import Datasets
 from data_service.domain.retention import Retention
 from data_service.lifecycle import Deletions
-from data_service.sweeper import REQUEST_CLAIM_S, Sweeper, sweep_periodically
+from data_service.sweeper import REQUEST_CLAIM_S, Sweeper
 from shared.dataset_version import load_version
 from shared.dataset_version.users import mark_used
 from shared.dataset_version.version import IMPORT_KIND
-from shared.errors import Internal, NotFound, Unavailable
+from shared.errors import NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.record import begin_attempt, confirm_cancel, fail, request_cancel, request_delete
 from shared.storage import ObjectStore
@@ -241,24 +240,3 @@ def test_sweepers_at_the_same_time_do_no_harm(store: ObjectStore) -> None:
     for name in Datasets(store).version_names(DATASET):
         load_version(store, name)
         assert len(attempts(store, name)) == 1
-
-
-@pytest.mark.parametrize("error", [Unavailable("no answer"), Internal("a fault"), RuntimeError("odd")], ids=repr)
-def test_a_sweep_that_fails_is_followed_by_another(error: Exception) -> None:
-    async def main() -> int:
-        stop, passes = asyncio.Event(), 0
-        loop = asyncio.get_running_loop()
-
-        class Failing:
-            def sweep(self) -> None:
-                nonlocal passes
-                passes += 1
-                if passes == 2:
-                    loop.call_soon_threadsafe(stop.set)
-                raise error
-
-        failing: Any = Failing()
-        await asyncio.wait_for(sweep_periodically(failing, 0.0, stop), 10)
-        return passes
-
-    assert asyncio.run(main()) >= 2

@@ -21,6 +21,7 @@ from train_service.converters import (
     job_to_proto,
 )
 from train_service.domain.spec import TrainingSpec
+from train_service.domain.spec_rules import check
 from train_service.events import Event, EventKind
 from train_service.spec_converters import spec_from_proto, spec_to_proto
 from train_service.training_jobs import JobView
@@ -126,6 +127,17 @@ def test_defaults_are_those_that_the_contract_names() -> None:
     )
     assert (spec.num_workers, spec.threads_per_worker, spec.max_failures, spec.lanes) == (1, 1, 3, 24)
     assert (spec.optimizer.name, spec.optimizer.learning_rate, spec.optimizer.schedule) == ("AdamW", 0.001, "CONSTANT")
+
+
+@pytest.mark.parametrize(("path", "field"), [("checkpoints", "every"), ("placement", "timeout")])
+def test_a_duration_that_no_calendar_holds_is_refused_by_its_field(path: str, field: str) -> None:
+    proto = whole_spec()
+    getattr(getattr(proto, path), field).seconds = 315_576_000_000
+
+    with pytest.raises(InvalidArgument) as refused:
+        check(spec_from_proto(proto, ()))
+
+    assert f"spec.{path}.{field}" in [name for name, _ in refused.value.fields]
 
 
 def test_no_failures_allowed_is_not_the_default() -> None:

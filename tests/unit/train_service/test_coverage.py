@@ -160,6 +160,16 @@ def test_an_epoch_is_answered_from_the_newest_checkpoint(store: ObjectStore, rec
     assert records.coverage(JOB, 0, f"{JOB}/checkpoints/step-00000010").epoch_done
 
 
+def test_the_final_checkpoint_can_be_asked_by_its_alias(store: ObjectStore, records: RunRecords) -> None:
+    alias = f"{JOB}/checkpoints/final"
+    with pytest.raises(NotFound, match="final"):
+        records.coverage(JOB, 0, alias)
+    chain = CoverageChain(store, JOB)
+    entry = commit(store, 20, chain.append(table(*range(20), shift=30)), final=True)
+
+    assert records.coverage(JOB, 1, alias).checkpoint == entry.name
+
+
 def test_rows_that_were_consumed_twice_are_told_by_their_ids(store: ObjectStore, records: RunRecords) -> None:
     chain = CoverageChain(store, JOB)
     chain.append(table(0, shift=30))

@@ -23,6 +23,7 @@ from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION
 from tests.unit.train_service.learning import NUMBERS, commit_table
+from train_service.coverage import orphans
 from train_service.domain.spec import REGRESSION, EarlyStopping, OptimizerSpec, TrainingSpec
 from train_service.events import Event, EventKind, EventLog
 from train_service.loop import LoopConfig, Run, Stopped
@@ -109,6 +110,8 @@ def test_a_run_resumed_at_any_checkpoint_ends_with_bit_for_bit_the_same_weights_
     run_of(store, "trainingJobs/whole").run()
     whole = entries(store, "trainingJobs/whole")
     assert sorted(whole) == [2, 4, 5, 6, 8, 10]
+    # Records of consumed rows that were merged, and that no checkpoint names any more, are gone with the run's end.
+    assert not orphans(store, "trainingJobs/whole", whole.values())
 
     for step in (4, 5):
         # As if the run had died just after this checkpoint.

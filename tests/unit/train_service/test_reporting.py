@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from shared.errors import Unavailable
+from shared.errors import Internal, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.record import begin_attempt, lose_attempt
 from shared.jobs.registry import progress_key
@@ -103,6 +103,22 @@ def test_an_attempt_that_was_overtaken_hears_it_and_writes_no_more(store: Object
         wait_until(lambda: overtaken.stop_reason == STALE, "the fence")
 
     assert [(event.attempt, event.payload["text"]) for event in written(store)] == [(2, "from the second")]
+
+
+@pytest.mark.usefixtures("jobs")
+def test_a_run_whose_events_cannot_be_written_any_more_ends(store: ObjectStore) -> None:
+    """Here because an event is not JSON; it is not lost in silence."""
+
+    def tell_on() -> None:
+        with Reporter(store, JOB, 1) as reporter:
+            reporter.tell(EventKind.WARNING, text=object())
+            while True:
+                reporter.tell(EventKind.WARNING, text="more")
+
+    with pytest.raises(Internal) as refused:
+        tell_on()
+    assert refused.value.specific_reason == "EVENTS_LOST"
+    assert isinstance(refused.value.__cause__, TypeError)
 
 
 def test_events_can_be_read_from_any_place(store: ObjectStore) -> None:

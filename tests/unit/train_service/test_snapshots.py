@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,6 +90,20 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_names_it(store: Obj
     assert len(warnings) == 1
     assert entries[1].name in warnings[0]
     assert path in warnings[0]
+
+
+def test_a_checkpoint_of_another_release_is_skipped_but_not_held_for_damaged(store: ObjectStore) -> None:
+    entries = save(store, 5, 10)
+    manifest = json.loads(store.get(f"{entries[1].folder}/{MANIFEST}"))
+    encoded = json.dumps({**manifest, "format": "millrace.checkpoint/99"}).encode()
+    store.put(f"{entries[1].folder}/{MANIFEST}", encoded)
+    newer = replace(entries[1], manifest_sha256=hashlib.sha256(encoded).hexdigest())
+    warnings: list[str] = []
+    damaged: set[str] = set()
+
+    assert newest_good(store, [entries[0], newer], warnings.append, damaged) == entries[0]
+    assert "millrace.checkpoint/99" in warnings[0]
+    assert not damaged
 
 
 def test_a_run_whose_every_checkpoint_is_damaged_begins_anew(store: ObjectStore) -> None:

@@ -18,9 +18,7 @@ from data_service.domain.import_spec import CsvOptions
 from data_service.sources import csv_rows
 from shared.errors import InvalidArgument
 from tests.support.import_sources import Quarantine, opened, source_of, table_of, whole
-
-DATA = Path(__file__).parents[5] / "shared" / "data" / "tabular"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no example data at {DATA}")
+from tests.support.real_data import real_data
 
 
 def read(
@@ -291,12 +289,12 @@ def test_given_types_for_all_columns_spare_the_first_pass(tmp_path: Path, monkey
     assert table["a"].to_pylist() == [1]
 
 
-@needs_data
 @pytest.mark.parametrize(("name", "rows"), [("penguins", 344), ("taxis", 6433)])
 def test_the_example_tables_are_read_as_arrow_reads_them(name: str, rows: int) -> None:
-    table, bad = whole(DATA, source_of((DATA / f"{name}.csv").as_uri(), "csv"))
+    folder = real_data() / "tabular"
+    table, bad = whole(folder, source_of((folder / f"{name}.csv").as_uri(), "csv"))
     wanted = pyarrow.csv.read_csv(
-        DATA / f"{name}.csv", convert_options=pyarrow.csv.ConvertOptions(strings_can_be_null=True)
+        folder / f"{name}.csv", convert_options=pyarrow.csv.ConvertOptions(strings_can_be_null=True)
     )
     assert not bad.rows
     assert table.num_rows == rows

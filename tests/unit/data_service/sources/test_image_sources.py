@@ -18,8 +18,7 @@ from shared.transforms.steps.decoding import ImageRefused, decoded
 from tests.support.damage import truncations
 from tests.support.images import encoded, tar_of
 from tests.support.import_sources import opened, source_of, table_of, whole
-
-ANTS_BEES = Path(__file__).parents[5] / "shared" / "data" / "ants_bees"
+from tests.support.real_data import real_data
 
 
 def write(folder: Path, files: dict[str, bytes]) -> str:
@@ -189,11 +188,11 @@ def test_a_gzip_bomb_is_refused_before_it_has_grown(tmp_path: Path, monkeypatch:
         opened(tmp_path, source_of((tmp_path / "a.tar").as_uri(), "image_tar"))
 
 
-@pytest.mark.skipif(not ANTS_BEES.is_dir(), reason=f"no example images at {ANTS_BEES}")
 def test_the_example_images_are_read_exactly() -> None:
-    table, bad = whole(ANTS_BEES, source_of(f"{(ANTS_BEES / 'train').as_uri()}/", "image_folder"))
+    folder = real_data() / "ants_bees"
+    table, bad = whole(folder, source_of(f"{(folder / 'train').as_uri()}/", "image_folder"))
     assert not bad.rows
     assert table.num_rows == 60
     for row in table.to_pylist():
-        assert row["image"] == (ANTS_BEES / "train" / row["path"]).read_bytes()
+        assert row["image"] == (folder / "train" / row["path"]).read_bytes()
         assert row["label"] == ["ants", "bees"].index(row["path"].split("/")[0])
