@@ -21,8 +21,9 @@ from torchvision import datasets, transforms
 from shared.dataset_version import VersionReader, load_version
 from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
+from train_service.domain.slices import Plan
 from train_service.domain.spec import TrainingSpec
-from train_service.loader import Loader, Plan
+from train_service.loader import Loader
 from train_service.preprocessing import Preprocessing
 from train_service.row_cache import RowCache
 

@@ -25,12 +25,14 @@ from shared.errors import MillraceError, Unavailable, first_line
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from shared.transforms import RowKeys
-from train_service.domain.order import WINDOW_ROWS, Ints, blocks_of
-from train_service.domain.slices import rank_positions, step_bounds
+from train_service.domain.order import Ints, blocks_of, window_rows
+from train_service.domain.slices import Plan, rank_positions, step_bounds
 from train_service.domain.spec import TrainingSpec
-from train_service.loader import Batch, Loader, Plan, Windows
+from train_service.loader import Batch, Loader
 from train_service.preprocessing import Preprocessing
-from train_service.row_cache import Array, RowCache
+from train_service.row_cache import RowCache
+from train_service.rows import Array
+from train_service.windows import Windows
 
 PIECE_BYTES = 8 * 1024 * 1024
 # Tasks of one dataset: Ray Data keeps something of each.
@@ -127,7 +129,7 @@ class ClusterLoader(Loader):
 
     def _tasks(self, first_step: int) -> Iterator[dict[str, int]]:
         """Of each epoch that is left, the stretches of positions [begin, end), a shuffle window of every lane each."""
-        stretch = self._plan.lanes * WINDOW_ROWS
+        stretch = self._plan.lanes * window_rows(self._cache.row_bytes, self._plan.lanes)
         for epoch in range(first_step // self.steps_per_epoch, self._plan.epochs):
             of_epoch = max(first_step - epoch * self.steps_per_epoch, 0)
             first, _ = step_bounds(self._rows, self.steps_per_epoch, of_epoch)
@@ -157,10 +159,11 @@ def _prepare(tasks: pa.Table, source: Source) -> Iterator[pa.Table]:
     blocks = blocks_of(cache.row_groups, plan.lanes)
     at_once = max(1, source.piece_bytes // (4 * math.prod(preprocessing.output.shape)))
     for task in tasks.to_pylist():
-        windows = Windows(cache, blocks, plan, task["epoch"])
-        positions = rank_positions(task["begin"], task["end"], plan.lanes, plan.rank, plan.world_size)
-        for start in range(0, len(positions), at_once):
-            rows = windows.rows(positions[start : start + at_once])
+        windows = Windows(cache, blocks, plan, task["epoch"], read_ahead=False)
+        for start in range(task["begin"], task["end"], at_once):
+            rows = windows.rows(start, min(start + at_once, task["end"]))
+            if not len(rows.row_ids):
+                continue
             inputs = preprocessing(rows, RowKeys(plan.seed, task["epoch"], rows.row_ids))
             yield _Piece(inputs, rows.labels, rows.row_ids).table()
 

@@ -16,6 +16,8 @@ from train_service.ranks import Ranks
 from train_service.row_cache import RowCache
 
 ROWS_PER_CALL = 256
+# The rows of so many calls are on their way.
+AHEAD_CALLS = 8
 
 
 def evaluate(
@@ -39,6 +41,7 @@ def evaluate(
     with torch.no_grad():
         for start in range(first, first + calls * rows_per_call, rows_per_call):
             positions = np.arange(start, min(start + rows_per_call, end), dtype=np.int64)
+            cache.read_ahead(np.arange(start, min(start + AHEAD_CALLS * rows_per_call, end), dtype=np.int64))
             # A rank that has run out of rows keeps the others company with its last.
             batch = cache.rows(positions if len(positions) else np.asarray([max(0, min(start, rows) - 1)], np.int64))
             labels = torch.from_numpy(batch.labels).to(ranks.device)

@@ -31,7 +31,8 @@ from train_service.metrics import MOST_SUMS_OF_A_STEP, Metrics
 from train_service.optimizers import build_optimizer, build_scheduler
 from train_service.preprocessing import Preprocessing
 from train_service.ranks import Ranks, gradients_kept_local, settle_buckets
-from train_service.row_cache import Array, RowCache
+from train_service.row_cache import RowCache
+from train_service.rows import Array
 from train_service.sharding import put_optimizer_state, put_weights, whole_optimizer_state, whole_weights
 from train_service.training_steps import build_training_step
 

@@ -11,27 +11,15 @@ import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from shared.transforms import RowKeys
-from train_service.domain.order import Ints, blocks_of, epoch_order
-from train_service.domain.slices import rank_positions, step_bounds, steps_per_epoch
+from train_service.domain.order import Ints, blocks_of
+from train_service.domain.slices import Plan, step_bounds, steps_per_epoch
 from train_service.preprocessing import Preprocessing
-from train_service.row_cache import Array, RowCache, Rows, gather
+from train_service.row_cache import RowCache
+from train_service.rows import Array
+from train_service.windows import Windows
 
 BATCHES_AHEAD = 4
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What fixes the batches. `global_batch` is G; rank and world size are those of this attempt."""
-
-    seed: int
-    lanes: int
-    global_batch: int
-    epochs: int
-    rank: int
-    world_size: int
 
 
 @dataclass(frozen=True)
@@ -105,7 +93,7 @@ class Loader:
             begin = max(first_step - epoch * self.steps_per_epoch, 0)
             for step in range(begin, self.steps_per_epoch):
                 bounds = step_bounds(self._rows, self.steps_per_epoch, step)
-                rows = windows.rows(rank_positions(*bounds, plan.lanes, plan.rank, plan.world_size))
+                rows = windows.rows(*bounds)
                 yield Batch(
                     step=epoch * self.steps_per_epoch + step,
                     epoch=epoch,
@@ -114,32 +102,3 @@ class Loader:
                     row_ids=rows.row_ids,
                     step_rows=bounds[1] - bounds[0],
                 )
-
-
-class Windows:
-    """The open shuffle window of each lane that a rank owns; positions only ever grow within an epoch."""
-
-    def __init__(self, cache: RowCache, blocks: Ints, plan: Plan, epoch: int) -> None:
-        self._cache = cache
-        self._lanes = plan.lanes
-        self._order = epoch_order(blocks, plan.lanes, plan.seed, epoch)
-        self._open: dict[int, tuple[int, Rows]] = {}
-
-    def rows(self, positions: Ints) -> Rows:
-        lanes, indices = positions % self._lanes, positions // self._lanes
-        parts, places = [], []
-        for lane in np.unique(lanes).tolist():
-            of_lane = np.flatnonzero(lanes == lane)
-            numbers = indices[of_lane] // self._order.window_rows
-            for number in np.unique(numbers).tolist():
-                mine = of_lane[numbers == number]
-                parts.append((self._window(lane, number), indices[mine] % self._order.window_rows))
-                places.append(mine)
-        return gather(parts, places)
-
-    def _window(self, lane: int, number: int) -> Rows:
-        open_number, rows = self._open.get(lane, (-1, None))
-        if rows is None or open_number != number:
-            rows = self._cache.rows(self._order.window(lane, number))
-            self._open[lane] = (number, rows)
-        return rows

@@ -17,11 +17,12 @@ from shared.dataset_version import VersionReader, load_version
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging, identity
+from train_service.domain.slices import Plan
 from train_service.domain.spec import RAY_DATA, TrainingSpec
 from train_service.domain.watchdog import Phase
 from train_service.events import EventKind
 from train_service.learner import Learner
-from train_service.loader import Batch, Loader, Plan
+from train_service.loader import Batch, Loader
 from train_service.logs import LogShipper
 from train_service.metrics_log import MetricsLog
 from train_service.patience import patient

@@ -12,7 +12,7 @@ from shared.transforms import Pipeline, RowError, RowKeys, Schema, TensorSpec, T
 from shared.transforms.slicing import needed_columns, sliced
 from shared.transforms.walk import Walk
 from train_service.domain.spec import TrainingSpec
-from train_service.row_cache import Array, Rows
+from train_service.rows import Array, Rows
 
 FIELD = "spec.transform"
 

@@ -1,85 +1,44 @@
-"""Row groups in memory: read once, checked, and kept while there is room."""
+"""Row groups in memory: read once, ahead of time where it is told, checked, and kept while there is room."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from shared.dataset_version import ROW_ID, RowGroup, VersionReader
 from shared.errors import DataLoss
-from shared.transforms import Batch, batch_of
+from shared.transforms import ScalarType, TensorType, batch_of, schema_of_columns
 from train_service.domain.order import Ints
 from train_service.domain.spec import CLASSIFICATION
 from train_service.labels import labels_of
 from train_service.patience import patient
+from train_service.rows import Rows
 
-Array = NDArray[Any]
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Rows in some order: the columns as stored, `labels`, `row_ids` int64 (rows,). Labels are classes, int64 (rows,),
-    or for regression numbers, float32 (rows,) or (rows, K).
-
-    `tensors` are (rows, *shape) each. `scalars` has all others, so that one call of Arrow's moves them all; None where
-    there are none.
-    """
-
-    tensors: dict[str, Array]
-    scalars: pa.RecordBatch | None
-    labels: Array
-    row_ids: Ints
-
-    def batch(self) -> Batch:
-        """The columns, as a pipeline takes them."""
-        if self.scalars is None:
-            return dict(self.tensors)
-        return {**dict(zip(self.scalars.schema.names, self.scalars.columns, strict=True)), **self.tensors}
-
-    @property
-    def size_bytes(self) -> int:
-        tensors = sum(values.nbytes for values in self.tensors.values())
-        scalars = 0 if self.scalars is None else self.scalars.nbytes
-        return tensors + scalars + self.labels.nbytes + self.row_ids.nbytes
+# Threads that read ahead: a store far away is waited for by several at once.
+READERS = 4
 
 
-def gather(parts: list[tuple[Rows, Ints]], places: list[Ints]) -> Rows:
-    """Picks rows and puts them together: row `parts[k][1][i]` of `parts[k][0]` goes to place `places[k][i]`; the places
-    are 0 to the number of rows."""
-    sources, indices = [rows for rows, _ in parts], [chosen for _, chosen in parts]
-
-    def picked(values: list[Array]) -> Array:
-        together = np.empty((sum(map(len, places)), *values[0].shape[1:]), values[0].dtype)
-        for one, chosen, mine in zip(values, indices, places, strict=True):
-            together[mine] = one[chosen]
-        return together
-
-    return Rows(
-        {name: picked([rows.tensors[name] for rows in sources]) for name in sources[0].tensors},
-        _picked_scalars(parts, places),
-        picked([rows.labels for rows in sources]),
-        picked([rows.row_ids for rows in sources]),
-    )
-
-
-def _picked_scalars(parts: list[tuple[Rows, Ints]], places: list[Ints]) -> pa.RecordBatch | None:
-    if parts[0][0].scalars is None:
+def _fixed_bytes(column: ScalarType | TensorType) -> int | None:
+    """None where rows differ, or the stored ones alone tell."""
+    if isinstance(column, TensorType):
+        lengths = [length or 0 for length in column.shape]
+        return math.prod(lengths) * np.dtype(column.dtype).itemsize
+    try:
+        return -(-int(column.arrow_type.bit_width) // 8)
+    except ValueError:
         return None
-    taken = [rows.scalars.take(pa.array(indices)) for rows, indices in parts if rows.scalars is not None]
-    back = np.argsort(np.concatenate(places), kind="stable")
-    return pa.concat_batches(taken).take(pa.array(back))
 
 
 class RowCache:
     """Reads rows of one split by their position in it. Least recently used row groups leave first.
 
-    Not thread-safe: each loader has its own.
+    Not thread-safe: each loader has its own. It has threads of its own that read ahead.
     """
 
     def __init__(
@@ -95,6 +54,7 @@ class RowCache:
         """`columns` are those that the job's transform reads; `num_classes` is K for regression; `capacity` in
         bytes."""
         self._reader = reader
+        self._split = split
         self._groups = patient(lambda: reader.row_groups(split), "the row groups")
         self._columns = list(columns)
         self._label_column = label_column
@@ -102,12 +62,37 @@ class RowCache:
         self._task = task
         self._capacity = capacity
         self._held: OrderedDict[int, Rows] = OrderedDict()
+        self._held_bytes = 0
+        # Each with its place among those that are read together.
+        self._coming: dict[int, tuple[Future[list[Rows]], int]] = {}
+        self._readers: ThreadPoolExecutor | None = None
         counts = [group.row_count for group in self._groups]
         self._ends = np.cumsum(np.asarray(counts, np.int64))
         self.row_groups = counts
         self.bytes_read = 0
         # Called whenever rows are asked for, as a sign that whoever does so gets on.
         self.touched: Callable[[], None] = lambda: None
+
+    @property
+    def row_bytes(self) -> int:
+        """About what a row takes in memory. It follows from the manifest alone, for the order of rows hangs on it."""
+        version = self._reader.version
+        types = schema_of_columns(version.columns)
+        files = [file for file in version.manifest.files if file.split == self._split]
+        stored = sum(file.size_bytes for file in files) // max(1, sum(file.row_count for file in files))
+        sizes = [_fixed_bytes(types[name]) for name in self._columns]
+        return sum(size or 0 for size in sizes) + (stored if None in sizes else 0)
+
+    def read_ahead(self, positions: Ints) -> None:
+        """Begins to read, together, the row groups that the rows at `positions` need and that are not held."""
+        needed = np.unique(self._group_of(positions)).tolist()
+        numbers = [number for number in needed if number not in self._held and number not in self._coming]
+        if not numbers:
+            return
+        if self._readers is None:
+            self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="row groups")
+        reading = self._readers.submit(self._read, [self._groups[number] for number in numbers])
+        self._coming.update({number: (reading, place) for place, number in enumerate(numbers)})
 
     def rows(self, positions: Ints) -> Rows:
         """The rows at `positions` (from 0 at the split's beginning), in that order.
@@ -116,38 +101,57 @@ class RowCache:
         `InvalidArgument` naming the row for a label that is missing, outside 0..num_classes-1 or, for regression, not
         finite.
         """
-        self.touched()
-        group_of = np.searchsorted(self._ends, positions, side="right")
-        parts, places = [], []
-        for number in np.unique(group_of).tolist():
-            mine = np.flatnonzero(group_of == number)
-            first = self._ends[number] - self._groups[number].row_count
-            parts.append((self._group(number), positions[mine] - first))
-            places.append(mine)
-        return gather(parts, places)
+        groups = self._group_of(positions)
+        # Stretches of rows that follow each other in a row group: each is copied at once.
+        begins = np.flatnonzero((np.diff(positions, prepend=-2) != 1) | (np.diff(groups, prepend=-1) != 0))
+        parts = []
+        for begin, end in itertools.pairwise([*begins.tolist(), len(positions)]):
+            self.touched()
+            number = int(groups[begin])
+            first = int(positions[begin] - self._ends[number]) + self._groups[number].row_count
+            parts.append(self._group(number).slice(first, first + end - begin))
+        return Rows.joined(parts)
+
+    def _group_of(self, positions: Ints) -> Ints:
+        found: Ints = np.searchsorted(self._ends, positions, side="right")
+        return found
 
     def _group(self, number: int) -> Rows:
         held = self._held.get(number)
-        if held is None:
-            held = self._read(self._groups[number])
-            self._held[number] = held
-            self.bytes_read += held.size_bytes
-            while sum(rows.size_bytes for rows in self._held.values()) > self._capacity and len(self._held) > 1:
-                self._held.popitem(last=False)
-        else:
+        if held is not None:
             self._held.move_to_end(number)
-        return held
+            return held
+        if number in self._coming:
+            reading, place = self._coming.pop(number)
+            read = reading.result()[place]
+        else:
+            (read,) = self._read([self._groups[number]])
+        self._held[number] = read
+        self._held_bytes += read.size_bytes
+        self.bytes_read += read.size_bytes
+        while self._held_bytes > self._capacity and len(self._held) > 1:
+            self._held_bytes -= self._held.popitem(last=False)[1].size_bytes
+        return read
 
-    def _read(self, group: RowGroup) -> Rows:
+    def _read(self, groups: Sequence[RowGroup]) -> list[Rows]:
+        """Runs in any thread. Those of one file, which follow each other, are read together."""
+        by_file = itertools.groupby(groups, lambda group: group.file_index)
+        return [rows for _, of_file in by_file for rows in self._read_of_file(list(of_file))]
+
+    def _read_of_file(self, groups: Sequence[RowGroup]) -> list[Rows]:
         names = list(dict.fromkeys([*self._columns, self._label_column, ROW_ID]))
-        table = patient(lambda: self._reader.read(group, names), "a row group")
+        table = patient(lambda: self._reader.read_many(groups, names), "row groups")
         row_ids: Ints = table.column(ROW_ID).to_numpy()
-        if not np.array_equal(row_ids, np.arange(group.first_row_id, group.first_row_id + group.row_count)):
-            raise DataLoss(
-                f"the rows stored at {group.first_row_id} and after carry other row ids", reason="WRONG_ROW_IDS"
-            )
+        ends = np.cumsum([group.row_count for group in groups]).tolist()
+        for group, end in zip(groups, ends, strict=True):
+            planned = np.arange(group.first_row_id, group.first_row_id + group.row_count)
+            if not np.array_equal(row_ids[end - group.row_count : end], planned):
+                raise DataLoss(
+                    f"the rows stored at {group.first_row_id} and after carry other row ids", reason="WRONG_ROW_IDS"
+                )
         labels = labels_of(table, self._label_column, row_ids, self._num_classes, self._task)
         columns = batch_of(table.select(self._columns))
         tensors = {name: values for name, values in columns.items() if isinstance(values, np.ndarray)}
         scalars = {name: values for name, values in columns.items() if isinstance(values, pa.Array)}
-        return Rows(tensors, pa.RecordBatch.from_pydict(scalars) if scalars else None, labels, row_ids)
+        rows = Rows(tensors, pa.RecordBatch.from_pydict(scalars) if scalars else None, labels, row_ids)
+        return [rows.slice(end - group.row_count, end) for group, end in zip(groups, ends, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -33,8 +34,8 @@ class RowGroup:
 
 
 class VersionReader:
-    """Thread-safe. Each read is one request for each run of neighbouring columns and groups; footers are read once and
-    kept."""
+    """Thread-safe. Each read is one request for each run of neighbouring columns and groups, all at the same time;
+    footers are read once and kept."""
 
     def __init__(self, store: ObjectStore, version: DatasetVersion) -> None:
         self._store = store
@@ -72,10 +73,10 @@ class VersionReader:
         return self.read_many([row_group], columns)
 
     def read_many(self, row_groups: Sequence[RowGroup], columns: Sequence[str] | None = None) -> pa.Table:
-        """As `read`, of one or more row groups in their order. Groups that follow each other in a file are fetched and
-        decoded together, which is several times faster than one by one."""
+        """As `read`, of one or more row groups in their order. Those of a file that follow each other here are fetched
+        and decoded together, which is several times faster than one by one."""
         schema = self.select(columns)
-        tables = [to_logical(self._read_run(run, schema.names), schema) for run in _runs(row_groups)]
+        tables = [to_logical(self._read_of_file(groups, schema.names), schema) for groups in _by_file(row_groups)]
         if len(tables) == 1:
             return tables[0]
         return pa.concat_tables(tables).combine_chunks() if tables else schema.empty_table()
@@ -104,26 +105,26 @@ class VersionReader:
         if known is not None:
             return known
         file = self._files[file_index]
-        data = self._get_range(file, file.size_bytes - file.footer_bytes, file.footer_bytes)
+        (data,) = self._get_ranges(file, [(file.size_bytes - file.footer_bytes, file.footer_bytes)])
         if sha256_hex(data) != file.footer_sha256:
             raise _lost(self.version, file, "does not have the footer that its manifest names")
-        footer = pq.read_metadata(pa.BufferReader(b"PAR1" + data))
+        footer = pq.read_metadata(pa.BufferReader(b"PAR1" + bytes(data)))
         with self._lock:
             self._footers[file_index] = footer
         return footer
 
-    def _read_run(self, run: Sequence[RowGroup], columns: Sequence[str]) -> pa.Table:
-        """The stored columns of groups that follow each other in one file."""
-        file_index = run[0].file_index
+    def _read_of_file(self, groups: Sequence[RowGroup], columns: Sequence[str]) -> pa.Table:
+        """The stored columns of these groups of one file."""
+        file_index = groups[0].file_index
         file = self._files[file_index]
-        indices = [group.group_index for group in run]
+        indices = [group.group_index for group in groups]
         try:
             footer = self._footer(file_index)
             parquet = self._open(file_index, self._fetch(file, [footer.row_group(one) for one in indices], columns))
             stored = parquet.read_row_groups(indices, columns=columns, use_threads=False)
         except (pa.ArrowException, OSError, EOFError) as error:
             raise _lost(self.version, file, "does not hold what was written") from error
-        if stored.num_rows != sum(group.row_count for group in run):
+        if stored.num_rows != sum(group.row_count for group in groups):
             raise _lost(self.version, file, "does not hold the rows that its manifest names")
         return stored.select(columns)
 
@@ -137,12 +138,13 @@ class VersionReader:
                 joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
             else:
                 joined.append((start, end))
-        return [_Piece(start, self._get_range(file, start, end - start)) for start, end in joined]
+        read = self._get_ranges(file, [(start, end - start) for start, end in joined])
+        return [_Piece(start, data) for (start, _), data in zip(joined, read, strict=True)]
 
-    def _get_range(self, file: DataFile, start: int, length: int) -> bytes:
+    def _get_ranges(self, file: DataFile, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         key = f"{self.version.folder}/{file.path}"
         try:
-            return self._store.get_range(key, start, length)
+            return self._store.get_ranges(key, ranges)
         except ObjectMissing:
             raise _lost(self.version, file, "is gone") from None
         except DataLoss:
@@ -158,7 +160,7 @@ class _Piece:
     """Bytes of a file from `start` on."""
 
     start: int
-    data: bytes
+    data: memoryview
 
 
 class _Window(io.RawIOBase):
@@ -190,21 +192,14 @@ class _Window(io.RawIOBase):
         if index < 0:
             raise EOFError("a read before the fetched columns")
         begin = self._position - self._starts[index]
-        data = memoryview(self._pieces[index].data)[begin : None if size < 0 else begin + size]
+        data = self._pieces[index].data[begin : None if size < 0 else begin + size]
         self._position += len(data)
         return data
 
 
-def _runs(row_groups: Sequence[RowGroup]) -> list[list[RowGroup]]:
-    """The groups cut where one does not follow the one before it in the same file."""
-    runs: list[list[RowGroup]] = []
-    for group in row_groups:
-        last = runs[-1][-1] if runs else None
-        if last and (last.file_index, last.group_index + 1) == (group.file_index, group.group_index):
-            runs[-1].append(group)
-        else:
-            runs.append([group])
-    return runs
+def _by_file(row_groups: Sequence[RowGroup]) -> list[list[RowGroup]]:
+    """The groups cut where one is of another file than the one before it."""
+    return [list(groups) for _, groups in itertools.groupby(row_groups, lambda group: group.file_index)]
 
 
 def _wanted(group: pq.RowGroupMetaData, columns: Sequence[str]) -> list[int]:

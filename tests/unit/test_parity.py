@@ -34,8 +34,9 @@ from shared.storage import ObjectStore, open_store
 from shared.transforms import batch_of
 from tests.support.real_data import real_data
 from tests.support.transforming import SOURCE, commit_tables, transform_here
+from train_service.domain.slices import Plan
 from train_service.domain.spec import TrainingSpec
-from train_service.loader import Loader, Plan
+from train_service.loader import Loader
 from train_service.preprocessing import Preprocessing
 from train_service.row_cache import RowCache
 from train_service.version_fit import ingested_columns

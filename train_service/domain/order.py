@@ -24,6 +24,9 @@ Ints = NDArray[np.int64]
 # So many blocks a lane at least, where the rows allow: fewer would leave neighbours together.
 BLOCKS_PER_LANE = 4
 WINDOW_ROWS = 1024
+# Of the open windows of all lanes together: rows that are large are shuffled within fewer.
+WINDOWS_BYTES = 256 * 1024 * 1024
+FEWEST_WINDOW_ROWS = 16
 
 # What a permutation is for; part of its key.
 BLOCKS, WINDOW = 0, 1
@@ -56,6 +59,11 @@ def blocks_of(row_groups: Sequence[int], lanes: int) -> Ints:
     return np.asarray(blocks, np.int64).reshape(-1, 2)
 
 
+def window_rows(row_bytes: int, lanes: int) -> int:
+    """How many rows a lane's window has; `row_bytes` is what one takes in memory, and part of what fixes the order."""
+    return min(WINDOW_ROWS, max(FEWEST_WINDOW_ROWS, WINDOWS_BYTES // (max(row_bytes, 1) * lanes)))
+
+
 @dataclass(frozen=True)
 class EpochOrder:
     """One epoch's order. Rows are counted from 0 at the beginning of the split."""
@@ -82,12 +90,24 @@ class EpochOrder:
 
     def window(self, lane: int, number: int) -> Ints:
         """The rows of one window of a lane, in their order."""
+        shuffled: Ints = self.stretch(lane, number)[self.shuffle(lane, number)]
+        return shuffled
+
+    def shuffle(self, lane: int, number: int) -> Ints:
+        """What `window` makes of `stretch`."""
+        begin, end = self._bounds(lane, number)
+        return permutation(end - begin, self.seed, self.epoch, WINDOW, lane, number)
+
+    def stretch(self, lane: int, number: int) -> Ints:
+        """The rows of one window of a lane before they are shuffled; none beyond the last window."""
         share, extra = divmod(self.row_count, self.lanes)
         lane_start = lane * share + min(lane, extra)
-        begin = number * self.window_rows
-        end = min(begin + self.window_rows, self.lane_rows(lane))
-        shuffled = permutation(end - begin, self.seed, self.epoch, WINDOW, lane, number)
-        return self._rows_at(lane_start + begin + shuffled)
+        begin, end = self._bounds(lane, number)
+        return self._rows_at(np.arange(lane_start + begin, lane_start + end, dtype=np.int64))
+
+    def _bounds(self, lane: int, number: int) -> tuple[int, int]:
+        begin = min(number * self.window_rows, self.lane_rows(lane))
+        return begin, min(begin + self.window_rows, self.lane_rows(lane))
 
     def rows(self, positions: Ints) -> Ints:
         """The rows at these positions of the epoch."""

@@ -5,12 +5,26 @@ N = rows of the split, G = global batch, S = steps of an epoch, L = lanes, W = w
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from train_service.domain.order import Ints
 
 # BatchNorm refuses a single row whose feature map is 1x1.
 FEWEST_ROWS_PER_RANK = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What fixes the batches. `global_batch` is G; rank and world size are those of this attempt."""
+
+    seed: int
+    lanes: int
+    global_batch: int
+    epochs: int
+    rank: int
+    world_size: int
 
 
 def steps_per_epoch(rows: int, global_batch: int) -> int:

@@ -17,8 +17,11 @@ from shared.model_spec import ModelSpec
 from tests.support.versions import SCHEMA, columns_of, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import TRAIN_ROWS, VERSION, Committed
+from train_service.domain import order
+from train_service.domain.order import blocks_of, epoch_order
+from train_service.domain.slices import Plan, rank_positions, step_bounds
 from train_service.domain.spec import TrainingSpec
-from train_service.loader import Batch, Loader, Plan
+from train_service.loader import Batch, Loader
 from train_service.preprocessing import Preprocessing
 
 # The version is only ever read, so examples may share it.
@@ -105,6 +108,29 @@ def test_workers_together_compute_the_same_rows_in_each_step_whatever_their_numb
         assert sorted(chain(*epoch)) == list(range(TRAIN_ROWS))
         assert max(map(len, epoch)) - min(map(len, epoch)) <= 1
     assert alone[:per_epoch] != alone[per_epoch:]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_batches_that_cross_shuffle_windows_have_the_rows_of_the_order(
+    committed: Committed, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    monkeypatch.setattr(order, "WINDOW_ROWS", 7)
+    lanes, seed = 12, 5
+    ranks = [
+        loader(committed, seed=seed, lanes=lanes, global_batch=100, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    epochs = [
+        epoch_order(blocks_of(committed.cache().row_groups, lanes), lanes, seed, epoch, 7).rows(np.arange(TRAIN_ROWS))
+        for epoch in range(2)
+    ]
+
+    for rank, one in enumerate(ranks):
+        for batch in one.batches(0):
+            of_epoch = batch.step - batch.epoch * one.steps_per_epoch
+            begin, end = step_bounds(TRAIN_ROWS, one.steps_per_epoch, of_epoch)
+            planned = epochs[batch.epoch][rank_positions(begin, end, lanes, rank, world_size)]
+            assert batch.row_ids.tolist() == planned.tolist()
 
 
 def test_each_row_arrives_with_its_own_pixels_and_label(committed: Committed) -> None:

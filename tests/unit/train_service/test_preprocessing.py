@@ -14,7 +14,7 @@ from shared.transforms import RowKeys
 from tests.support.versions import columns_of
 from train_service.domain.spec import TrainingSpec
 from train_service.preprocessing import Preprocessing
-from train_service.row_cache import Rows
+from train_service.rows import Rows
 
 COLUMNS = columns_of(
     pa.schema(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shared.dataset_version import VersionReader, load_version
+from shared.dataset_version import RowGroup, VersionReader, load_version
 from shared.dataset_version.manifest import sha256_hex
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import DataLoss, InvalidArgument
@@ -21,9 +23,11 @@ from shared.jobs.record import begin_attempt, succeed
 from shared.storage import ObjectStore
 from tests.support.transforming import commit_tables
 from tests.support.versions import commit_version, striped_digits
+from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION, Committed
 from train_service.domain.spec import CLASSIFICATION, REGRESSION
-from train_service.row_cache import Array, RowCache, Rows, gather
+from train_service.row_cache import RowCache
+from train_service.rows import Array, Rows
 
 
 def cache_of(store: ObjectStore, *, num_classes: int = 10, task: str = CLASSIFICATION) -> RowCache:
@@ -60,6 +64,59 @@ def test_row_groups_are_read_once_while_there_is_room_for_them(committed: Commit
     read = [cache.rows(everything) and cache.bytes_read for _ in range(3)]
 
     assert read == [700 * (28 * 28 + 8 + 8)] * 3
+
+
+class CountingReader(VersionReader):
+    """Knows how often each row group was read; the first `broken` reads find damage."""
+
+    def __init__(self, store: ObjectStore, name: str, broken: int = 0) -> None:
+        super().__init__(store, load_version(store, name))
+        self.reads: Counter[int] = Counter()
+        self._broken = broken
+
+    def read_many(self, row_groups: Sequence[RowGroup], columns: Sequence[str] | None = None) -> pa.Table:
+        self.reads.update(group.group_index for group in row_groups)
+        if self._broken:
+            self._broken -= 1
+            raise DataLoss("a bad moment")
+        return super().read_many(row_groups, columns)
+
+
+def test_what_was_read_ahead_is_not_read_again(committed: Committed) -> None:
+    reader = CountingReader(committed.store, committed.name)
+    cache, asked = RowCache(reader, "train", ["image"], "label", 10, 2**30), np.arange(10, 600, dtype=np.int64)
+
+    cache.read_ahead(asked[:300])
+    cache.read_ahead(asked)
+    wait_until(lambda: reader.reads == {0: 1, 1: 1, 2: 1}, "all to be read before anybody asks")
+
+    assert cache.rows(asked).row_ids.tolist() == asked.tolist()
+    assert reader.reads == {0: 1, 1: 1, 2: 1}
+
+
+def test_damage_met_ahead_of_time_is_told_to_who_asks_and_read_anew_after(committed: Committed) -> None:
+    reader = CountingReader(committed.store, committed.name, broken=1)
+    cache, asked = RowCache(reader, "train", ["image"], "label", 10, 2**30), np.arange(5, dtype=np.int64)
+
+    cache.read_ahead(asked)
+
+    with pytest.raises(DataLoss, match="a bad moment"):
+        cache.rows(asked)
+    assert cache.rows(asked).row_ids.tolist() == asked.tolist()
+
+
+def test_what_a_row_takes_is_known_before_any_is_read(committed: Committed, store: ObjectStore) -> None:
+    """From the shape of tensors and the width of scalars; else from the bytes in the files."""
+    assert committed.cache().row_bytes == 28 * 28
+    images = [bytes(np.random.default_rng(row).integers(0, 256, 5000, np.uint8)) for row in range(50)]
+    table = pa.table({"image": pa.array(images, pa.binary()), "size": [1.5] * 50, "label": [0] * 50})
+    commit_tables(store, {"train": table}, VERSION)
+    reader = CountingReader(store, VERSION)
+
+    cache = RowCache(reader, "train", ["image", "size"], "label", 10, 2**30)
+
+    assert 5000 + 8 <= cache.row_bytes <= 5200
+    assert not reader.reads
 
 
 def test_texts_and_images_count_towards_the_capacity(store: ObjectStore) -> None:
@@ -213,15 +270,13 @@ def test_a_tensor_with_a_number_that_is_not_finite_is_refused_with_its_row(store
         numbers_cache(store, pa.FixedShapeTensorArray.from_numpy_ndarray(values), 3).rows(np.asarray([0], np.int64))
 
 
-def test_parts_are_put_back_in_their_places() -> None:
+def test_rows_of_several_parts_are_taken_whole() -> None:
     def rows(*ids: int) -> Rows:
         numbers = np.asarray(ids, np.int64)
         scalars = pa.RecordBatch.from_pydict({"name": pa.array([f"row {one}" if one < 7 else None for one in ids])})
         return Rows({"pair": numbers[:, None] * np.ones((1, 2))}, scalars, numbers * 10, numbers)
 
-    parts = [(rows(8, 5, 7), np.asarray([2, 1])), (rows(6), np.asarray([0]))]
-
-    together = gather(parts, [np.asarray([2, 0]), np.asarray([1])])
+    together = Rows.joined([rows(8, 5, 7), rows(6)]).take(np.asarray([1, 3, 2]))
 
     assert together.row_ids.tolist() == [5, 6, 7]
     assert together.labels.tolist() == [50, 60, 70]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -65,15 +66,24 @@ def test_neighbouring_groups_are_one_request_and_far_ones_several(
     groups = reader.row_groups("train")
     reader.read(groups[0])  # fetches the footer
     asked: list[int] = []
-    ranged = store.get_range
+    ranged = store.get_ranges
 
-    def counted(key: str, start: int, length: int) -> bytes:
-        asked.append(length)
-        return ranged(key, start, length)
+    def counted(key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        asked.extend(length for _, length in ranges)
+        return ranged(key, ranges)
 
-    monkeypatch.setattr(store, "get_range", counted)
+    monkeypatch.setattr(store, "get_ranges", counted)
     assert reader.read_many(groups, ["label"])["label"].to_pylist() == labels.tolist()
     assert len(asked) == requests
+
+
+def test_groups_come_in_the_order_asked_for_and_as_often(reader: VersionReader) -> None:
+    first, second, third = reader.row_groups("train")
+    (other,) = reader.row_groups("test")
+    asked = [third, first, other, first, second]
+    table = reader.read_many(asked, ["_row_id"])
+    rows = [range(group.first_row_id, group.first_row_id + group.row_count) for group in asked]
+    assert table["_row_id"].to_pylist() == [row for group in rows for row in group]
 
 
 def test_threads_may_share_a_reader(reader: VersionReader) -> None:

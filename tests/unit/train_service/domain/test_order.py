@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_service.domain.order import WINDOW_ROWS, Ints, blocks_of, epoch_order, permutation
+from train_service.domain.order import WINDOW_ROWS, Ints, blocks_of, epoch_order, permutation, window_rows
 from train_service.domain.slices import rank_positions, step_bounds, steps_per_epoch
 
 SEEDS = st.integers(0, 2**64 - 1)
@@ -141,3 +141,11 @@ def test_neighbouring_seeds_give_unrelated_orders() -> None:
     # Of two random orders about one row stays where it was.
     assert int((first == second).sum()) < 10
     assert abs(float(np.corrcoef(first, second)[0, 1])) < 4 / math.sqrt(rows)
+
+
+def test_large_rows_are_shuffled_within_windows_of_fewer() -> None:
+    assert window_rows(784, 24) == WINDOW_ROWS
+    large = 224 * 224 * 3
+    assert 24 * large * window_rows(large, 24) <= 256 * 1024 * 1024 < 24 * large * (window_rows(large, 24) + 1)
+    assert window_rows(2**40, 24) == 16
+    assert window_rows(0, 24) == WINDOW_ROWS

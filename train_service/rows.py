@@ -1,0 +1,74 @@
+"""Rows of a version on their way into a batch: as stored, with labels and ids, column by column."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from shared.transforms import Batch
+from train_service.domain.order import Ints
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows in some order: the columns as stored, `labels`, `row_ids` int64 (rows,). Labels are classes, int64 (rows,),
+    or for regression numbers, float32 (rows,) or (rows, K).
+
+    `tensors` are (rows, *shape) each. `scalars` has all others, so that one call of Arrow's moves them all; None where
+    there are none.
+    """
+
+    tensors: dict[str, Array]
+    scalars: pa.RecordBatch | None
+    labels: Array
+    row_ids: Ints
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rows]) -> Rows:
+        """The rows of all parts, which have the same columns, one part after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        scalars = [part.scalars for part in parts if part.scalars is not None]
+        return cls(
+            {name: np.concatenate([part.tensors[name] for part in parts]) for name in parts[0].tensors},
+            pa.concat_batches(scalars) if scalars else None,
+            np.concatenate([part.labels for part in parts]),
+            np.concatenate([part.row_ids for part in parts]),
+        )
+
+    def take(self, places: Ints) -> Rows:
+        """Copies of the rows at these places, in that order."""
+        return Rows(
+            {name: values.take(places, axis=0) for name, values in self.tensors.items()},
+            None if self.scalars is None else self.scalars.take(pa.array(places)),
+            self.labels.take(places, axis=0),
+            self.row_ids.take(places),
+        )
+
+    def slice(self, begin: int, end: int) -> Rows:
+        """These rows, without a copy."""
+        return Rows(
+            {name: values[begin:end] for name, values in self.tensors.items()},
+            None if self.scalars is None else self.scalars.slice(begin, end - begin),
+            self.labels[begin:end],
+            self.row_ids[begin:end],
+        )
+
+    def batch(self) -> Batch:
+        """The columns, as a pipeline takes them."""
+        if self.scalars is None:
+            return dict(self.tensors)
+        return {**dict(zip(self.scalars.schema.names, self.scalars.columns, strict=True)), **self.tensors}
+
+    @property
+    def size_bytes(self) -> int:
+        tensors = sum(values.nbytes for values in self.tensors.values())
+        scalars = 0 if self.scalars is None else self.scalars.nbytes
+        return tensors + scalars + self.labels.nbytes + self.row_ids.nbytes
