@@ -74,6 +74,8 @@ def size_now(spec: TrainingSpec, own: Mapping[str, int] | None = None) -> Size:
 
 def lacking(spec: TrainingSpec) -> str:
     """What the cluster lacks for the fewest workers of a run; empty where they fit."""
+    if spec.local:
+        return ""
     nodes = usable_nodes()
     bundle = bundle_of(spec, nodes)
     free, total = ([getattr(node, kind) for node in nodes] for kind in ("free", "total"))

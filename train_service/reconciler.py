@@ -26,7 +26,8 @@ def lacks(job: JobRecord) -> str:
     if missing := lacking(spec):
         return missing
     ended_now = job.state is JobState.RECOVERING and time.time() - job.update_time < SETTLED_WITHIN_S
-    return "the workers of the last attempt to end" if ended_now and is_settling(spec) else ""
+    waits = ended_now and not spec.local and is_settling(spec)
+    return "the workers of the last attempt to end" if waits else ""
 
 
 def main() -> None:

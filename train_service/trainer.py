@@ -1,4 +1,5 @@
 """The attempt at a training job: hands the loop to Ray Train on as many workers as fit, looks after them, and waits.
+In local mode it runs the loop itself.
 
 Ray's own checkpoint manager is bypassed and its retries are off: our registry says what counts, and a lost worker ends
 the attempt. The next attempt is a fresh Ray run that resumes from the newest good checkpoint.
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+import torch
 from ray.train import TrainingFailedError
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
@@ -26,10 +28,11 @@ from shared.log import StaleAttempt
 from train_service.domain.spec import TrainingSpec
 from train_service.endings import FAILURE, cause_of, tell_end
 from train_service.logs import OWN_PROCESS, LogShipper
-from train_service.loop import LoopConfig
+from train_service.loop import LoopConfig, train_loop
 from train_service.patience import patient
 from train_service.placement import Size, lacking, size_now
 from train_service.pulses import Pulses
+from train_service.ranks import Ranks
 from train_service.ray_run import RayRun, room_was_taken
 from train_service.supervision import Supervision
 
@@ -49,14 +52,17 @@ def prepare() -> None:
 
 def run(context: AttemptContext) -> dict[str, Any]:
     """Entry function of a durable job of kind `train`. Returns the last and the best checkpoint."""
+    spec = TrainingSpec.from_config(context.job.spec["training"])
+    if spec.local:
+        return _told(context, spec)  # this process is rank 0, and says all under that name
     with LogShipper(context.store, context.job.name, context.attempt, OWN_PROCESS):
-        return _told(context)
+        return _told(context, spec)
 
 
-def _told(context: AttemptContext) -> dict[str, Any]:
+def _told(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
     """`_run`, whose end is an event."""
     try:
-        return _run(context)
+        return _run(context, spec)
     except MillraceError as error:
         newest = patient(lambda: context.newest(), "the job's state")
         ranks = [int(rank) for rank in error.metadata.get("ranks", "").split(",") if rank.strip()]
@@ -70,9 +76,8 @@ def _told(context: AttemptContext) -> dict[str, Any]:
         raise
 
 
-def _run(context: AttemptContext) -> dict[str, Any]:
-    spec = TrainingSpec.from_config(context.job.spec["training"])
-    size = _size(spec)
+def _run(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
+    size = None if spec.local else _size(spec)
     with Pulses(ray.util.get_node_ip_address()) as pulses:  # type: ignore[no-untyped-call]
         config = LoopConfig(
             store=context.store.settings,
@@ -81,8 +86,12 @@ def _run(context: AttemptContext) -> dict[str, Any]:
             spec=spec,
             pulse=pulses.address,
         )
-        with _ends_when_stopped(context), Supervision(context, spec, pulses, size.workers) as supervision:
-            _fit(config, size, context, supervision)
+        workers = size.workers if size else 1
+        with _ends_when_stopped(context), Supervision(context, spec, pulses, workers) as supervision:
+            if size is None:
+                train_loop(config, Ranks(0, 1, torch.device("cpu")), ray.get_runtime_context().get_node_id())
+            else:
+                _fit(config, size, context, supervision)
     result = _result(_entries(context), spec)
     if result is not None:
         return result
