@@ -19,14 +19,12 @@ import ray
 import torch
 from ray.train import TrainingFailedError
 
-from shared.checkpoint import CheckpointEntry, CheckpointRegistry
-from shared.checkpoint.registry import best, latest
-from shared.errors import Cancelled, Internal, MillraceError, Unavailable
+from shared.errors import Cancelled, MillraceError, Unavailable
 from shared.jobs import AttemptContext
 from shared.jobs.record import RESIZED
 from shared.log import StaleAttempt
 from train_service.domain.spec import TrainingSpec
-from train_service.endings import FAILURE, cause_of, tell_end
+from train_service.endings import result_of, told
 from train_service.logs import OWN_PROCESS, LogShipper
 from train_service.loop import LoopConfig, train_loop
 from train_service.patience import patient
@@ -54,26 +52,9 @@ def run(context: AttemptContext) -> dict[str, Any]:
     """Entry function of a durable job of kind `train`. Returns the last and the best checkpoint."""
     spec = TrainingSpec.from_config(context.job.spec["training"])
     if spec.local:
-        return _told(context, spec)  # this process is rank 0, and says all under that name
+        return told(context, lambda: _run(context, spec))  # this process is rank 0, and says all under that name
     with LogShipper(context.store, context.job.name, context.attempt, OWN_PROCESS):
-        return _told(context, spec)
-
-
-def _told(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
-    """`_run`, whose end is an event."""
-    try:
-        return _run(context, spec)
-    except MillraceError as error:
-        newest = patient(lambda: context.newest(), "the job's state")
-        ranks = [int(rank) for rank in error.metadata.get("ranks", "").split(",") if rank.strip()]
-        cause, text = cause_of(error, newest.state), error.message
-        patient(lambda: tell_end(context, cause, text, ranks), "the end of an attempt")
-        raise
-    except StaleAttempt:
-        raise
-    except Exception:
-        patient(lambda: tell_end(context, FAILURE, "an unexpected error"), "the end of an attempt")
-        raise
+        return told(context, lambda: _run(context, spec))
 
 
 def _run(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
@@ -92,11 +73,7 @@ def _run(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
                 train_loop(config, Ranks(0, 1, torch.device("cpu")), ray.get_runtime_context().get_node_id())
             else:
                 _fit(config, size, context, supervision)
-    result = _result(_entries(context), spec)
-    if result is not None:
-        return result
-    patient(lambda: context.raise_if_stopped(fresh=True), "the job's state")
-    raise supervision.cause or Internal("the workers ended before the last epoch was saved", reason="RUN_INCOMPLETE")
+    return result_of(context, spec, supervision.cause)
 
 
 def _size(spec: TrainingSpec) -> Size:
@@ -115,18 +92,6 @@ def _fit(config: LoopConfig, size: Size, context: AttemptContext, supervision: S
     except TrainingFailedError as error:
         patient(lambda: context.raise_if_stopped(fresh=True), "the job's state")
         raise _cause(error, supervision.cause) from error
-
-
-def _entries(context: AttemptContext) -> list[CheckpointEntry]:
-    return patient(CheckpointRegistry(context.store, context.job.name).entries, "the checkpoints")
-
-
-def _result(entries: list[CheckpointEntry], spec: TrainingSpec) -> dict[str, Any] | None:
-    """None where the run is not done."""
-    last, chosen = latest(entries), best(entries, spec.checkpoints.ranking)
-    if last is None or chosen is None or not last.final:
-        return None
-    return {"checkpoint": last.name, "best_checkpoint": chosen.name}
 
 
 def _cause(error: TrainingFailedError, ended_for: MillraceError | None) -> MillraceError:

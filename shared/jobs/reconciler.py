@@ -87,7 +87,7 @@ class Reconciler:
             if time.monotonic() - first_seen > ORPHAN_AFTER_S:
                 self._forget(live)
             return False
-        if job.state.final:
+        if job.state.final or job.runner:
             self._forget(live)
             return False
         if job.state in (JobState.PENDING, JobState.RECOVERING):

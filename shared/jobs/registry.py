@@ -49,8 +49,8 @@ class Jobs:
 
     def create(self, folder: str, job: JobRecord) -> JobRecord:
         """Makes the job durable. Raises `AlreadyExists` when there is one in the folder that was not deleted."""
-        # The marker first: a job without one would never be done.
-        marker = self._mark(folder, job, job.generation)
+        # The marker first: a job without one would never be done. One that has a runner is done without.
+        marker = "" if job.runner else self._mark(folder, job, job.generation)
         log = ResourceLog(self._store, log_prefix(folder))
         before = log.head()
         last = JobRecord.from_state(before.state) if before else None
@@ -61,7 +61,8 @@ class Jobs:
         there = self.find(folder)
         if there is not None and there.uid == job.uid:
             return there  # an earlier call made it, and its answer was lost
-        self._store.delete(marker)
+        if marker:
+            self._store.delete(marker)
         raise already_exists(job.name)
 
     def get(self, folder: str, name: str) -> JobRecord:
