@@ -8,7 +8,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.record import take_up
 from shared.requests import claimed
 from shared.storage import ObjectStore
+from train_service.cluster_memory import ClusterMemory, check_ever_fits
 from train_service.domain import spec_rules
 from train_service.domain.spec import TrainingSpec
 from train_service.endings import tell_lost
@@ -53,8 +54,13 @@ class JobView:
 class TrainingJobs:
     """All methods block on the store, so call them from threads. Names are `trainingJobs/{j}`."""
 
-    def __init__(self, store: ObjectStore, deletions: Deletions | None = None) -> None:
+    def __init__(
+        self, store: ObjectStore, deletions: Deletions | None = None, cluster_max: Mapping[str, float] | None = None
+    ) -> None:
+        """`cluster_max` is what the cluster never exceeds, by an operator's word; None: it is as large as it was."""
         self._store = store
+        self._cluster_max = cluster_max
+        self._clusters = ClusterMemory(store)
         self._deletions = deletions or Deletions(store)
         self._jobs = Jobs(store, TRAIN_KIND)
         # The first call imports torch, and first imports must not race.
@@ -69,9 +75,12 @@ class TrainingJobs:
         if validate_only:
             if self._jobs.find(job.name):
                 raise already_exists(job.name)
+            check_ever_fits(spec, self._clusters, self._cluster_max)
             return JobView(job, {}, [])
         with claimed(self._store, TRAIN_KIND, request_id, digest, job.name) as claim:
             first = self._made_by(request_id, claim.name) if claim.repeated else None
+            if first is None:
+                check_ever_fits(spec, self._clusters, self._cluster_max)
             return self._view(first or self._make(job, spec))
 
     def run_here(self, job_id: str, spec: TrainingSpec, runner: str) -> JobRecord:
