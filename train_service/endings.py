@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shared.checkpoint import CheckpointRegistry
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
 from shared.checkpoint.registry import best, latest
-from shared.errors import Internal, MillraceError
+from shared.errors import DataLoss, Internal, MillraceError
 from shared.jobs import AttemptContext, JobRecord, JobState
 from shared.jobs.record import PREEMPTED, RESIZED
 from shared.log import StaleAttempt
@@ -56,10 +56,22 @@ def result_of(context: AttemptContext, spec: TrainingSpec, cause: MillraceError 
     wished of it, else `cause`."""
     entries = patient(CheckpointRegistry(context.store, context.job.name).entries, "the checkpoints")
     last, chosen = latest(entries), best(entries, spec.checkpoints.ranking)
-    if last is not None and chosen is not None and last.final:
+    if last is not None and chosen is not None and last.final and _good(context, last):
         return {"checkpoint": last.name, "best_checkpoint": chosen.name}
     patient(lambda: context.raise_if_stopped(fresh=True), "the job's state")
     raise cause or Internal("the workers ended before the last epoch was saved", reason="RUN_INCOMPLETE")
+
+
+def _good(context: AttemptContext, last: CheckpointEntry) -> bool:
+    """Whether the run is in it. One of an earlier attempt may be damaged: this attempt then trained on from before."""
+    if last.attempt == context.attempt:
+        return True
+    try:
+        patient(lambda: load_checkpoint(context.store, last.folder, last.manifest_sha256).verify(), "a checkpoint")
+    except DataLoss as error:
+        logger.warning("%s is damaged, and the run is not done: %s", last.name, error.message)
+        return False
+    return True
 
 
 def tell_end(context: AttemptContext, cause: str, text: str, ranks: Sequence[int] = ()) -> None:

@@ -95,13 +95,16 @@ def _fit(config: LoopConfig, size: Size, context: AttemptContext, supervision: S
 
 
 def _cause(error: TrainingFailedError, ended_for: MillraceError | None) -> MillraceError:
-    """The first error of our own that a worker raised, else what we ended the attempt for, else that it was lost."""
+    """The first error of our own that a worker raised, else what we ended the attempt for, else that it was lost.
+
+    For a change of size nobody ends a worker: one that is lost before it has stopped by itself is a fault.
+    """
     failures = list(getattr(error, "worker_failures", {}).items())
     for _, raised in failures:
         known = _own_error(raised)
         if known is not None:
             return known
-    if ended_for is not None:
+    if ended_for is not None and ended_for.specific_reason != RESIZED:
         return ended_for
     if room_was_taken(error):
         return Unavailable("room was taken while the workers started", reason=RESIZED, retry_after_s=1.0)

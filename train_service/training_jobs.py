@@ -111,7 +111,8 @@ class TrainingJobs:
         if job.runner and not job.state.final:
             tell_lost(self._store, job)
         with self._using(job, spec):
-            return self._jobs.transition(job.name, begin, attempt=job.attempt + 1)
+            pass  # as in `resume`
+        return self._jobs.transition(job.name, begin, attempt=job.attempt + 1)
 
     def warm_up(self) -> None:
         """Imports what the first `create` needs, ahead of it."""
@@ -154,15 +155,17 @@ class TrainingJobs:
         if CheckpointRegistry(self._store, name).entries():
             spec = replace(spec, initial_checkpoint="")  # it goes on from its own
         try:
-            # What a job stands on may be deleted once it is over; from here on it may not again.
+            # What a job stands on may be deleted once it is over; from here on it may not again. The marks stay even
+            # if the wish is refused: another resumption may have been faster, and those of an ended job do not count.
             with self._using(job, spec):
-                return self._view(self._jobs.resume(name, name, etag))
+                pass
         except NotFound as error:
             raise FailedPrecondition(
                 f"{name} cannot go on: {error.message}; train anew on what there is",
                 reason="VERSION_GONE",
                 metadata={"resource": name, "dataset_version": spec.dataset_version},
             ) from None
+        return self._view(self._jobs.resume(name, name, etag))
 
     def checkpoints(self, name: str, page_size: int, page_token: str) -> tuple[list[CheckpointEntry], str]:
         names.parse("parent", name, PATTERN)
