@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from grpc import aio
 
@@ -22,6 +22,7 @@ from shared.storage.opening import ensure_bucket
 from shared.storage.probe import StoreRefused
 from shared.sweeping import sweep_periodically
 from shared.telemetry import configure_logging
+from train_service.cluster_memory import largest_cluster
 from train_service.lifecycle import Deletions
 from train_service.run_records import RunRecords
 from train_service.servicer import TrainServicer
@@ -33,9 +34,14 @@ logger = logging.getLogger(__name__)
 DEFAULT_LISTEN = "127.0.0.1:50052"
 
 
-async def run(settings: ServiceSettings, store: ObjectStore, custom_allowed: Collection[str]) -> None:
+async def run(
+    settings: ServiceSettings,
+    store: ObjectStore,
+    custom_allowed: Collection[str],
+    cluster_max: Mapping[str, float] | None,
+) -> None:
     deletions = Deletions(store)
-    jobs = TrainingJobs(store, deletions)
+    jobs = TrainingJobs(store, deletions, cluster_max)
     stop = asyncio.Event()
 
     def register(server: aio.Server) -> Sequence[str]:
@@ -56,6 +62,7 @@ def main() -> int:
     try:
         settings = service_settings(os.environ, DEFAULT_LISTEN)
         custom_allowed = allowed_functions(os.environ)
+        cluster_max = largest_cluster(os.environ)
         configure_logging("train", settings.log_level)
         ensure_bucket(settings.store)
         store = open_store(settings.store)
@@ -63,7 +70,7 @@ def main() -> int:
     except (SettingsError, StoreRefused, MillraceError) as error:
         print(f"train_service: {error}", file=sys.stderr)
         return 2
-    asyncio.run(run(settings, store, custom_allowed))
+    asyncio.run(run(settings, store, custom_allowed, cluster_max))
     return 0
 
 

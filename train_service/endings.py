@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from shared.errors import MillraceError
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
+from shared.checkpoint.registry import best, latest
+from shared.errors import DataLoss, Internal, MillraceError
 from shared.jobs import AttemptContext, JobRecord, JobState
 from shared.jobs.record import PREEMPTED, RESIZED
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
+from train_service.domain.spec import TrainingSpec
 from train_service.events import EventKind, EventLog
+from train_service.patience import patient
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +32,46 @@ def cause_of(error: MillraceError, state: JobState) -> str:
     if state is JobState.SUSPENDING:
         return SUSPENDED
     return OF_REASON.get(error.specific_reason, FAILURE)
+
+
+def told(context: AttemptContext, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `work`, the attempt, returns. What it raises is raised on, and is an event before."""
+    try:
+        return work()
+    except MillraceError as error:
+        newest = patient(lambda: context.newest(), "the job's state")
+        ranks = [int(rank) for rank in error.metadata.get("ranks", "").split(",") if rank.strip()]
+        cause, text = cause_of(error, newest.state), error.message
+        patient(lambda: tell_end(context, cause, text, ranks), "the end of an attempt")
+        raise
+    except StaleAttempt:
+        raise
+    except Exception:
+        patient(lambda: tell_end(context, FAILURE, "an unexpected error"), "the end of an attempt")
+        raise
+
+
+def result_of(context: AttemptContext, spec: TrainingSpec, cause: MillraceError | None = None) -> dict[str, Any]:
+    """Of an attempt whose ranks have ended: the last and the best checkpoint. Where the run is not done raises what was
+    wished of it, else `cause`."""
+    entries = patient(CheckpointRegistry(context.store, context.job.name).entries, "the checkpoints")
+    last, chosen = latest(entries), best(entries, spec.checkpoints.ranking)
+    if last is not None and chosen is not None and last.final and _good(context, last):
+        return {"checkpoint": last.name, "best_checkpoint": chosen.name}
+    patient(lambda: context.raise_if_stopped(fresh=True), "the job's state")
+    raise cause or Internal("the workers ended before the last epoch was saved", reason="RUN_INCOMPLETE")
+
+
+def _good(context: AttemptContext, last: CheckpointEntry) -> bool:
+    """Whether the run is in it. One of an earlier attempt may be damaged: this attempt then trained on from before."""
+    if last.attempt == context.attempt:
+        return True
+    try:
+        patient(lambda: load_checkpoint(context.store, last.folder, last.manifest_sha256).verify(), "a checkpoint")
+    except DataLoss as error:
+        logger.warning("%s is damaged, and the run is not done: %s", last.name, error.message)
+        return False
+    return True
 
 
 def tell_end(context: AttemptContext, cause: str, text: str, ranks: Sequence[int] = ()) -> None:

@@ -1,4 +1,4 @@
-"""The training loop of one rank. Ray Train runs it on every worker of an attempt."""
+"""The training loop of one rank, whoever started the rank: Ray Train, an attempt in local mode, or torchrun."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any
 
-import ray
-import ray.train
-import ray.train.torch
 import torch
 
-from shared.dataset_version import VersionReader, load_version
+from shared.dataset_version import load_version
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from shared.telemetry import configure_logging, identity
-from train_service.domain.slices import Plan
+from shared.telemetry import identity
+from train_service.batches import Batches
 from train_service.domain.spec import RAY_DATA, TrainingSpec
 from train_service.domain.watchdog import Phase
 from train_service.events import EventKind
@@ -26,12 +22,10 @@ from train_service.loader import Batch, Loader
 from train_service.logs import LogShipper
 from train_service.metrics_log import MetricsLog
 from train_service.patience import patient
-from train_service.preprocessing import Preprocessing
 from train_service.progress import ProgressMeter, StepTaken
 from train_service.pulse import Pulse
 from train_service.ranks import PendingSum, Ranks
 from train_service.reporting import CANCEL, GO_ON, PAUSES, PREEMPT, RESIZE, STALE, SUSPEND, Reporter
-from train_service.row_cache import RowCache
 from train_service.saving import Checkpointing, History, Lineage
 
 logger = logging.getLogger(__name__)
@@ -43,7 +37,6 @@ WHY_STOPPED = {
     CANCEL: "cancelled",
     STALE: "a later attempt has taken over",
 }
-CACHE_BYTES = 512 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,21 +51,21 @@ class LoopConfig:
     pulse: str = ""
 
 
-def train_loop(config: dict[str, Any]) -> None:
-    """Entry point of a worker. Returns when the run is done, or when it was asked to end; the job's log says which."""
-    loop: LoopConfig = config["loop"]
-    context = ray.train.get_context()
-    configure_logging("train-worker", "INFO")
-    torch.set_num_threads(loop.spec.threads_per_worker)
-    ranks = Ranks(context.get_world_rank(), context.get_world_size(), ray.train.torch.get_device())
-    node_id = ray.get_runtime_context().get_node_id()
+def train_loop(config: LoopConfig, ranks: Ranks, node_id: str = "") -> None:
+    """All that one rank does. Returns when the run is done, or when it was asked to end; the job's log says which.
+
+    `node_id` is Ray's, empty where there is none.
+    """
+    torch.set_num_threads(config.spec.threads_per_worker)
+    # Nobody could notice from outside that the only process of an attempt is held.
+    alone = config.spec.local
     with (
-        identity(job=loop.job_name, attempt=str(loop.attempt), rank=str(ranks.rank)),
-        LogShipper(open_store(loop.store), loop.job_name, loop.attempt, ranks.rank),
-        Pulse(ranks.rank, loop.pulse, node_id) as pulse,
+        identity(job=config.job_name, attempt=str(config.attempt), rank=str(ranks.rank)),
+        LogShipper(open_store(config.store), config.job_name, config.attempt, ranks.rank),
+        Pulse(ranks.rank, config.pulse, node_id, ends_if_held=alone) as pulse,
     ):
         try:
-            Run(loop, ranks, pulse).run()
+            Run(config, ranks, pulse).run()
         except Stopped as stopped:
             logger.info("stopped early: %s", stopped)
 
@@ -91,7 +84,8 @@ class Run:
         self._ranks = ranks
         self._store: ObjectStore = open_store(config.store)
         self._version = patient(lambda: load_version(self._store, self._spec.dataset_version), "the dataset version")
-        self._preprocessing = Preprocessing(self._spec, self._version.columns)
+        self._batches = Batches(self._store, self._version, self._spec)
+        self._preprocessing = self._batches.preprocessing
         self._loader = self._build_loader()
         self._learner = Learner(
             self._spec, ranks, self._preprocessing.output, self._loader.steps_per_epoch, self._loader.total_steps
@@ -180,8 +174,7 @@ class Run:
         return over
 
     def _validate(self, epoch: int, step: int, reporter: Reporter | None) -> dict[str, float]:
-        cache = self._row_cache(self._spec.validation_split)
-        cache.touched = self._pulse.tick
+        cache = self._batches.cache(self._spec.validation_split, self._pulse.tick)
         # The first one may compile the model for its own shapes.
         starting = self._spec.compile and not self._validated
         self._pulse.at(step, Phase.STARTING if starting else Phase.TRAINING)
@@ -214,20 +207,14 @@ class Run:
         )
         return Checkpointing(self._store, lineage, self._ranks, self._learner, reporter)
 
-    def _row_cache(self, split: str) -> RowCache:
-        spec, columns = self._spec, self._preprocessing.columns
-        reader = VersionReader(self._store, self._version)
-        return RowCache(reader, split, columns, spec.label_column, spec.model.num_classes, CACHE_BYTES, spec.task)
-
     def _build_loader(self) -> Loader:
-        spec = self._spec
-        cache = self._row_cache(spec.train_split)
+        spec, ranks = self._spec, self._ranks
         # Rows that are slow to come are no hang while they come.
-        cache.touched = self._pulse.tick
-        ranks = self._ranks
-        plan = Plan(spec.seed, spec.lanes, spec.global_batch_size, spec.epochs, ranks.rank, ranks.world_size)
+        touched = self._pulse.tick
         if spec.ingest == RAY_DATA:
             from train_service.cluster_loader import ClusterLoader  # ray.data takes seconds to import
 
+            cache = self._batches.cache(spec.train_split, touched)
+            plan = self._batches.plan(ranks.rank, ranks.world_size)
             return ClusterLoader(cache, self._preprocessing, plan, spec, self._config.store)
-        return Loader(cache, self._preprocessing, plan)
+        return self._batches.loader(ranks.rank, ranks.world_size, touched)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import ray
 from ray._private import state as ray_state
 
 from shared.jobs.actor import NOT_BESIDE_A_SERVICE
 from shared.jobs.nodes import staying_nodes
-from train_service.domain.sizing import ACCELERATOR, Resources, what_is_missing, workers_that_fit
+from train_service.domain.bundles import INGEST_CPUS, besides_ingest, bundle_of
+from train_service.domain.sizing import Resources, what_is_missing, workers_that_fit
 from train_service.domain.spec import RAY_DATA, TrainingSpec
 
 ROLE_LABEL = "millrace.role"
-# What a worker asks of a node with an accelerator of its type: a mark, of which a node has 1.
-MARK = 0.001
-INGEST_CPUS = 1.0
 
 
 @dataclass(frozen=True)
@@ -45,39 +45,35 @@ def usable_nodes() -> list[Node]:
     return [
         Node(node["NodeID"], free.get(node["NodeID"], {}), node["Resources"])
         for node in staying_nodes()
-        if (node.get("Labels") or {}).get(ROLE_LABEL) != "service"
+        if _takes_workers(node)
     ]
 
 
-def bundle_of(spec: TrainingSpec, nodes: list[Node]) -> dict[str, float]:
-    """What one worker asks of Ray, without zeros."""
-    placement = spec.placement
-    gpus = placement.gpus_per_worker
-    if gpus is None:
-        gpus = 1.0 if sum(node.total.get("GPU", 0.0) for node in nodes) >= spec.fewest_workers else 0.0
-    bundle = {"CPU": placement.cpus_per_worker, "GPU": gpus, **placement.resources_per_worker}
-    if placement.accelerator_type:
-        bundle[f"{ACCELERATOR}{placement.accelerator_type}"] = MARK
-    return {name: amount for name, amount in bundle.items() if amount > 0}
+def totals() -> list[Resources]:
+    """All that the nodes which may take workers have, by what Ray knows of them."""
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node["Resources"] for node in nodes if node["Alive"] and _takes_workers(node)]
 
 
 def size_now(spec: TrainingSpec, own: Mapping[str, int] | None = None) -> Size:
     """The most workers for which there is room, 0 where not even the fewest fit. `own` counts the workers that the
     caller has already, by node id: they would make room for themselves."""
     nodes = usable_nodes()
-    bundle = bundle_of(spec, nodes)
+    bundle = bundle_of(spec, [node.total for node in nodes])
     free = [_with_own(node, bundle, (own or {}).get(node.node_id, 0)) for node in nodes]
-    free = _besides_ingest(free, spec)
+    free = besides_ingest(free, spec)
     fits = workers_that_fit(free, bundle, spec.placement.strategy, spec.fewest_workers, spec.num_workers)
     return Size(fits, bundle)
 
 
 def lacking(spec: TrainingSpec) -> str:
     """What the cluster lacks for the fewest workers of a run; empty where they fit."""
+    if spec.local:
+        return ""
     nodes = usable_nodes()
-    bundle = bundle_of(spec, nodes)
+    bundle = bundle_of(spec, [node.total for node in nodes])
     free, total = ([getattr(node, kind) for node in nodes] for kind in ("free", "total"))
-    free, total = _besides_ingest(free, spec), _besides_ingest(total, spec)
+    free, total = besides_ingest(free, spec), besides_ingest(total, spec)
     strategy, fewest = spec.placement.strategy, spec.fewest_workers
     if workers_that_fit(free, bundle, strategy, fewest, spec.num_workers):
         return ""
@@ -89,7 +85,7 @@ def is_settling(spec: TrainingSpec) -> bool:
     """Whether there would be room for more workers if the nodes were empty: somebody, maybe the attempt that has just
     ended, still holds it."""
     nodes = usable_nodes()
-    bundle = bundle_of(spec, nodes)
+    bundle = bundle_of(spec, [node.total for node in nodes])
 
     def fits(resources: list[Resources]) -> int:
         return workers_that_fit(resources, bundle, spec.placement.strategy, 1, spec.num_workers)
@@ -102,13 +98,8 @@ def selector() -> dict[str, str]:
     return dict(NOT_BESIDE_A_SERVICE)
 
 
-def _besides_ingest(nodes: list[Resources], spec: TrainingSpec) -> list[Resources]:
-    """What is left of the nodes for workers where Ray Data prepares the rows: its tasks must find a CPU, too."""
-    if spec.ingest != RAY_DATA or not nodes:
-        return nodes
-    roomiest = max(range(len(nodes)), key=lambda index: nodes[index].get("CPU", 0.0))
-    left = {**nodes[roomiest], "CPU": nodes[roomiest].get("CPU", 0.0) - INGEST_CPUS}
-    return [*nodes[:roomiest], left, *nodes[roomiest + 1 :]]
+def _takes_workers(node: Mapping[str, Any]) -> bool:
+    return (node.get("Labels") or {}).get(ROLE_LABEL) != "service"
 
 
 def _with_own(node: Node, bundle: Resources, workers: int) -> Resources:

@@ -28,14 +28,27 @@ INTERVAL_S = 1.0
 CONNECT_WITHIN_S = 5.0
 # Well before the attempt takes a silent rank for hung, which is after 30 s at the earliest.
 HELD_AFTER_S = 20.0
+# Of a rank that only itself looks after: so long even an import or a compiler does not hold the interpreter.
+ENDED_AFTER_S = 300.0
+STDERR = 2
 
 
 class Pulse:
     """Use as a context around all that the rank does. Without an address it does nothing."""
 
-    def __init__(self, rank: int, address: str = "", node_id: str = "") -> None:
-        """`address` is `host:port/token`, from `Pulses`; `node_id` is Ray's."""
+    def __init__(
+        self,
+        rank: int,
+        address: str = "",
+        node_id: str = "",
+        *,
+        ends_if_held: bool = False,
+        ended_after_s: float = ENDED_AFTER_S,
+    ) -> None:
+        """`address` is `host:port/token`, from `Pulses`; `node_id` is Ray's. With `ends_if_held` a process whose
+        interpreter is held for `ended_after_s` writes its stacks to stderr and ends."""
         self._rank = rank
+        self._ended_after_s = ended_after_s if ends_if_held else 0.0
         self._address = address
         self._node_id = node_id
         self._step = 0
@@ -84,7 +97,7 @@ class Pulse:
             _send(connection, {**hello, "stacks_file": stacks.name})
             received = b""
             while not self._ended.is_set():
-                faulthandler.dump_traceback_later(HELD_AFTER_S, file=stacks)
+                self._guard(stacks)
                 _send(connection, self._state())
                 ready, _, _ = select.select([connection], [], [], INTERVAL_S)
                 if not ready:
@@ -97,6 +110,13 @@ class Pulse:
                     self._obey(connection, json.loads(line), stacks)
             with contextlib.suppress(OSError):
                 _send(connection, {**self._state(), "bye": True})
+
+    def _guard(self, stacks: Any) -> None:
+        """For the time until the next call: the thread that then acts needs no interpreter."""
+        if self._ended_after_s:
+            faulthandler.dump_traceback_later(self._ended_after_s, exit=True, file=STDERR)
+        else:
+            faulthandler.dump_traceback_later(HELD_AFTER_S, file=stacks)
 
     def _state(self) -> dict[str, Any]:
         return {

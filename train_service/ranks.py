@@ -18,7 +18,7 @@ from train_service.sharding import shard, sharded
 
 
 class Ranks:
-    """The process group of an attempt, which Ray Train has set up; a group of one needs none."""
+    """The process group of an attempt, which whoever started them has set up; a group of one needs none."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank = rank

@@ -28,8 +28,9 @@ from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from train_service.domain.sizing import ACCELERATOR
 from train_service.domain.spec import Placement
-from train_service.loop import LoopConfig, train_loop
+from train_service.loop import LoopConfig
 from train_service.placement import Size, selector
+from train_service.ray_worker import work
 
 # How often it looks after its workers; Ray's own 2 s are a tenth of a restart.
 POLL_EVERY_S = 0.25
@@ -56,7 +57,7 @@ class RayRun(TorchTrainer):
         # Ray insists on a folder for its own notes. Ours are in the store, and it need not know of that.
         self._folder = Path(tempfile.gettempdir()) / f"millrace-ray-train-{os.getpid()}"
         super().__init__(
-            train_loop,
+            work,
             train_loop_config={"loop": config},
             torch_config=TorchConfig(backend=_backend(placement, size), timeout_s=round(placement.timeout_s)),
             scaling_config=ScalingConfig(

@@ -8,16 +8,19 @@ import time
 from shared.jobs import JobRecord, JobState
 from shared.jobs.reconciler import run_reconciler
 from shared.settings import service_settings, spare_attempt
+from shared.storage import ObjectStore
 from shared.telemetry import configure_logging
+from train_service.cluster_memory import ClusterMemory
 from train_service.domain.spec import TrainingSpec
 from train_service.endings import tell_lost
-from train_service.placement import is_settling, lacking
+from train_service.placement import is_settling, lacking, totals
 from train_service.reporting import TRAIN_KIND
 
 ENTRY = "train_service.trainer:run"
 PREPARE = "train_service.trainer:prepare"
 # An attempt that has ended gives its room back within moments; who begins before gets fewer workers than there are.
 SETTLED_WITHIN_S = 5.0
+CLUSTER_LOOK_EVERY_S = 5.0
 
 
 def lacks(job: JobRecord) -> str:
@@ -26,14 +29,29 @@ def lacks(job: JobRecord) -> str:
     if missing := lacking(spec):
         return missing
     ended_now = job.state is JobState.RECOVERING and time.time() - job.update_time < SETTLED_WITHIN_S
-    return "the workers of the last attempt to end" if ended_now and is_settling(spec) else ""
+    waits = ended_now and not spec.local and is_settling(spec)
+    return "the workers of the last attempt to end" if waits else ""
+
+
+class ClusterWatch:
+    """Remembers which nodes there are, for the process that answers clients."""
+
+    def __init__(self) -> None:
+        self._memory: ClusterMemory | None = None
+        self._next = 0.0
+
+    def __call__(self, store: ObjectStore) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + CLUSTER_LOOK_EVERY_S
+            self._memory = self._memory or ClusterMemory(store)
+            self._memory.note(totals())
 
 
 def main() -> None:
     settings = service_settings(os.environ, "127.0.0.1:0")
     configure_logging("train-reconciler", settings.log_level)
     prepare = PREPARE if spare_attempt(os.environ) else ""
-    run_reconciler(settings, TRAIN_KIND, ENTRY, prepare, lacks, tell_lost, spare_beside_work=True)
+    run_reconciler(settings, TRAIN_KIND, ENTRY, prepare, lacks, tell_lost, spare_beside_work=True, looks=ClusterWatch())
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
         seed=spec.seed,
         lanes=spec.lanes or 24,
         ingest=_name(resources_pb2.TrainingSpec.Ingest, spec.ingest, "INGEST_", THREADS),
-        num_workers=spec.num_workers or 1,
+        num_workers=spec.num_workers if spec.HasField("num_workers") else 1,
         min_workers=spec.min_workers,
         threads_per_worker=spec.threads_per_worker or 1,
         placement=_placement(spec.placement),

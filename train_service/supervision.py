@@ -107,8 +107,9 @@ class Supervision:
             reason="RANK_HUNG",
             metadata={"ranks": ",".join(str(rank) for rank in standing)},
         )
-        # What a rank whose interpreter is held wrote by itself; it must be read before its process ends.
-        stacks = {**end_hard(ranks), **stacks}
+        if not self._spec.local:  # whose only rank is this process; it ends at last
+            # What a rank whose interpreter is held wrote by itself; it must be read before its process ends.
+            stacks = {**end_hard(ranks), **stacks}
         self._keep(stacks)
         patient(
             lambda: tell_end(self._context, HUNG, str(self.cause), standing), "the end of an attempt", STORE_PATIENCE_S
@@ -124,8 +125,8 @@ class Supervision:
     def _give_up(self, cause: MillraceError) -> None:
         """The workers are gone, or will never come: `fit` should see it, and this process ends where it does not."""
         self.cause = cause
-        if not self._ended.wait(FIT_ENDS_WITHIN_S):
-            logger.warning("Ray Train did not end with its workers; ending the attempt: %s", cause.message)
+        if self._spec.local or not self._ended.wait(FIT_ENDS_WITHIN_S):
+            logger.warning("the loop does not end by itself; ending the attempt: %s", cause.message)
             os._exit(1)
 
     def _look_for_drains(self, ranks: list[Heard]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -9,7 +10,17 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from millrace.train.v1 import resources_pb2
+from shared.custom_transforms import allowed_functions
+from shared.dataset_version import load_version
+from shared.errors import invalid_field
+from shared.settings import StoreSettings, store_settings
+from shared.storage import open_store
+from train_service.batches import Batches
+from train_service.domain import spec_rules
 from train_service.loader import Loader
+from train_service.spec_converters import spec_from_proto
+from train_service.version_fit import check_fits, with_defaults
 
 
 class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -19,6 +30,38 @@ class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     `state_dict` after a batch and `load_state_dict` before the first go on with the next batch. The loader's thread
     reads ahead; worker processes of a `DataLoader` would each give all batches, and are refused.
     """
+
+    @classmethod
+    def open(
+        cls,
+        spec: resources_pb2.TrainingSpec,
+        store: StoreSettings | str = "",
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> TrainingBatches:
+        """The batches that a training job of this specification gives rank `rank` of `world_size`.
+
+        `store` is the one that has the dataset version: settings, or a URL as MILLRACE_STORE takes it; by default that
+        variable. The keys of S3 come from MILLRACE_S3_* unless they are in the settings.
+
+        Raises `SettingsError` for the store, `NotFound` for the version, and `InvalidArgument` naming the field of the
+        specification that does not fit it; also where the batches are too small for so many ranks.
+        """
+        if not 0 <= rank < world_size:
+            raise invalid_field("rank", rank, f"use 0 to world_size - 1, {world_size - 1}")
+        settings = store if isinstance(store, StoreSettings) else _settings(store)
+        wanted = resources_pb2.TrainingSpec()
+        wanted.CopyFrom(spec)
+        wanted.num_workers = world_size
+        wanted.min_workers = 0
+        plain = spec_from_proto(wanted, allowed_functions(os.environ))
+        spec_rules.check(plain)
+        opened = open_store(settings)
+        version = load_version(opened, plain.dataset_version)
+        plain = with_defaults(plain, version)
+        check_fits(plain, version)
+        return cls(Batches(opened, version, plain).loader(rank, world_size))
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -45,3 +88,7 @@ class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         if not isinstance(step, int) or not 0 <= step <= self._loader.total_steps:
             raise ValueError(f"state: step is {step!r}; use what state_dict gave, 0 to {self._loader.total_steps}")
         self._step = step
+
+
+def _settings(url: str) -> StoreSettings:
+    return store_settings({**os.environ, "MILLRACE_STORE": url} if url else os.environ)

@@ -1,4 +1,5 @@
 """The attempt at a training job: hands the loop to Ray Train on as many workers as fit, looks after them, and waits.
+In local mode it runs the loop itself.
 
 Ray's own checkpoint manager is bypassed and its retries are off: our registry says what counts, and a lost worker ends
 the attempt. The next attempt is a fresh Ray run that resumes from the newest good checkpoint.
@@ -15,21 +16,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+import torch
 from ray.train import TrainingFailedError
 
-from shared.checkpoint import CheckpointEntry, CheckpointRegistry
-from shared.checkpoint.registry import best, latest
-from shared.errors import Cancelled, Internal, MillraceError, Unavailable
+from shared.errors import Cancelled, MillraceError, Unavailable
 from shared.jobs import AttemptContext
 from shared.jobs.record import RESIZED
 from shared.log import StaleAttempt
 from train_service.domain.spec import TrainingSpec
-from train_service.endings import FAILURE, cause_of, tell_end
+from train_service.endings import result_of, told
 from train_service.logs import OWN_PROCESS, LogShipper
-from train_service.loop import LoopConfig
+from train_service.loop import LoopConfig, train_loop
 from train_service.patience import patient
 from train_service.placement import Size, lacking, size_now
 from train_service.pulses import Pulses
+from train_service.ranks import Ranks
 from train_service.ray_run import RayRun, room_was_taken
 from train_service.supervision import Supervision
 
@@ -49,30 +50,15 @@ def prepare() -> None:
 
 def run(context: AttemptContext) -> dict[str, Any]:
     """Entry function of a durable job of kind `train`. Returns the last and the best checkpoint."""
-    with LogShipper(context.store, context.job.name, context.attempt, OWN_PROCESS):
-        return _told(context)
-
-
-def _told(context: AttemptContext) -> dict[str, Any]:
-    """`_run`, whose end is an event."""
-    try:
-        return _run(context)
-    except MillraceError as error:
-        newest = patient(lambda: context.newest(), "the job's state")
-        ranks = [int(rank) for rank in error.metadata.get("ranks", "").split(",") if rank.strip()]
-        cause, text = cause_of(error, newest.state), error.message
-        patient(lambda: tell_end(context, cause, text, ranks), "the end of an attempt")
-        raise
-    except StaleAttempt:
-        raise
-    except Exception:
-        patient(lambda: tell_end(context, FAILURE, "an unexpected error"), "the end of an attempt")
-        raise
-
-
-def _run(context: AttemptContext) -> dict[str, Any]:
     spec = TrainingSpec.from_config(context.job.spec["training"])
-    size = _size(spec)
+    if spec.local:
+        return told(context, lambda: _run(context, spec))  # this process is rank 0, and says all under that name
+    with LogShipper(context.store, context.job.name, context.attempt, OWN_PROCESS):
+        return told(context, lambda: _run(context, spec))
+
+
+def _run(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
+    size = None if spec.local else _size(spec)
     with Pulses(ray.util.get_node_ip_address()) as pulses:  # type: ignore[no-untyped-call]
         config = LoopConfig(
             store=context.store.settings,
@@ -81,13 +67,13 @@ def _run(context: AttemptContext) -> dict[str, Any]:
             spec=spec,
             pulse=pulses.address,
         )
-        with _ends_when_stopped(context), Supervision(context, spec, pulses, size.workers) as supervision:
-            _fit(config, size, context, supervision)
-    result = _result(_entries(context), spec)
-    if result is not None:
-        return result
-    patient(lambda: context.raise_if_stopped(fresh=True), "the job's state")
-    raise supervision.cause or Internal("the workers ended before the last epoch was saved", reason="RUN_INCOMPLETE")
+        workers = size.workers if size else 1
+        with _ends_when_stopped(context), Supervision(context, spec, pulses, workers) as supervision:
+            if size is None:
+                train_loop(config, Ranks(0, 1, torch.device("cpu")), ray.get_runtime_context().get_node_id())
+            else:
+                _fit(config, size, context, supervision)
+    return result_of(context, spec, supervision.cause)
 
 
 def _size(spec: TrainingSpec) -> Size:
@@ -108,26 +94,17 @@ def _fit(config: LoopConfig, size: Size, context: AttemptContext, supervision: S
         raise _cause(error, supervision.cause) from error
 
 
-def _entries(context: AttemptContext) -> list[CheckpointEntry]:
-    return patient(CheckpointRegistry(context.store, context.job.name).entries, "the checkpoints")
-
-
-def _result(entries: list[CheckpointEntry], spec: TrainingSpec) -> dict[str, Any] | None:
-    """None where the run is not done."""
-    last, chosen = latest(entries), best(entries, spec.checkpoints.ranking)
-    if last is None or chosen is None or not last.final:
-        return None
-    return {"checkpoint": last.name, "best_checkpoint": chosen.name}
-
-
 def _cause(error: TrainingFailedError, ended_for: MillraceError | None) -> MillraceError:
-    """The first error of our own that a worker raised, else what we ended the attempt for, else that it was lost."""
+    """The first error of our own that a worker raised, else what we ended the attempt for, else that it was lost.
+
+    For a change of size nobody ends a worker: one that is lost before it has stopped by itself is a fault.
+    """
     failures = list(getattr(error, "worker_failures", {}).items())
     for _, raised in failures:
         known = _own_error(raised)
         if known is not None:
             return known
-    if ended_for is not None:
+    if ended_for is not None and ended_for.specific_reason != RESIZED:
         return ended_for
     if room_was_taken(error):
         return Unavailable("room was taken while the workers started", reason=RESIZED, retry_after_s=1.0)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,10 +19,13 @@ from shared.dataset_version import load_version
 from shared.dataset_version.users import using
 from shared.errors import AlreadyExists, FailedPrecondition, NotFound, OutOfRange, already_exists
 from shared.jobs import JobRecord, Jobs, JobState
+from shared.jobs.record import take_up
 from shared.requests import claimed
 from shared.storage import ObjectStore
+from train_service.cluster_memory import ClusterMemory, check_ever_fits
 from train_service.domain import spec_rules
 from train_service.domain.spec import TrainingSpec
+from train_service.endings import tell_lost
 from train_service.events import Event, EventLog
 from train_service.fine_tuning import FIELD, check_fits, check_name
 from train_service.lifecycle import Deletions
@@ -50,8 +54,13 @@ class JobView:
 class TrainingJobs:
     """All methods block on the store, so call them from threads. Names are `trainingJobs/{j}`."""
 
-    def __init__(self, store: ObjectStore, deletions: Deletions | None = None) -> None:
+    def __init__(
+        self, store: ObjectStore, deletions: Deletions | None = None, cluster_max: Mapping[str, float] | None = None
+    ) -> None:
+        """`cluster_max` is what the cluster never exceeds, by an operator's word; None: it is as large as it was."""
         self._store = store
+        self._cluster_max = cluster_max
+        self._clusters = ClusterMemory(store)
         self._deletions = deletions or Deletions(store)
         self._jobs = Jobs(store, TRAIN_KIND)
         # The first call imports torch, and first imports must not race.
@@ -62,24 +71,48 @@ class TrainingJobs:
         names.check_id("training_job_id", job_id)
         request_id = names.check_request_id("request_id", request_id)
         spec = self._checked(spec)
-        now = time.time()
-        job = JobRecord(
-            uid=uuid.uuid4().hex,
-            name=f"{COLLECTION}/{job_id}",
-            spec={"training": spec.as_config(), "request_id": request_id},
-            body_sha256=digest,
-            create_time=now,
-            update_time=now,
-            max_failures=spec.max_failures,
-            max_preemptions=spec.max_preemptions,
-        )
+        job = _new_job(job_id, spec, request_id=request_id, digest=digest)
         if validate_only:
             if self._jobs.find(job.name):
                 raise already_exists(job.name)
+            check_ever_fits(spec, self._clusters, self._cluster_max)
             return JobView(job, {}, [])
         with claimed(self._store, TRAIN_KIND, request_id, digest, job.name) as claim:
             first = self._made_by(request_id, claim.name) if claim.repeated else None
+            if first is None:
+                check_ever_fits(spec, self._clusters, self._cluster_max)
             return self._view(first or self._make(job, spec))
+
+    def run_here(self, job_id: str, spec: TrainingSpec, runner: str) -> JobRecord:
+        """The job with an attempt begun that the caller must run, as its `runner`; made where there is none of that
+        name. One that SUCCEEDED is returned as it is. An attempt that is still at work on it is overtaken.
+
+        Raises as `create` does, and `FailedPrecondition` for a job that the service runs, or that is being deleted.
+        """
+        names.check_id("job", job_id)
+        spec = self._checked(spec)
+        job = self._jobs.find(f"{COLLECTION}/{job_id}") or self._make(_new_job(job_id, spec, runner=runner), spec)
+        if job.spec["training"] != json.loads(json.dumps(spec.as_config())):
+            raise already_exists(job.name, "with another spec; use another id")
+
+        def begin(newest: JobRecord) -> JobRecord:
+            problem = "another process has begun it just now" if newest.attempt != job.attempt else ""
+            if not problem:
+                try:
+                    return take_up(newest, time.time())
+                except ValueError as error:
+                    problem = str(error)
+            raise FailedPrecondition(
+                f"{job.name} is not for {runner}: {problem}; use another id",
+                reason="WRONG_STATE",
+                metadata={"resource": job.name},
+            )
+
+        if job.runner and not job.state.final:
+            tell_lost(self._store, job)
+        with self._using(job, spec):
+            pass  # as in `resume`
+        return self._jobs.transition(job.name, begin, attempt=job.attempt + 1)
 
     def warm_up(self) -> None:
         """Imports what the first `create` needs, ahead of it."""
@@ -122,15 +155,17 @@ class TrainingJobs:
         if CheckpointRegistry(self._store, name).entries():
             spec = replace(spec, initial_checkpoint="")  # it goes on from its own
         try:
-            # What a job stands on may be deleted once it is over; from here on it may not again.
+            # What a job stands on may be deleted once it is over; from here on it may not again. The marks stay even
+            # if the wish is refused: another resumption may have been faster, and those of an ended job do not count.
             with self._using(job, spec):
-                return self._view(self._jobs.resume(name, name, etag))
+                pass
         except NotFound as error:
             raise FailedPrecondition(
                 f"{name} cannot go on: {error.message}; train anew on what there is",
                 reason="VERSION_GONE",
                 metadata={"resource": name, "dataset_version": spec.dataset_version},
             ) from None
+        return self._view(self._jobs.resume(name, name, etag))
 
     def checkpoints(self, name: str, page_size: int, page_token: str) -> tuple[list[CheckpointEntry], str]:
         names.parse("parent", name, PATTERN)
@@ -205,3 +240,18 @@ class TrainingJobs:
         begins = record.state in (JobState.PENDING, JobState.RECOVERING)
         waiting_for = self._jobs.waiting_for(record.name) if begins else ""
         return JobView(record, self._jobs.progress(record.name), entries, waiting_for)
+
+
+def _new_job(job_id: str, spec: TrainingSpec, *, request_id: str = "", digest: str = "", runner: str = "") -> JobRecord:
+    now = time.time()
+    return JobRecord(
+        uid=uuid.uuid4().hex,
+        name=f"{COLLECTION}/{job_id}",
+        spec={"training": spec.as_config(), "request_id": request_id},
+        body_sha256=digest,
+        create_time=now,
+        update_time=now,
+        max_failures=spec.max_failures,
+        max_preemptions=spec.max_preemptions,
+        runner=runner,
+    )

@@ -46,8 +46,10 @@ class Reconciler:
         lacks: Callable[[JobRecord], str] = lambda _: "",
         lost: Callable[[ObjectStore, JobRecord], None] = lambda _, __: None,
         spare_beside_work: bool = False,
+        looks: Callable[[ObjectStore], None] = lambda _: None,
     ) -> None:
         self._store = open_store(settings.store)
+        self._looks = looks
         self._lost_hook = lost
         self._spare_beside_work = spare_beside_work
         self._settings = settings.store
@@ -65,6 +67,7 @@ class Reconciler:
     def reconcile(self) -> None:
         """One look at every live job. Should two reconcilers overlap, the log decides who starts an attempt."""
         at_work = False
+        self._looks(self._store)
         for live in self._jobs.live():
             try:
                 at_work |= self._reconcile(live)
@@ -87,7 +90,7 @@ class Reconciler:
             if time.monotonic() - first_seen > ORPHAN_AFTER_S:
                 self._forget(live)
             return False
-        if job.state.final:
+        if job.state.final or job.runner:
             self._forget(live)
             return False
         if job.state in (JobState.PENDING, JobState.RECOVERING):
@@ -169,6 +172,7 @@ def run_reconciler(
     lacks: Callable[[JobRecord], str] = lambda _: "",
     lost: Callable[[ObjectStore, JobRecord], None] = lambda _, __: None,
     spare_beside_work: bool = False,
+    looks: Callable[[ObjectStore], None] = lambda _: None,
 ) -> None:
     """Reconciles for ever. Raises `ConnectionError` where Ray is not there: whoever supervises starts it again.
 
@@ -176,12 +180,13 @@ def run_reconciler(
     likewise, an actor that has called it waits for the next attempt; it holds a process's memory, and no processor.
     `lacks` tells what the cluster lacks for a job's next attempt, and no attempt begins until that is nothing. `lost`
     is told of each attempt whose process is gone, at least once, before its job is. With `spare_beside_work` the
-    prepared actor is there while an attempt is at work, too: for jobs that run long and should resume soon.
+    prepared actor is there while an attempt is at work, too: for jobs that run long and should resume soon. `looks` is
+    called before each look at the jobs.
     """
     nudged = end_with_parent()
     ray.init(address=settings.ray_address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     reconciler = Reconciler(
-        settings, kind, entry, Spare(kind, prepare) if prepare else None, lacks, lost, spare_beside_work
+        settings, kind, entry, Spare(kind, prepare) if prepare else None, lacks, lost, spare_beside_work, looks
     )
     logger.info("reconciling %s jobs on Ray at %s", kind, settings.ray_address)
     own_node = ray.get_runtime_context().get_node_id()

@@ -18,6 +18,7 @@ class JobState(enum.StrEnum):
     #     └──────────┴── SUSPENDING ──▶ SUSPENDED
     #  SUSPENDED, FAILED, CANCELLED ──▶ RECOVERING, where the kind of job can be resumed
     #  SUCCEEDED, FAILED, CANCELLED, SUSPENDED ◀──▶ DELETING ──▶ DELETED
+    #  of a job with a `runner` any of the first six ──▶ RUNNING, and a wish to cancel ──▶ CANCELLED at once
     PENDING = "PENDING"
     RUNNING = "RUNNING"
     RECOVERING = "RECOVERING"
@@ -62,6 +63,8 @@ class JobRecord:
     first_attempt: int = 1
     # The Ray actor of the present or last attempt; empty before the first.
     actor: str = ""
+    # Who begins its attempts, where that is not a reconciler: somebody who is not looked after, and may be gone.
+    runner: str = ""
     failures: int = 0
     max_failures: int = 3
     # Attempts whose node was taken away, or whose cluster changed size. They have a budget of their own.
@@ -108,6 +111,26 @@ def begin_attempt(job: JobRecord, now: float, actor: str = "") -> JobRecord:
     return replace(job, state=JobState.RUNNING, attempt=job.attempt + 1, actor=actor, update_time=now)
 
 
+def take_up(job: JobRecord, now: float) -> JobRecord:
+    """A job with a `runner`, in any state but the last ones → RUNNING under the next attempt number, with nothing
+    counted against it. An attempt that may still be at work is overtaken by it. One that SUCCEEDED stays as it is."""
+    if job.state is JobState.SUCCEEDED:
+        return job
+    if not job.runner:
+        raise ValueError(f"{job.name} has a reconciler")
+    _expect(job, *LIVE, JobState.FAILED, JobState.CANCELLED, JobState.SUSPENDED)
+    return replace(
+        job,
+        state=JobState.RUNNING,
+        attempt=job.attempt + 1,
+        failures=0,
+        preemptions=0,
+        error=None,
+        generation=job.generation + 1 if job.state.final else job.generation,
+        update_time=now,
+    )
+
+
 def lose_attempt(job: JobRecord, cause: MillraceError, now: float) -> JobRecord:
     """The attempt ended without a result: → RECOVERING, or FAILED once more were lost than allowed.
 
@@ -150,9 +173,10 @@ def fail(job: JobRecord, error: MillraceError, now: float) -> JobRecord:
 def request_cancel(job: JobRecord, now: float) -> JobRecord:
     """A client's wish: any live state → CANCELLING, SUSPENDED → CANCELLED.
 
-    Other states at rest and repeated wishes stay as they are.
+    Other states at rest and repeated wishes stay as they are. Of a job with a `runner` any live state → CANCELLED:
+    there may be nobody who would confirm it, and whoever is at work on it reads that it is over.
     """
-    if job.state is JobState.SUSPENDED:
+    if job.state is JobState.SUSPENDED or (job.runner and not job.state.final):
         return replace(job, state=JobState.CANCELLED, generation=job.generation + 1, error=None, update_time=now)
     if job.state.final or job.state is JobState.CANCELLING:
         return job
@@ -180,8 +204,8 @@ def confirm_suspend(job: JobRecord, now: float) -> JobRecord:
 
 
 def request_resume(job: JobRecord, now: float) -> JobRecord:
-    """A client's wish: SUSPENDED, FAILED, CANCELLED → RECOVERING, with nothing counted against it. A job that goes on
-    anyway stays as it is."""
+    """A client's wish: SUSPENDED, FAILED, CANCELLED → RECOVERING, with nothing counted against it; from then on it is a
+    reconciler's. A job that goes on anyway stays as it is."""
     if job.state in (JobState.PENDING, JobState.RUNNING, JobState.RECOVERING):
         return job
     _expect(job, JobState.SUSPENDED, JobState.FAILED, JobState.CANCELLED)
@@ -191,6 +215,7 @@ def request_resume(job: JobRecord, now: float) -> JobRecord:
         failures=0,
         preemptions=0,
         error=None,
+        runner="",
         generation=job.generation + 1,
         update_time=now,
     )

@@ -49,8 +49,8 @@ class Jobs:
 
     def create(self, folder: str, job: JobRecord) -> JobRecord:
         """Makes the job durable. Raises `AlreadyExists` when there is one in the folder that was not deleted."""
-        # The marker first: a job without one would never be done.
-        marker = self._mark(folder, job, job.generation)
+        # The marker first: a job without one would never be done. One that has a runner is done without.
+        marker = "" if job.runner else self._mark(folder, job, job.generation)
         log = ResourceLog(self._store, log_prefix(folder))
         before = log.head()
         last = JobRecord.from_state(before.state) if before else None
@@ -61,7 +61,8 @@ class Jobs:
         there = self.find(folder)
         if there is not None and there.uid == job.uid:
             return there  # an earlier call made it, and its answer was lost
-        self._store.delete(marker)
+        if marker:
+            self._store.delete(marker)
         raise already_exists(job.name)
 
     def get(self, folder: str, name: str) -> JobRecord:
@@ -91,12 +92,21 @@ class Jobs:
 
     def resume(self, folder: str, name: str, etag: str = "") -> JobRecord:
         """As `cancel`. Raises `FailedPrecondition` for a job that succeeded, or is being ended."""
-        job = self.get(folder, name)
-        if job.state.final:
-            # The marker first, as in `create`; of the generation to come, so that no reconciler takes it away because
-            # the job, as it reads it still, is over.
-            self._mark(folder, job, job.generation + 1)
-        return self._wish(folder, name, etag, request_resume)
+        while True:
+            read = self.get(folder, name)
+            if read.state.final:
+                # The marker first, as in `create`; of the generation to come, so that no reconciler takes it away
+                # because the job, as it reads it still, is over.
+                self._mark(folder, read, read.generation + 1)
+
+            def unless_unmarked(newest: JobRecord, now: float, read: JobRecord = read) -> JobRecord:
+                """As it is where it has ended since, or was resumed and ended again: no marker is for that."""
+                marked = read.state.final and newest.generation == read.generation
+                return newest if newest.state.final and not marked else request_resume(newest, now)
+
+            after = self._wish(folder, name, etag, unless_unmarked)
+            if not after.state.final:
+                return after
 
     def _wish(self, folder: str, name: str, etag: str, wish: Callable[[JobRecord, float], JobRecord]) -> JobRecord:
         def decide(job: JobRecord) -> JobRecord:

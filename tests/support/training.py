@@ -182,7 +182,8 @@ def train_stack(settings: StoreSettings, ray_address: str, folder: Path) -> Iter
     """Starts the service on a store that need not hold anything yet; its log goes below `folder`."""
     store = open_store(settings)
     commit_digits(store)
-    environ = {**store_environ(settings), "RAY_ADDRESS": ray_address}
+    # Tests ask for more workers than there are, to see a job wait.
+    environ = {**store_environ(settings), "RAY_ADDRESS": ray_address, "MILLRACE_CLUSTER_MAX": "CPU=1000"}
     with running_service("train_service", environ, folder / "train_service.log") as service:
         client = TrainClient(service.address)
         try:

@@ -33,7 +33,7 @@ def what_is_missing(
     free: Sequence[Resources], total: Sequence[Resources], bundle: Resources, strategy: str, fewest: int
 ) -> str:
     """What `fewest` workers wait for; e.g. `2 workers of 1 CPU: the cluster has 1 CPU free on 1 node`."""
-    wanted = f"{_counted(fewest, 'worker')} of {_told(bundle)}"
+    wanted = f"{_counted(fewest, 'worker')} of {told(bundle)}"
     if strategy == STRICT_PACK and fewest > 1:
         wanted += " on one node"
     if strategy == STRICT_SPREAD and fewest > 1:
@@ -41,9 +41,9 @@ def what_is_missing(
     if not total:
         return f"{wanted}: the cluster has no node"
     with_some = sum(1 for node in free if any(node.get(name, 0.0) >= GRAIN for name in _amounts(bundle)))
-    text = f"{wanted}: the cluster has {_told(_sums(free, bundle))} free on {_counted(with_some, 'node')}"
+    text = f"{wanted}: the cluster has {told(_sums(free, bundle))} free on {_counted(with_some, 'node')}"
     if not workers_that_fit(total, bundle, strategy, fewest, fewest):
-        text += f", and {_told(_sums(total, bundle))} in all"
+        text += f", and {told(_sums(total, bundle))} in all"
     return text
 
 
@@ -59,7 +59,8 @@ def _amounts(bundle: Resources) -> list[str]:
     return [name for name in bundle if not name.startswith(ACCELERATOR)] or list(bundle)
 
 
-def _told(resources: Resources) -> str:
+def told(resources: Resources) -> str:
+    """For people, e.g. `2 CPU and 1 GPU`."""
     # An accelerator's type is no amount but a mark on a node.
     parts = [
         (name.removeprefix(ACCELERATOR) if amount else f"no {name.removeprefix(ACCELERATOR)}")

@@ -99,6 +99,7 @@ class TrainingSpec:
     seed: int = 0
     lanes: int = 24
     ingest: str = THREADS
+    # 0: local mode.
     num_workers: int = 1
     # The fewest that it may go on with; 0: `num_workers`.
     min_workers: int = 0
@@ -111,6 +112,15 @@ class TrainingSpec:
     early_stopping: EarlyStopping | None = None
     max_failures: int = 3
     max_preemptions: int = 100
+
+    @property
+    def local(self) -> bool:
+        """Whether it trains in the attempt's own process, without workers."""
+        return self.num_workers == 0
+
+    @property
+    def most_ranks(self) -> int:
+        return max(self.num_workers, 1)
 
     @property
     def fewest_workers(self) -> int:

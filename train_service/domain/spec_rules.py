@@ -6,6 +6,7 @@ import math
 
 from shared.errors import invalid_fields
 from train_service.domain.schedule import CONSTANT, COSINE_WITH_WARMUP
+from train_service.domain.sizing import ACCELERATOR
 from train_service.domain.slices import FEWEST_ROWS_PER_RANK, fewest_rows_of_a_rank, steps_per_epoch
 from train_service.domain.spec import (
     BFLOAT16,
@@ -31,6 +32,8 @@ def check(spec: TrainingSpec) -> None:
     """Raises `InvalidArgument` naming every field that is out of its bounds."""
     rules = [*_of_the_run(spec), *_of_the_model(spec), *_of_the_optimizer(spec), *_of_checkpoints(spec)]
     rules += _of_placement(spec)
+    if spec.local:
+        rules += _of_local_mode(spec)
     broken = [(f"spec.{path}", value, remedy) for holds, path, value, remedy in rules if not holds]
     if broken:
         raise invalid_fields(broken)
@@ -42,7 +45,7 @@ def check_rows(spec: TrainingSpec, rows: int) -> None:
     if spec.global_batch_size > rows:
         raise invalid_fields([(path, spec.global_batch_size, f"the split has {rows} rows; use at most as many")])
     steps = steps_per_epoch(rows, spec.global_batch_size)
-    for world_size in range(1, spec.num_workers + 1):
+    for world_size in range(1, spec.most_ranks + 1):
         fewest = fewest_rows_of_a_rank(rows, steps, spec.lanes, world_size)
         if fewest < FEWEST_ROWS_PER_RANK * spec.accumulation_steps:
             remedy = (
@@ -59,12 +62,17 @@ def _of_the_run(spec: TrainingSpec) -> list[Rule]:
         _one_of("task", spec.task, (CLASSIFICATION, REGRESSION), "TASK_"),
         (1 <= spec.epochs <= 10_000, "epochs", spec.epochs, "use 1 to 10,000"),
         (spec.global_batch_size >= 1, "global_batch_size", spec.global_batch_size, "use 1 or more"),
-        (1 <= spec.num_workers <= MAX_WORKERS, "num_workers", spec.num_workers, f"use 1 to {MAX_WORKERS}"),
+        (
+            0 <= spec.num_workers <= MAX_WORKERS,
+            "num_workers",
+            spec.num_workers,
+            f"use 1 to {MAX_WORKERS}, or 0 for local mode",
+        ),
         (0 <= fewest <= max(spec.num_workers, 0), "min_workers", fewest, "use 0 to num_workers"),
         (1 <= spec.threads_per_worker <= 256, "threads_per_worker", spec.threads_per_worker, "use 1 to 256"),
         (0 <= spec.max_failures <= 1000, "max_failures", spec.max_failures, "use 0 to 1,000"),
         (0 <= spec.max_preemptions <= 100_000, "max_preemptions", spec.max_preemptions, "use 0 to 100,000"),
-        (spec.num_workers <= spec.lanes <= MAX_LANES, "lanes", spec.lanes, f"use num_workers to {MAX_LANES}"),
+        (spec.most_ranks <= spec.lanes <= MAX_LANES, "lanes", spec.lanes, f"use num_workers to {MAX_LANES}"),
         _one_of("ingest", spec.ingest, (THREADS, RAY_DATA), "INGEST_"),
     ]
 
@@ -186,8 +194,29 @@ def _of_placement(spec: TrainingSpec) -> list[Rule]:
     for name, amount in placement.resources_per_worker.items():
         path = f"placement.resources_per_worker[{name}]"
         rules.append((bool(name) and 0 < amount < math.inf, path, amount, "use a finite number above 0"))
-        rules.append((name not in ("CPU", "GPU"), path, amount, "use cpus_per_worker and gpus_per_worker"))
+        rules.append((not (remedy := _own_field(name)), path, amount, remedy))
     return rules
+
+
+def _own_field(resource: str) -> str:
+    """The remedy for a resource of Ray's that has a field of its own; empty for others."""
+    if resource.startswith(ACCELERATOR):
+        return f"use placement.accelerator_type, {resource.removeprefix(ACCELERATOR) or 'e.g. A100'}"
+    return {"CPU": "use placement.cpus_per_worker", "GPU": "use placement.gpus_per_worker"}.get(resource.upper(), "")
+
+
+def _of_local_mode(spec: TrainingSpec) -> list[Rule]:
+    """It has no workers, so nothing can be asked for them."""
+    placement = spec.placement
+    remedy = "num_workers is 0, local mode, which has no workers; leave it out, or use 1 worker"
+    return [
+        (spec.ingest == THREADS, "ingest", spec.ingest, remedy),
+        (placement.parallel == DDP, "placement.parallel", placement.parallel, remedy),
+        (not placement.gpus_per_worker, "placement.gpus_per_worker", placement.gpus_per_worker, remedy),
+        (not placement.accelerator_type, "placement.accelerator_type", placement.accelerator_type, remedy),
+        (not placement.resources_per_worker, "placement.resources_per_worker", placement.resources_per_worker, remedy),
+        (placement.backend != "nccl", "placement.backend", placement.backend, remedy),
+    ]
 
 
 def _one_of(path: str, value: str, known: tuple[str, ...], prefix: str = "") -> Rule:

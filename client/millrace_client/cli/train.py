@@ -49,7 +49,7 @@ for command in (cancel, suspend, resume, delete, coverage, metrics, logs, report
 @click.option("--cosine/--constant", default=True, show_default=True, help="How the learning rate moves.")
 @click.option("--epochs", default=3, show_default=True)
 @click.option("--batch-size", default=128, show_default=True, help="Rows of a step over all workers.")
-@click.option("--workers", default=2, show_default=True)
+@click.option("--workers", default=2, show_default=True, help="0: local mode, alone and without Ray Train, to debug.")
 @click.option("--threads", default=1, show_default=True, help="CPU threads of each worker.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--watch", "then_watch", is_flag=True, help="Stay and show its progress.")

@@ -129,6 +129,15 @@ def test_defaults_are_those_that_the_contract_names() -> None:
     assert (spec.optimizer.name, spec.optimizer.learning_rate, spec.optimizer.schedule) == ("AdamW", 0.001, "CONSTANT")
 
 
+def test_no_workers_are_local_mode_and_not_the_default() -> None:
+    spec = spec_from_proto(res.TrainingSpec(model=res.Model(builder="b"), num_workers=0), ())
+
+    assert spec.local
+    told = spec_to_proto(spec)
+    assert told.HasField("num_workers")
+    assert told.num_workers == 0
+
+
 @pytest.mark.parametrize(("path", "field"), [("checkpoints", "every"), ("placement", "timeout")])
 def test_a_duration_that_no_calendar_holds_is_refused_by_its_field(path: str, field: str) -> None:
     proto = whole_spec()

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
+import pytest
+
+from shared.checkpoint.format import WEIGHTS
 from shared.errors import Internal, Unavailable
-from shared.jobs import JobRecord, JobState
+from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.jobs.record import PREEMPTED, RESIZED
 from shared.storage import ObjectStore
+from tests.support.versions import commit_version, striped_digits
+from tests.unit.train_service.conftest import VERSION
+from tests.unit.train_service.test_loop import SPEC, entries, lose_and_begin, new_job, run_of
 from train_service.converters import event_to_proto
-from train_service.endings import FAILURE, HUNG, PREEMPTION, RESIZING, SUSPENDED, cause_of, tell_lost
+from train_service.endings import FAILURE, HUNG, PREEMPTION, RESIZING, SUSPENDED, cause_of, result_of, tell_lost
 from train_service.events import EventKind, EventLog
+from train_service.reporting import TRAIN_KIND
 
 JOB = "trainingJobs/a"
 
@@ -59,3 +67,26 @@ def test_a_job_that_never_had_an_attempt_has_no_end_of_one(store: ObjectStore) -
     tell_lost(store, job(0, JobState.CANCELLING))
 
     assert not list(EventLog(store, JOB).after(0))
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_damaged_last_checkpoint_of_an_earlier_attempt_does_not_end_the_run(
+    store: ObjectStore, damaged: bool
+) -> None:
+    """The attempt that wrote it was lost before it said so; the next one trains again from before, and is paused."""
+    commit_version(store, VERSION, {"train": striped_digits(100), "validation": striped_digits(20, 1)})
+    new_job(store, JOB)
+    spec = replace(SPEC, epochs=1)
+    run_of(store, JOB, spec=spec).run()
+    final = entries(store, JOB)[5]
+    lose_and_begin(store, JOB)
+    jobs = Jobs(store, TRAIN_KIND)
+    context = AttemptContext(store, jobs, JOB, jobs.get(JOB, JOB))
+    key, cause = f"{final.folder}/{WEIGHTS}", Unavailable("there is room", reason=RESIZED)
+    if not damaged:
+        assert result_of(context, spec, cause)["checkpoint"] == final.name
+        return
+    store.put(key, store.get(key)[:-1] + b"x")
+
+    with pytest.raises(Unavailable, match="there is room"):
+        result_of(context, spec, cause)

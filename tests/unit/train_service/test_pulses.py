@@ -29,6 +29,16 @@ def train_loop():
         time.sleep(600)
 train_loop()
 """
+# One that is alone, and whose interpreter is held.
+HELD = """
+import ctypes, sys, time
+from train_service.pulse import Pulse
+def held():
+    ctypes.PyDLL(None).sleep(600)
+with Pulse(0, sys.argv[1], ends_if_held=True, ended_after_s=2.0) as pulse:
+    time.sleep(1.5)  # it is armed by then, and again and again
+    held()
+"""
 
 
 @pytest.fixture
@@ -86,6 +96,13 @@ def test_stacks_show_every_thread_of_a_rank_that_answers_and_a_stopped_one_falls
         child.kill()
         child.wait()
     wait_until(lambda: pulses.heard()[0].lost, "the rank to be lost")
+
+
+def test_a_process_that_is_alone_and_held_leaves_its_stacks_and_ends(pulses: Pulses) -> None:
+    held = subprocess.run([sys.executable, "-c", HELD, pulses.address], capture_output=True, timeout=60, check=False)
+
+    assert held.returncode == 1
+    assert b"in held" in held.stderr
 
 
 def test_who_does_not_know_the_token_is_not_heard(pulses: Pulses) -> None:

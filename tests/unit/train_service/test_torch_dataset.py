@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.unit.train_service.conftest import Committed
+import millrace_client as mc
+from millrace.train.v1 import resources_pb2
+from shared.errors import InvalidArgument
+from tests.unit.train_service.conftest import TRAIN_ROWS, VERSION, Committed
 from tests.unit.train_service.test_loader import loader
 from train_service.torch_dataset import TrainingBatches
+
+EXTENDING = Path(__file__).parents[3] / "docs" / "extending.md"
 
 
 def test_a_data_loader_gives_the_batches_of_the_run(committed: Committed) -> None:
@@ -56,3 +65,46 @@ def test_a_state_that_is_none_is_refused(committed: Committed, step: object) -> 
 def test_worker_processes_are_refused(committed: Committed) -> None:
     with pytest.raises(ValueError, match="num_workers must be 0"):
         list(DataLoader(TrainingBatches(loader(committed)), batch_size=None, num_workers=1))
+
+
+def spec(**changes: Any) -> resources_pb2.TrainingSpec:
+    fields: dict[str, Any] = {"epochs": 2, "global_batch_size": 60, "seed": 7} | changes
+    return mc.training_spec(
+        VERSION, model="torchvision.resnet18", in_channels=1, num_classes=10, transform=[mc.to_float()], **fields
+    )
+
+
+def test_ranks_opened_from_a_specification_share_every_row_once_an_epoch(committed: Committed) -> None:
+    opened = [TrainingBatches.open(spec(), committed.store.settings, rank=rank, world_size=2) for rank in range(2)]
+
+    sizes = [[len(labels) for _, labels in one] for one in opened]
+    assert len(sizes[0]) == len(sizes[1]) == 24
+    assert sum(map(sum, sizes)) == 2 * TRAIN_ROWS
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "path"),
+    [
+        ({"global_batch_size": 3}, (0, 2), "spec.global_batch_size"),
+        ({"train_split": "absent"}, (0, 1), "spec.train_split"),
+        ({}, (2, 2), "rank"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_field(
+    committed: Committed, changes: dict[str, Any], ranks: tuple[int, int], path: str
+) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        TrainingBatches.open(spec(**changes), committed.store.settings.url, rank=ranks[0], world_size=ranks[1])
+
+    assert [field for field, _ in refused.value.fields] == [path]
+
+
+def test_the_example_of_the_documentation_runs(committed: Committed) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", EXTENDING.read_text(), re.DOTALL)
+    names: dict[str, Any] = {"store": committed.store.settings.url}
+    exec(example, names)
+
+    whole = list(TrainingBatches.open(names["spec"], committed.store.settings))
+    assert names["state"] == {"step": 5}
+    assert len(names["rest"]) == len(whole) - 5
+    assert all(torch.equal(one, other) for one, other in zip(names["rest"][0], whole[5], strict=True))

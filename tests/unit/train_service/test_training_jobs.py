@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from shared.errors import AlreadyExists, FailedPrecondition
+from shared.errors import AlreadyExists, Conflict, FailedPrecondition
 from shared.jobs import Jobs, JobState
 from shared.model_spec import ModelSpec
 from shared.requests import claimed
@@ -114,6 +114,24 @@ def test_a_job_that_is_over_goes_on_with_nothing_counted_and_keeps_its_version_a
     resumed = TrainingJobs(store).resume("trainingJobs/a", "")
 
     assert (resumed.record.state, resumed.record.failures) == (JobState.RECOVERING, 0)
+    assert len(users(store)) == 1
+
+
+@pytest.mark.parametrize("state", [JobState.FAILED, JobState.SUSPENDED])
+def test_a_resumption_that_is_refused_leaves_the_mark_that_another_or_the_pause_needs(
+    store: ObjectStore, state: JobState
+) -> None:
+    etag = str(over(store, state).get("trainingJobs/a", "trainingJobs/a").generation)
+    if state is JobState.FAILED:
+        TrainingJobs(store).resume("trainingJobs/a", etag)
+        # The slower one has read the job before.
+        TrainingJobs(store)._jobs.transition("trainingJobs/a", lambda job: replace(job, state=JobState.FAILED))
+    else:
+        etag = "77"
+
+    with pytest.raises(Conflict):
+        TrainingJobs(store).resume("trainingJobs/a", etag)
+
     assert len(users(store)) == 1
 
 

@@ -26,6 +26,7 @@ from shared.jobs.record import (
     request_resume,
     request_suspend,
     succeed,
+    take_up,
     undo_delete,
 )
 
@@ -251,3 +252,33 @@ def test_a_resumed_job_begins_with_nothing_counted_against_it() -> None:
 
     assert (job.state, job.failures, job.preemptions, job.error) == ("RECOVERING", 0, 0, None)
     assert (job.attempt, job.generation) == (failed.attempt, failed.generation + 1)
+
+
+OWN = JobRecord(uid="u", name="things/a", spec={}, create_time=1.0, update_time=1.0, runner="by hand")
+
+
+@pytest.mark.parametrize("state", [state for state in JobState if state not in ("SUCCEEDED", "DELETING", "DELETED")])
+def test_whoever_runs_a_job_begins_its_next_attempt_in_any_state_but_the_last(state: JobState) -> None:
+    taken = take_up(replace(OWN, state=state, attempt=3, failures=2, error={"kind": "Internal"}), NOW)
+
+    assert (taken.state, taken.attempt, taken.failures, taken.error) == (JobState.RUNNING, 4, 0, None)
+    assert taken.runner == "by hand"
+
+
+def test_a_job_of_a_reconciler_is_nobody_elses_and_one_that_is_done_stays() -> None:
+    with pytest.raises(ValueError, match="reconciler"):
+        take_up(replace(OWN, runner=""), NOW)
+    with pytest.raises(ValueError, match="DELETING"):
+        take_up(replace(OWN, state=JobState.DELETING), NOW)
+    done = replace(OWN, state=JobState.SUCCEEDED)
+    assert take_up(done, NOW) is done
+
+
+def test_nobody_need_confirm_the_cancelling_of_a_job_that_somebody_runs_by_hand() -> None:
+    cancelled = request_cancel(replace(OWN, state=JobState.RUNNING, attempt=1), NOW)
+
+    assert cancelled.state is JobState.CANCELLED
+    assert request_cancel(cancelled, NOW) is cancelled
+    # And a reconciler may go on with it.
+    resumed = request_resume(cancelled, NOW)
+    assert (resumed.state, resumed.runner) == (JobState.RECOVERING, "")

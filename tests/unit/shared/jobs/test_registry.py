@@ -252,3 +252,41 @@ def test_a_marker_of_a_resumption_that_is_under_way_is_known_as_such(jobs: Jobs)
 
     (live,) = jobs.live()
     assert live.generation == suspended.generation + 1 == resumed.generation
+
+
+def test_a_resumption_that_comes_between_another_that_failed_again_is_live(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both read the job in the same state; the marker of the slower one must be that of what it makes."""
+    jobs.create(FOLDER, a_job())
+    jobs.transition(FOLDER, lambda job: fail(job, NotFound("gone"), 2.0))
+    wish, other = jobs._wish, Jobs(jobs._store, jobs.kind)
+
+    def after_another(*arguments: Any) -> JobRecord:
+        monkeypatch.undo()
+        other.resume(FOLDER, FOLDER)
+        other.transition(FOLDER, lambda job: fail(job, NotFound("gone"), 3.0))
+        for live in other.live():
+            other.forget(live)
+        return wish(*arguments)
+
+    monkeypatch.setattr(jobs, "_wish", after_another)
+    resumed = jobs.resume(FOLDER, FOLDER)
+
+    assert resumed.state is JobState.RECOVERING
+    (live,) = jobs.live()
+    assert live.generation == resumed.generation
+
+
+def test_resumptions_at_once_are_one_wish_and_all_get_the_same_job(store: ObjectStore, jobs: Jobs) -> None:
+    jobs.create(FOLDER, a_job())
+    failed = jobs.transition(FOLDER, lambda job: fail(job, NotFound("gone"), 2.0))
+
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda _: Jobs(store, "toy").resume(FOLDER, FOLDER), range(6)))
+
+    assert {(one.state, one.generation, one.update_time) for one in answers} == {
+        (JobState.RECOVERING, failed.generation + 1, answers[0].update_time)
+    }
+    (live,) = jobs.live()
+    assert live.generation == failed.generation + 1

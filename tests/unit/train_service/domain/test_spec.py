@@ -23,7 +23,7 @@ LOW, HIGH = -(2**31), 2**31 - 1
 OUT_OF_BOUNDS: list[tuple[str, dict[str, Any]]] = [
     *[("epochs", {"epochs": value}) for value in (0, -1, 10_001, LOW, HIGH)],
     *[("global_batch_size", {"global_batch_size": value}) for value in (0, -1, LOW)],
-    *[("num_workers", {"num_workers": value, "lanes": 100}) for value in (-1, 0, 65, LOW)],
+    *[("num_workers", {"num_workers": value, "lanes": 100}) for value in (-1, 65, LOW)],
     *[("threads_per_worker", {"threads_per_worker": value}) for value in (-1, 0, 257, HIGH)],
     *[("checkpoint_every_steps", {"checkpoint_every_steps": value}) for value in (-1, LOW)],
     *[("max_failures", {"max_failures": value}) for value in (-1, 1001, HIGH)],
@@ -46,7 +46,10 @@ OUT_OF_BOUNDS: list[tuple[str, dict[str, Any]]] = [
     *[("placement.cpus_per_worker", {"placement": Placement(cpus_per_worker=value)}) for value in (0, -1, math.nan)],
     *[("placement.gpus_per_worker", {"placement": Placement(gpus_per_worker=value)}) for value in (-1, math.nan)],
     *[("placement.timeout", {"placement": Placement(timeout_s=value)}) for value in (0, -1, 90_000)],
-    ("placement.resources_per_worker[CPU]", {"placement": Placement(resources_per_worker={"CPU": 2})}),
+    *[
+        (f"placement.resources_per_worker[{name}]", {"placement": Placement(resources_per_worker={name: 2})})
+        for name in ("CPU", "cpu", "GPU", "accelerator_type:A100", "accelerator_type:")
+    ],
     ("placement.resources_per_worker[disk]", {"placement": Placement(resources_per_worker={"disk": math.nan})}),
     *[
         ("early_stopping.patience", {"early_stopping": EarlyStopping(metric="m", maximize=True, patience=value)})
@@ -69,12 +72,53 @@ def test_a_field_out_of_its_bounds_is_refused_by_its_name(path: str, change: dic
 
 
 @pytest.mark.parametrize(
+    ("resource", "remedy"),
+    [
+        ("CPU", "use placement.cpus_per_worker"),
+        ("GPU", "use placement.gpus_per_worker"),
+        ("accelerator_type:A100", "use placement.accelerator_type, A100"),
+    ],
+)
+def test_a_resource_with_a_field_of_its_own_is_refused_with_that_field(resource: str, remedy: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        check(replace(GOOD, placement=Placement(resources_per_worker={resource: 1})))
+
+    ((_, problem),) = refused.value.fields
+    assert remedy in problem
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        ("min_workers", {"min_workers": 1}),
+        ("ingest", {"ingest": "RAY_DATA"}),
+        ("placement.parallel", {"placement": Placement(parallel="FSDP")}),
+        ("placement.gpus_per_worker", {"placement": Placement(gpus_per_worker=1)}),
+        ("placement.accelerator_type", {"placement": Placement(accelerator_type="A100")}),
+        ("placement.resources_per_worker", {"placement": Placement(resources_per_worker={"disk": 1})}),
+        ("placement.backend", {"placement": Placement(backend="nccl")}),
+    ],
+)
+def test_what_needs_workers_is_refused_in_local_mode(path: str, change: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        check(replace(GOOD, num_workers=0, **change))
+
+    assert [field for field, _ in refused.value.fields] == [f"spec.{path}"]
+
+
+def test_in_local_mode_one_rank_must_get_its_rows() -> None:
+    with pytest.raises(InvalidArgument):
+        check_rows(replace(GOOD, global_batch_size=1, num_workers=0), 100)
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {},
         {"epochs": 1},
         {"epochs": 10_000},
         {"num_workers": 64, "lanes": 64},
+        {"num_workers": 0},
         {"lanes": 4096},
         {"max_failures": 0},
         {"max_failures": 1000},

@@ -111,8 +111,8 @@ class TrainServiceServicer:
     def CreateTrainingJob(self, request, context):
         """The job is durable when the call returns.
         Fails with INVALID_ARGUMENT (a field is malformed, or does not fit the version: an unknown split or column, a batch
-        larger than the split), NOT_FOUND (the version), FAILED_PRECONDITION (the version is not ACTIVE) and ALREADY_EXISTS
-        (the id is taken, or `request_id` was used with another body).
+        larger than the split), NOT_FOUND (the version), FAILED_PRECONDITION (the version is not ACTIVE; the cluster can never
+        hold the fewest workers) and ALREADY_EXISTS (the id is taken, or `request_id` was used with another body).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

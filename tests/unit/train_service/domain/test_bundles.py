@@ -1,0 +1,78 @@
+"""What a cluster can never hold, and which field asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from train_service.domain.bundles import beyond, never_fits
+from train_service.domain.spec import Placement, TrainingSpec
+
+from .test_spec import GOOD
+
+TWO_CPUS = [{"CPU": 2.0}]
+TWO_NODES = [{"CPU": 4.0}, {"CPU": 4.0, "GPU": 1.0, "accelerator_type:A100": 1.0}]
+
+
+def spec(num_workers: int, min_workers: int = 0, ingest: str = "THREADS", **placement: Any) -> TrainingSpec:
+    return replace(
+        GOOD,
+        num_workers=num_workers,
+        min_workers=min_workers,
+        ingest=ingest,
+        lanes=100,
+        placement=Placement(**placement),
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "nodes", "field"),
+    [
+        (spec(64), TWO_CPUS, "num_workers"),
+        (spec(64, min_workers=3), TWO_CPUS, "min_workers"),
+        (spec(1, cpus_per_worker=64), TWO_CPUS, "placement.cpus_per_worker"),
+        (spec(1, gpus_per_worker=1), TWO_CPUS, "placement.gpus_per_worker"),
+        (spec(1, resources_per_worker={"disk": 1}), TWO_CPUS, "placement.resources_per_worker[disk]"),
+        (spec(1, accelerator_type="H100"), TWO_NODES, "placement.accelerator_type"),
+        (spec(5, strategy="STRICT_PACK"), TWO_NODES, "num_workers"),
+        (spec(3, strategy="STRICT_SPREAD"), TWO_NODES, "num_workers"),
+        (spec(2, ingest="RAY_DATA"), TWO_CPUS, "num_workers"),
+    ],
+)
+def test_the_field_that_asks_for_too_much_is_named(
+    asked: TrainingSpec, nodes: list[dict[str, float]], field: str
+) -> None:
+    fields, has = never_fits(asked, [nodes])
+
+    assert fields == [f"spec.{field}"]
+    assert "CPU" in has or "GPU" in has
+
+
+@pytest.mark.parametrize(
+    ("asked", "clusters"),
+    [
+        (spec(64, min_workers=2), [TWO_CPUS]),
+        (spec(8), [TWO_NODES]),
+        (spec(1, accelerator_type="A100"), [TWO_NODES]),
+        # A node is gone, and was there before.
+        (spec(8), [TWO_NODES, TWO_CPUS]),
+        (spec(64), []),
+        (spec(0), [[{"CPU": 0.0}]]),
+    ],
+)
+def test_what_fits_a_cluster_that_was_there_is_let_in(
+    asked: TrainingSpec, clusters: list[list[dict[str, float]]]
+) -> None:
+    assert never_fits(asked, clusters) == ([], "")
+
+
+def test_an_operators_bound_holds_for_what_it_names() -> None:
+    most = {"CPU": 16.0}
+
+    assert beyond(spec(16), most) == []
+    assert beyond(spec(17), most) == ["spec.num_workers"]
+    assert beyond(spec(1, cpus_per_worker=17), most) == ["spec.placement.cpus_per_worker"]
+    assert beyond(spec(16, gpus_per_worker=8), most) == []
+    assert beyond(spec(0), {"CPU": 0.0}) == []

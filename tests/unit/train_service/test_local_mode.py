@@ -1,0 +1,87 @@
+"""The loop in one process without Ray: the weights of one worker, and a hang that the process itself notices."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from shared.jobs import Jobs
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
+from tests.support.versions import commit_version, striped_digits
+from tests.unit.train_service.conftest import VERSION
+from tests.unit.train_service.in_ranks import in_ranks
+from tests.unit.train_service.test_loop import ALONE, SPEC, config_of, entries, events, new_job, saved
+from train_service.endings import HUNG
+from train_service.events import EventKind
+from train_service.logs import STACKS_CHUNK, rank_folder
+from train_service.loop import Run, train_loop
+from train_service.ranks import Ranks
+from train_service.reporting import TRAIN_KIND
+
+JOB = "trainingJobs/a"
+# An attempt in local mode whose training stands still, looked after by itself.
+HANGS = """
+import sys, time
+from shared.jobs import AttemptContext, Jobs
+from shared.settings import StoreSettings
+from shared.storage import open_store
+from train_service.domain import watchdog
+from train_service.domain.watchdog import Phase
+from train_service.pulse import Pulse
+from train_service.pulses import Pulses
+from train_service.supervision import Supervision
+from tests.unit.train_service.test_loop import SPEC
+from dataclasses import replace
+
+watchdog.FEWEST_SECONDS = 2.0
+Supervision._look_for_drains = lambda self, ranks: None  # there is no Ray to ask
+def train_loop():
+    time.sleep(600)
+
+store = open_store(StoreSettings(url=sys.argv[1]))
+jobs = Jobs(store, "train")
+context = AttemptContext(store, jobs, sys.argv[2], jobs.get(sys.argv[2], sys.argv[2]))
+spec = replace(SPEC, num_workers=0)
+with Pulses("127.0.0.1") as pulses, Supervision(context, spec, pulses, 1), Pulse(0, pulses.address) as pulse:
+    pulse.at(5, Phase.TRAINING)
+    train_loop()
+"""
+
+
+def one_worker(ranks: Ranks, settings: StoreSettings) -> None:
+    Run(config_of(open_store(settings), JOB), ranks).run()
+
+
+def test_local_mode_ends_with_bit_for_bit_the_weights_of_one_worker(
+    store: ObjectStore, file_store: StoreSettings, tmp_path: Path
+) -> None:
+    commit_version(store, VERSION, {"train": striped_digits(100), "validation": striped_digits(20, 1)})
+    new_job(store, JOB)
+    in_ranks(1, one_worker, tmp_path, file_store)
+    new_job(store, "trainingJobs/local")
+    train_loop(config_of(store, "trainingJobs/local", spec=replace(SPEC, num_workers=0)), ALONE)
+
+    worker, local = entries(store, JOB), entries(store, "trainingJobs/local")
+    assert sorted(local) == sorted(worker)
+    for step, entry in worker.items():
+        assert saved(store, local[step]) == saved(store, entry), step
+    torch.set_num_threads(1)
+
+
+def test_a_hang_in_local_mode_is_told_with_the_stacks_and_ends_the_process(
+    store: ObjectStore, file_store: StoreSettings
+) -> None:
+    new_job(store, JOB)
+    hung = subprocess.run([sys.executable, "-c", HANGS, file_store.url, JOB], timeout=120, check=False)
+
+    assert hung.returncode == 1
+    assert b"in train_loop" in store.get(f"{rank_folder(JOB, 1, 0)}/{STACKS_CHUNK}")
+    (ended,) = events(store, JOB, EventKind.ATTEMPT_ENDED)
+    assert (ended.payload["cause"], ended.payload["ranks"]) == (HUNG, [0])
+    # What lost the attempt is for the reconciler to count.
+    assert Jobs(store, TRAIN_KIND).get(JOB, JOB).failures == 0

@@ -1,0 +1,166 @@
+"""The loop under torchrun and as a plain process, on a real store, without Ray and without services."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from google.protobuf import json_format
+
+from shared.checkpoint import resolve
+from shared.jobs import Jobs, JobState
+from shared.jobs.reconciler import Reconciler
+from shared.jobs.record import succeed
+from shared.settings import ServiceSettings, StoreSettings
+from shared.storage import ObjectStore, open_store
+from tests.support.service_process import store_environ
+from tests.support.versions import commit_version, striped_digits
+from tests.support.waiting import wait_until
+from tests.unit.train_service.conftest import VERSION
+from tests.unit.train_service.in_ranks import in_ranks
+from tests.unit.train_service.test_loop import SPEC, STEPS, config_of, entries, events, new_job, run_of, saved
+from train_service.domain.spec import TrainingSpec
+from train_service.events import EventKind
+from train_service.loop import Run
+from train_service.ranks import Ranks
+from train_service.reporting import TRAIN_KIND
+from train_service.run_records import RunRecords
+from train_service.spec_converters import spec_from_proto, spec_to_proto
+from train_service.training_jobs import TrainingJobs
+
+JOB, OTHER = "trainingJobs/debug", "trainingJobs/other"
+TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "-m"]
+PLAIN = [sys.executable, "-m"]
+# torchrun's own ports are chosen by it; nothing listens beyond loopback.
+LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(autouse=True)
+def small_version(store: ObjectStore) -> None:
+    commit_version(store, VERSION, {"train": striped_digits(100), "validation": striped_digits(20, 1)})
+
+
+def command(launcher: list[str], folder: Path, spec: TrainingSpec) -> list[str]:
+    file = folder / "spec.json"
+    file.write_text(json_format.MessageToJson(spec_to_proto(spec)))
+    options = ["--local-addr=127.0.0.1"] if launcher is TORCHRUN else []
+    return [launcher[0], *options, *launcher[1:], "train_service.standalone", str(file), "--job", "debug"]
+
+
+def environ(store: ObjectStore) -> dict[str, str]:
+    return {**os.environ, **store_environ(store.settings), **LOOPBACK}
+
+
+def ran(store: ObjectStore, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(arguments, env=environ(store), capture_output=True, text=True, check=False, timeout=200)
+
+
+def rank_of_two(ranks: Ranks, settings: StoreSettings) -> None:
+    Run(config_of(open_store(settings), OTHER), ranks).run()
+
+
+def test_under_torchrun_a_run_ends_as_the_one_of_two_workers_and_is_an_ordinary_job(
+    store: ObjectStore, file_store: StoreSettings, tmp_path: Path
+) -> None:
+    new_job(store, OTHER)
+    (tmp_path / "ranks").mkdir()
+    in_ranks(2, rank_of_two, tmp_path / "ranks", file_store)
+    arguments = command(TORCHRUN, tmp_path, replace(SPEC, num_workers=2))
+
+    first, again = ran(store, arguments), ran(store, arguments)
+
+    assert first.returncode == 0, first.stderr
+    assert "attempt 1 on 2 ranks, from the beginning" in first.stdout
+    assert f"step {STEPS}/{STEPS}  loss " in first.stdout
+    here, there = entries(store, JOB), entries(store, OTHER)
+    assert sorted(here) == sorted(there)
+    for step, entry in there.items():
+        assert saved(store, here[step]) == saved(store, entry), step
+    coverage = RunRecords(store).coverage(JOB, 1, "")
+    assert (coverage.counts.seen_once, coverage.counts.missing, coverage.counts.repeated) == (100, 0, 0)
+    told = TrainingJobs(store).get(JOB)
+    assert (told.record.state, told.record.attempt) == (JobState.SUCCEEDED, 1)
+    assert resolve(store, "name", JOB).name == told.record.result["best_checkpoint"]
+    # Once it is done there is nothing left to do.
+    assert again.returncode == 0, again.stderr
+    assert "debug is SUCCEEDED" in again.stdout
+    assert len(events(store, JOB, EventKind.ATTEMPT_STARTED)) == 1
+
+
+def test_a_killed_run_is_left_alone_by_reconcilers_and_resumed_by_the_same_command(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    spec = replace(SPEC, epochs=6)
+    new_job(store, OTHER)
+    run_of(store, OTHER, spec=spec).run()
+    Jobs(store, TRAIN_KIND).transition(OTHER, lambda job: succeed(job, {}, 1.0), attempt=1)
+    arguments = command(PLAIN, tmp_path, spec)
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(arguments, env=environ(store), stdout=log, stderr=log)
+    wait_until(lambda: len(events(store, JOB, EventKind.CHECKPOINT_COMMITTED)) > 1, "checkpoints", within_s=120)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    # A marker, as a wish to resume may leave one that came too late.
+    jobs = Jobs(store, TRAIN_KIND)
+    jobs._mark(JOB, jobs.get(JOB, JOB), 1)
+    reconciler = Reconciler(ServiceSettings(listen="", store=store.settings), TRAIN_KIND, "no:entry")
+    for _ in range(3):
+        reconciler.reconcile()
+    killed = jobs.get(JOB, JOB)
+
+    resumed = ran(store, arguments)
+
+    assert (killed.state, killed.attempt, killed.failures) == (JobState.RUNNING, 1, 0)
+    assert jobs.live() == []
+    assert resumed.returncode == 0, resumed.stderr
+    done = jobs.get(JOB, JOB)
+    assert (done.state, done.attempt) == (JobState.SUCCEEDED, 2)
+    _, second = events(store, JOB, EventKind.ATTEMPT_STARTED)
+    assert second.payload["step"] > 0
+    last = STEPS * 3
+    assert saved(store, entries(store, JOB)[last]) == saved(store, entries(store, OTHER)[last])
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({"ingest": "RAY_DATA"}, "use INGEST_THREADS"),
+        ({"train_split": "absent"}, "train_split"),
+    ],
+)
+def test_what_cannot_run_is_refused_and_leaves_nothing(
+    store: ObjectStore, tmp_path: Path, change: dict[str, object], remedy: str
+) -> None:
+    before = sorted(info.key for info in store.list())
+
+    refused = ran(store, command(PLAIN, tmp_path, replace(SPEC, **change)))  # type: ignore[arg-type]
+
+    assert refused.returncode == 2
+    assert remedy in refused.stderr
+    assert sorted(info.key for info in store.list()) == before
+
+
+def test_a_job_of_the_service_or_of_another_spec_is_not_taken_up(store: ObjectStore, tmp_path: Path) -> None:
+    TrainingJobs(store).create("debug", spec_from_proto(spec_to_proto(SPEC), ()), "", "", validate_only=False)
+
+    of_the_service = ran(store, command(PLAIN, tmp_path, SPEC))
+    of_another_spec = ran(store, command(PLAIN, tmp_path, replace(SPEC, seed=1)))
+
+    assert (of_the_service.returncode, of_another_spec.returncode) == (2, 2)
+    assert "has a reconciler" in of_the_service.stderr
+    assert "another spec" in of_another_spec.stderr
+    assert Jobs(store, TRAIN_KIND).get(JOB, JOB).state is JobState.PENDING
+
+
+def test_no_ray_is_needed() -> None:
+    code = "import sys, train_service.standalone; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

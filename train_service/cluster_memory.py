@@ -1,0 +1,101 @@
+"""The clusters that the reconciler has seen lately, for the service's process, which has no connection to Ray.
+
+`clusters/train.json` holds each different set of nodes with the time when it was last seen. A node that is gone for a
+while is part of an earlier set: a job that fits then is let in, and waits.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shared.errors import FailedPrecondition
+from shared.settings import SettingsError
+from shared.storage import ObjectMissing, ObjectStore
+from train_service.domain.bundles import beyond, bundle_of, never_fits
+from train_service.domain.sizing import Resources, told
+from train_service.domain.spec import TrainingSpec
+
+KEY = "clusters/train.json"
+REMEMBERED_S = 24 * 3600.0
+# A set of nodes that stays is written again only so often.
+REFRESHED_S = 600.0
+MOST_REMEMBERED = 100
+VARIABLE = "MILLRACE_CLUSTER_MAX"
+
+
+class ClusterMemory:
+    """`clock` gives seconds since the epoch."""
+
+    def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._clock = clock
+        self._last: tuple[list[dict[str, float]], float] = ([], 0.0)
+
+    def note(self, nodes: Sequence[Resources]) -> None:
+        """The totals of all nodes that there are now. Cheap while nothing changes."""
+        now = self._clock()
+        seen = sorted((_lasting(node) for node in nodes), key=str)
+        last, at = self._last
+        if not seen or (seen == last and now - at < REFRESHED_S):
+            return
+        others = [one for one in self._read() if one["nodes"] != seen and now - one["seen"] < REMEMBERED_S]
+        kept = [*others, {"nodes": seen, "seen": now}][-MOST_REMEMBERED:]
+        self._store.put(KEY, json.dumps({"clusters": kept}).encode())
+        self._last = (seen, now)
+
+    def clusters(self) -> list[list[Resources]]:
+        """The sets of nodes of the last day, the newest last."""
+        now = self._clock()
+        return [one["nodes"] for one in self._read() if now - one["seen"] < REMEMBERED_S]
+
+    def _read(self) -> list[dict[str, Any]]:
+        try:
+            found: list[dict[str, Any]] = json.loads(self._store.get(KEY))["clusters"]
+        except ObjectMissing:
+            return []
+        return found
+
+
+def check_ever_fits(spec: TrainingSpec, memory: ClusterMemory, most: Mapping[str, float] | None) -> None:
+    """Raises `FailedPrecondition` naming the fields where no cluster of the last day could hold the fewest workers;
+    with `most`, the operator's bound, where that is exceeded."""
+    if most is None:
+        clusters = memory.clusters()
+        fields, has = never_fits(spec, clusters)
+        known = f"the cluster has {has} in all"
+        remedy = f"ask for less; of a cluster that grows, its operator sets {VARIABLE}"
+        bundle = bundle_of(spec, clusters[-1] if clusters else [])
+    else:
+        fields, known = beyond(spec, most), f"the cluster never has more than {told(most)}"
+        remedy, bundle = "ask for less", bundle_of(spec, [])
+    if fields:
+        number = spec.fewest_workers
+        wanted = f"{number} worker{'' if number == 1 else 's'} of {told(bundle)} can never be placed"
+        raise FailedPrecondition(
+            f"{', '.join(fields)}: {wanted}: {known}; {remedy}",
+            reason="NEVER_FITS",
+            fields=[(field, f"{known}; {remedy}") for field in fields],
+        )
+
+
+def largest_cluster(environ: Mapping[str, str]) -> dict[str, float] | None:
+    """Reads MILLRACE_CLUSTER_MAX, e.g. `CPU=512,GPU=64`; None where it is not set."""
+    text = environ.get(VARIABLE, "")
+    if not text:
+        return None
+    try:
+        pairs = [part.partition("=") for part in text.split(",")]
+        most = {name.strip(): float(amount) for name, _, amount in pairs}
+    except ValueError:
+        most = {"": -1.0}
+    if not all(name and amount >= 0 for name, amount in most.items()):
+        raise SettingsError(f"{VARIABLE}={text!r}: use names of Ray's resources and amounts, e.g. CPU=512,GPU=64")
+    return most
+
+
+def _lasting(node: Resources) -> dict[str, float]:
+    """Without what says nothing of the node's size, or differs at each of its starts."""
+    return {name: amount for name, amount in node.items() if not name.startswith(("node:", "object_store_memory"))}

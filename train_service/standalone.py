@@ -1,0 +1,182 @@
+"""The training loop without services and without Ray, for debugging:
+
+    MILLRACE_STORE=file:///path/to/store torchrun --nproc-per-node 2 -m train_service.standalone spec.json --job debug
+
+`spec.json` is the JSON form of `millrace.train.v1.TrainingSpec`; without torchrun there is one rank. The job is an
+ordinary one of that store, with its checkpoints, events, metrics, logs and coverage, but for its `runner`: no
+reconciler takes it for its own. The same command resumes it from its newest good checkpoint. Exit code 0 when the run
+is done, or was suspended or cancelled by a client, 1 when it failed, 2 when it could not begin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from google.protobuf import json_format
+
+from millrace.train.v1 import resources_pb2
+from shared.custom_transforms import allowed_functions
+from shared.errors import FailedPrecondition, MillraceError, Unavailable
+from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
+from shared.jobs.attempt import run_attempt
+from shared.settings import SettingsError, StoreSettings, store_settings
+from shared.storage import open_store
+from shared.telemetry import configure_logging
+from train_service.domain.spec import THREADS, TrainingSpec
+from train_service.endings import result_of, told
+from train_service.event_lines import EventPrinter
+from train_service.loop import LoopConfig, train_loop
+from train_service.ranks import Ranks
+from train_service.reporting import TRAIN_KIND
+from train_service.spec_converters import spec_from_proto
+from train_service.training_jobs import TrainingJobs
+
+RUNNER = "train_service.standalone"
+AGAIN = f"its command, {RUNNER}, to be run again"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Where this process is among those that torchrun started; alone without it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Launch:
+        return cls(
+            rank=int(environ.get("RANK", 0)),
+            world_size=int(environ.get("WORLD_SIZE", 1)),
+            local_rank=int(environ.get("LOCAL_RANK", 0)),
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = _parser().parse_args(arguments)
+    launch = Launch.from_environ(os.environ)
+    configure_logging("train-standalone", "INFO")
+    try:
+        store = store_settings(os.environ)
+        spec = _read_spec(given.spec)
+        _check(spec, launch)
+    except (SettingsError, MillraceError, OSError, json_format.ParseError) as error:
+        print(f"{RUNNER}: {error}", file=sys.stderr)
+        return 2
+    ranks = _joined(spec, launch)
+    try:
+        return _run(ranks, store, given.job, spec)
+    finally:
+        if launch.world_size > 1:
+            dist.destroy_process_group()
+
+
+def _run(ranks: Ranks, store: StoreSettings, job_id: str, spec: TrainingSpec) -> int:
+    """Rank 0 has the job; the others learn from it which attempt they belong to."""
+    job: JobRecord | None = None
+    config: LoopConfig | None
+    code = 0
+    if ranks.rank == 0:
+        try:
+            job = TrainingJobs(open_store(store)).run_here(job_id, spec, RUNNER)
+        except MillraceError as error:
+            print(f"{RUNNER}: {error.message}", file=sys.stderr)
+            code = 2
+    config, code = ranks.share((_config(store, job), code))
+    if job is None:
+        if config is not None:
+            train_loop(config, ranks)
+        return int(code)
+    if config is not None:
+        _attempt(job, config, ranks)
+    return _told_end(Jobs(open_store(store), TRAIN_KIND), job.name)
+
+
+def _attempt(job: JobRecord, config: LoopConfig, ranks: Ranks) -> None:
+    store = open_store(config.store)
+
+    def work(context: AttemptContext) -> dict[str, Any]:
+        return told(context, lambda: trained(context))
+
+    def trained(context: AttemptContext) -> dict[str, Any]:
+        try:
+            train_loop(config, ranks)
+        except KeyboardInterrupt:
+            raise Unavailable("it was interrupted", reason="INTERRUPTED") from None
+        return result_of(context, config.spec)
+
+    # torchrun ends the ranks with it when one of them fails.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    Jobs(store, TRAIN_KIND).wait_for(job.name, "")
+    with EventPrinter(store, job.name):
+        run_attempt(work, store, TRAIN_KIND, job.name, job.attempt)
+
+
+def _told_end(jobs: Jobs, name: str) -> int:
+    job = jobs.get(name, name)
+    result = f", best {job.result['best_checkpoint']}" if job.result else ""
+    error = f": {job.error['message']}" if job.error else ""
+    print(f"{name} is {job.state}{result}{error}", flush=True)
+    if job.state is JobState.RECOVERING:
+        jobs.wait_for(name, AGAIN)
+    return 0 if job.state in (JobState.SUCCEEDED, JobState.SUSPENDED, JobState.CANCELLED) else 1
+
+
+def _config(store: StoreSettings, job: JobRecord | None) -> LoopConfig | None:
+    """None where there is nothing to run."""
+    if job is None or job.state is not JobState.RUNNING:
+        return None
+    spec = TrainingSpec.from_config(job.spec["training"])
+    return LoopConfig(store=store, job_name=job.name, attempt=job.attempt, spec=spec)
+
+
+def _joined(spec: TrainingSpec, launch: Launch) -> Ranks:
+    """With the process group that torchrun's environment describes; a rank alone needs none."""
+    cuda = torch.cuda.is_available() and spec.placement.backend != "gloo" and not spec.local
+    device = torch.device("cuda", launch.local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if launch.world_size > 1:
+        backend = spec.placement.backend or ("nccl" if cuda else "gloo")
+        dist.init_process_group(backend, timeout=timedelta(seconds=spec.placement.timeout_s))
+    return Ranks(launch.rank, launch.world_size, device)
+
+
+def _check(spec: TrainingSpec, launch: Launch) -> None:
+    """Raises `FailedPrecondition`."""
+    if launch.world_size > spec.most_ranks:
+        raise FailedPrecondition(
+            f"spec.num_workers is {spec.num_workers} and there are {launch.world_size} ranks; start fewer, or raise it"
+        )
+    if spec.ingest != THREADS:
+        raise FailedPrecondition(f"spec.ingest is {spec.ingest}, which needs a Ray cluster; use INGEST_THREADS")
+
+
+def _read_spec(path: Path) -> TrainingSpec:
+    message = json_format.Parse(path.read_text(), resources_pb2.TrainingSpec())
+    return spec_from_proto(message, allowed_functions(os.environ))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=RUNNER, description="Trains without services and without Ray, to debug.")
+    parser.add_argument("spec", type=Path, help="a TrainingSpec as JSON; its dataset version is in MILLRACE_STORE")
+    parser.add_argument("--job", required=True, metavar="ID", help="of the training job, new or begun by this command")
+    return parser
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # gloo's threads may outlive the interpreter's end and abort the process then.
+    os._exit(code)
