@@ -24,6 +24,22 @@ settings.register_profile("millrace", deadline=None)
 settings.load_profile("millrace")
 
 
+# Suites whose files share a Ray head, which takes longer to start than most of their tests.
+SHARING = ("integration/data_service", "integration/inference_service", "integration/train_service", "e2e")
+TESTS = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several processes share the tests, those that share fixtures stay together."""
+    for item in items:
+        path = item.path.relative_to(TESTS).as_posix()
+        folder = path.rpartition("/")[0]
+        # Of faults, those of one service: `fault/test_data_…`.
+        group = folder if folder in SHARING else "_".join(path.split("_")[:2]) if folder == "fault" else path
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def s3_program() -> S3Program:
     """MinIO, or versitygw. Without either: fails if the environment demands one, as CI does, else skips."""
