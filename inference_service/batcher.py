@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from itertools import islice
+import time
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import numpy as np
 
 from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits, Waiting, admit, decide, pieces, too_late
+from inference_service.domain.request_parameters import DEFAULT_PRIORITY, PRIORITY_LEVELS
 from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.statistics import Statistics
 from inference_service.domain.tensors import Array
 from shared.errors import InvalidArgument, Unavailable
 
@@ -30,31 +33,44 @@ class Model(Protocol):
 
 
 class _Entry:
-    """Rows that wait, and the future of their outputs. `first_row` is the place of the first in its request."""
+    """Rows that wait, and the future of their outputs. `first_row` is the place of the first in its request, `level`
+    its place in the queue by urgency; `input_s` and `infer_s` are known once it is answered."""
 
-    def __init__(self, rows: Rows, first_row: int, waiting: Waiting, future: asyncio.Future[Sequence[Array]]) -> None:
+    def __init__(
+        self, rows: Rows, first_row: int, level: int, waiting: Waiting, future: asyncio.Future[Sequence[Array]]
+    ) -> None:
         self.rows = rows
         self.first_row = first_row
+        self.level = level
         self.waiting = waiting
         self.future = future
+        self.input_s = self.infer_s = 0.0
 
 
 class Batcher:
-    """Lives on one event loop. `times` says how long batches take and learns from each."""
+    """Lives on one event loop. `times` says how long batches take and learns from each; `statistics` counts them."""
 
-    def __init__(self, model: Model, limits: Limits, times: BatchTimes) -> None:
+    def __init__(self, model: Model, limits: Limits, times: BatchTimes, statistics: Statistics | None = None) -> None:
         self._model = model
         self._limits = limits
         self._times = times
+        self._statistics = statistics or Statistics()
         self._loop = asyncio.get_running_loop()
-        self._queue: dict[_Entry, None] = {}  # in order of arrival; leaving from the middle is cheap
-        self._queued_rows = 0
+        # By priority, each in order of arrival; leaving from the middle is cheap.
+        self._levels: list[dict[_Entry, None]] = [{} for _ in range(PRIORITY_LEVELS)]
+        self._rows_at = [0] * PRIORITY_LEVELS
         self._batches: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closed: str | None = None
 
-    async def submit(self, rows: Rows, remaining_s: float | None) -> Sequence[Array]:
-        """The outputs of these rows, any number of them, in their order; `remaining_s` is the caller's time left.
+    @property
+    def queued_rows(self) -> int:
+        """Rows that wait to be sent to the model."""
+        return sum(self._rows_at)
+
+    async def submit(self, rows: Rows, remaining_s: float | None, priority: int = DEFAULT_PRIORITY) -> Sequence[Array]:
+        """The outputs of these rows, any number of them, in their order; `remaining_s` is the caller's time left, and
+        rows of a lower `priority`, 1 to `PRIORITY_LEVELS`, go first, however long others have waited.
 
         Raises `ResourceExhausted` (the queue is full), `DeadlineExceeded` (it would come too late; no row reached the
         model), `InvalidArgument` (the model refuses some of these rows; others' in the same batch are answered),
@@ -68,14 +84,15 @@ class Batcher:
         admit(
             len(rows),
             deadline_s,
-            queued_rows=self._queued_rows,
+            queued_rows=self.queued_rows,
+            rows_ahead=sum(self._rows_at[:priority]),
             in_flight=len(self._batches),
             now_s=now_s,
-            batch_s=self._batch_s(self._queued_rows + len(rows)),
+            batch_s=self._batch_s(self.queued_rows + len(rows)),
             limits=self._limits,
         )
         entries = [
-            self._enqueue(rows.slice(start, stop), start, now_s, deadline_s)
+            self._enqueue(rows.slice(start, stop), start, priority - 1, now_s, deadline_s)
             for start, stop in pieces(len(rows), self._limits.max_rows)
         ]
         self._pump()
@@ -85,6 +102,13 @@ class Batcher:
             for entry in entries:
                 self._leave(entry)
                 entry.future.cancel()
+        self._statistics.model_answered(
+            rows=len(rows),
+            now_s=time.time(),
+            elapsed_s=self._loop.time() - now_s,
+            input_s=sum(entry.input_s for entry in entries),
+            infer_s=sum(entry.infer_s for entry in entries),
+        )
         if len(answers) == 1:
             return answers[0]
         return [np.concatenate(parts) for parts in zip(*answers, strict=True)]
@@ -92,12 +116,12 @@ class Batcher:
     async def drain(self, within_s: float) -> None:
         """Takes no more rows and returns when all that it has are answered; gives up what is left after `within_s`."""
         self.close("the model is being taken out of service")
-        work: set[asyncio.Future[Any]] = {*self._batches, *(entry.future for entry in self._queue)}
+        work: set[asyncio.Future[Any]] = {*self._batches, *(entry.future for entry in self._queue())}
         if work:
             await asyncio.wait(work, timeout=within_s)
-        left = list(self._queue)
-        self._queue.clear()
-        self._queued_rows = 0
+        left = list(self._queue())
+        for entry in left:
+            self._leave(entry)
         self._fail(left, _draining("the model was taken out of service"))
         for batch in self._batches:
             batch.cancel()
@@ -109,30 +133,34 @@ class Batcher:
     def _batch_s(self, rows: int) -> float:
         return self._times.expected_s(min(max(rows, 1), self._limits.max_rows))
 
-    def _enqueue(self, rows: Rows, first_row: int, now_s: float, deadline_s: float) -> _Entry:
+    def _queue(self) -> Iterator[_Entry]:
+        """What waits, the most urgent first."""
+        return chain.from_iterable(self._levels)
+
+    def _enqueue(self, rows: Rows, first_row: int, level: int, now_s: float, deadline_s: float) -> _Entry:
         waiting = Waiting(len(rows), rows.form, now_s, deadline_s)
-        entry = _Entry(rows, first_row, waiting, self._loop.create_future())
-        self._queue[entry] = None
-        self._queued_rows += waiting.rows
+        entry = _Entry(rows, first_row, level, waiting, self._loop.create_future())
+        self._levels[level][entry] = None
+        self._rows_at[level] += waiting.rows
         return entry
 
     def _leave(self, entry: _Entry) -> None:
-        if entry in self._queue:
-            del self._queue[entry]
-            self._queued_rows -= entry.waiting.rows
+        if entry in self._levels[entry.level]:
+            del self._levels[entry.level][entry]
+            self._rows_at[entry.level] -= entry.waiting.rows
 
     def _pump(self) -> None:
         """Sends and refuses whatever is due, until the policy says to wait."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        while self._queue:
+        while any(self._levels):
             now_s = self._loop.time()
             decision = decide(
-                (entry.waiting for entry in self._queue),
+                (entry.waiting for entry in self._queue()),
                 in_flight=len(self._batches),
                 now_s=now_s,
-                batch_s=self._batch_s(self._queued_rows),
+                batch_s=self._batch_s(self.queued_rows),
                 limits=self._limits,
             )
             positions = {*decision.late, *decision.batch}
@@ -140,7 +168,7 @@ class Batcher:
                 if decision.wake_s is not None:
                     self._timer = self._loop.call_at(decision.wake_s, self._pump)
                 return
-            chosen = {i: entry for i, entry in enumerate(islice(self._queue, max(positions) + 1)) if i in positions}
+            chosen = {i: entry for i, entry in enumerate(islice(self._queue(), max(positions) + 1)) if i in positions}
             for entry in chosen.values():
                 self._leave(entry)
             for position in decision.late:
@@ -172,16 +200,25 @@ class Batcher:
         started_s = self._loop.time()
         try:
             outputs = await self._model.forward(rows)
-            self._times.learn(len(rows), self._loop.time() - started_s)
+            back_s = self._loop.time()
+            self._times.learn(len(rows), back_s - started_s)
             stop = 0
             for entry in entries:
                 start, stop = stop, stop + entry.waiting.rows
                 if entry.future.done():
                     continue
+                entry.input_s, entry.infer_s = outputs.input_s, outputs.infer_s
                 try:
                     entry.future.set_result(outputs.slice(start, stop).checked(entry.first_row))
                 except InvalidArgument as error:  # this request's own; the others are fine
                     entry.future.set_exception(error)
+            self._statistics.batch_ran(
+                rows=len(rows),
+                round_trip_s=back_s - started_s,
+                input_s=outputs.input_s,
+                infer_s=outputs.infer_s,
+                output_s=self._loop.time() - back_s,
+            )
         except asyncio.CancelledError:
             self._fail(entries, _draining(self._closed or "the batch was given up"))
             raise

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from inference_service.batcher import Batcher
+from inference_service.domain.classification import check_classifiable
 from inference_service.domain.deployment import Deployment, ModelVersion, State
-from inference_service.domain.routing import choose_version, find_version
+from inference_service.domain.request_parameters import DEFAULT_PRIORITY, RequestedOutput
+from inference_service.domain.routing import choose_version, find_version, no_version
 from inference_service.domain.signature import Signature, TensorSpec, outputs_wanted, rows_of
+from inference_service.domain.statistics import Statistics
 from inference_service.domain.tensors import Array, WireTensor
-from shared.errors import NotFound, Unavailable, invalid_field, not_found
+from shared.errors import FailedPrecondition, NotFound, Unavailable, invalid_field, not_found
 
 MAX_SHOWN_NAME = 100
 
@@ -25,40 +29,114 @@ class Answer:
     outputs: list[tuple[TensorSpec, Array]]
 
 
+@dataclass(frozen=True)
+class Listed:
+    """A version as it is at this moment."""
+
+    deployment: Deployment
+    version: ModelVersion
+    answers: bool
+    statistics: Statistics
+    queued_rows: int
+
+
 class Models:
-    """Read by the servicers, kept up to date by the reconciler; all on one event loop."""
+    """Read by the servicers, kept up to date by the reconciler; all on one event loop.
+
+    `unchosen` counts the requests that no version was found for.
+    """
 
     def __init__(self) -> None:
         self._deployments: dict[str, Deployment] | None = None
         self._puts: list[Deployment] = []
         self._batchers: dict[str, Batcher] = {}
+        self._statistics: dict[str, Statistics] = {}
+        self._changed = asyncio.Event()
+        self.unchosen = Statistics()
+
+    def choose(self, model_name: str, model_version: str) -> tuple[Deployment, ModelVersion]:
+        """The version that answers a request; it is chosen for each anew.
+
+        Raises `InvalidArgument` (no name), `NotFound`, `Unavailable` and `FailedPrecondition`.
+        """
+        deployment = self._find(model_name)
+        return deployment, choose_version(deployment, model_version, random.random())
 
     async def infer(
         self,
-        model_name: str,
-        model_version: str,
+        deployment: Deployment,
+        version: ModelVersion,
         inputs: Sequence[WireTensor],
-        requested: Sequence[str],
+        requested: Sequence[RequestedOutput],
         remaining_s: float | None,
+        priority: int = DEFAULT_PRIORITY,
     ) -> Answer:
-        """`remaining_s` is the caller's time left, None for no deadline.
+        """The outputs themselves, also where a classification of them is `requested`.
 
-        Raises `NotFound`, `InvalidArgument` naming the tensor, `Unavailable`, `ResourceExhausted`, `DeadlineExceeded`.
+        `remaining_s` is the caller's time left, None for no deadline.
+        Raises `InvalidArgument` naming the tensor, `Unavailable`, `ResourceExhausted`, `DeadlineExceeded`.
         """
-        deployment = self._find(model_name)
-        version = choose_version(deployment, model_version, random.random())
         signature = _signature(deployment, version)
-        wanted = outputs_wanted(signature, requested)
+        wanted = outputs_wanted(signature, [output.name for output in requested])
+        check_classifiable(wanted, requested)
         rows = rows_of(signature, inputs, deployment.spec.max_queued_rows)
-        outputs = await self._batcher(deployment, version).submit(rows, remaining_s)
+        outputs = await self._batcher(deployment, version).submit(rows, remaining_s, priority)
         by_name = {spec.name: array for spec, array in zip(signature.outputs, outputs, strict=True)}
         return Answer(deployment, version, [(spec, by_name[spec.name]) for spec in wanted])
 
-    def signature(self, model_name: str, model_version: str) -> tuple[Deployment, Signature]:
+    def signature(self, model_name: str, model_version: str) -> tuple[Deployment, ModelVersion, Signature]:
         """What a model takes and gives. Raises `NotFound`, and `Unavailable` while it is not READY."""
         deployment = self._find(model_name, "name")
         version = choose_version(deployment, model_version, 0.0)
-        return deployment, _signature(deployment, version)
+        return deployment, version, _signature(deployment, version)
+
+    def statistics(self, deployment: Deployment, version: ModelVersion) -> Statistics:
+        """Of a version, from the first time that it is asked for until its deployment is gone."""
+        return self._statistics.setdefault(application_name(deployment, version), Statistics())
+
+    def listed(self) -> Iterator[Listed]:
+        """Every version of every deployment, by name. Nothing before the logs are read."""
+        for _, deployment in sorted((self._deployments or {}).items()):
+            yield from self._listed(deployment)
+
+    def listed_of(self, model_name: str, model_version: str) -> list[Listed]:
+        """The versions that are meant: without a name all, without a version all of that name.
+
+        Raises `InvalidArgument`, `NotFound` and `Unavailable`.
+        """
+        if self._deployments is None:
+            raise _starting()
+        if not model_name:
+            if model_version:
+                raise invalid_field("name", model_name, "name the model whose version is meant")
+            return list(self.listed())
+        deployment = self._find(model_name, "name")
+        found = [one for one in self._listed(deployment) if model_version in ("", one.version.number)]
+        if not found:
+            raise no_version(deployment, model_version)
+        return found
+
+    async def wait_until_ready(self, model_name: str) -> None:
+        """Returns once it answers.
+
+        Raises `InvalidArgument` (no name), `Unavailable`, and `NotFound` or `FailedPrecondition` where it never will.
+        """
+        while True:
+            changed = self._changed
+            try:
+                deployment = self._find(model_name)
+            except NotFound as error:
+                raise not_found(error.metadata["resource"], "CreateDeployment makes it, of a checkpoint") from None
+            if deployment.state in (State.FAILED, State.DELETING, State.GONE):
+                why = f": {deployment.error['message']}" if deployment.error else ""
+                raise FailedPrecondition(
+                    f"{deployment.name} is {deployment.state}{why}; delete it, and create it anew",
+                    reason="MODEL_NOT_READY",
+                    metadata={"resource": deployment.name, "state": str(deployment.state)},
+                )
+            if all(self._answers(deployment, version) for version in deployment.versions):
+                return
+            await changed.wait()
 
     def is_ready(self, model_name: str, model_version: str) -> bool:
         """Whether a request that names this would be answered. Raises `InvalidArgument` for an empty name."""
@@ -85,18 +163,23 @@ class Models:
     def replace(self, deployments: Iterable[Deployment]) -> None:
         """Takes over what the logs said."""
         self._deployments = {one.model_name: one for one in (*deployments, *self._puts)}
+        there = {application_name(one.deployment, one.version) for one in self.listed()}
+        self._statistics = {name: kept for name, kept in self._statistics.items() if name in there}
+        self._tell()
 
     def put(self, deployment: Deployment) -> None:
         """Takes over one deployment whose log was written just now."""
         self._puts.append(deployment)
         if self._deployments is not None:
             self._deployments[deployment.model_name] = deployment
+        self._tell()
 
     def has_batcher(self, application: str) -> bool:
         return application in self._batchers
 
     def attach(self, application: str, batcher: Batcher) -> None:
         self._batchers[application] = batcher
+        self._tell()
 
     def detach(self, application: str) -> Batcher | None:
         return self._batchers.pop(application, None)
@@ -110,11 +193,27 @@ class Models:
         if not model_name:
             raise invalid_field(field, model_name, "name the model, which is the deployment's id")
         if self._deployments is None:
-            raise Unavailable("the service is starting; try again", reason="STARTING", retry_after_s=1.0)
+            raise _starting()
         found = self._deployments.get(model_name)
         if found is None:
             raise not_found(f"model {model_name[:MAX_SHOWN_NAME]!r}")
         return found
+
+    def _listed(self, deployment: Deployment) -> Iterator[Listed]:
+        for version in deployment.versions:
+            batcher = self._batchers.get(application_name(deployment, version))
+            yield Listed(
+                deployment,
+                version,
+                self._answers(deployment, version),
+                self.statistics(deployment, version),
+                batcher.queued_rows if batcher else 0,
+            )
+
+    def _tell(self) -> None:
+        """Wakes whoever waits for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _answers(self, deployment: Deployment, version: ModelVersion) -> bool:
         return deployment.state is State.READY and application_name(deployment, version) in self._batchers
@@ -131,6 +230,10 @@ class Models:
 def application_name(deployment: Deployment, version: ModelVersion) -> str:
     """The Ray Serve application of one version. The uid keeps a deployment from meeting its namesake's replicas."""
     return f"{deployment.uid}-v{version.number}"
+
+
+def _starting() -> Unavailable:
+    return Unavailable("the service is starting; try again", reason="STARTING", retry_after_s=1.0)
 
 
 def _signature(deployment: Deployment, version: ModelVersion) -> Signature:

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from inference import grpc_service_pb2 as pb
+from inference_service.domain.classification import classified
 from inference_service.domain.deployment import Deployment
-from inference_service.domain.signature import Signature, TensorSpec
-from inference_service.domain.tensors import WireTensor, encode_raw, encode_typed, has_typed_form
+from inference_service.domain.request_parameters import (
+    Parameters,
+    RequestedOutput,
+    check_no_shared_memory,
+    requested_output,
+)
+from inference_service.domain.signature import FREE, Signature, TensorSpec
+from inference_service.domain.tensors import Array, WireTensor, encode_raw, encode_typed, has_typed_form
 from inference_service.models import Answer
-from shared.errors import invalid_field
+from shared.errors import MillraceError, invalid_field
+from shared.grpc_errors import status_code
 
 PLATFORM = "millrace_pytorch"
 
 
 def inputs_from_proto(request: pb.ModelInferRequest) -> list[WireTensor]:
-    """Raises `InvalidArgument` where raw contents do not pair with inputs; tensors themselves are checked later."""
+    """Raises `InvalidArgument` where raw contents do not pair with inputs, or a tensor would be in shared memory.
+
+    Tensors themselves are checked later.
+    """
+    for index, tensor in enumerate(request.inputs):
+        check_no_shared_memory(f"inputs[{index}]", tensor.name, parameters_from_proto(tensor.parameters))
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise invalid_field(
@@ -32,13 +47,31 @@ def inputs_from_proto(request: pb.ModelInferRequest) -> list[WireTensor]:
     ]
 
 
-def answer_to_proto(request: pb.ModelInferRequest, answer: Answer) -> pb.ModelInferResponse:
-    """Outputs in the form that the inputs had, raw or typed."""
+def outputs_from_proto(request: pb.ModelInferRequest) -> list[RequestedOutput]:
+    """Raises `InvalidArgument` for an output's parameters."""
+    return [
+        requested_output(f"outputs[{index}]", output.name, parameters_from_proto(output.parameters))
+        for index, output in enumerate(request.outputs)
+    ]
+
+
+def parameters_from_proto(parameters: Mapping[str, pb.InferParameter]) -> Parameters:
+    """Without those that have no value."""
+    chosen = ((name, one, one.WhichOneof("parameter_choice")) for name, one in parameters.items())
+    return {name: getattr(one, field) for name, one, field in chosen if field}
+
+
+def answer_to_proto(
+    request: pb.ModelInferRequest, answer: Answer, requested: Sequence[RequestedOutput] = ()
+) -> pb.ModelInferResponse:
+    """Outputs in the form that the inputs had, raw or typed; classified where that is `requested`."""
+    tops = {output.name: output.top for output in requested}
+    outputs = [_classified(*output, tops[output[0].name]) if tops else output for output in answer.outputs]
     response = pb.ModelInferResponse(model_name=request.model_name, model_version=answer.version.number, id=request.id)
     for name, value in _lineage(answer).items():
         response.parameters[name].string_param = value
-    typed = not request.raw_input_contents and all(has_typed_form(spec.datatype) for spec, _ in answer.outputs)
-    for spec, values in answer.outputs:
+    typed = not request.raw_input_contents and all(has_typed_form(spec.datatype) for spec, _ in outputs)
+    for spec, values in outputs:
         output = response.outputs.add(name=spec.name, datatype=spec.datatype, shape=values.shape)
         if typed:
             field, elements = encode_typed(spec.datatype, values)
@@ -46,6 +79,20 @@ def answer_to_proto(request: pb.ModelInferRequest, answer: Answer) -> pb.ModelIn
         else:
             response.raw_output_contents.append(encode_raw(spec.datatype, values))
     return response
+
+
+def streamed_answer(response: pb.ModelInferResponse) -> pb.ModelStreamInferResponse:
+    """The answer as it stands in a stream; no request is answered twice, so it is the final one of its request."""
+    streamed = pb.ModelStreamInferResponse(infer_response=response)
+    streamed.infer_response.parameters["triton_final_response"].bool_param = True
+    return streamed
+
+
+def streamed_error(request: pb.ModelInferRequest, error: MillraceError) -> pb.ModelStreamInferResponse:
+    answer = pb.ModelInferResponse(model_name=request.model_name, model_version=request.model_version, id=request.id)
+    streamed = streamed_answer(answer)
+    streamed.error_message = f"{status_code(error).name}: {error.message}"
+    return streamed
 
 
 def metadata_to_proto(deployment: Deployment, signature: Signature) -> pb.ModelMetadataResponse:
@@ -57,6 +104,12 @@ def metadata_to_proto(deployment: Deployment, signature: Signature) -> pb.ModelM
         inputs=[_tensor(given) for given in signature.raw],
         outputs=[_tensor(output) for output in signature.outputs],
     )
+
+
+def _classified(spec: TensorSpec, values: Array, top: int) -> tuple[TensorSpec, Array]:
+    if not top:
+        return spec, values
+    return TensorSpec(spec.name, "BYTES", (FREE, FREE)), classified(values, top)
 
 
 def _lineage(answer: Answer) -> dict[str, str]:

@@ -1,25 +1,36 @@
-"""`inference.GRPCInferenceService`: the Open Inference Protocol."""
+"""`inference.GRPCInferenceService`: the Open Inference Protocol, with Triton's extensions."""
 
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 from grpc import aio
 
 from inference import grpc_service_pb2 as pb
 from inference import grpc_service_pb2_grpc as pb_grpc
+from inference_service.inferring import Inference
 from inference_service.models import Models
-from inference_service.open_inference_converters import answer_to_proto, inputs_from_proto, metadata_to_proto
+from inference_service.open_inference_converters import metadata_to_proto
+from inference_service.repository_converters import config_to_proto, index_to_proto, statistics_to_proto
+from inference_service.streaming import in_order
+from shared.errors import Unimplemented, invalid_field
 
 Context = aio.ServicerContext[Any, Any]
 
 SERVER_NAME = "millrace"
+# Names of Triton's, and only those that are served whole.
+EXTENSIONS = ("classification", "model_configuration", "schedule_policy", "statistics")
+STREAM_REQUESTS_AT_ONCE = 64
+STREAM_REQUEST_WITHIN_S = 60.0
 
 
 class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
     def __init__(self, models: Models) -> None:
         self._models = models
+        self._inference = Inference(models)
         self._version = importlib.metadata.version("millrace")
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
@@ -32,17 +43,61 @@ class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         return pb.ModelReadyResponse(ready=self._models.is_ready(request.name, request.version))
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
-        return pb.ServerMetadataResponse(name=SERVER_NAME, version=self._version, extensions=[])
+        return pb.ServerMetadataResponse(name=SERVER_NAME, version=self._version, extensions=EXTENSIONS)
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
-        return metadata_to_proto(*self._models.signature(request.name, request.version))
+        deployment, _, signature = self._models.signature(request.name, request.version)
+        return metadata_to_proto(deployment, signature)
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        answer = await self._models.infer(
-            request.model_name,
-            request.model_version,
-            inputs_from_proto(request),
-            [output.name for output in request.outputs],
-            context.time_remaining(),
+        return await self._inference.answer(request, context.time_remaining())
+
+    async def ModelStreamInfer(
+        self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
+    ) -> AsyncIterator[pb.ModelStreamInferResponse]:
+        async def answer(request: pb.ModelInferRequest) -> pb.ModelStreamInferResponse:
+            left_s = context.time_remaining()
+            within_s = STREAM_REQUEST_WITHIN_S if left_s is None else min(left_s, STREAM_REQUEST_WITHIN_S)
+            return await self._inference.streamed(request, within_s)
+
+        async with aclosing(in_order(request_iterator, answer, most=STREAM_REQUESTS_AT_ONCE)) as answers:
+            async for one in answers:
+                yield one
+
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+        return pb.ModelConfigResponse(config=config_to_proto(*self._models.signature(request.name, request.version)))
+
+    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
+        listed = self._models.listed_of(request.name, request.version)
+        return pb.ModelStatisticsResponse(model_stats=map(statistics_to_proto, listed))
+
+    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
+        _check_repository(request.repository_name)
+        return index_to_proto(self._models.listed_of("", ""), ready_only=request.ready)
+
+    async def RepositoryModelLoad(
+        self, request: pb.RepositoryModelLoadRequest, context: Context
+    ) -> pb.RepositoryModelLoadResponse:
+        _check_repository(request.repository_name)
+        if request.parameters:
+            remedy = "a deployment's configuration is fixed by CreateDeployment; send no parameters"
+            raise invalid_field("parameters", sorted(request.parameters), remedy)
+        await self._models.wait_until_ready(request.model_name)
+        return pb.RepositoryModelLoadResponse()
+
+    async def RepositoryModelUnload(
+        self, request: pb.RepositoryModelUnloadRequest, context: Context
+    ) -> pb.RepositoryModelUnloadResponse:
+        raise Unimplemented(
+            "a deployment is served or deleted, never unloaded and kept; to take it out of service, call "
+            "DeleteDeployment of millrace.inference.v1.DeploymentService",
+            reason="UNLOAD_NOT_SERVED",
         )
-        return answer_to_proto(request, answer)
+
+
+def _check_repository(name: str) -> None:
+    if name:
+        raise Unimplemented(
+            f"there is one repository, without a name; leave repository_name={name[:100]!r} out",
+            reason="REPOSITORIES_NOT_SERVED",
+        )

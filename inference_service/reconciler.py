@@ -166,7 +166,8 @@ class Reconciler:
             max_queued_rows=spec.max_queued_rows,
             max_in_flight=BATCHES_PER_REPLICA * spec.num_replicas,
         )
-        self._models.attach(name, Batcher(model, limits, BatchTimes(loaded.batch_s)))
+        statistics = self._models.statistics(deployment, version)
+        self._models.attach(name, Batcher(model, limits, BatchTimes(loaded.batch_s), statistics))
         newest = await asyncio.to_thread(
             self._deployments.transition, deployment.name, deployment.uid, _loaded(version, loaded)
         )

@@ -52,13 +52,16 @@ class ServedModel:
     def forward(self, rows: Rows) -> Outputs:
         """Of B rows, without those that the preprocessing refuses: logits (B, classes) float32, probabilities
         (B, classes) float32 and label (B,) int64 of a classifier, values (B, numbers) float32 of a regression."""
+        started_s = time.perf_counter()
         prepared, refused = self.preprocessing.prepare(rows)
         # torch wants memory that it may write to; rows that came by wire lie in memory that it may not.
         inputs = torch.from_numpy(np.require(prepared, np.float32, ["C", "W"]))
+        prepared_s = time.perf_counter()
         with torch.inference_mode():
             given = self.module(inputs)
             outputs = (given,) if self._task == REGRESSION else (given, given.softmax(dim=1), given.argmax(dim=1))
-        return Outputs([output.numpy() for output in outputs], refused)
+        arrays = [output.numpy() for output in outputs]
+        return Outputs(arrays, refused, prepared_s - started_s, time.perf_counter() - prepared_s)
 
     def warm_up(self, max_rows: int) -> dict[int, float]:
         """Runs each batch size that is likely. Returns rows → seconds."""

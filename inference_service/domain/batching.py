@@ -52,9 +52,20 @@ def pieces(rows: int, max_rows: int) -> list[tuple[int, int]]:
 
 
 def admit(
-    rows: int, deadline_s: float, *, queued_rows: int, in_flight: int, now_s: float, batch_s: float, limits: Limits
+    rows: int,
+    deadline_s: float,
+    *,
+    queued_rows: int,
+    rows_ahead: int,
+    in_flight: int,
+    now_s: float,
+    batch_s: float,
+    limits: Limits,
 ) -> None:
-    """Raises `DeadlineExceeded` or `ResourceExhausted` if rows that come now cannot be served."""
+    """Raises `DeadlineExceeded` or `ResourceExhausted` if rows that come now cannot be served.
+
+    `rows_ahead` are those of the rows in the queue that are as urgent, or more.
+    """
     per_batch_s = batch_s / limits.max_in_flight
     if queued_rows + rows > limits.max_queued_rows:
         full_batches = math.ceil(queued_rows / limits.max_rows)
@@ -64,13 +75,13 @@ def admit(
             metadata={"queued_rows": str(queued_rows), "max_queued_rows": str(limits.max_queued_rows)},
             retry_after_s=max(MIN_RETRY_AFTER_S, full_batches * per_batch_s / 2),
         )
-    wait_s = queued_rows / limits.max_rows * per_batch_s
+    wait_s = rows_ahead / limits.max_rows * per_batch_s
     if _hopeless(deadline_s, now_s + wait_s, in_flight, batch_s):
         raise too_late(deadline_s - now_s)
 
 
 def decide(queue: Iterable[Waiting], *, in_flight: int, now_s: float, batch_s: float, limits: Limits) -> Decision:
-    """What to do with the queue, oldest first, now.
+    """What to do with the queue, the most urgent first and the older of two that are as urgent, now.
 
     It looks no further than one batch, so its cost does not grow with the queue.
     """

@@ -22,11 +22,7 @@ def choose_version(deployment: Deployment, wanted: str, draw: float) -> ModelVer
     `Unavailable` (it is loading or going).
     """
     if wanted and find_version(deployment, wanted) is None:
-        numbers = ", ".join(version.number for version in deployment.versions)
-        raise NotFound(
-            f"{deployment.name} has no version {wanted[:100]!r}; it has {numbers}",
-            metadata={"resource": deployment.name, "model_version": wanted[:100]},
-        )
+        raise no_version(deployment, wanted)
     if deployment.state is not State.READY:
         kind = FailedPrecondition if deployment.state is State.FAILED else Unavailable
         raise kind(
@@ -39,6 +35,14 @@ def choose_version(deployment: Deployment, wanted: str, draw: float) -> ModelVer
         assert found is not None
         return found
     return _by_weight(deployment.versions, draw)
+
+
+def no_version(deployment: Deployment, wanted: str) -> NotFound:
+    numbers = ", ".join(version.number for version in deployment.versions)
+    return NotFound(
+        f"{deployment.name} has no version {wanted[:100]!r}; it has {numbers}",
+        metadata={"resource": deployment.name, "model_version": wanted[:100]},
+    )
 
 
 def _by_weight(versions: Sequence[ModelVersion], draw: float) -> ModelVersion:

@@ -10,6 +10,7 @@ from inference_service.batcher import Batcher
 from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits
 from inference_service.domain.deployment import Deployment, ModelVersion, State, check_spec
+from inference_service.domain.request_parameters import RequestedOutput
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.signature import Signature, TensorSpec
 from inference_service.domain.tensors import WireTensor
@@ -90,10 +91,11 @@ def test_a_ready_deployment_answers_only_once_its_replicas_do() -> None:
         models.replace([READY])
         assert (models.is_ready("m", "1"), models.all_ready()) == (False, False)
         with pytest.raises(Unavailable, match="loaded again"):
-            await models.infer("m", "", [tensor(1)], [], None)
+            await models.infer(*models.choose("m", ""), [tensor(1)], [], None)
         attach(models)
         assert (models.is_ready("m", "1"), models.is_ready("m", "2"), models.all_ready()) == (True, False, True)
-        answer = await models.infer("m", "", [tensor(1, 2)], ["same", "double"], None)
+        asked = [RequestedOutput("same"), RequestedOutput("double")]
+        answer = await models.infer(*models.choose("m", ""), [tensor(1, 2)], asked, None)
         assert [(spec.name, values.tolist()) for spec, values in answer.outputs] == [
             ("same", [1, 2]),
             ("double", [2, 4]),
@@ -123,7 +125,8 @@ def test_a_request_larger_than_a_batch_is_answered_whole() -> None:
         models.replace([READY])
         attach(models)
         values = np.arange(9, dtype=np.uint8)
-        answer = await models.infer("m", "1", [tensor(*values.tolist())], ["double"], 5.0)
+        asked = [RequestedOutput("double")]
+        answer = await models.infer(*models.choose("m", "1"), [tensor(*values.tolist())], asked, 5.0)
         assert answer.outputs[0][1].tolist() == (values * 2).tolist()
 
     asyncio.run(scenario())

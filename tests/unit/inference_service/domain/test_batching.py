@@ -67,8 +67,19 @@ def test_large_requests_are_cut_into_batches(rows: int, expected: list[tuple[int
     assert pieces(rows, 4) == expected
 
 
-def enter(rows: int = 1, deadline_s: float = NEVER, queued_rows: int = 0, in_flight: int = 1) -> None:
-    admit(rows, deadline_s, queued_rows=queued_rows, in_flight=in_flight, now_s=1.0, batch_s=0.5, limits=LIMITS)
+def enter(
+    rows: int = 1, deadline_s: float = NEVER, queued_rows: int = 0, in_flight: int = 1, rows_ahead: int | None = None
+) -> None:
+    admit(
+        rows,
+        deadline_s,
+        queued_rows=queued_rows,
+        rows_ahead=queued_rows if rows_ahead is None else rows_ahead,
+        in_flight=in_flight,
+        now_s=1.0,
+        batch_s=0.5,
+        limits=LIMITS,
+    )
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
@@ -90,3 +101,7 @@ def test_a_deadline_that_the_queue_ahead_uses_up_is_refused_at_once() -> None:
 def test_a_deadline_in_the_past_is_refused_even_by_an_idle_model() -> None:
     with pytest.raises(DeadlineExceeded):
         enter(deadline_s=1.0, in_flight=0)
+
+
+def test_rows_that_are_less_urgent_keep_nobody_from_a_deadline() -> None:
+    enter(deadline_s=1.6, queued_rows=4, rows_ahead=0)

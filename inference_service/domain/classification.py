@@ -1,0 +1,37 @@
+"""The classification extension: the greatest numbers of each row, as strings that Triton's clients know to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from inference_service.domain.request_parameters import RequestedOutput
+from inference_service.domain.signature import TensorSpec
+from inference_service.domain.tensors import Array
+from shared.errors import invalid_field
+
+
+def check_classifiable(wanted: Sequence[TensorSpec], requested: Sequence[RequestedOutput]) -> None:
+    """Raises `InvalidArgument` naming an output whose rows are no lists of numbers; `wanted` are those `requested`."""
+    for index, (spec, asked) in enumerate(zip(wanted, requested, strict=False)):
+        if asked.top and (len(spec.shape) < 2 or spec.datatype == "BYTES"):
+            remedy = f"output {spec.name!r} has no classes, it is {spec}; ask for one that has, or without this"
+            raise invalid_field(f"outputs[{index}].parameters.classification", asked.top, remedy)
+
+
+def classified(values: Array, top: int) -> Array:
+    """`values` (B, …) to (B, min(top, numbers of a row)) bytes objects, "value:index", the greatest number first; of
+    equal numbers the first one first, NaN last."""
+    rows = values.reshape(len(values), -1)
+    top = min(top, rows.shape[1])
+    greatest = np.argsort(-rows.astype(np.float64), axis=1, kind="stable")[:, :top]
+    strings = np.empty(greatest.shape, object)
+    for row, indices in enumerate(greatest):
+        strings[row] = [_shown(rows[row, index], index) for index in indices]
+    return strings
+
+
+def _shown(value: np.generic, index: int) -> bytes:
+    number = f"{value:f}" if np.issubdtype(value.dtype, np.floating) else str(value)
+    return f"{number}:{index}".encode()

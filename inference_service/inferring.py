@@ -1,0 +1,86 @@
+"""One request, from its message to the message of its answer: checked, answered within its time, and counted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from inference import grpc_service_pb2 as pb
+from inference_service.domain.request_parameters import Wishes, wishes_of
+from inference_service.domain.statistics import OK
+from inference_service.models import Models
+from inference_service.open_inference_converters import (
+    answer_to_proto,
+    inputs_from_proto,
+    outputs_from_proto,
+    parameters_from_proto,
+    streamed_answer,
+    streamed_error,
+)
+from shared.errors import DeadlineExceeded, MillraceError
+from shared.grpc_errors import status_code
+
+
+class Inference:
+    """Safe to use from many tasks of one event loop."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    async def answer(self, request: pb.ModelInferRequest, remaining_s: float | None) -> pb.ModelInferResponse:
+        """`remaining_s` is the caller's time left, None for no deadline.
+
+        Raises what `Models.choose` and `Models.infer` raise, and `DeadlineExceeded`.
+        """
+        began_s = time.perf_counter()
+        statistics = self._models.unchosen
+        status = "INTERNAL"
+        try:
+            deployment, version = self._models.choose(request.model_name, request.model_version)
+            statistics = self._models.statistics(deployment, version)
+            wishes = wishes_of(parameters_from_proto(request.parameters))
+            inputs, requested = inputs_from_proto(request), outputs_from_proto(request)
+            limit_s = _limit(wishes, remaining_s)
+            async with _within(limit_s):
+                answer = await self._models.infer(deployment, version, inputs, requested, limit_s, wishes.priority)
+            answered_s = time.perf_counter()
+            response = answer_to_proto(request, answer, requested)
+            statistics.answer_made(time.perf_counter() - answered_s)
+            status = OK
+            return response
+        except MillraceError as error:
+            status = status_code(error).name
+            raise
+        except asyncio.CancelledError:
+            late = remaining_s is not None and time.perf_counter() - began_s >= remaining_s
+            status = "DEADLINE_EXCEEDED" if late else "CANCELLED"
+            raise
+        finally:
+            statistics.request_ended(status, time.perf_counter() - began_s)
+
+    async def streamed(self, request: pb.ModelInferRequest, remaining_s: float) -> pb.ModelStreamInferResponse:
+        """The same for a request of a stream, which goes on whatever is wrong with this one."""
+        try:
+            return streamed_answer(await self.answer(request, remaining_s))
+        except MillraceError as error:
+            return streamed_error(request, error)
+
+
+def _limit(wishes: Wishes, remaining_s: float | None) -> float | None:
+    return min((one for one in (remaining_s, wishes.timeout_s) if one is not None), default=None)
+
+
+@asynccontextmanager
+async def _within(limit_s: float | None) -> AsyncIterator[None]:
+    """Raises `DeadlineExceeded` where what is inside takes longer."""
+    try:
+        async with asyncio.timeout(limit_s) as timer:
+            yield
+    except TimeoutError:
+        if not timer.expired():
+            raise
+        raise DeadlineExceeded(
+            f"not answered within the {limit_s} s that the request has", reason="DEADLINE_EXCEEDED"
+        ) from None
