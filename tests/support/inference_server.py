@@ -1,0 +1,147 @@
+"""The inference service's server without Ray: its own servicer, models and batchers, and a model that tests control."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from grpc import aio
+
+from inference import grpc_service_pb2 as oip
+from inference import grpc_service_pb2_grpc as oip_grpc
+from inference_service.batcher import Batcher
+from inference_service.domain.batch_times import BatchTimes
+from inference_service.domain.batching import Limits
+from inference_service.domain.deployment import Deployment, ModelVersion, State, check_spec
+from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.signature import Signature, TensorSpec
+from inference_service.models import Models, application_name
+from inference_service.open_inference_servicer import OpenInferenceServicer
+from tests.support.grpc_kit import Kit, running
+
+CLASSES = 4
+IMAGES = Signature(
+    (TensorSpec("image", "UINT8", (-1, CLASSES)),),
+    TensorSpec("image", "FP32", (-1, CLASSES)),
+    (TensorSpec("logits", "FP32", (-1, CLASSES)), TensorSpec("label", "INT64", (-1,))),
+)
+
+
+def deployment(name: str = "m", signature: Signature | None = IMAGES, **changes: Any) -> Deployment:
+    """READY, with one version, unless `changes` say otherwise."""
+    version = ModelVersion(
+        number="1",
+        checkpoint="trainingJobs/j/checkpoints/c",
+        folder="f",
+        checkpoint_sha256="00",
+        training_job="trainingJobs/j",
+        signature=signature,
+    )
+    spec = check_spec(
+        checkpoint="trainingJobs/j",
+        num_replicas=2,
+        threads_per_replica=0,
+        max_batch_size=8,
+        max_batch_delay_s=0.001,
+        max_queued_rows=100,
+    )
+    made = Deployment(
+        name=f"deployments/{name}",
+        uid=f"uid-{name}",
+        spec=spec,
+        state=State.READY,
+        generation=1,
+        operation="operations/o",
+        request_id="",
+        versions=(version,),
+        create_time=1.0,
+        update_time=1.0,
+    )
+    return replace(made, **changes)
+
+
+class Classifier:
+    """Its logits are its input; it works while `may_work` is set, and remembers its batches' first numbers."""
+
+    def __init__(self) -> None:
+        self.may_work = asyncio.Event()
+        self.may_work.set()
+        self.at_work = 0
+        self.batches: list[list[int]] = []
+
+    async def forward(self, rows: Rows) -> Outputs:
+        values = next(iter(rows.values.values()))
+        self.batches.append([int(row[0]) for row in values])
+        self.at_work += 1
+        try:
+            await self.may_work.wait()
+        finally:
+            self.at_work -= 1
+        logits = values.astype(np.float32)
+        return Outputs([logits, logits.argmax(axis=1)], input_s=0.25, infer_s=0.5)
+
+
+@dataclass
+class Server:
+    models: Models
+    model: Classifier
+    kit: Kit
+
+    @property
+    def stub(self) -> Any:
+        return oip_grpc.GRPCInferenceServiceStub(self.kit.channel)
+
+
+def attach(models: Models, one: Deployment, model: Any, **limits: Any) -> None:
+    """Has `model` answer for the deployment's only version."""
+    defaults: dict[str, Any] = {"max_rows": 8, "max_delay_s": 0.0, "max_queued_rows": 100, "max_in_flight": 1}
+    (version,) = one.versions
+    batcher = Batcher(model, Limits(**{**defaults, **limits}), BatchTimes(), models.statistics(one, version))
+    models.attach(application_name(one, version), batcher)
+
+
+@asynccontextmanager
+async def inference_server(one: Deployment | None = None, model: Any = None, **limits: Any) -> AsyncIterator[Server]:
+    """`one` (by default `m`, of four numbers a row), answered by `model`."""
+    one, models, classifier = one or deployment(), Models(), Classifier()
+    models.replace([one])
+    attach(models, one, model or classifier, **limits)
+
+    def register(server: aio.Server) -> list[str]:
+        oip_grpc.add_GRPCInferenceServiceServicer_to_server(OpenInferenceServicer(models), server)
+        return ["inference.GRPCInferenceService"]
+
+    async with running(register) as kit:
+        yield Server(models, classifier, kit)
+        classifier.may_work.set()
+
+
+def served(scenario: Callable[[Server], Awaitable[None]], one: Deployment | None = None, **options: Any) -> None:
+    """Runs the scenario against a fresh server."""
+
+    async def main() -> None:
+        async with asyncio.timeout(60), inference_server(one, **options) as server:
+            await scenario(server)
+
+    asyncio.run(main())
+
+
+def ask(*firsts: int, model: str = "m", **fields: Any) -> oip.ModelInferRequest:
+    """A row for each of `firsts`, which begins with it; the greatest number of the rest is the last."""
+    values = np.array([[first, 1, 2, 3] for first in firsts], np.uint8)
+    tensor = oip.ModelInferRequest.InferInputTensor(name="image", datatype="UINT8", shape=values.shape)
+    return oip.ModelInferRequest(model_name=model, inputs=[tensor], raw_input_contents=[values.tobytes()], **fields)
+
+
+async def until(holds: Callable[[], bool], what: str, within_s: float = 20.0) -> None:
+    """Returns once `holds()`, without holding up the event loop."""
+    try:
+        async with asyncio.timeout(within_s):
+            while not holds():  # noqa: ASYNC110 - what is waited for tells nobody
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise AssertionError(f"waited {within_s:g} s for {what}") from None

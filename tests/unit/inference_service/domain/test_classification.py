@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import numpy as np
+
+from inference_service.domain.classification import classified
+
+
+def test_equal_numbers_keep_their_order_and_nan_is_last() -> None:
+    assert classified(np.array([[1.0, np.nan, 2.0, 2.0]], np.float32), 4).tolist() == [
+        [b"2.000000:2", b"2.000000:3", b"1.000000:0", b"nan:1"]
+    ]
+
+
+def test_whole_numbers_are_told_without_a_fraction() -> None:
+    assert classified(np.array([[-1, 7]], np.int64), 1).tolist() == [[b"7:1"]]
+
+
+def test_the_dimensions_of_a_row_are_one_list() -> None:
+    assert classified(np.arange(8.0).reshape(2, 2, 2), 1).tolist() == [[b"3.000000:3"], [b"7.000000:3"]]

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import pytest
+
+from inference_service.domain.statistics import Histogram, Statistics
+
+
+def test_a_value_counts_in_the_first_bucket_whose_bound_is_not_below_it() -> None:
+    histogram = Histogram([1.0, 2.0])
+    for value in (0.5, 1.0, 1.5, 2.0, 9.0):
+        histogram.observe(value)
+    assert (histogram.counts, histogram.count, histogram.sum) == ([2, 2, 1], 5, 14.0)
+
+
+def test_what_was_not_computing_was_waiting() -> None:
+    statistics = Statistics()
+    statistics.model_answered(rows=3, now_s=9.0, elapsed_s=1.0, input_s=0.25, infer_s=0.5)
+    # Two pieces of one request, computed side by side.
+    statistics.model_answered(rows=40, now_s=10.0, elapsed_s=1.0, input_s=0.5, infer_s=1.0)
+    assert (statistics.queue.count, statistics.queue.sum) == (2, pytest.approx(0.25))
+    assert (statistics.rows, statistics.last_inference_s) == (43, 10.0)
