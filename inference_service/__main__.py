@@ -16,6 +16,7 @@ from inference_service.deployment_servicer import DeploymentServicer
 from inference_service.domain.deployment import Deployment
 from inference_service.front import Front
 from inference_service.manager import DeploymentManager
+from inference_service.metrics import metrics_served
 from inference_service.models import Models
 from inference_service.open_inference_servicer import OpenInferenceServicer
 from inference_service.operations import DeploymentOperations
@@ -63,11 +64,12 @@ async def run(settings: InferenceSettings, store: ObjectStore) -> int:
         ]
 
     await health.set(False)  # until Ray is joined
-    serving = serve(settings.service.listen, register, health=health, ready=False, stop=stop)
-    async with asyncio.TaskGroup() as tasks:
-        background = tasks.create_task(front.run())
-        await serving
-        background.cancel()
+    with metrics_served(settings.metrics_listen, models):
+        serving = serve(settings.service.listen, register, health=health, ready=False, stop=stop)
+        async with asyncio.TaskGroup() as tasks:
+            background = tasks.create_task(front.run())
+            await serving
+            background.cancel()
     return front.exit_status
 
 
@@ -78,11 +80,11 @@ def main() -> None:
         ensure_bucket(settings.service.store)
         store = open_store(settings.service.store)
         probe(store)
+        # Neither asyncio.run nor sys.exit: both would wait for threads that wait for a Ray that is gone.
+        status = asyncio.new_event_loop().run_until_complete(run(settings, store))
     except (SettingsError, StoreRefused, MillraceError) as error:
         print(f"inference_service: {error}", file=sys.stderr)
         sys.exit(2)
-    # Neither asyncio.run nor sys.exit: both would wait for threads that wait for a Ray that is gone.
-    status = asyncio.new_event_loop().run_until_complete(run(settings, store))
     logging.shutdown()
     os._exit(status)
 

@@ -13,6 +13,8 @@ DEFAULT_LISTEN = "127.0.0.1:50053"
 @dataclass(frozen=True, kw_only=True)
 class InferenceSettings:
     service: ServiceSettings
+    # host:port of the metrics for Prometheus; empty: none. Whoever reaches it reads the models' names and load.
+    metrics_listen: str = ""
     # How often the logs are compared with what Ray Serve runs, in seconds.
     reconcile_every_s: float = 2.0
     # Ray is given up, and this process with it, after so many seconds in which its head's port is closed,
@@ -29,4 +31,12 @@ def settings_from(environ: Mapping[str, str]) -> InferenceSettings:
     host, _, port = service.ray_address.rpartition(":")
     if not host or not port.isdigit():
         raise SettingsError(f"RAY_ADDRESS={service.ray_address!r}: use host:port of a running Ray head")
-    return InferenceSettings(service=service)
+    return InferenceSettings(service=service, metrics_listen=_metrics_listen(environ))
+
+
+def _metrics_listen(environ: Mapping[str, str]) -> str:
+    listen = environ.get("MILLRACE_METRICS_LISTEN", "")
+    host, _, port = listen.rpartition(":")
+    if listen and not (host and port.isascii() and port.isdecimal() and int(port) <= 65535):
+        raise SettingsError(f"MILLRACE_METRICS_LISTEN={listen!r}: use host:port, or leave it out for no metrics")
+    return listen

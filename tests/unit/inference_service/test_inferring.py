@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import grpc
@@ -12,9 +13,15 @@ from inference import grpc_service_pb2 as oip
 from tests.support.grpc_kit import told
 from tests.support.inference_server import Server, ask, served, until
 
+REGION = {"shared_memory_region": {"string_param": "r"}}
+
 
 def parameters(**values: int) -> dict[str, Any]:
     return {name: {"int64_param": value} for name, value in values.items()}
+
+
+def waits(server: Server, rows: int) -> bool:
+    return [one.queued_rows for one in server.models.listed()] == [rows]
 
 
 def raw_strings(raw: bytes) -> list[str]:
@@ -34,8 +41,7 @@ def test_the_more_urgent_of_what_waits_goes_first_and_what_is_as_urgent_in_its_o
         for number, priority in enumerate([10, 0, 1, 5, 11, 2, 1], 1):
             request = ask(number, parameters=parameters(priority=priority))
             calls.append(asyncio.ensure_future(server.stub.ModelInfer(request)))
-            waiting = number
-            await until(lambda w=waiting: [one.queued_rows for one in server.models.listed()] == [w], "it waits")
+            await until(partial(waits, server, number), "it waits")
         server.model.may_work.set()
         await asyncio.gather(*calls)
         # 0 is the default, 5, and so is what is above the last level.
@@ -74,10 +80,7 @@ def test_a_timeout_of_zero_is_none() -> None:
         ({"parameters": {"priority": {"bool_param": True}}}, "parameters.priority"),
         ({"outputs": [{"name": "label", "parameters": parameters(classification=1)}]}, "outputs[0]"),
         ({"outputs": [{"name": "logits", "parameters": parameters(classification=-1)}]}, "outputs[0]"),
-        (
-            {"outputs": [{"name": "logits", "parameters": {"shared_memory_region": {"string_param": "r"}}}]},
-            "outputs[0]",
-        ),
+        ({"outputs": [{"name": "logits", "parameters": REGION}]}, "outputs[0].parameters.shared_memory_region"),
     ],
 )
 def test_a_parameter_that_makes_no_sense_is_refused_by_its_name(fields: dict[str, Any], field: str) -> None:

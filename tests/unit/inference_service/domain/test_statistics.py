@@ -17,5 +17,6 @@ def test_what_was_not_computing_was_waiting() -> None:
     statistics.model_answered(rows=3, now_s=9.0, elapsed_s=1.0, input_s=0.25, infer_s=0.5)
     # Two pieces of one request, computed side by side.
     statistics.model_answered(rows=40, now_s=10.0, elapsed_s=1.0, input_s=0.5, infer_s=1.0)
-    assert (statistics.queue.count, statistics.queue.sum) == (2, pytest.approx(0.25))
+    assert statistics.queue.count == 2
+    assert statistics.queue.sum == pytest.approx(0.25)
     assert (statistics.rows, statistics.last_inference_s) == (43, 10.0)

@@ -1,0 +1,91 @@
+"""The models' statistics for Prometheus, over HTTP: the same numbers that ModelStatistics answers with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from inference_service.domain.statistics import OK, Histogram, Statistics
+from inference_service.models import Listed, Models
+from shared.settings import SettingsError
+
+PREFIX = "millrace_inference"
+LABELS = ("model", "version")
+DURATIONS: dict[str, tuple[str, Callable[[Statistics], Histogram]]] = {
+    "request_seconds": ("answered requests, in all", lambda one: one.requests.get(OK) or Histogram()),
+    "queue_seconds": ("answered requests, without the computing", lambda one: one.queue),
+    "compute_input_seconds": ("answered requests: preprocessing", lambda one: one.computing.input),
+    "compute_infer_seconds": ("answered requests: the model", lambda one: one.computing.infer),
+    "compute_output_seconds": ("answered requests: making the answer", lambda one: one.computing.output),
+    "batch_seconds": ("batches, to a replica and back", lambda one: one.batch_round_trip),
+    "batch_rows": ("rows in a batch", lambda one: one.batch_rows),
+}
+
+
+class ModelCollector(Collector):
+    """Reads the numbers when it is asked, from any thread: nothing is counted twice, and nothing need be undone."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    def collect(self) -> Iterable[Metric]:
+        listed = list(self._models.listed())
+        requests = CounterMetricFamily(f"{PREFIX}_requests", "requests by how they ended", labels=(*LABELS, "status"))
+        # Those that no version was found for: no such model, or it is not READY.
+        for status, histogram in list(self._models.unchosen.requests.items()):
+            requests.add_metric(("", "", status), histogram.count)
+        for one in listed:
+            for status, histogram in list(one.statistics.requests.items()):
+                requests.add_metric((*_labels(one), status), histogram.count)
+        yield requests
+        for name, (text, histogram_of) in DURATIONS.items():
+            family = HistogramMetricFamily(f"{PREFIX}_{name}", text, labels=LABELS)
+            for one in listed:
+                _add(family, _labels(one), histogram_of(one.statistics))
+            yield family
+        rows = GaugeMetricFamily(f"{PREFIX}_queued_rows", "rows that wait for the model", labels=LABELS)
+        ready = GaugeMetricFamily(f"{PREFIX}_ready", "1: requests are answered", labels=LABELS)
+        for one in listed:
+            rows.add_metric(_labels(one), one.queued_rows)
+            ready.add_metric(_labels(one), int(one.answers))
+        yield rows
+        yield ready
+
+
+@contextmanager
+def metrics_served(listen: str, models: Models) -> Iterator[None]:
+    """Answers http://`listen`/metrics meanwhile; with an empty `listen`, nothing.
+
+    Raises `SettingsError` where the port cannot be had.
+    """
+    if not listen:
+        yield
+        return
+    host, _, port = listen.rpartition(":")
+    registry = CollectorRegistry()
+    registry.register(ModelCollector(models))
+    try:
+        server, thread = start_http_server(int(port), host, registry)
+    except OSError as error:
+        raise SettingsError(f"MILLRACE_METRICS_LISTEN={listen!r}: {error.strerror}; use another port") from error
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _labels(one: Listed) -> tuple[str, str]:
+    return one.deployment.model_name, one.version.number
+
+
+def _add(family: HistogramMetricFamily, labels: tuple[str, str], histogram: Histogram) -> None:
+    counts = list(accumulate(histogram.counts))
+    bounds = [*map(str, histogram.bounds), "+Inf"]
+    family.add_metric(labels, list(zip(bounds, counts, strict=True)), histogram.sum)

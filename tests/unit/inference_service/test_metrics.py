@@ -1,0 +1,96 @@
+"""What Prometheus reads, over HTTP, of a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from inference import grpc_service_pb2 as oip
+from inference_service.metrics import metrics_served
+from inference_service.models import Models
+from inference_service.settings import settings_from
+from shared.settings import SettingsError
+from tests.support.grpc_kit import told
+from tests.support.inference_server import Server, ask, served, until
+from tests.support.ports import free_ports
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+ENVIRON = {"MILLRACE_STORE": "file:///tmp/store", "RAY_ADDRESS": "127.0.0.1:6379"}
+
+
+def read(address: str) -> Samples:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name.removeprefix("millrace_inference_"), frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def labels(**more: str) -> frozenset[tuple[str, str]]:
+    return frozenset({"model": "m", "version": "1", **more}.items())
+
+
+def test_the_metrics_are_the_numbers_of_the_statistics() -> None:
+    async def scenario(server: Server) -> None:
+        address = f"127.0.0.1:{free_ports(1)[0]}"
+        await server.stub.ModelInfer(ask(1, 2, 3))
+        await server.stub.ModelInfer(ask(4))
+        await told(server.stub.ModelInfer(ask(4, parameters={"timeout": {"int64_param": -1}})))
+        await told(server.stub.ModelInfer(ask(4, model="nobody")))
+        server.model.may_work.clear()
+        calls = [asyncio.ensure_future(server.stub.ModelInfer(ask(0)))]
+        await until(lambda: server.model.at_work == 1, "the model is at work")
+        calls.append(asyncio.ensure_future(server.stub.ModelInfer(ask(0, 0))))
+        await until(lambda: sum(one.queued_rows for one in server.models.listed()) == 2, "two rows wait")
+        with metrics_served(address, server.models):
+            seen = await asyncio.to_thread(read, address)
+        (found,) = (await server.stub.ModelStatistics(oip.ModelStatisticsRequest(name="m"))).model_stats
+        server.model.may_work.set()
+        await asyncio.gather(*calls)
+        assert seen["requests_total", labels(status="OK")] == found.inference_stats.success.count == 2
+        assert seen["requests_total", labels(status="INVALID_ARGUMENT")] == found.inference_stats.fail.count == 1
+        assert seen["requests_total", labels(model="", version="", status="NOT_FOUND")] == 1
+        for name, duration in (
+            ("request_seconds", found.inference_stats.success),
+            ("queue_seconds", found.inference_stats.queue),
+            ("compute_input_seconds", found.inference_stats.compute_input),
+            ("compute_infer_seconds", found.inference_stats.compute_infer),
+            ("compute_output_seconds", found.inference_stats.compute_output),
+        ):
+            assert seen[f"{name}_count", labels()] == duration.count, name
+            assert seen[f"{name}_sum", labels()] == pytest.approx(duration.ns / 1e9, abs=1e-9), name
+        assert seen["compute_infer_seconds_bucket", labels(le="0.25")] == 0
+        assert seen["compute_infer_seconds_bucket", labels(le="0.5")] == 2
+        assert seen["batch_rows_sum", labels()] == found.inference_count == 4
+        assert seen["batch_seconds_count", labels()] == found.execution_count == 2
+        assert (seen["queued_rows", labels()], seen["ready", labels()]) == (2, 1)
+
+    served(scenario)
+
+
+def test_a_port_that_is_taken_is_told_with_its_setting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with (
+            pytest.raises(SettingsError, match="MILLRACE_METRICS_LISTEN") as refused,
+            metrics_served(address, Models()),
+        ):
+            pass
+    assert "use another port" in str(refused.value)
+
+
+def test_metrics_are_off_unless_an_address_is_set() -> None:
+    assert settings_from(ENVIRON).metrics_listen == ""
+    assert settings_from({**ENVIRON, "MILLRACE_METRICS_LISTEN": "127.0.0.1:9000"}).metrics_listen == "127.0.0.1:9000"
+
+
+@pytest.mark.parametrize("listen", ["9000", ":9000", "localhost:", "localhost:http", "localhost:70000"])
+def test_an_address_that_is_none_is_refused(listen: str) -> None:
+    with pytest.raises(SettingsError, match="MILLRACE_METRICS_LISTEN"):
+        settings_from({**ENVIRON, "MILLRACE_METRICS_LISTEN": listen})
