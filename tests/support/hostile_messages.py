@@ -44,7 +44,11 @@ def hostile(message: Message, random_: random.Random, nesting: int = 0) -> Any:
             continue
         is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
         if is_map:
-            getattr(message, field.name)[random_.choice(NAMES)] = random_.choice(NAMES)
+            values, key = getattr(message, field.name), random_.choice(NAMES)
+            if hasattr(values, "get_or_create"):  # of messages, which exist once they are looked at
+                hostile(values[key], random_, nesting + 1)
+            else:
+                values[key] = random_.choice(NAMES)
         elif field.is_repeated:
             count = random_.choice((1, 2, 2, 3, 101 if nesting < 1 else 3))
             values = getattr(message, field.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,25 @@ def test_an_image_that_does_not_decode_is_refused_alone() -> None:
         assert prepared[row].tobytes() == alone[0].tobytes()
         assert np.unique(prepared[row]).tolist() == [np.float32(shade) / np.float32(255)]
     assert not prepared[1].any()
+
+
+def jpeg_that_claims(width: int, height: int) -> bytes:
+    """A small file whose header names another size."""
+    data = io.BytesIO()
+    Image.new("RGB", (6, 6)).save(data, "JPEG")
+    small = data.getvalue()
+    size = small.index(b"\xff\xc0") + 5  # the frame's header: length, precision, then height and width
+    return small[:size] + height.to_bytes(2, "big") + width.to_bytes(2, "big") + small[size + 4 :]
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_an_image_of_a_hundred_megapixels_is_refused_before_it_is_decoded() -> None:
+    started_s = time.process_time()
+    _, refused = photos().prepare(Rows(RAW, {"photo": objects(jpeg_that_claims(10_000, 10_000), png(3))}))
+    assert [*refused] == [0]
+    assert "tensor 'photo': " in refused[0]
+    assert "10000×10000 pixels; use fewer than 100,000,000" in refused[0]
+    assert time.process_time() - started_s < 0.5  # decoding it takes more
 
 
 def test_one_row_that_is_bad_is_refused() -> None:

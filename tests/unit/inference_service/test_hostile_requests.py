@@ -1,0 +1,298 @@
+"""Whatever a request holds, it is answered or refused by a documented status that names what is wrong, and the server
+goes on."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from inference import grpc_service_pb2 as oip
+from inference_service.domain.datatypes import DATATYPES
+from inference_service.domain.deployment import State
+from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.signature import Signature, TensorSpec
+from tests.support.grpc_kit import told
+from tests.support.hostile_messages import hostile
+from tests.support.inference_server import Server, deployment, served
+
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+SIGNATURE = Signature(
+    (
+        TensorSpec("text", "BYTES", (-1,), nullable=True),
+        TensorSpec("age", "FP32", (-1,), nullable=True),
+        TensorSpec("grid", "INT64", (-1, 2, 2)),
+        TensorSpec("small", "INT8", (-1,)),
+        TensorSpec("half", "FP16", (-1,)),
+    ),
+    TensorSpec("x", "FP32", (-1, 3)),
+    (TensorSpec("logits", "FP32", (-1, 4)), TensorSpec("label", "INT64", (-1,))),
+)
+TABLE = deployment("t", SIGNATURE)
+RAW = {
+    "text": b"\1\0\0\0a\2\0\0\0bc",
+    "age": np.array([1, np.nan], "<f4").tobytes(),
+    "grid": np.arange(8, dtype="<i8").tobytes(),
+    "small": b"\1\2",
+    "half": np.array([1, 2], "<f2").tobytes(),
+}
+DOCUMENTED = {
+    grpc.StatusCode.OK,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+
+class Zeros:
+    async def forward(self, rows: Rows) -> Outputs:
+        return Outputs([np.zeros((len(rows), 4), np.float32), np.zeros(len(rows), np.int64)])
+
+
+def request() -> oip.ModelInferRequest:
+    """Two rows, one of them with a NaN, which is a number like any other."""
+    shapes = {"grid": (2, 2, 2)}
+    return oip.ModelInferRequest(
+        model_name="t",
+        inputs=[
+            {"name": spec.name, "datatype": spec.datatype, "shape": shapes.get(spec.name, (2,))}
+            for spec in SIGNATURE.raw
+        ],
+        raw_input_contents=[RAW[spec.name] for spec in SIGNATURE.raw],
+    )
+
+
+def changed(index: int, raw: bytes | None = None, **fields: Any) -> oip.ModelInferRequest:
+    """The request with some fields of one tensor replaced."""
+    made = request()
+    tensor = made.inputs[index]
+    for name, value in fields.items():
+        if name == "shape":
+            tensor.shape[:] = value
+        else:
+            setattr(tensor, name, value)
+    if raw is not None:
+        made.raw_input_contents[index] = raw
+    return made
+
+
+def typed(index: int, field: str, values: list[Any]) -> oip.ModelInferRequest:
+    """The request in typed contents, one of them with `values` in `field`; FP16 has none, so its column is not sent."""
+    made = request()
+    del made.raw_input_contents[:], made.inputs[4]
+    made.inputs[0].contents.bytes_contents.extend([b"a", b"bc"])
+    made.inputs[1].contents.fp32_contents.extend([1, 2])
+    made.inputs[2].contents.int64_contents.extend(range(8))
+    made.inputs[3].contents.int_contents.extend([1, 2])
+    made.inputs[index].contents.Clear()
+    getattr(made.inputs[index].contents, field).extend(values)
+    half = made.inputs.add(name="half", datatype="FP16", shape=[2])
+    half.contents.fp32_contents.extend([1, 2])
+    return made
+
+
+def without(index: int) -> oip.ModelInferRequest:
+    made = request()
+    del made.inputs[index], made.raw_input_contents[index]
+    return made
+
+
+def both() -> oip.ModelInferRequest:
+    made = request()
+    made.inputs[1].contents.fp32_contents.extend([1, 2])
+    return made
+
+
+def flagged(**fields: Any) -> oip.ModelInferRequest:
+    made = request()
+    tensor = {"name": "age.null", "datatype": "BOOL", "shape": [2], **fields}
+    made.inputs.add(**{name: value for name, value in tensor.items() if name != "raw"})
+    made.raw_input_contents.append(fields.get("raw", b"\0\1"))
+    return made
+
+
+# What is sent, the field that is refused, and the tensor that the error names.
+BAD: list[tuple[str, oip.ModelInferRequest, str, str]] = [
+    ("too few bytes", changed(1, raw=b"\0" * 7), "inputs[1].raw_input_contents", "'age'"),
+    ("too many bytes", changed(2, raw=b"\0" * 65), "inputs[2].raw_input_contents", "'grid'"),
+    ("no bytes", changed(3, raw=b""), "inputs[3].raw_input_contents", "'small'"),
+    ("a negative dimension", changed(1, shape=[-2]), "inputs[1].shape", "'age'"),
+    ("the free dimension of the metadata", changed(1, shape=[-1]), "inputs[1].shape", "'age'"),
+    ("the least of all dimensions", changed(1, shape=[-(2**63)]), "inputs[1].shape", "'age'"),
+    ("dimensions that overflow", changed(2, shape=[2**62, 2, 2]), "inputs[2].shape", "'grid'"),
+    ("dimensions that overflow to nothing", changed(2, shape=[2**63 - 1, 2**63 - 1, 0]), "inputs[2].shape", "'grid'"),
+    ("no dimensions", changed(1, shape=[]), "inputs[1].shape", "'age'"),
+    ("a thousand dimensions", changed(1, shape=[1] * 1000), "inputs[1].shape", "'age'"),
+    ("no rows", changed(1, shape=[0], raw=b""), "inputs[1].shape", "'age'"),
+    ("too many rows", changed(1, shape=[101], raw=b"\0" * 404), "inputs[1].shape", "'age'"),
+    ("other rows than the first tensor", changed(1, shape=[1], raw=b"\0" * 4), "inputs[1].shape", "'age'"),
+    ("an unknown datatype", changed(1, datatype="FP33"), "inputs[1].datatype", "'age'"),
+    ("a datatype in small letters", changed(1, datatype="fp32"), "inputs[1].datatype", "'age'"),
+    ("no datatype", changed(1, datatype=""), "inputs[1].datatype", "'age'"),
+    ("another datatype", changed(1, datatype="FP64"), "inputs[1].datatype", "'age'"),
+    ("a wrong name", changed(1, name="ages"), "inputs[1].name", "'age'"),
+    ("no name", changed(1, name=""), "inputs[1].name", "'age'"),
+    ("a name of a megabyte", changed(1, name="x" * 2**20), "inputs[1].name", "'age'"),
+    ("a name twice", changed(2, name="age"), "inputs[2].name", "'age'"),
+    ("a missing input", without(2), "inputs", "'grid'"),
+    ("no inputs", oip.ModelInferRequest(model_name="t"), "inputs", "'text'"),
+    ("raw contents without inputs", oip.ModelInferRequest(model_name="t", raw_input_contents=[b""]), "raw_input", ""),
+    ("both contents", both(), "inputs[1].contents", "'age'"),
+    ("a string that reaches beyond the end", changed(0, raw=b"\xff\xff\xff\xffa"), "inputs[0].raw_input", "'text'"),
+    ("a string whose length is cut", changed(0, raw=b"\1\0\0\0a\1\0"), "inputs[0].raw_input", "'text'"),
+    ("too few strings", changed(0, raw=b"\1\0\0\0a"), "inputs[0].raw_input", "'text'"),
+    ("too many strings", changed(0, raw=b"\0\0\0\0" * 3), "inputs[0].raw_input", "'text'"),
+    ("typed contents of another kind", typed(1, "fp64_contents", [1, 2]), "inputs[1].contents", "'age'"),
+    ("too few typed numbers", typed(1, "fp32_contents", [1]), "inputs[1].contents.fp32_contents", "'age'"),
+    ("a typed number beyond its type", typed(3, "int_contents", [1, 128]), "inputs[3].contents.int", "'small'"),
+    ("typed numbers for a type that has none", typed(1, "fp32_contents", [1, 2]), "inputs[4].contents", "'half'"),
+    ("flags of nulls of another type", flagged(datatype="UINT8"), "inputs[5].datatype", "'age.null'"),
+    ("a flag that is neither 0 nor 1", flagged(raw=b"\0\2"), "inputs[5].raw_input_contents", "'age.null'"),
+    ("flags of a tensor that has no nulls", flagged(name="grid.null"), "inputs[5].name", "'grid'"),
+    (
+        "an output that there is not",
+        oip.ModelInferRequest(model_name="t", outputs=[{"name": "y"}]),
+        "outputs[0]",
+        "'y'",
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_fault_of_ours(caplog: pytest.LogCaptureFixture) -> Any:
+    with caplog.at_level(logging.ERROR):
+        yield
+    assert "unexpected exception" not in caplog.text
+
+
+async def still_serves(server: Server) -> None:
+    assert len((await server.stub.ModelInfer(request())).outputs) == 2
+    assert sum(one.queued_rows for one in server.models.listed()) == 0
+
+
+def test_every_malformed_tensor_is_refused_by_its_name_and_field() -> None:
+    async def scenario(server: Server) -> None:
+        await still_serves(server)
+        for what, bad, field, tensor in BAD:
+            refusal = await told(server.stub.ModelInfer(bad))
+            assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT, what
+            assert refusal.violations[0][0].startswith(field), what
+            assert tensor in refusal.message, what
+            assert len(refusal.message) < 1500, what
+        await still_serves(server)
+
+    served(scenario, TABLE, model=Zeros())
+
+
+def test_a_model_that_is_unknown_or_not_ready_is_refused_by_its_state() -> None:
+    async def scenario(server: Server) -> None:
+        loading = deployment("loading", signature=None, state=State.LOADING)
+        lost = deployment("lost", SIGNATURE)  # READY, and its replicas are not back yet
+        failed = deployment("failed", signature=None, state=State.FAILED, error={"message": "no weights"})
+        server.models.replace([TABLE, loading, failed, deployment("going", state=State.DELETING), lost])
+        for name, code in (
+            ("loading", grpc.StatusCode.UNAVAILABLE),
+            ("failed", grpc.StatusCode.FAILED_PRECONDITION),
+            ("going", grpc.StatusCode.UNAVAILABLE),
+            ("lost", grpc.StatusCode.UNAVAILABLE),
+            ("x" * 2**20, grpc.StatusCode.NOT_FOUND),
+            ("deployments/t", grpc.StatusCode.NOT_FOUND),
+            ("", grpc.StatusCode.INVALID_ARGUMENT),
+        ):
+            bad = request()
+            bad.model_name = name
+            assert (await told(server.stub.ModelInfer(bad))).code is code, name[:20]
+        await still_serves(server)
+
+    served(scenario, TABLE, model=Zeros())
+
+
+def test_a_message_over_the_limit_and_a_flood_of_metadata_are_refused_and_the_server_goes_on() -> None:
+    async def scenario(server: Server) -> None:
+        large = changed(1, raw=b"\0" * (65 * 2**20))
+        assert (await told(server.stub.ModelInfer(large))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        flood = tuple((f"x-{number}", "y" * 1000) for number in range(200))
+        refusal = await told(server.stub.ModelInfer(request(), metadata=flood))
+        assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await still_serves(server)
+
+    served(scenario, TABLE, model=Zeros())
+
+
+async def outcome(call: Any) -> grpc.StatusCode:
+    """Fails where a refusal does not say what it refuses."""
+    code: grpc.StatusCode = await call.code()
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        refusal = await told(call)
+        assert refusal.violations or refusal.info.reason == "MALFORMED_MESSAGE", refusal
+    return code
+
+
+def mutated(random_: random.Random) -> oip.ModelInferRequest:
+    """A good request with some things wrong."""
+    made = request()
+    for _ in range(random_.choice((1, 1, 2, 3))):
+        if not made.inputs:
+            break
+        index = random_.randrange(len(made.inputs))
+        tensor = made.inputs[index]
+        raw = made.raw_input_contents
+        match random_.randrange(8):
+            case 0:
+                tensor.shape[:] = [
+                    random_.choice((-1, 0, 1, 2, 3, 2**31, 2**63 - 1)) for _ in range(random_.randrange(5))
+                ]
+            case 1:
+                tensor.datatype = random_.choice((*DATATYPES, "", "FP8", "bool"))
+            case 2 if index < len(raw):
+                raw[index] = random_.randbytes(random_.choice((0, 1, 4, 8, len(raw[index]), 1000)))
+            case 3:
+                tensor.name = random_.choice(("text", "age", "grid", "x", "text.null", "age.null", "small.null", "y"))
+            case 4 if index < len(raw):
+                del made.inputs[index], raw[index]
+            case 5:
+                hostile(tensor.contents, random_)
+            case 6:
+                hostile(made.parameters[random_.choice(("priority", "timeout", "mine"))], random_)
+            case _:
+                output = made.outputs.add(name=random_.choice(("logits", "label", "y")))
+                hostile(output.parameters["classification"], random_)
+    return made
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_is_wrong_with_a_request_it_is_answered_or_refused_as_documented(seed: int) -> None:
+    async def scenario(server: Server) -> None:
+        random_ = random.Random(seed)
+        seen = set()
+        for _ in range(800):
+            code = await outcome(server.stub.ModelInfer(mutated(random_), timeout=30))
+            assert code in DOCUMENTED
+            seen.add(code)
+            anything = hostile(oip.ModelInferRequest(), random_)
+            if random_.random() < 0.9:
+                anything.model_name = "t"
+            assert await outcome(server.stub.ModelInfer(anything, timeout=30)) in DOCUMENTED
+        assert {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT} <= seen
+        await still_serves(server)
+
+    served(scenario, TABLE, model=Zeros())
+
+
+def test_whatever_bytes_come_they_are_answered_or_refused_as_documented() -> None:
+    async def scenario(server: Server) -> None:
+        random_ = random.Random(7)
+        call = server.kit.raw.unary_unary(INFER)
+        for _ in range(300):
+            data = bytearray(request().SerializeToString())
+            for _ in range(random_.choice((1, 2, 8))):
+                data[random_.randrange(len(data))] = random_.randrange(256)
+            cut = bytes(data[: random_.randrange(len(data))]) if random_.random() < 0.2 else bytes(data)
+            assert await outcome(call(cut, timeout=30)) in DOCUMENTED
+        await still_serves(server)
+
+    served(scenario, TABLE, model=Zeros())
