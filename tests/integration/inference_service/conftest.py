@@ -16,6 +16,7 @@ from shared.storage import ObjectStore, open_store
 from shared.storage.opening import ensure_bucket
 from tests.integration.inference_service.checkpoints import Written, write
 from tests.integration.inference_service.client import Client, environment
+from tests.support.ports import free_ports
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.s3_server import S3Server
 from tests.support.service_process import ServiceProcess, running_service
@@ -23,13 +24,14 @@ from tests.support.service_process import ServiceProcess, running_service
 
 @dataclass(frozen=True)
 class Stack:
-    """A service, alone with Ray and a store that holds one checkpoint."""
+    """A service, alone with Ray and a store that holds one checkpoint. `metrics` is where Prometheus reads."""
 
     head: RayHead
     store: ObjectStore
     service: ServiceProcess
     client: Client
     checkpoint: Written
+    metrics: str
 
 
 @pytest.fixture(scope="package")
@@ -59,11 +61,13 @@ def s3_stack(inference_ray: RayHead, s3_server: S3Server, tmp_path_factory: pyte
 def running_stack(head: RayHead, settings: StoreSettings, folder: Path) -> Iterator[Stack]:
     store = open_store(settings)
     checkpoint = write(store)
+    metrics = f"127.0.0.1:{free_ports(1)[0]}"
+    environ = {**environment(settings, head.address), "MILLRACE_METRICS_LISTEN": metrics}
     with (
-        running_service("inference_service", environment(settings, head.address), folder / "service.log") as service,
+        running_service("inference_service", environ, folder / "service.log") as service,
         Client(service.address) as client,
     ):
-        yield Stack(head, store, service, client, checkpoint)
+        yield Stack(head, store, service, client, checkpoint, metrics)
 
 
 @pytest.fixture(scope="package")

@@ -59,7 +59,12 @@ def test_tritonclient_sees_a_ready_server_and_model(triton: dict[str, Any]) -> N
 
 def test_tritonclient_reads_server_and_model_metadata(triton: dict[str, Any]) -> None:
     assert triton["server"]["name"] == "millrace"
-    assert triton["server"].get("extensions", []) == []
+    assert triton["server"]["extensions"] == [
+        "classification",
+        "model_configuration",
+        "schedule_policy",
+        "statistics",
+    ]
     assert triton["model"]["name"] == "digits"
     assert triton["model"]["versions"] == ["1"]
     assert triton["model"]["inputs"] == [{"name": "image", "datatype": "UINT8", "shape": ["-1", "28", "28"]}]
