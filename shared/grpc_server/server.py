@@ -22,6 +22,10 @@ MAX_CONCURRENT_CALLS = 2048
 # Blocking calls of the object store run in threads; each waits mostly for the network.
 BLOCKING_THREADS = 32
 GRACE_S = 5.0
+# A client whose machine or network is gone says nothing: it is asked so often, and given up when it does not answer.
+# Otherwise its streams would be held for hours.
+KEEPALIVE_EVERY_S = 60.0
+KEEPALIVE_WITHIN_S = 60.0
 
 
 class Health:
@@ -63,6 +67,9 @@ async def serve(
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.keepalive_time_ms", round(KEEPALIVE_EVERY_S * 1000)),
+            # Not grpc.keepalive_timeout_ms: a peer whose kernel still acknowledges is given up by this one alone.
+            ("grpc.http2.ping_timeout_ms", round(KEEPALIVE_WITHIN_S * 1000)),
             # Two services by mistake on one port would each get half of the calls.
             ("grpc.so_reuseport", 0),
         ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from grpc import aio
 
 from inference import grpc_service_pb2 as oip
 from inference_service.streaming import in_order
+from shared.grpc_server import server as grpc_server
 from tests.support.grpc_kit import everything, told
 from tests.support.inference_server import Server, ask, served, until
 
@@ -140,6 +143,33 @@ def test_a_thousand_streams_whose_client_leaves_cost_nothing_lasting() -> None:
         assert (being_read(), waiting(server), server.model.at_work) == (0, 0, 0)
         server.model.may_work.set()
         assert (await everything(server.stub.ModelStreamInfer(iter([ask(1, id="a")]))))[0].infer_response.id == "a"
+
+    served(scenario)
+
+
+HANGING_CLIENT = """
+import sys, time
+import grpc
+channel = grpc.insecure_channel(sys.argv[1])
+stream = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(iter(lambda: time.sleep(3600), 0))
+time.sleep(3600)
+"""
+
+
+def test_the_stream_of_a_client_that_no_longer_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "KEEPALIVE_EVERY_S", 1.0)
+    monkeypatch.setattr(grpc_server, "KEEPALIVE_WITHIN_S", 1.0)
+
+    async def scenario(server: Server) -> None:
+        client = await asyncio.create_subprocess_exec(sys.executable, "-c", HANGING_CLIENT, server.kit.address)
+        try:
+            await until(lambda: being_read() == 1, "its stream is open")
+            # Its kernel still answers for it, as that of a machine behind a proxy would; it itself does not.
+            client.send_signal(signal.SIGSTOP)
+            await until(lambda: being_read() == 0, "its stream is given up")
+        finally:
+            client.kill()
+            await client.wait()
 
     served(scenario)
 
