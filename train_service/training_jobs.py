@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shared import names, paging
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, resolve
-from shared.checkpoint import users as checkpoint_users
 from shared.dataset_version import load_version
-from shared.dataset_version.users import using
 from shared.errors import AlreadyExists, FailedPrecondition, NotFound, OutOfRange, already_exists
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.requests import claimed
@@ -24,6 +20,7 @@ from train_service.domain import spec_rules
 from train_service.domain.spec import TrainingSpec
 from train_service.events import Event, EventLog
 from train_service.fine_tuning import FIELD, check_fits, check_name
+from train_service.inputs import using_inputs
 from train_service.lifecycle import Deletions
 from train_service.model_check import check_model
 from train_service.reporting import TRAIN_KIND
@@ -61,7 +58,7 @@ class TrainingJobs:
         """The job is durable when this returns. Raises what the RPC's comment says; `digest` is the body's."""
         names.check_id("training_job_id", job_id)
         request_id = names.check_request_id("request_id", request_id)
-        spec = self._checked(spec)
+        spec = self.checked(spec)
         now = time.time()
         job = JobRecord(
             uid=uuid.uuid4().hex,
@@ -79,7 +76,7 @@ class TrainingJobs:
             return JobView(job, {}, [])
         with claimed(self._store, TRAIN_KIND, request_id, digest, job.name) as claim:
             first = self._made_by(request_id, claim.name) if claim.repeated else None
-            return self._view(first or self._make(job, spec))
+            return self._view(first or self.make(job, spec))
 
     def warm_up(self) -> None:
         """Imports what the first `create` needs, ahead of it."""
@@ -91,6 +88,9 @@ class TrainingJobs:
     def get(self, name: str) -> JobView:
         names.parse("name", name, PATTERN)
         return self._view(self._jobs.get(name, name))
+
+    def exists(self, name: str) -> bool:
+        return self._jobs.find(name) is not None
 
     def page(self, page_size: int, page_token: str) -> tuple[list[JobView], str]:
         ids, token = paging.page(self._store.folders(COLLECTION), page_size, page_token)
@@ -123,7 +123,7 @@ class TrainingJobs:
             spec = replace(spec, initial_checkpoint="")  # it goes on from its own
         try:
             # What a job stands on may be deleted once it is over; from here on it may not again.
-            with self._using(job, spec):
+            with using_inputs(self._store, TRAIN_KIND, job, spec):
                 return self._view(self._jobs.resume(name, name, etag))
         except NotFound as error:
             raise FailedPrecondition(
@@ -154,7 +154,8 @@ class TrainingJobs:
                 fields=[("after_sequence", f"use 0 to {last}")],
             )
 
-    def _checked(self, spec: TrainingSpec) -> TrainingSpec:
+    def checked(self, spec: TrainingSpec) -> TrainingSpec:
+        """With defaults that depend on the version. Raises what `CreateTrainingJob` says of a spec."""
         names.parse("spec.dataset_version", spec.dataset_version, "datasets/{d}/versions/{v}")
         spec_rules.check(spec)
         version = load_version(self._store, spec.dataset_version)
@@ -173,27 +174,16 @@ class TrainingJobs:
         check_fits(self._store, entry, spec.model)
         return replace(spec, initial_checkpoint=entry.name)
 
-    def _make(self, job: JobRecord, spec: TrainingSpec) -> JobRecord:
+    def make(self, job: JobRecord, spec: TrainingSpec) -> JobRecord:
+        """Makes a job durable whose `spec` was checked. The same record again gives the job that there is."""
         try:
-            with self._using(job, spec):
+            with using_inputs(self._store, TRAIN_KIND, job, spec):
                 return self._jobs.create(job.name, job)
         except AlreadyExists:
             # The same request, sent twice at once, may have made it in between.
             if there := self._made_by(job.spec["request_id"], job.name):
                 return there
             raise
-
-    @contextlib.contextmanager
-    def _using(self, job: JobRecord, spec: TrainingSpec) -> Iterator[None]:
-        """Marks what it reads while it is made."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(using(self._store, spec.dataset_version, TRAIN_KIND, job.uid, job.name))
-            if spec.initial_checkpoint:
-                mark = checkpoint_users.using(
-                    self._store, FIELD, spec.initial_checkpoint, TRAIN_KIND, job.uid, job.name
-                )
-                stack.enter_context(mark)
-            yield
 
     def _made_by(self, request_id: str, name: str) -> JobRecord | None:
         """The job of that name if this request made it; somebody else's is not the answer to it."""
