@@ -24,6 +24,10 @@ class Steering(Callback):
         self._ended: dict[int, int] = {}
         self._lost: list[int] = []
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Tune writes its callbacks down, for a restoration that we do without.
+        return Callback, ()
+
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
         self._started.append(trial.config["trial"])
 
