@@ -10,7 +10,8 @@ from millrace.train.v1 import resources_pb2, sweep_pb2, train_service_pb2_grpc
 from millrace.train.v1 import train_service_pb2 as pb
 from tests.support.grpc_answers import abort, status
 
-Sweep, Job = sweep_pb2.Sweep, resources_pb2.TrainingJob
+Sweep = sweep_pb2.Sweep
+Job = resources_pb2.TrainingJob
 RATE = "optimizer.learning_rate"
 
 

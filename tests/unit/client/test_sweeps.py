@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from google.protobuf import json_format
-from google.protobuf.struct_pb2 import Value
+from google.protobuf.struct_pb2 import NULL_VALUE, Value
 
 import millrace_client as mc
 from millrace.train.v1 import resources_pb2, sweep_pb2, train_service_pb2_grpc
@@ -149,5 +149,5 @@ def test_a_specification_is_written_in_few_words() -> None:
     assert spec.base == base
     assert not spec.HasField("num_samples")
     assert spec.parameters["seed"].integers == sweep_pb2.IntegerRange(low=1, high=3)
-    assert list(spec.parameters["loss.name"].choice.values) == [Value(string_value="mse"), Value(null_value=0)]
+    assert list(spec.parameters["loss.name"].choice.values) == [Value(string_value="mse"), Value(null_value=NULL_VALUE)]
     assert spec.asha.max_t == 7
