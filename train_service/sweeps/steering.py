@@ -43,7 +43,7 @@ class Steering(Callback):
     def on_step_end(self, iteration: int, trials: list[Any], **_: Any) -> None:
         """Raises `Unavailable` where a follower was lost: the next attempt follows all trials again."""
         while self._started:
-            number = self._started.pop()
+            number = self._started.pop(0)
             patient(partial(self._trials.make, number), "a trial")
             # Whoever cancels says so first and looks for trials then; here it is the other way round.
             patient(lambda: self._context.raise_if_stopped(fresh=True), "the sweep's state")

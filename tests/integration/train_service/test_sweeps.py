@@ -13,7 +13,7 @@ from shared.checkpoint import resolve
 from tests.support import sweeps
 from tests.support.refusals import refused
 from tests.support.sweeps import grid, sweep_spec
-from tests.support.training import State, TrainClient, TrainStack, digits_spec
+from tests.support.training import CREATED_WITHIN_S, State, TrainClient, TrainStack, digits_spec
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(600)
@@ -57,7 +57,12 @@ def test_a_cancelled_sweep_ends_its_trials_and_a_deleted_one_takes_them_away(fil
     # For as many workers there is no room: the trials wait.
     base = digits_spec(num_workers=30, lanes=60, global_batch_size=300)
     made = sweeps.create(client, sweep_spec(base, {"seed": grid(1, 2, 3)}, max_concurrent_trials=2))
-    wait_until(lambda: sweeps.get(client, made.name).trials[1].state, "two trials", within_s=120)
+    wait_until(
+        lambda: all(trial.state for trial in sweeps.get(client, made.name).trials[:2]),
+        "two trials",
+        within_s=CREATED_WITHIN_S,
+        interval_s=0.2,
+    )
     delete = pb.DeleteSweepRequest(name=made.name)
     at_work = refused(lambda: client.rpc.DeleteSweep(delete, timeout=30))
 
