@@ -242,7 +242,8 @@ class TrainServiceServicer:
         Fails with INVALID_ARGUMENT (a field is malformed: no such parameter, an empty or reversed domain, too many trials, a
         metric that no trial reports; or a trial would be refused as CreateTrainingJob refuses), NOT_FOUND (the version, or
         the initial checkpoint), FAILED_PRECONDITION (the version is not ACTIVE; the cluster can never hold the fewest
-        workers of a trial) and ALREADY_EXISTS (the id is taken, a training job has the name of a trial, or `request_id` was used with another body).
+        workers of a trial) and ALREADY_EXISTS (the id is taken, a training job has the name of a trial, or `request_id` was
+        used with another body).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
