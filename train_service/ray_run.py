@@ -70,7 +70,7 @@ class RayRun(TorchTrainer):
                 label_selector=selector(),
             ),
             run_config=RunConfig(
-                name=f"attempt-{config.attempt:05d}",
+                name=f"{config.job_name.rpartition('/')[2]}-attempt-{config.attempt:05d}",
                 storage_path=str(self._folder),
                 # Both kinds of failure end the attempt; by default it would try to start its workers for ever.
                 failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
