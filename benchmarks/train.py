@@ -140,11 +140,13 @@ def _recovery(folder: Path, pairs: int) -> dict[str, Any]:
         _driven_head() as head,
     ):
         seconds = [(train_recovery.ours(place), train_recovery.plain_ray_train(witness, head)) for _ in range(pairs)]
-    ours, plain = zip(*seconds, strict=True)
+    ours, plain = [one for one, _ in seconds], [other for _, other in seconds]
+    totals = [one["first_step"] for one in ours]
     return {
-        "recovery_vs_ray_train": round(statistics.median(ours) / statistics.median(plain), 3),
-        "recovery_s": round(statistics.median(ours), 2),
-        "recovery_s_range": [round(min(ours), 2), round(max(ours), 2)],
+        "recovery_vs_ray_train": round(statistics.median(totals) / statistics.median(plain), 3),
+        "recovery_s": round(statistics.median(totals), 2),
+        "recovery_s_range": [round(min(totals), 2), round(max(totals), 2)],
+        "recovery_reached_after_s": {name: round(statistics.median(one[name] for one in ours), 2) for name in ours[0]},
         "ray_train_recovery_s": round(statistics.median(plain), 2),
         "ray_train_recovery_s_range": [round(min(plain), 2), round(max(plain), 2)],
     }

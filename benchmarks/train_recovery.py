@@ -28,19 +28,31 @@ from tests.support.waiting import wait_until
 from tests.support.witnessed import BATCH, ROWS, WORKER, WitnessedStack, numbered_digits, witnessed_spec
 
 WORKERS, CHECKPOINT_EVERY = 2, 10
-# As after the start of any run: what a contender prepares for its next restart is there by then.
-STRIKE_AFTER_S = 20.0
+# Long runs are meant: what a contender prepares for its next restart is there by then.
+STRIKE_AFTER_S = 45.0
 STEPS = 100_000
 WITHIN_S = 300.0
 
 
-def ours(place: WitnessedStack) -> float:
+def ours(place: WitnessedStack) -> dict[str, float]:
+    """Seconds from the blow to `noticed`, `next_attempt_begun`, `resumed` (the weights are loaded) and `first_step`."""
     client = place.stack.client
     job = client.create(witnessed_spec(epochs=5000, workers=WORKERS, checkpoint_every_steps=CHECKPOINT_EVERY)).name
-    seconds = _recovery(place.witness, lambda: _kill_worker(place.head))
+    struck, first_step = _recovery(place.witness, lambda: _kill_worker(place.head))
+    records = [json.loads(place.stack.store.get(info.key)) for info in place.stack.store.list(f"{job}/log")]
+    states = [record["state"] for record in sorted(records, key=lambda record: int(record["number"]))]
+    watch = client.watch(job)
+    resumed = watch.until("attempt_started", lambda event: event.attempt == 2).time.ToNanoseconds() / 1e9
+    watch.cancel()
     client.cancel(job)
     client.finished(job)
-    return seconds
+    moments = {
+        "noticed": next(one["update_time"] for one in states if one["state"] == "RECOVERING"),
+        "next_attempt_begun": next(one["update_time"] for one in states if one["attempt"] == 2),
+        "resumed": resumed,
+        "first_step": first_step,
+    }
+    return {name: moment - struck for name, moment in moments.items()}
 
 
 def plain_ray_train(witness: Path, head: RayHead) -> float:
@@ -54,14 +66,15 @@ def plain_ray_train(witness: Path, head: RayHead) -> float:
             run_config=RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=1)),
         )
         fit = pool.submit(trainer.fit)
-        seconds = _recovery(witness, lambda: _kill_worker(head))
+        struck, first_step = _recovery(witness, lambda: _kill_worker(head))
         Path(folder, "stop").touch()
         fit.result()
-        return seconds
+        return first_step - struck
 
 
-def _recovery(witness: Path, strike: Callable[[], None]) -> float:
-    """Waits for the steps of new processes, strikes in the middle of them, and waits for new processes again."""
+def _recovery(witness: Path, strike: Callable[[], None]) -> tuple[float, float]:
+    """Waits for the steps of new processes, strikes in the middle of them, and waits for new processes again. When it
+    struck, and when the first of these took its first step."""
     before = set(witness.iterdir())
     wait_until(lambda: _first_step(witness, before) > 0, "the first step", WITHIN_S)
     time.sleep(STRIKE_AFTER_S)
@@ -69,7 +82,7 @@ def _recovery(witness: Path, strike: Callable[[], None]) -> float:
     struck = time.time()
     strike()
     wait_until(lambda: _first_step(witness, before) > 0, "the first step after the blow", WITHIN_S)
-    return _first_step(witness, before) - struck
+    return struck, _first_step(witness, before)
 
 
 def _first_step(witness: Path, before: set[Path]) -> float:

@@ -30,13 +30,14 @@ from train_service.domain.sizing import ACCELERATOR
 from train_service.domain.spec import Placement
 from train_service.loop import LoopConfig, train_loop
 from train_service.placement import Size, selector
+from train_service.warm_workers import RUNTIME_ENV
 
 # How often it looks after its workers; Ray's own 2 s are a tenth of a restart.
 POLL_EVERY_S = 0.25
 # The room was there a moment ago: whoever has it now keeps it for longer than that.
 ROOM_WITHIN_S = 20.0
-# Ray hands these on to its workers as an environment of their own, and a worker with one cannot take a process that
-# waits for work: so they are set while the controller is made, and not longer.
+# Ray hands these on to its workers as part of their environment, and one takes a process that waits only where both
+# have the same: so they are set while the controller is made, and not longer.
 WHILE_MADE = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0"}
 # Of this process alone: how long workers may take to leave their group, and no advice on blocking calls.
 OF_THE_ATTEMPT = {
@@ -72,6 +73,8 @@ class RayRun(TorchTrainer):
             run_config=RunConfig(
                 name=f"{config.job_name.rpartition('/')[2]}-attempt-{config.attempt:05d}",
                 storage_path=str(self._folder),
+                # By it they take processes that wait for them. For the first attempt's there are none but Ray's own.
+                worker_runtime_env=RUNTIME_ENV if config.attempt > 1 else None,
                 # Both kinds of failure end the attempt; by default it would try to start its workers for ever.
                 failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
             ),

@@ -32,6 +32,8 @@ ORPHAN_AFTER_S = 300.0
 # So many looks in a row must find no actor before an attempt is taken for lost: another reconciler, which overlaps with
 # this one, may be about to start it.
 LOOKS_BEFORE_LOST = 2
+# What an attempt takes to start, and a little more.
+REST_BESIDE_WORK_S = 20.0
 
 
 class Reconciler:
@@ -180,9 +182,8 @@ def run_reconciler(
     """
     nudged = end_with_parent()
     ray.init(address=settings.ray_address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-    reconciler = Reconciler(
-        settings, kind, entry, Spare(kind, prepare) if prepare else None, lacks, lost, spare_beside_work
-    )
+    spare = Spare(kind, prepare, REST_BESIDE_WORK_S if spare_beside_work else 0.0) if prepare else None
+    reconciler = Reconciler(settings, kind, entry, spare, lacks, lost, spare_beside_work)
     logger.info("reconciling %s jobs on Ray at %s", kind, settings.ray_address)
     own_node = ray.get_runtime_context().get_node_id()
     while True:
