@@ -11,8 +11,8 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ from tests.support.waiting import wait_until
 from tests.support.witnessed import BATCH, ROWS, WORKER, WitnessedStack, numbered_digits, witnessed_spec
 
 WORKERS, CHECKPOINT_EVERY = 2, 10
-# Long runs are meant: what a contender prepares for its next restart is there by then.
+# Long runs are meant: struck is one that has trained for so long, and whose idle processes have nothing more to do.
 STRIKE_AFTER_S = 45.0
+AT_REST_FOR_S, AT_REST_CPU_S = 15.0, 0.5
 STEPS = 100_000
 WITHIN_S = 300.0
 
@@ -38,7 +39,7 @@ def ours(place: WitnessedStack) -> dict[str, float]:
     """Seconds from the blow to `noticed`, `next_attempt_begun`, `resumed` (the weights are loaded) and `first_step`."""
     client = place.stack.client
     job = client.create(witnessed_spec(epochs=5000, workers=WORKERS, checkpoint_every_steps=CHECKPOINT_EVERY)).name
-    struck, first_step = _recovery(place.witness, lambda: _kill_worker(place.head))
+    struck, first_step = _recovery(place.witness, place.head)
     records = [json.loads(place.stack.store.get(info.key)) for info in place.stack.store.list(f"{job}/log")]
     states = [record["state"] for record in sorted(records, key=lambda record: int(record["number"]))]
     watch = client.watch(job)
@@ -66,21 +67,23 @@ def plain_ray_train(witness: Path, head: RayHead) -> float:
             run_config=RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=1)),
         )
         fit = pool.submit(trainer.fit)
-        struck, first_step = _recovery(witness, lambda: _kill_worker(head))
+        struck, first_step = _recovery(witness, head)
         Path(folder, "stop").touch()
         fit.result()
         return first_step - struck
 
 
-def _recovery(witness: Path, strike: Callable[[], None]) -> tuple[float, float]:
+def _recovery(witness: Path, head: RayHead) -> tuple[float, float]:
     """Waits for the steps of new processes, strikes in the middle of them, and waits for new processes again. When it
     struck, and when the first of these took its first step."""
     before = set(witness.iterdir())
     wait_until(lambda: _first_step(witness, before) > 0, "the first step", WITHIN_S)
     time.sleep(STRIKE_AFTER_S)
+    while _cpu_s_of_idle(head, AT_REST_FOR_S) > AT_REST_CPU_S:
+        pass
     before = set(witness.iterdir())
     struck = time.time()
-    strike()
+    os.kill(max(head.processes(WORKER)), signal.SIGKILL)
     wait_until(lambda: _first_step(witness, before) > 0, "the first step after the blow", WITHIN_S)
     return struck, _first_step(witness, before)
 
@@ -91,8 +94,21 @@ def _first_step(witness: Path, before: set[Path]) -> float:
     return min((json.loads(text.splitlines()[0])["time"] for text in texts if "\n" in text), default=0.0)
 
 
-def _kill_worker(head: RayHead) -> None:
-    os.kill(max(head.processes(WORKER)), signal.SIGKILL)
+def _cpu_s_of_idle(head: RayHead, within_s: float) -> float:
+    """Seconds of a processor that the processes which wait for work take for themselves."""
+
+    def ticks() -> int:
+        total = 0
+        for pid in idle:
+            with suppress(OSError):  # one that Ray has ended
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                total += int(fields[11]) + int(fields[12])
+        return total
+
+    idle = head.processes("ray::IDLE")
+    before = ticks()
+    time.sleep(within_s)
+    return (ticks() - before) / os.sysconf("SC_CLK_TCK")
 
 
 def _loop(config: dict[str, Any]) -> None:
