@@ -33,6 +33,8 @@ ORPHAN_AFTER_S = 300.0
 # So many looks in a row must find no actor before an attempt is taken for lost: another reconciler, which overlaps with
 # this one, may be about to start it.
 LOOKS_BEFORE_LOST = 2
+# What an attempt takes to start, and a little more.
+REST_BESIDE_WORK_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,8 @@ class Reconciler:
         self._settings = settings.store
         self._kind = kind
         self._jobs = Jobs(self._store, kind.name)
-        self._spare = Spare(kind.name, kind.prepare) if kind.prepare else None
+        rest_s = REST_BESIDE_WORK_S if kind.spare_beside_work else 0.0
+        self._spare = Spare(kind.name, kind.prepare, rest_s) if kind.prepare else None
         # By uid: when a marker without its job was first seen, and how often an attempt had no actor.
         self._orphans: dict[str, float] = {}
         self._missing: Counter[str] = Counter()
