@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import time
 from collections.abc import Callable
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 # NVML averages over about as long.
 UTILIZATION_EVERY_S = 1.0
@@ -22,7 +25,8 @@ class GpuMeter:
         self._device = device
         self._memory = memory or torch.cuda.max_memory_allocated
         self._utilization = utilization or _nvml()
-        self._share, self._read_at = 0.0, 0.0
+        self._share: float | None = None
+        self._read_at = 0.0
 
     def values(self) -> dict[str, float]:
         """`gpu_memory_bytes`, and `gpu_utilization`, 0..1, where NVML is there; nothing of a CPU."""
@@ -32,9 +36,19 @@ class GpuMeter:
         if self._utilization is not None:
             now = time.monotonic()
             if not self._read_at or now - self._read_at >= UTILIZATION_EVERY_S:
-                self._share, self._read_at = self._utilization(self._device) / 100.0, now
-            values["gpu_utilization"] = self._share
+                self._share, self._read_at = self._read(self._utilization), now
+            if self._share is not None:
+                values["gpu_utilization"] = self._share
         return values
+
+    def _read(self, utilization: Read) -> float | None:
+        """None where NVML does not tell, as of a part of a GPU: a run does not end for that."""
+        try:
+            return utilization(self._device) / 100.0
+        except Exception as error:
+            logger.warning("the utilization of %s cannot be read and is left out: %s", self._device, error)
+            self._utilization = None
+            return None
 
 
 def _nvml() -> Read | None:

@@ -54,7 +54,7 @@ class RayRun(TorchTrainer):
         os.environ.update(OF_THE_ATTEMPT)
         placement = config.spec.placement
         # Ray insists on a folder for its own notes. Ours are in the store, and it need not know of that.
-        self._folder = Path(tempfile.gettempdir()) / f"millrace-ray-train-{os.getpid()}"
+        self._folder = Path(tempfile.mkdtemp(prefix="millrace-ray-train-"))
         super().__init__(
             work,
             train_loop_config={"loop": config},

@@ -27,7 +27,7 @@ from train_service.patience import patient
 from train_service.placement import size_now
 from train_service.pulses import Heard, Pulses
 from train_service.reporting import GO_ON, PREEMPT, RESIZE
-from train_service.warm_workers import KEPT_FOR_S, start_warm_workers
+from train_service.warm_workers import start_warm_workers
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +62,9 @@ class Supervision:
         self._began = time.monotonic()
         self._looked_for_room = 0.0
         self._room_since: float | None = None
-        self._may_warm = warm_workers(os.environ)
+        # Trials are many and short; a local attempt has no workers.
+        self._may_warm = warm_workers(os.environ) and not spec.local and "trial" not in context.job.spec
         self._training_since: float | None = None
-        self._warmed_at: float | None = None
         # What the ranks were asked to stop for; see `reporting`.
         self._asked = GO_ON
         self.cause: MillraceError | None = None
@@ -180,10 +180,10 @@ class Supervision:
         if not self._may_warm or len(ranks) < self._workers or not self._pulses.seconds_per_step:
             return
         self._training_since = self._training_since or now
-        warm = self._warmed_at is not None and now - self._warmed_at < KEPT_FOR_S
-        if warm or now - self._training_since < WARM_AFTER_S or self._left_s() < WORTH_WARM_WORKERS_S:
+        if now - self._training_since < WARM_AFTER_S or self._left_s() < WORTH_WARM_WORKERS_S:
             return
-        self._warmed_at = now
+        # Once an attempt: Ray keeps those whom nobody takes, and does not tell how many wait.
+        self._may_warm = False
         try:
             start_warm_workers(Counter(one.node_id for one in ranks))
         except grpc.RpcError as error:

@@ -30,7 +30,7 @@ from train_service.lifecycle import Deletions
 from train_service.model_check import check_model
 from train_service.reporting import TRAIN_KIND
 from train_service.version_fit import check_fits as check_version_fits
-from train_service.version_fit import steps_of_run, with_defaults
+from train_service.version_fit import steps_of_run, with_defaults, with_order
 
 COLLECTION = "trainingJobs"
 PATTERN = "trainingJobs/{j}"
@@ -197,6 +197,7 @@ class TrainingJobs:
         version = load_version(self._store, spec.dataset_version)
         spec = with_defaults(spec, version)
         prepared = check_version_fits(spec, version)
+        spec = with_order(spec, version)
         with self._checking:
             check_model(spec, prepared, steps_of_run(spec, version))
             return self._with_initial_checkpoint(spec)

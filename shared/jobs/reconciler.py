@@ -93,12 +93,12 @@ class Reconciler:
         """Whether an attempt is at work on it."""
         job = self._jobs.find(live.folder)
         # A marker of a generation to come is that of a resumption, which may be under way.
-        if job is None or job.uid != live.uid or (job.state.final and live.generation > job.generation):
+        if job is None or job.uid != live.uid or (job.unattended and live.generation > job.generation):
             first_seen = self._orphans.setdefault(live.uid, time.monotonic())
             if time.monotonic() - first_seen > ORPHAN_AFTER_S:
                 self._forget(live)
             return False
-        if job.state.final or job.runner:
+        if job.unattended:
             self._forget(live)
             return False
         if job.state in (JobState.PENDING, JobState.RECOVERING):

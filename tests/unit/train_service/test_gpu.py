@@ -29,6 +29,20 @@ def test_utilization_is_not_asked_for_at_every_step() -> None:
     assert [meter.values()["gpu_utilization"] for _ in range(3)] == [0.1] * 3
 
 
+def test_a_gpu_that_does_not_tell_its_utilization_ends_no_run() -> None:
+    """As a part of one, which NVML does not measure."""
+    asked = []
+
+    def refuse(device: torch.device) -> float:
+        asked.append(device)
+        raise RuntimeError("not supported")
+
+    meter = GpuMeter(GPU, lambda _: 5.0, refuse)
+
+    assert [meter.values() for _ in range(3)] == [{"gpu_memory_bytes": 5.0}] * 3
+    assert len(asked) == 1
+
+
 @pytest.mark.skipif(importlib.util.find_spec("pynvml") is not None, reason="nvidia-ml-py is installed here")
 def test_without_nvidia_ml_py_utilization_is_left_out() -> None:
     assert GpuMeter(GPU, lambda _: 5.0).values() == {"gpu_memory_bytes": 5.0}
