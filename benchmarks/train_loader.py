@@ -51,13 +51,13 @@ def rows_per_second(epoch: Epoch, rows: int) -> float:
     return rows / seconds
 
 
-def loader(store: ObjectStore, rank: int = 0, world_size: int = 1) -> tuple[Loader, RowCache]:
+def loader(store: ObjectStore, rank: int = 0, world_size: int = 1) -> tuple[Loader, VersionReader]:
     version = load_version(store, VERSION)
     preprocessing = Preprocessing(SPEC, version.columns)
     reader, classes = VersionReader(store, version), SPEC.model.num_classes
     cache = RowCache(reader, "train", preprocessing.columns, "label", classes, CACHE_BYTES)
     plan = Plan(1, SPEC.lanes, BATCH, 1, rank, world_size)
-    return Loader(cache, preprocessing, plan), cache
+    return Loader(cache, preprocessing, plan), reader
 
 
 def ours(store: ObjectStore) -> Epoch:
@@ -71,15 +71,16 @@ def ours(store: ObjectStore) -> Epoch:
 
 
 def bytes_read_times_workers(store: ObjectStore, workers: int) -> float:
-    """The bytes that all ranks read in an epoch, over those of the split."""
+    """The most bytes that a rank asks the store for in an epoch, times the ranks, over those of the version's files."""
 
-    def read(rank: int, world_size: int) -> int:
-        made, cache = loader(store, rank, world_size)
+    def fetched(rank: int) -> int:
+        made, reader = loader(store, rank, workers)
         for _ in made.batches(0):
             pass
-        return cache.bytes_read
+        return reader.bytes_fetched
 
-    return sum(read(rank, workers) for rank in range(workers)) / read(0, 1)
+    files = load_version(store, VERSION).manifest.files
+    return max(fetched(rank) for rank in range(workers)) * workers / sum(file.size_bytes for file in files)
 
 
 def pyarrow_limit(files: list[Path]) -> Epoch:

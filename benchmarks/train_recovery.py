@@ -1,17 +1,18 @@
 """Seconds from the SIGKILL of a worker to the first new optimiser step.
 
-Our service, and a plain TorchTrainer loop that keeps checkpoints: same model, rows, workers, Ray head and steps between
-checkpoints.
+Our service, and a plain TorchTrainer loop that keeps checkpoints: same model, rows, batch, workers and steps between
+checkpoints, each on a Ray head of its own. Both take their steps with the same function, which writes down when.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,79 +23,103 @@ import torch
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from millrace.train.v1 import train_service_pb2 as pb
 from tests.support.ray_head import RayHead
-from tests.support.training import TrainClient, digits_spec
-from tests.support.versions import striped_digits
 from tests.support.waiting import wait_until
+from tests.support.witnessed import BATCH, ROWS, WORKER, WitnessedStack, numbered_digits, witnessed_spec
 
-WORKERS, BATCH, ROWS, CHECKPOINT_EVERY = 2, 30, 600, 10
-# Steps done before the blow, and far more than are needed after it.
-STRIKE_AT, STEPS = 30, 100_000
+WORKERS, CHECKPOINT_EVERY = 2, 10
+# Long runs are meant: struck is one that has trained for so long, and whose idle processes have nothing more to do.
+STRIKE_AFTER_S = 45.0
+AT_REST_FOR_S, AT_REST_CPU_S = 15.0, 0.5
+STEPS = 100_000
 WITHIN_S = 300.0
 
 
-def ours(client: TrainClient, head: RayHead) -> float:
-    """Of a job on the service behind `client`, whose version is that of `tests.support.training`."""
-    job = client.create(digits_spec(epochs=5000, checkpoint_every_steps=CHECKPOINT_EVERY, num_workers=WORKERS)).name
-
-    def steps_of(attempt: int) -> list[Any]:
-        points = client.rpc.ListMetrics(pb.ListMetricsRequest(name=job, page_size=10_000), timeout=30).points
-        return [point for point in points if point.attempt == attempt]
-
-    wait_until(lambda: len(steps_of(1)) >= STRIKE_AT, "the first attempt's steps", WITHIN_S)
-    struck = _strike(head)
-    wait_until(lambda: bool(steps_of(2)), "the second attempt's steps", WITHIN_S)
-    first: float = min(point.time.ToNanoseconds() / 1e9 for point in steps_of(2))
+def ours(place: WitnessedStack) -> dict[str, float]:
+    """Seconds from the blow to `noticed`, `next_attempt_begun`, `resumed` (the weights are loaded) and `first_step`."""
+    client = place.stack.client
+    job = client.create(witnessed_spec(epochs=5000, workers=WORKERS, checkpoint_every_steps=CHECKPOINT_EVERY)).name
+    struck, first_step = _recovery(place.witness, place.head)
+    records = [json.loads(place.stack.store.get(info.key)) for info in place.stack.store.list(f"{job}/log")]
+    states = [record["state"] for record in sorted(records, key=lambda record: int(record["number"]))]
+    watch = client.watch(job)
+    resumed = watch.until("attempt_started", lambda event: event.attempt == 2).time.ToNanoseconds() / 1e9
+    watch.cancel()
     client.cancel(job)
     client.finished(job)
-    return first - struck
+    moments = {
+        "noticed": next(one["update_time"] for one in states if one["state"] == "RECOVERING"),
+        "next_attempt_begun": next(one["update_time"] for one in states if one["attempt"] == 2),
+        "resumed": resumed,
+        "first_step": first_step,
+    }
+    return {name: moment - struck for name, moment in moments.items()}
 
 
-def plain_ray_train(head: RayHead) -> float:
-    """Of the loop that Ray's documentation shows: `report` with a checkpoint, `get_checkpoint` at the start."""
+def plain_ray_train(witness: Path, head: RayHead) -> float:
+    """Of the loop that Ray's documentation shows: `report` with a checkpoint, `get_checkpoint` at the start. The caller
+    is a driver of that head."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
-        log = Path(folder) / "steps"
-        log.touch()
         trainer = TorchTrainer(
             _loop,
-            train_loop_config={"log": str(log)},
+            train_loop_config={"folder": folder},
             scaling_config=ScalingConfig(num_workers=WORKERS, resources_per_worker={"CPU": 1}),
             run_config=RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=1)),
         )
         fit = pool.submit(trainer.fit)
-        begun = _steps(log, 0)
-        wait_until(lambda: begun() >= STRIKE_AT, "the first steps", WITHIN_S)
-        struck = _strike(head)
-        later = _steps(log, struck + 0.5)  # what was under way when it was struck is over by then
-        wait_until(lambda: later() > 0, "the first step after it", WITHIN_S)
-        first = min(entry for entry in _times(log) if entry > struck + 0.5)
+        struck, first_step = _recovery(witness, head)
         Path(folder, "stop").touch()
         fit.result()
-        return first - struck
+        return first_step - struck
 
 
-def _strike(head: RayHead) -> float:
-    os.kill(max(head.processes("ray::RayTrainWorker")), signal.SIGKILL)
-    return time.time()
+def _recovery(witness: Path, head: RayHead) -> tuple[float, float]:
+    """Waits for the steps of new processes, strikes in the middle of them, and waits for new processes again. When it
+    struck, and when the first of these took its first step."""
+    before = set(witness.iterdir())
+    wait_until(lambda: _first_step(witness, before) > 0, "the first step", WITHIN_S)
+    time.sleep(STRIKE_AFTER_S)
+    while _cpu_s_of_idle(head, AT_REST_FOR_S) > AT_REST_CPU_S:
+        pass
+    before = set(witness.iterdir())
+    struck = time.time()
+    os.kill(max(head.processes(WORKER)), signal.SIGKILL)
+    wait_until(lambda: _first_step(witness, before) > 0, "the first step after the blow", WITHIN_S)
+    return struck, _first_step(witness, before)
 
 
-def _times(log: Path) -> list[float]:
-    return [float(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+def _first_step(witness: Path, before: set[Path]) -> float:
+    """When the first of the processes that are not in `before` took its first step; 0 while none has."""
+    texts = [path.read_text() for path in set(witness.iterdir()) - before]
+    return min((json.loads(text.splitlines()[0])["time"] for text in texts if "\n" in text), default=0.0)
 
 
-def _steps(log: Path, after: float) -> Callable[[], int]:
-    return lambda: sum(moment > after for moment in _times(log))
+def _cpu_s_of_idle(head: RayHead, within_s: float) -> float:
+    """Seconds of a processor that the processes which wait for work take for themselves."""
+
+    def ticks() -> int:
+        total = 0
+        for pid in idle:
+            with suppress(OSError):  # one that Ray has ended
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                total += int(fields[11]) + int(fields[12])
+        return total
+
+    idle = head.processes("ray::IDLE")
+    before = ticks()
+    time.sleep(within_s)
+    return (ticks() - before) / os.sysconf("SC_CLK_TCK")
 
 
 def _loop(config: dict[str, Any]) -> None:
-    log = Path(config["log"])
-    torch.set_num_threads(1)
-    images, labels = striped_digits(ROWS)
-    inputs = (torch.from_numpy(images).float().unsqueeze(1) / 255 - 0.15) / 0.25
-    rank = ray.train.get_context().get_world_rank()
     import torchvision
+    from millrace_example import witness  # type: ignore[import-not-found]  # put there by witness_environment
 
+    folder = Path(config["folder"])
+    torch.set_num_threads(1)
+    images, labels = numbered_digits()
+    inputs, wanted = torch.from_numpy(images).float().unsqueeze(1) / 255, torch.from_numpy(labels)
+    rank = ray.train.get_context().get_world_rank()
     model = torchvision.models.shufflenet_v2_x0_5(num_classes=10)
     model.conv1[0] = torch.nn.Conv2d(1, 24, 3, 2, 1, bias=False)
     wrapped: Any = ray.train.torch.prepare_model(model)
@@ -107,23 +132,23 @@ def _loop(config: dict[str, Any]) -> None:
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
     size = BATCH // WORKERS
-    while step < STEPS and not (log.parent / "stop").exists():
+    while step < STEPS and not (folder / "stop").exists():
         begin = (step * BATCH + rank * size) % ROWS
-        loss: Any = torch.nn.functional.cross_entropy(
-            wrapped(inputs[begin : begin + size]), torch.from_numpy(labels[begin : begin + size])
-        )
+        rows = slice(begin, begin + size)
+        loss, _ = witness.step(wrapped, inputs[rows], wanted[rows], torch.nn.functional.cross_entropy)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         step += 1
-        if rank == 0:
-            with log.open("a") as steps:
-                steps.write(f"{time.time()}\n")
         if step % CHECKPOINT_EVERY == 0:
-            with tempfile.TemporaryDirectory() as folder:
-                checkpoint = None
-                if rank == 0:
-                    state = {"model": wrapped.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-                    torch.save(state, Path(folder) / "state.pt")
-                    checkpoint = Checkpoint.from_directory(folder)
-                ray.train.report({"loss": loss.item()}, checkpoint=checkpoint)
+            _report(wrapped, optimizer, step, loss.item(), keep=rank == 0)
+
+
+def _report(wrapped: Any, optimizer: Any, step: int, loss: float, *, keep: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = None
+        if keep:
+            state = {"model": wrapped.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            torch.save(state, Path(folder) / "state.pt")
+            checkpoint = Checkpoint.from_directory(folder)
+        ray.train.report({"loss": loss}, checkpoint=checkpoint)

@@ -6,7 +6,7 @@ import os
 
 from data_service.settings import data_settings
 from shared.dataset_version.version import IMPORT_KIND
-from shared.jobs.reconciler import run_reconciler
+from shared.jobs.reconciler import JobKind, run_reconciler
 from shared.telemetry import configure_logging
 
 ENTRY = "data_service.pipeline:run"
@@ -16,7 +16,8 @@ PREPARE = "data_service.pipeline:prepare"
 def main() -> None:
     settings = data_settings(os.environ)
     configure_logging("data-reconciler", settings.service.log_level)
-    run_reconciler(settings.service, IMPORT_KIND, ENTRY, PREPARE if settings.spare_attempt else "")
+    prepare = PREPARE if settings.spare_attempt else ""
+    run_reconciler(settings.service, JobKind(name=IMPORT_KIND, entry=ENTRY, prepare=prepare))
 
 
 if __name__ == "__main__":

@@ -92,9 +92,19 @@ def service_settings(environ: Mapping[str, str], default_listen: str) -> Service
 
 def spare_attempt(environ: Mapping[str, str]) -> bool:
     """Reads MILLRACE_SPARE_ATTEMPT: whether an idle process waits for the next attempt, to save it the start."""
-    text = environ.get("MILLRACE_SPARE_ATTEMPT", "")
+    return _on(environ, "MILLRACE_SPARE_ATTEMPT")
+
+
+def warm_workers(environ: Mapping[str, str]) -> bool:
+    """Reads MILLRACE_WARM_WORKERS, of a Ray node: whether idle processes wait for the workers of a run's next attempt.
+    Each holds about half a gigabyte."""
+    return _on(environ, "MILLRACE_WARM_WORKERS")
+
+
+def _on(environ: Mapping[str, str], variable: str) -> bool:
+    text = environ.get(variable, "")
     if text not in ("", "0", "1"):
-        raise SettingsError(f"MILLRACE_SPARE_ATTEMPT: {text!r}: use 0 or 1")
+        raise SettingsError(f"{variable}: {text!r}: use 0 or 1")
     return text != "0"
 
 

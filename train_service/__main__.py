@@ -27,6 +27,8 @@ from train_service.lifecycle import Deletions
 from train_service.run_records import RunRecords
 from train_service.servicer import TrainServicer
 from train_service.sweeper import SWEEP_INTERVAL_S, Sweeper
+from train_service.sweeps.lifecycle import SweepDeletions
+from train_service.sweeps.sweeps import Sweeps
 from train_service.training_jobs import TrainingJobs
 
 logger = logging.getLogger(__name__)
@@ -42,15 +44,18 @@ async def run(
 ) -> None:
     deletions = Deletions(store)
     jobs = TrainingJobs(store, deletions, cluster_max)
+    sweep_deletions = SweepDeletions(store, deletions)
+    sweeps = Sweeps(store, jobs, sweep_deletions)
     stop = asyncio.Event()
 
     def register(server: aio.Server) -> Sequence[str]:
-        servicer = TrainServicer(jobs, RunRecords(store), custom_allowed)
+        servicer = TrainServicer(jobs, RunRecords(store), sweeps, custom_allowed)
         train_service_pb2_grpc.add_TrainServiceServicer_to_server(servicer, server)
         return [train_service_pb2.DESCRIPTOR.services_by_name["TrainService"].full_name]
 
     tasks = [asyncio.create_task(asyncio.to_thread(jobs.warm_up))]
     tasks.append(asyncio.create_task(sweep_periodically(Sweeper(store, deletions).sweep, SWEEP_INTERVAL_S, stop)))
+    tasks.append(asyncio.create_task(sweep_periodically(sweep_deletions.finish_all, SWEEP_INTERVAL_S, stop)))
     if settings.ray_address:
         tasks.append(asyncio.create_task(supervise("train_service.reconciler", stop)))
     await serve(settings.listen, register, stop=stop)

@@ -12,7 +12,8 @@ from train_service.loader import Loader
 from train_service.preprocessing import Preprocessing
 from train_service.row_cache import RowCache
 
-CACHE_BYTES = 512 * 1024 * 1024
+# Of large rows it must hold the row group that each lane of a rank is in, and the next: 24 of 20 MiB, twice.
+CACHE_BYTES = 1024 * 1024 * 1024
 
 
 class Batches:
@@ -35,7 +36,7 @@ class Batches:
 
     def plan(self, rank: int, world_size: int) -> Plan:
         spec = self._spec
-        return Plan(spec.seed, spec.lanes, spec.global_batch_size, spec.epochs, rank, world_size)
+        return Plan(spec.seed, spec.lanes, spec.global_batch_size, spec.epochs, rank, world_size, spec.window_rows)
 
     def loader(self, rank: int, world_size: int, touched: Callable[[], None] = lambda: None) -> Loader:
         """Of the train split, read by threads of this process."""

@@ -25,7 +25,7 @@ from shared.errors import MillraceError, Unavailable, first_line
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from shared.transforms import RowKeys
-from train_service.domain.order import Ints, blocks_of, window_rows
+from train_service.domain.order import Ints, blocks_of
 from train_service.domain.slices import Plan, rank_positions, step_bounds
 from train_service.domain.spec import TrainingSpec
 from train_service.loader import Batch, Loader
@@ -129,7 +129,7 @@ class ClusterLoader(Loader):
 
     def _tasks(self, first_step: int) -> Iterator[dict[str, int]]:
         """Of each epoch that is left, the stretches of positions [begin, end), a shuffle window of every lane each."""
-        stretch = self._plan.lanes * window_rows(self._cache.row_bytes, self._plan.lanes)
+        stretch = self._plan.lanes * self._plan.window_rows
         for epoch in range(first_step // self.steps_per_epoch, self._plan.epochs):
             of_epoch = max(first_step - epoch * self.steps_per_epoch, 0)
             first, _ = step_bounds(self._rows, self.steps_per_epoch, of_epoch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from train_service.domain.sizing import Resources, told
 from train_service.domain.spec import TrainingSpec
 
 KEY = "clusters/train.json"
+GIB = 2.0**30
 REMEMBERED_S = 24 * 3600.0
 # A set of nodes that stays is written again only so often.
 REFRESHED_S = 600.0
@@ -41,7 +43,11 @@ class ClusterMemory:
         last, at = self._last
         if not seen or (seen == last and now - at < REFRESHED_S):
             return
-        others = [one for one in self._read() if one["nodes"] != seen and now - one["seen"] < REMEMBERED_S]
+        lasting = [one for one in self._read() if now - one["seen"] < REMEMBERED_S]
+        # What fits a part of a cluster fits all of it: only the largest need be kept, and the one of now.
+        sizes = [_counted(one["nodes"]) for one in lasting]
+        others = [one for one, size in zip(lasting, sizes, strict=True) if not any(size < other for other in sizes)]
+        others = [one for one in others if one["nodes"] != seen]
         kept = [*others, {"nodes": seen, "seen": now}][-MOST_REMEMBERED:]
         self._store.put(KEY, json.dumps({"clusters": kept}).encode())
         self._last = (seen, now)
@@ -96,6 +102,11 @@ def largest_cluster(environ: Mapping[str, str]) -> dict[str, float] | None:
     return most
 
 
+def _counted(nodes: Sequence[Resources]) -> Counter[str]:
+    return Counter(json.dumps(node, sort_keys=True) for node in nodes)
+
+
 def _lasting(node: Resources) -> dict[str, float]:
-    """Without what says nothing of the node's size, or differs at each of its starts."""
-    return {name: amount for name, amount in node.items() if not name.startswith(("node:", "object_store_memory"))}
+    """Without what says nothing of the node's size, or differs at each of its starts; memory in whole GiB."""
+    kept = {name: amount for name, amount in node.items() if not name.startswith(("node:", "object_store_memory"))}
+    return {name: amount // GIB * GIB if name == "memory" else amount for name, amount in kept.items()}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf import json_format
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from millrace.train.v1 import resources_pb2, train_service_pb2
@@ -25,16 +29,19 @@ def job_to_proto(view: JobView) -> resources_pb2.TrainingJob:
         spec=spec_to_proto(spec),
         state=f"STATE_{record.state.value}",
         attempt=record.attempt,
-        create_time=_timestamp(record.create_time),
-        update_time=_timestamp(record.update_time),
+        create_time=timestamp(record.create_time),
+        update_time=timestamp(record.update_time),
         progress=resources_pb2.Progress(**view.progress) if view.progress else None,
         latest_checkpoint=newest.name if newest else "",
         best_checkpoint=chosen.name if chosen else "",
-        etag=_etag(record),
+        etag=etag(record),
         failures=record.failures,
         preemptions=record.preemptions,
         waiting_for=view.waiting_for,
     )
+    if trial := record.spec.get("trial"):
+        job.sweep = trial["sweep"]
+        set_values(job.sweep_parameters, trial["parameters"])
     if record.state is JobState.FAILED and record.error:
         job.error.CopyFrom(status_proto_from_record(record.error))
     return job
@@ -48,14 +55,14 @@ def checkpoint_to_proto(entry: CheckpointEntry) -> resources_pb2.Checkpoint:
         metrics=entry.metrics,
         size_bytes=entry.size_bytes,
         manifest_sha256=entry.manifest_sha256,
-        create_time=_timestamp(entry.create_time),
+        create_time=timestamp(entry.create_time),
         attempt=entry.attempt,
     )
 
 
 def event_to_proto(event: Event) -> train_service_pb2.TrainingEvent:
     message = train_service_pb2.TrainingEvent(
-        sequence=event.sequence, time=_timestamp(event.time), attempt=event.attempt
+        sequence=event.sequence, time=timestamp(event.time), attempt=event.attempt
     )
     match event.kind:
         case EventKind.ATTEMPT_STARTED:
@@ -73,11 +80,17 @@ def event_to_proto(event: Event) -> train_service_pb2.TrainingEvent:
     return message
 
 
-def _etag(record: JobRecord) -> str:
+def set_values(messages: Any, values: Mapping[str, Any]) -> None:
+    """Plain values into a `map<string, google.protobuf.Value>`."""
+    for path, value in values.items():
+        json_format.ParseDict(value, messages[path])
+
+
+def etag(record: JobRecord) -> str:
     return str(record.generation)
 
 
-def _timestamp(seconds: float) -> Timestamp:
+def timestamp(seconds: float) -> Timestamp:
     stamp = Timestamp()
     stamp.FromNanoseconds(int(seconds * 1e9))
     return stamp

@@ -5,14 +5,11 @@ K = outputs of the model, W = world size.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +20,7 @@ from train_service.domain.early_stopping import should_stop
 from train_service.domain.schedule import learning_rate
 from train_service.domain.seeds import noise_seed
 from train_service.domain.slices import loss_scale
-from train_service.domain.spec import BFLOAT16, FLOAT16, FLOAT32, FSDP, REGRESSION, TrainingSpec
+from train_service.domain.spec import BFLOAT16, FLOAT16, FLOAT32, FSDP, TrainingSpec
 from train_service.evaluation import ROWS_PER_CALL, evaluate
 from train_service.loader import Batch
 from train_service.losses import build_loss
@@ -32,21 +29,11 @@ from train_service.optimizers import build_optimizer, build_scheduler
 from train_service.preprocessing import Preprocessing
 from train_service.ranks import Ranks, gradients_kept_local, settle_buckets
 from train_service.row_cache import RowCache
-from train_service.rows import Array
 from train_service.sharding import put_optimizer_state, put_weights, whole_optimizer_state, whole_weights
+from train_service.step_parts import Part, diverged, parts_of
 from train_service.training_steps import build_training_step
 
 AUTOCAST = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
-MOST_ROW_IDS_TOLD = 20
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Some of a rank's rows of a step, on the job's device."""
-
-    inputs: Tensor
-    labels: Tensor
-    row_ids: Array
 
 
 class Learner:
@@ -111,7 +98,7 @@ class Learner:
         torch.manual_seed(noise_seed(self._spec.seed, batch.step, self._ranks.rank))
         self._wrapped.train()
         self._optimizer.zero_grad(set_to_none=True)
-        parts = self._parts(batch)
+        parts = parts_of(batch, self._spec, self._ranks.device)
         loss, metrics = 0.0, torch.zeros(self._metrics.width, dtype=torch.float64)
         for number, part in enumerate(parts, start=1):
             with gradients_kept_local(self._wrapped, number < len(parts)):
@@ -197,30 +184,14 @@ class Learner:
         if state is not None:
             self.load_state(state)
 
-    def _parts(self, batch: Batch) -> list[_Part]:
-        """As many as the specification says, all ranks the same number."""
-        count, rows, device = self._spec.accumulation_steps, len(batch.row_ids), self._ranks.device
-        labels = batch.labels
-        if self._spec.task == REGRESSION:
-            labels = labels.reshape(rows, -1)
-        bounds = [rows * number // count for number in range(count + 1)]
-        return [
-            _Part(
-                torch.from_numpy(batch.inputs[begin:end]).to(device, non_blocking=True),
-                torch.from_numpy(labels[begin:end]).to(device, non_blocking=True),
-                batch.row_ids[begin:end],
-            )
-            for begin, end in itertools.pairwise(bounds)
-        ]
-
-    def _backward(self, batch: Batch, part: _Part) -> tuple[float, Tensor]:
+    def _backward(self, batch: Batch, part: Part) -> tuple[float, Tensor]:
         """Adds the part's gradients. Returns its summed loss, and its outputs."""
         with self._autocast():
             loss_sum, outputs = self._training_step(self._wrapped, part.inputs, part.labels, self._loss)
         outputs = outputs.detach()
         loss = loss_sum.item()
         if not math.isfinite(loss):
-            raise self._diverged(batch, part, outputs, loss)
+            raise diverged(batch, part, self._loss(outputs, part.labels), loss, self._ranks.rank)
         scaled = loss_sum * loss_scale(self._ranks.world_size, batch.step_rows)
         self._scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
         return loss, outputs
@@ -243,27 +214,6 @@ class Learner:
         if self._spec.precision == FLOAT32:
             return nullcontext()
         return torch.autocast(self._ranks.device.type, AUTOCAST[self._spec.precision])
-
-    def _diverged(self, batch: Batch, part: _Part, outputs: Tensor, loss: float) -> FailedPrecondition:
-        """Rows whose own loss is not finite are told first; where all or none can be told apart, the part's first."""
-        row_ids = part.row_ids
-        with torch.no_grad():
-            each = self._loss(outputs, part.labels)
-        if each.shape == (len(row_ids),):
-            bad = ~np.isfinite(each.float().cpu().numpy())
-            row_ids = row_ids[bad] if bad.any() else row_ids
-        told = ", ".join(map(str, row_ids[:MOST_ROW_IDS_TOLD].tolist()))
-        return FailedPrecondition(
-            f"the loss of step {batch.step} (epoch {batch.epoch}) is {loss} on rank {self._ranks.rank}, with the rows "
-            f"{told}; look at these rows, or use a lower learning rate or max_gradient_norm",
-            reason="NON_FINITE_LOSS",
-            metadata={
-                "step": str(batch.step),
-                "epoch": str(batch.epoch),
-                "rank": str(self._ranks.rank),
-                "row_ids": told,
-            },
-        )
 
 
 def _by_compiler(error: BaseException) -> bool:

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 
 from shared.checkpoint import CheckpointRegistry
-from shared.checkpoint.users import release, users_of_job
-from shared.dataset_version.users import unmark
+from shared.checkpoint.users import users_of_job
 from shared.errors import STORE_OUTAGES, FailedPrecondition, not_found
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.deletion import condemned, undone, while_deleting
 from shared.jobs.record import check_etag, confirm_delete, request_delete
 from shared.storage import ObjectStore
+from train_service.inputs import release_inputs
 from train_service.reporting import TRAIN_KIND
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Deletions:
         self._jobs.get(name, name)
 
         def decide(newest: JobRecord) -> JobRecord:
-            _check_deletable(newest, etag)
+            check_deletable(newest, etag)
             return request_delete(newest, newest.update_time)
 
         return self._condemn(self._jobs.transition(name, decide))
@@ -59,23 +59,14 @@ class Deletions:
         job = self._condemn(job)
         # A zombie of the last attempt cannot commit any more, nor into what a new job of this name makes.
         CheckpointRegistry(self._store, name).clear(job.attempt + 1)
-        self._release(job)
+        release_inputs(self._store, TRAIN_KIND, job.uid, job.spec.get("training", {}))
         if self.remove_files(job):
             while_deleting(self._jobs, job, lambda newest: confirm_delete(newest, self._clock()))
             logger.info("%s is deleted", name)
 
     def finish_soon(self, name: str) -> None:
         """As `finish`, in a thread; what stops it is left to the sweep."""
-
-        def run() -> None:
-            try:
-                self.finish(name)
-            except (FailedPrecondition, *STORE_OUTAGES) as error:
-                logger.warning("%s is not deleted yet: %s", name, error.message)
-            except Exception:
-                logger.exception("%s is not deleted yet", name)
-
-        threading.Thread(target=run, name="deleting", daemon=True).start()
+        in_background(self.finish, name)
 
     def remove_files(self, job: JobRecord) -> bool:
         """Removes all objects of the job but the logs that say that it is gone; not those of a new one of its name.
@@ -98,19 +89,25 @@ class Deletions:
         users = users_of_job(self._store, job.name, self._clock())
         job = while_deleting(self._jobs, job, undone if users else condemned)
         if job.state not in (JobState.DELETING, JobState.DELETED):
-            raise _in_use(job, users)
+            raise in_use(job, users)
         return job
 
-    def _release(self, job: JobRecord) -> None:
-        """What it used itself. It has ended, so its marks count for nothing, but they would be read for ever."""
-        spec = job.spec.get("training", {})
-        if version := spec.get("dataset_version"):
-            unmark(self._store, version, TRAIN_KIND, job.uid)
-        if initial := spec.get("initial_checkpoint"):
-            release(self._store, initial, TRAIN_KIND, job.uid)
+
+def in_background(finish: Callable[[str], None], name: str) -> None:
+    """Calls `finish` with `name` in a thread; whoever looks next goes on where it was stopped."""
+
+    def run() -> None:
+        try:
+            finish(name)
+        except (FailedPrecondition, *STORE_OUTAGES) as error:
+            logger.warning("%s is not deleted yet: %s", name, error.message)
+        except Exception:
+            logger.exception("%s is not deleted yet", name)
+
+    threading.Thread(target=run, name="deleting", daemon=True).start()
 
 
-def _check_deletable(job: JobRecord, etag: str) -> None:
+def check_deletable(job: JobRecord, etag: str) -> None:
     if job.state is JobState.DELETED:
         raise not_found(job.name)
     check_etag(job, etag)
@@ -122,7 +119,7 @@ def _check_deletable(job: JobRecord, etag: str) -> None:
         )
 
 
-def _in_use(job: JobRecord, users: dict[str, list[str]]) -> FailedPrecondition:
+def in_use(job: JobRecord, users: dict[str, list[str]]) -> FailedPrecondition:
     everybody = sorted({user for some in users.values() for user in some})
     shown = "; ".join(f"{checkpoint} by {', '.join(some)}" for checkpoint, some in sorted(users.items()))
     return FailedPrecondition(

@@ -17,6 +17,7 @@ from train_service.batches import Batches
 from train_service.domain.spec import RAY_DATA, TrainingSpec
 from train_service.domain.watchdog import Phase
 from train_service.events import EventKind
+from train_service.gpu import GpuMeter
 from train_service.learner import Learner
 from train_service.loader import Batch, Loader
 from train_service.logs import LogShipper
@@ -90,6 +91,7 @@ class Run:
         self._learner = Learner(
             self._spec, ranks, self._preprocessing.output, self._loader.steps_per_epoch, self._loader.total_steps
         )
+        self._gpu = GpuMeter(ranks.device)
         self._validated = False
         # What early stopping goes by.
         self._history: History = []
@@ -190,10 +192,8 @@ class Run:
         return metrics
 
     def _taken(self, batch: Batch, waited_s: float, stalled_s: float) -> StepTaken:
-        others = {}
-        if self._ranks.device.type == "cuda":
-            others["gpu_memory_bytes"] = float(torch.cuda.max_memory_allocated(self._ranks.device))
-        return StepTaken(batch.step + 1, batch.epoch, self._learner.learning_rate, waited_s, stalled_s, others)
+        rate = self._learner.learning_rate
+        return StepTaken(batch.step + 1, batch.epoch, rate, waited_s, stalled_s, self._gpu.values())
 
     def _checkpointing(self, reporter: Reporter | None) -> Checkpointing:
         lineage = Lineage(

@@ -11,8 +11,6 @@ import asyncio
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +29,17 @@ from train_service.domain.spec import Placement
 from train_service.loop import LoopConfig
 from train_service.placement import Size, selector
 from train_service.ray_worker import work
+from train_service.warm_workers import RUNTIME_ENV
 
 # How often it looks after its workers; Ray's own 2 s are a tenth of a restart.
 POLL_EVERY_S = 0.25
 # The room was there a moment ago: whoever has it now keeps it for longer than that.
 ROOM_WITHIN_S = 20.0
-# Ray hands these on to its workers as an environment of their own, and a worker with one cannot take a process that
-# waits for work: so they are set while the controller is made, and not longer.
-WHILE_MADE = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0"}
-# Of this process alone: how long workers may take to leave their group, and no advice on blocking calls.
+# Of this process alone: nothing beside the workers, how long these may take to leave their group, and no advice on
+# blocking calls.
 OF_THE_ATTEMPT = {
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
     "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",
     "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
@@ -55,7 +54,7 @@ class RayRun(TorchTrainer):
         os.environ.update(OF_THE_ATTEMPT)
         placement = config.spec.placement
         # Ray insists on a folder for its own notes. Ours are in the store, and it need not know of that.
-        self._folder = Path(tempfile.gettempdir()) / f"millrace-ray-train-{os.getpid()}"
+        self._folder = Path(tempfile.mkdtemp(prefix="millrace-ray-train-"))
         super().__init__(
             work,
             train_loop_config={"loop": config},
@@ -71,8 +70,10 @@ class RayRun(TorchTrainer):
                 label_selector=selector(),
             ),
             run_config=RunConfig(
-                name=f"attempt-{config.attempt:05d}",
+                name=f"{config.job_name.rpartition('/')[2]}-attempt-{config.attempt:05d}",
                 storage_path=str(self._folder),
+                # By it they take processes that wait for them. For the first attempt's there are none but Ray's own.
+                worker_runtime_env=RUNTIME_ENV if config.attempt > 1 else None,
                 # Both kinds of failure end the attempt; by default it would try to start its workers for ever.
                 failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
             ),
@@ -83,8 +84,7 @@ class RayRun(TorchTrainer):
         return [callback for callback in made if not isinstance(callback, NOT_NEEDED)]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Result:
-        with _environment(WHILE_MADE):
-            controller = TrainController(**arguments)
+        controller = TrainController(**arguments)
         controller._health_check_interval_s = POLL_EVERY_S
         controller.worker_group_cls = _Group
         try:
@@ -99,6 +99,12 @@ class _Group(WorkerGroup):
         super().__init__(*arguments, **named)
         self._worker_group_start_timeout_s = ROOM_WITHIN_S
 
+    @staticmethod
+    def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
+        """Ray would add variables of this process, and workers take a process that waits only where both have the very
+        same environment."""
+        return custom_runtime_env
+
 
 def room_was_taken(error: BaseException | None) -> bool:
     """Whether that is why the workers did not start."""
@@ -111,17 +117,3 @@ def room_was_taken(error: BaseException | None) -> bool:
 
 def _backend(placement: Placement, size: Size) -> str:
     return placement.backend or ("nccl" if size.use_gpu else "gloo")
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

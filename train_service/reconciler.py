@@ -1,4 +1,4 @@
-"""`python -m train_service.reconciler`: starts attempts at training jobs on Ray."""
+"""`python -m train_service.reconciler`: starts attempts at training jobs and sweeps on Ray."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import time
 
 from shared.jobs import JobRecord, JobState
-from shared.jobs.reconciler import run_reconciler
+from shared.jobs.reconciler import JobKind, run_reconciler
 from shared.settings import service_settings, spare_attempt
 from shared.storage import ObjectStore
 from shared.telemetry import configure_logging
@@ -15,9 +15,11 @@ from train_service.domain.spec import TrainingSpec
 from train_service.endings import tell_lost
 from train_service.placement import is_settling, lacking, totals
 from train_service.reporting import TRAIN_KIND
+from train_service.sweeps.trials import SWEEP_KIND, end_trials
 
 ENTRY = "train_service.trainer:run"
 PREPARE = "train_service.trainer:prepare"
+SWEEP_ENTRY = "train_service.sweeps.attempt:run"
 # An attempt that has ended gives its room back within moments; who begins before gets fewer workers than there are.
 SETTLED_WITHIN_S = 5.0
 CLUSTER_LOOK_EVERY_S = 5.0
@@ -51,7 +53,16 @@ def main() -> None:
     settings = service_settings(os.environ, "127.0.0.1:0")
     configure_logging("train-reconciler", settings.log_level)
     prepare = PREPARE if spare_attempt(os.environ) else ""
-    run_reconciler(settings, TRAIN_KIND, ENTRY, prepare, lacks, tell_lost, spare_beside_work=True, looks=ClusterWatch())
+    training = JobKind(
+        name=TRAIN_KIND,
+        entry=ENTRY,
+        prepare=prepare,
+        lacks=lacks,
+        lost=tell_lost,
+        spare_beside_work=True,
+        looks=ClusterWatch(),
+    )
+    run_reconciler(settings, training, JobKind(name=SWEEP_KIND, entry=SWEEP_ENTRY, lost=end_trials))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pyarrow as pa
 
-from shared.dataset_version import ROW_ID, RowGroup, VersionReader
+from shared.dataset_version import ROW_ID, DatasetVersion, RowGroup, VersionReader
 from shared.errors import DataLoss
 from shared.transforms import ScalarType, TensorType, batch_of, schema_of_columns
 from train_service.domain.order import Ints
@@ -22,6 +22,17 @@ from train_service.rows import Rows
 
 # Threads that read ahead: a store far away is waited for by several at once.
 READERS = 4
+# What is on its way holds so much memory at most; what would be more is read when it is asked for.
+AHEAD_BYTES = 256 * 1024 * 1024
+
+
+def row_bytes(version: DatasetVersion, split: str, columns: Sequence[str]) -> int:
+    """About what these columns of a row take in memory, by the manifest alone."""
+    types = schema_of_columns(version.columns)
+    files = [file for file in version.manifest.files if file.split == split]
+    stored = sum(file.size_bytes for file in files) // max(1, sum(file.row_count for file in files))
+    sizes = [_fixed_bytes(types[name]) for name in columns]
+    return sum(size or 0 for size in sizes) + (stored if None in sizes else 0)
 
 
 def _fixed_bytes(column: ScalarType | TensorType) -> int | None:
@@ -54,7 +65,6 @@ class RowCache:
         """`columns` are those that the job's transform reads; `num_classes` is K for regression; `capacity` in
         bytes."""
         self._reader = reader
-        self._split = split
         self._groups = patient(lambda: reader.row_groups(split), "the row groups")
         self._columns = list(columns)
         self._label_column = label_column
@@ -69,25 +79,18 @@ class RowCache:
         counts = [group.row_count for group in self._groups]
         self._ends = np.cumsum(np.asarray(counts, np.int64))
         self.row_groups = counts
+        self.row_bytes = row_bytes(reader.version, split, columns)
         self.bytes_read = 0
         # Called whenever rows are asked for, as a sign that whoever does so gets on.
         self.touched: Callable[[], None] = lambda: None
 
-    @property
-    def row_bytes(self) -> int:
-        """About what a row takes in memory. It follows from the manifest alone, for the order of rows hangs on it."""
-        version = self._reader.version
-        types = schema_of_columns(version.columns)
-        files = [file for file in version.manifest.files if file.split == self._split]
-        stored = sum(file.size_bytes for file in files) // max(1, sum(file.row_count for file in files))
-        sizes = [_fixed_bytes(types[name]) for name in self._columns]
-        return sum(size or 0 for size in sizes) + (stored if None in sizes else 0)
-
     def read_ahead(self, positions: Ints) -> None:
-        """Begins to read, together, the row groups that the rows at `positions` need and that are not held."""
+        """Begins to read, together, the row groups that the rows at `positions` need and that are not held, where there
+        is room for them."""
         needed = np.unique(self._group_of(positions)).tolist()
         numbers = [number for number in needed if number not in self._held and number not in self._coming]
-        if not numbers:
+        rows = sum(self.row_groups[number] for number in (*numbers, *self._coming))
+        if not numbers or rows * self.row_bytes > AHEAD_BYTES:
             return
         if self._readers is None:
             self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="row groups")

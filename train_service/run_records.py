@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from shared import names
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
-from shared.checkpoint.registry import FINAL, latest
+from shared.checkpoint.registry import latest
+from shared.checkpoint.resolving import FINAL
 from shared.dataset_version import load_version
 from shared.errors import DataLoss, OutOfRange, invalid_field, not_found
 from shared.jobs import Jobs

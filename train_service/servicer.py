@@ -8,13 +8,15 @@ from typing import Any
 
 from grpc import aio
 
-from millrace.train.v1 import resources_pb2, train_service_pb2, train_service_pb2_grpc
+from millrace.train.v1 import resources_pb2, train_service_pb2
 from shared.jobs import JobState
 from shared.requests import body_digest
 from train_service.converters import checkpoint_to_proto, event_to_proto, job_to_proto
 from train_service.record_converters import coverage_to_proto, log_to_proto, point_to_proto
 from train_service.run_records import RunRecords
 from train_service.spec_converters import spec_from_proto
+from train_service.sweeps.servicer import SweepServicerPart
+from train_service.sweeps.sweeps import Sweeps
 from train_service.training_jobs import JobView, TrainingJobs
 
 WATCH_INTERVAL_S = 0.25
@@ -23,9 +25,12 @@ FOLLOW_INTERVAL_S = 0.5
 Context = aio.ServicerContext[Any, Any]
 
 
-class TrainServicer(train_service_pb2_grpc.TrainServiceServicer):
-    def __init__(self, jobs: TrainingJobs, records: RunRecords, custom_allowed: Collection[str]) -> None:
+class TrainServicer(SweepServicerPart):
+    def __init__(
+        self, jobs: TrainingJobs, records: RunRecords, sweeps: Sweeps, custom_allowed: Collection[str]
+    ) -> None:
         """`custom_allowed` are the functions that custom transform steps may name."""
+        super().__init__(sweeps, custom_allowed)
         self._jobs = jobs
         self._records = records
         self._custom_allowed = custom_allowed

@@ -234,12 +234,12 @@ def _plain(struct: Any, path: str) -> dict[str, Any]:
         values = json_format.MessageToDict(struct)
     except (ValueError, json_format.Error):
         raise invalid_field(path, list(struct.keys()), "use finite numbers; JSON has no others") from None
-    return {key: _whole(value) for key, value in values.items()}
+    return {key: whole(value) for key, value in values.items()}
 
 
-def _whole(value: Any) -> Any:
+def whole(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [_whole(one) for one in value]
-    return {key: _whole(one) for key, one in value.items()} if isinstance(value, dict) else value
+        return [whole(one) for one in value]
+    return {key: whole(one) for key, one in value.items()} if isinstance(value, dict) else value

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from statistics import median
 
+import grpc
 import ray
 from ray.exceptions import RayError
 
@@ -16,6 +17,7 @@ from shared.errors import MillraceError, Unavailable
 from shared.jobs import AttemptContext
 from shared.jobs.nodes import draining_nodes
 from shared.jobs.record import PREEMPTED, RESIZED
+from shared.settings import warm_workers
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.watchdog import culprits, hung, limit_s, silent_ranks
 from train_service.endings import HUNG, tell_end
@@ -25,6 +27,7 @@ from train_service.patience import patient
 from train_service.placement import size_now
 from train_service.pulses import Heard, Pulses
 from train_service.reporting import GO_ON, PREEMPT, RESIZE
+from train_service.warm_workers import start_warm_workers
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,10 @@ GROWTH_LOOK_EVERY_S = 3.0
 ROOM_STABLE_S = 10.0
 # A restart takes about as long; with less left to do, more workers do not pay.
 WORTH_A_RESTART_S = 30.0
+# Warm workers are started after so long, so that the start of this attempt is over, where so much is left to do that a
+# loss is likely enough.
+WARM_AFTER_S = 10.0
+WORTH_WARM_WORKERS_S = 60.0
 STACKS_WITHIN_S = 5.0
 # Workers that did not even reach their loop by then never will.
 START_WITHIN_S = 900.0
@@ -55,6 +62,9 @@ class Supervision:
         self._began = time.monotonic()
         self._looked_for_room = 0.0
         self._room_since: float | None = None
+        # Trials are many and short; a local attempt has no workers.
+        self._may_warm = warm_workers(os.environ) and not spec.local and "trial" not in context.job.spec
+        self._training_since: float | None = None
         # What the ranks were asked to stop for; see `reporting`.
         self._asked = GO_ON
         self.cause: MillraceError | None = None
@@ -88,6 +98,8 @@ class Supervision:
             self._look_for_drains(ranks)
         if self.cause is None and self._workers < self._spec.num_workers:
             self._look_for_room(ranks)
+        if self.cause is None:
+            self._keep_warm(ranks)
 
     def _look_for_hung(self, ranks: list[Heard]) -> None:
         now = time.monotonic()
@@ -162,9 +174,28 @@ class Supervision:
             self._asked = RESIZE
             self._pulses.ask_to_stop(RESIZE)
 
+    def _keep_warm(self, ranks: list[Heard]) -> None:
+        """Sees to it that processes wait for the next attempt where the workers of this one are."""
+        now = time.monotonic()
+        if not self._may_warm or len(ranks) < self._workers or not self._pulses.seconds_per_step:
+            return
+        self._training_since = self._training_since or now
+        if now - self._training_since < WARM_AFTER_S or self._left_s() < WORTH_WARM_WORKERS_S:
+            return
+        # Once an attempt: Ray keeps those whom nobody takes, and does not tell how many wait.
+        self._may_warm = False
+        try:
+            start_warm_workers(Counter(one.node_id for one in ranks))
+        except grpc.RpcError as error:
+            logger.warning("no processes wait for the next attempt: %s", error)
+
     def _pays(self) -> bool:
+        return self._left_s() > WORTH_A_RESTART_S
+
+    def _left_s(self) -> float:
+        """How long the run will take from here; 0 where that cannot be said."""
         first = next((one for one in self._pulses.at_work() if one.rank == 0), None)
         seconds = self._pulses.seconds_per_step
         if first is None or not seconds or not first.total_steps:
-            return False
-        return (first.total_steps - first.step) * median(seconds) > WORTH_A_RESTART_S
+            return 0.0
+        return (first.total_steps - first.step) * median(seconds)

@@ -20,7 +20,7 @@ from train_service.batches import Batches
 from train_service.domain import spec_rules
 from train_service.loader import Loader
 from train_service.spec_converters import spec_from_proto
-from train_service.version_fit import check_fits, with_defaults
+from train_service.version_fit import check_fits, with_defaults, with_order
 
 
 class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -61,7 +61,7 @@ class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         version = load_version(opened, plain.dataset_version)
         plain = with_defaults(plain, version)
         check_fits(plain, version)
-        return cls(Batches(opened, version, plain).loader(rank, world_size))
+        return cls(Batches(opened, version, with_order(plain, version)).loader(rank, world_size))
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shared import names, paging
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, resolve
-from shared.checkpoint import users as checkpoint_users
 from shared.dataset_version import load_version
-from shared.dataset_version.users import using
 from shared.errors import AlreadyExists, FailedPrecondition, NotFound, OutOfRange, already_exists
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.record import take_up
@@ -28,11 +25,12 @@ from train_service.domain.spec import TrainingSpec
 from train_service.endings import tell_lost
 from train_service.events import Event, EventLog
 from train_service.fine_tuning import FIELD, check_fits, check_name
+from train_service.inputs import using_inputs
 from train_service.lifecycle import Deletions
 from train_service.model_check import check_model
 from train_service.reporting import TRAIN_KIND
 from train_service.version_fit import check_fits as check_version_fits
-from train_service.version_fit import steps_of_run, with_defaults
+from train_service.version_fit import steps_of_run, with_defaults, with_order
 
 COLLECTION = "trainingJobs"
 PATTERN = "trainingJobs/{j}"
@@ -70,18 +68,18 @@ class TrainingJobs:
         """The job is durable when this returns. Raises what the RPC's comment says; `digest` is the body's."""
         names.check_id("training_job_id", job_id)
         request_id = names.check_request_id("request_id", request_id)
-        spec = self._checked(spec)
+        spec = self.checked(spec)
         job = _new_job(job_id, spec, request_id=request_id, digest=digest)
         if validate_only:
             if self._jobs.find(job.name):
                 raise already_exists(job.name)
-            check_ever_fits(spec, self._clusters, self._cluster_max)
+            self.check_ever_fits(spec)
             return JobView(job, {}, [])
         with claimed(self._store, TRAIN_KIND, request_id, digest, job.name) as claim:
             first = self._made_by(request_id, claim.name) if claim.repeated else None
             if first is None:
-                check_ever_fits(spec, self._clusters, self._cluster_max)
-            return self._view(first or self._make(job, spec))
+                self.check_ever_fits(spec)
+            return self._view(first or self.make(job, spec))
 
     def run_here(self, job_id: str, spec: TrainingSpec, runner: str) -> JobRecord:
         """The job with an attempt begun that the caller must run, as its `runner`; made where there is none of that
@@ -90,8 +88,8 @@ class TrainingJobs:
         Raises as `create` does, and `FailedPrecondition` for a job that the service runs, or that is being deleted.
         """
         names.check_id("job", job_id)
-        spec = self._checked(spec)
-        job = self._jobs.find(f"{COLLECTION}/{job_id}") or self._make(_new_job(job_id, spec, runner=runner), spec)
+        spec = self.checked(spec)
+        job = self._jobs.find(f"{COLLECTION}/{job_id}") or self.make(_new_job(job_id, spec, runner=runner), spec)
         if job.spec["training"] != json.loads(json.dumps(spec.as_config())):
             raise already_exists(job.name, "with another spec; use another id")
 
@@ -110,7 +108,7 @@ class TrainingJobs:
 
         if job.runner and not job.state.final:
             tell_lost(self._store, job)
-        with self._using(job, spec):
+        with using_inputs(self._store, TRAIN_KIND, job, spec):
             pass  # as in `resume`
         return self._jobs.transition(job.name, begin, attempt=job.attempt + 1)
 
@@ -124,6 +122,9 @@ class TrainingJobs:
     def get(self, name: str) -> JobView:
         names.parse("name", name, PATTERN)
         return self._view(self._jobs.get(name, name))
+
+    def exists(self, name: str) -> bool:
+        return self._jobs.find(name) is not None
 
     def page(self, page_size: int, page_token: str) -> tuple[list[JobView], str]:
         ids, token = paging.page(self._store.folders(COLLECTION), page_size, page_token)
@@ -157,7 +158,7 @@ class TrainingJobs:
         try:
             # What a job stands on may be deleted once it is over; from here on it may not again. The marks stay even
             # if the wish is refused: another resumption may have been faster, and those of an ended job do not count.
-            with self._using(job, spec):
+            with using_inputs(self._store, TRAIN_KIND, job, spec):
                 pass
         except NotFound as error:
             raise FailedPrecondition(
@@ -189,12 +190,14 @@ class TrainingJobs:
                 fields=[("after_sequence", f"use 0 to {last}")],
             )
 
-    def _checked(self, spec: TrainingSpec) -> TrainingSpec:
+    def checked(self, spec: TrainingSpec) -> TrainingSpec:
+        """With defaults that depend on the version. Raises what `CreateTrainingJob` says of a spec."""
         names.parse("spec.dataset_version", spec.dataset_version, "datasets/{d}/versions/{v}")
         spec_rules.check(spec)
         version = load_version(self._store, spec.dataset_version)
         spec = with_defaults(spec, version)
         prepared = check_version_fits(spec, version)
+        spec = with_order(spec, version)
         with self._checking:
             check_model(spec, prepared, steps_of_run(spec, version))
             return self._with_initial_checkpoint(spec)
@@ -208,27 +211,20 @@ class TrainingJobs:
         check_fits(self._store, entry, spec.model)
         return replace(spec, initial_checkpoint=entry.name)
 
-    def _make(self, job: JobRecord, spec: TrainingSpec) -> JobRecord:
+    def check_ever_fits(self, spec: TrainingSpec) -> None:
+        """Raises `FailedPrecondition` for more workers than the cluster can ever hold."""
+        check_ever_fits(spec, self._clusters, self._cluster_max)
+
+    def make(self, job: JobRecord, spec: TrainingSpec) -> JobRecord:
+        """Makes a job durable whose `spec` was checked. The same record again gives the job that there is."""
         try:
-            with self._using(job, spec):
+            with using_inputs(self._store, TRAIN_KIND, job, spec):
                 return self._jobs.create(job.name, job)
         except AlreadyExists:
             # The same request, sent twice at once, may have made it in between.
             if there := self._made_by(job.spec["request_id"], job.name):
                 return there
             raise
-
-    @contextlib.contextmanager
-    def _using(self, job: JobRecord, spec: TrainingSpec) -> Iterator[None]:
-        """Marks what it reads while it is made."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(using(self._store, spec.dataset_version, TRAIN_KIND, job.uid, job.name))
-            if spec.initial_checkpoint:
-                mark = checkpoint_users.using(
-                    self._store, FIELD, spec.initial_checkpoint, TRAIN_KIND, job.uid, job.name
-                )
-                stack.enter_context(mark)
-            yield
 
     def _made_by(self, request_id: str, name: str) -> JobRecord | None:
         """The job of that name if this request made it; somebody else's is not the answer to it."""

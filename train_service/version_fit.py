@@ -14,10 +14,12 @@ from shared.models import input_dimensions
 from shared.transforms import ScalarType, TensorSpec, TensorType, schema_of_columns
 from shared.transforms.schema import ColumnType
 from shared.transforms.steps.custom_child import functions_in_children
+from train_service.domain.order import window_rows
 from train_service.domain.slices import steps_per_epoch
 from train_service.domain.spec import REGRESSION, TrainingSpec
 from train_service.domain.spec_rules import check_rows
 from train_service.preprocessing import FIELD, Preprocessing
+from train_service.row_cache import row_bytes
 
 DEFAULT_VALIDATION_SPLIT = "validation"
 
@@ -51,6 +53,13 @@ def check_fits(spec: TrainingSpec, version: DatasetVersion) -> TensorSpec:
         hint = "concat" if dimensions == 1 else "to_float"
         raise invalid_field(FIELD, made, f"must make {wanted}; add steps such as {hint}")
     return prepared
+
+
+def with_order(spec: TrainingSpec, version: DatasetVersion) -> TrainingSpec:
+    """Fixes what the order of rows hangs on besides lanes and seed. The specification must fit the version."""
+    with functions_in_children():
+        columns = Preprocessing(spec, version.columns).columns
+    return replace(spec, window_rows=window_rows(row_bytes(version, spec.train_split, columns), spec.lanes))
 
 
 def steps_of_run(spec: TrainingSpec, version: DatasetVersion) -> int:

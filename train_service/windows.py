@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from train_service.domain.order import Ints, epoch_order, window_rows
+from train_service.domain.order import Ints, epoch_order
 from train_service.domain.slices import Plan, rank_positions
 from train_service.row_cache import RowCache
 from train_service.rows import Rows
@@ -18,7 +18,7 @@ class Windows:
         self._cache = cache
         self._read_ahead = read_ahead
         self._plan = plan
-        self._order = epoch_order(blocks, plan.lanes, plan.seed, epoch, window_rows(cache.row_bytes, plan.lanes))
+        self._order = epoch_order(blocks, plan.lanes, plan.seed, epoch, plan.window_rows)
         self._lanes = range(plan.rank, plan.lanes, plan.world_size)
         self._number = -1
         # Of the open window: the rows, lane after lane; the positions that the rank computes; the row of each of these.

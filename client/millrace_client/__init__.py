@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         training_spec,
     )
     from millrace_client.steps import normalize, to_float
+    from millrace_client.sweeps import asha, choice, grid, integers, log_uniform, sweep_spec, uniform
 
 _HOMES = {
     "Addresses": "addresses",
@@ -48,15 +49,20 @@ _HOMES = {
     "Operation": "operations",
     "append_to": "specs",
     "arrow_source": "specs",
+    "asha": "sweeps",
+    "choice": "sweeps",
     "column_split": "specs",
     "connect": "connection",
     "csv_source": "specs",
+    "grid": "sweeps",
     "hash_split": "specs",
     "hold_out": "specs",
     "idx_source": "specs",
     "image_folder_source": "specs",
     "image_tar_source": "specs",
+    "integers": "sweeps",
     "json_lines_source": "specs",
+    "log_uniform": "sweeps",
     "normalize": "steps",
     "optimizer": "specs",
     "parquet_source": "specs",
@@ -64,9 +70,11 @@ _HOMES = {
     "ratio_split": "specs",
     "replacing": "specs",
     "retention": "specs",
+    "sweep_spec": "sweeps",
     "time_split": "specs",
     "to_float": "steps",
     "training_spec": "specs",
+    "uniform": "sweeps",
 }
 
 __all__ = [
@@ -76,15 +84,20 @@ __all__ = [
     "Operation",
     "append_to",
     "arrow_source",
+    "asha",
+    "choice",
     "column_split",
     "connect",
     "csv_source",
+    "grid",
     "hash_split",
     "hold_out",
     "idx_source",
     "image_folder_source",
     "image_tar_source",
+    "integers",
     "json_lines_source",
+    "log_uniform",
     "normalize",
     "optimizer",
     "parquet_source",
@@ -92,9 +105,11 @@ __all__ = [
     "ratio_split",
     "replacing",
     "retention",
+    "sweep_spec",
     "time_split",
     "to_float",
     "training_spec",
+    "uniform",
 ]
 
 

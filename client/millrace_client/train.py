@@ -1,4 +1,4 @@
-"""The train service: training jobs, their events, checkpoints, metrics and logs."""
+"""The train service: training jobs, their events, checkpoints, metrics and logs; and sweeps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from millrace.train.v1 import resources_pb2, train_service_pb2_grpc
+from millrace.train.v1 import resources_pb2, sweep_pb2, train_service_pb2_grpc
 from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client.calls import Caller, new_request_id
 from millrace_client.errors import Unavailable
@@ -25,12 +25,23 @@ FINAL = frozenset(
         resources_pb2.TrainingJob.STATE_DELETING,
     }
 )
+SWEEP_OVER = frozenset(
+    {
+        sweep_pb2.Sweep.STATE_SUCCEEDED,
+        sweep_pb2.Sweep.STATE_FAILED,
+        sweep_pb2.Sweep.STATE_CANCELLED,
+        sweep_pb2.Sweep.STATE_DELETING,
+    }
+)
+LOOK_AT_SWEEP_EVERY_S = 2.0
+# Each listed value and each end of a range is checked with a model.
+CHECKED_WITHIN_S = 120.0
 # The most that one answer holds.
 POINTS_AT_ONCE = 10_000
 
 
 class TrainClient:
-    """Names: `trainingJobs/{j}` and `trainingJobs/{j}/checkpoints/{c}`."""
+    """Names: `trainingJobs/{j}`, `trainingJobs/{j}/checkpoints/{c}` and `sweeps/{s}`."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
@@ -178,3 +189,56 @@ class TrainClient:
         for _ in self.watch_training_job(name, reconnect_for_s=reconnect_for_s):
             pass
         return self.get_training_job(name)
+
+    def create_sweep(self, sweep_id: str, spec: sweep_pb2.SweepSpec, *, validate_only: bool = False) -> sweep_pb2.Sweep:
+        """Starts a search; see `millrace_client.sweeps.sweep_spec`. `validate_only` checks, and answers the trials that
+        there would be."""
+        request = pb.CreateSweepRequest(
+            sweep_id=sweep_id, spec=spec, request_id=new_request_id(), validate_only=validate_only
+        )
+        return self._caller.unary(self._stub.CreateSweep, request, sweep_pb2.Sweep, timeout_s=CHECKED_WITHIN_S)
+
+    def get_sweep(self, name: str) -> sweep_pb2.Sweep:
+        """With its trials, and the best of them so far."""
+        return self._caller.unary(self._stub.GetSweep, pb.GetSweepRequest(name=name), sweep_pb2.Sweep)
+
+    def list_sweeps(self) -> Iterator[sweep_pb2.Sweep]:
+        """All of them, in the order of their names, without their trials."""
+        return every_page(self._caller, self._stub.ListSweeps, pb.ListSweepsRequest(), "sweeps")
+
+    def cancel_sweep(self, name: str, *, etag: str = "") -> sweep_pb2.Sweep:
+        """Asks it and its trials to stop; on one in a final state it changes nothing."""
+        request = pb.CancelSweepRequest(name=name, etag=etag)
+        return self._caller.unary(self._stub.CancelSweep, request, sweep_pb2.Sweep)
+
+    def delete_sweep(self, name: str, *, etag: str = "") -> sweep_pb2.Sweep:
+        """Takes one that is over away with all its trials and their checkpoints."""
+        request = pb.DeleteSweepRequest(name=name, etag=etag)
+        return self._caller.unary(self._stub.DeleteSweep, request, sweep_pb2.Sweep)
+
+    def watch_sweep(self, name: str, *, reconnect_for_s: float = 120.0) -> Iterator[sweep_pb2.Sweep]:
+        """The sweep as it is, and again whenever it has changed; the last one is over.
+
+        After `reconnect_for_s` seconds without an answer it raises `Unavailable`.
+        """
+        seen: sweep_pb2.Sweep | None = None
+        last_heard = time.monotonic()
+        while True:
+            try:
+                sweep = self.get_sweep(name)
+            except Unavailable:
+                if time.monotonic() - last_heard > reconnect_for_s:
+                    raise
+            else:
+                last_heard = time.monotonic()
+                if sweep != seen:
+                    seen = sweep
+                    yield sweep
+                if sweep.state in SWEEP_OVER:
+                    return
+            time.sleep(LOOK_AT_SWEEP_EVERY_S)
+
+    def wait_sweep(self, name: str, *, reconnect_for_s: float = 120.0) -> sweep_pb2.Sweep:
+        """Waits until it is over, and returns it, however it ended."""
+        *_, last = self.watch_sweep(name, reconnect_for_s=reconnect_for_s)
+        return last

@@ -2,7 +2,8 @@
 
 from shared.checkpoint.format import Checkpoint, CheckpointContent, CoveragePart, load_checkpoint, write_checkpoint
 from shared.checkpoint.ranking import Ranking
-from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry, resolve
+from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry
+from shared.checkpoint.resolving import resolve
 
 __all__ = [
     "Checkpoint",

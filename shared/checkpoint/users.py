@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry, resolve
+from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry
+from shared.checkpoint.resolving import resolve
 from shared.errors import FailedPrecondition, MillraceError
 from shared.requests import OUTCOME_UNKNOWN
 from shared.storage import ObjectStore

@@ -6,7 +6,7 @@ import io
 import itertools
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -18,9 +18,10 @@ from shared.dataset_version.version import DatasetVersion
 from shared.errors import DataLoss, invalid_field
 from shared.storage import ObjectMissing, ObjectStore
 
-# So many unwanted bytes are read along rather than asked around: about what S3 sends in the time of a round trip. Never
-# less than 8 KiB: Arrow joins its reads over holes of that size, and must find the bytes of the hole.
+# So many unwanted bytes are read along rather than asked around: about what S3 sends in the time of a round trip.
 MAX_GAP_BYTES = 512 * 1024
+# Arrow joins its reads over holes of that size, and must find the bytes of the hole.
+ARROW_HOLE_BYTES = 8 * 1024
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class VersionReader:
         self._footers: dict[int, pq.FileMetaData] = {}
         self._schema: pa.Schema | None = None
         self._lock = threading.Lock()
+        # Of the files, footers and what came along included.
+        self.bytes_fetched = 0
 
     @property
     def schema(self) -> pa.Schema:
@@ -120,7 +123,9 @@ class VersionReader:
         indices = [group.group_index for group in groups]
         try:
             footer = self._footer(file_index)
-            parquet = self._open(file_index, self._fetch(file, [footer.row_group(one) for one in indices], columns))
+            parquet = self._open(
+                file_index, self._fetch(file, {one: footer.row_group(one) for one in indices}, columns)
+            )
             stored = parquet.read_row_groups(indices, columns=columns, use_threads=False)
         except (pa.ArrowException, OSError, EOFError) as error:
             raise _lost(self.version, file, "does not hold what was written") from error
@@ -128,21 +133,27 @@ class VersionReader:
             raise _lost(self.version, file, "does not hold the rows that its manifest names")
         return stored.select(columns)
 
-    def _fetch(self, file: DataFile, groups: Sequence[pq.RowGroupMetaData], columns: Sequence[str]) -> list[_Piece]:
-        """The bytes of these columns. What lies between two of them comes too where it is little: one request more
-        costs more than those bytes."""
-        spans = sorted(_span(group.column(index)) for group in groups for index in _wanted(group, columns))
-        joined = [spans[0]]
-        for start, end in spans[1:]:
-            if start - joined[-1][1] <= MAX_GAP_BYTES:
-                joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-            else:
-                joined.append((start, end))
+    def _fetch(self, file: DataFile, groups: Mapping[int, pq.RowGroupMetaData], columns: Sequence[str]) -> list[_Piece]:
+        """The bytes of these columns. What lies between two of them, in a group or to the next group, comes too where
+        it is little: one request more costs more than those bytes. Of groups between those that are wanted nothing
+        comes: on the way to a few that are far apart it would be most of the file."""
+        joined: list[tuple[int, int]] = []
+        last = 0
+        for number, group in sorted(groups.items()):
+            for start, end in sorted(_span(group.column(index)) for index in _wanted(group, columns)):
+                gap_bytes = MAX_GAP_BYTES if number - last <= 1 else ARROW_HOLE_BYTES
+                if joined and start - joined[-1][1] <= gap_bytes:
+                    joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+                else:
+                    joined.append((start, end))
+                last = number
         read = self._get_ranges(file, [(start, end - start) for start, end in joined])
         return [_Piece(start, data) for (start, _), data in zip(joined, read, strict=True)]
 
     def _get_ranges(self, file: DataFile, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         key = f"{self.version.folder}/{file.path}"
+        with self._lock:
+            self.bytes_fetched += sum(length for _, length in ranges)
         try:
             return self._store.get_ranges(key, ranges)
         except ObjectMissing:

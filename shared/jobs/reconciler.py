@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import ray
 from ray.exceptions import RayError
@@ -32,32 +33,39 @@ ORPHAN_AFTER_S = 300.0
 # So many looks in a row must find no actor before an attempt is taken for lost: another reconciler, which overlaps with
 # this one, may be about to start it.
 LOOKS_BEFORE_LOST = 2
+# What an attempt takes to start, and a little more.
+REST_BESIDE_WORK_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobKind:
+    """`entry` is `module:function`, the jobs' entry function, importable on Ray's nodes. With `prepare`, a function
+    named likewise, an actor that has called it waits for the next attempt; it holds a process's memory, and no
+    processor. `lacks` tells what the cluster lacks for a job's next attempt, and no attempt begins until that is
+    nothing. `lost` is told of each attempt whose process is gone, at least once, before its job is. With
+    `spare_beside_work` the prepared actor is there while an attempt is at work, too: for jobs that run long and should
+    resume soon. `looks` is called before each look at the jobs.
+    """
+
+    name: str
+    entry: str
+    prepare: str = ""
+    lacks: Callable[[JobRecord], str] = lambda _: ""
+    lost: Callable[[ObjectStore, JobRecord], None] = lambda _, __: None
+    spare_beside_work: bool = False
+    looks: Callable[[ObjectStore], None] = lambda _: None
 
 
 class Reconciler:
     """Compares what the logs say with the actors there are, for one kind of job."""
 
-    def __init__(
-        self,
-        settings: ServiceSettings,
-        kind: str,
-        entry: str,
-        spare: Spare | None = None,
-        lacks: Callable[[JobRecord], str] = lambda _: "",
-        lost: Callable[[ObjectStore, JobRecord], None] = lambda _, __: None,
-        spare_beside_work: bool = False,
-        looks: Callable[[ObjectStore], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, settings: ServiceSettings, kind: JobKind) -> None:
         self._store = open_store(settings.store)
-        self._looks = looks
-        self._lost_hook = lost
-        self._spare_beside_work = spare_beside_work
         self._settings = settings.store
-        self._jobs = Jobs(self._store, kind)
         self._kind = kind
-        self._entry = entry
-        self._spare = spare
-        self._lacks = lacks
+        self._jobs = Jobs(self._store, kind.name)
+        rest_s = REST_BESIDE_WORK_S if kind.spare_beside_work else 0.0
+        self._spare = Spare(kind.name, kind.prepare, rest_s) if kind.prepare else None
         # By uid: when a marker without its job was first seen, and how often an attempt had no actor.
         self._orphans: dict[str, float] = {}
         self._missing: Counter[str] = Counter()
@@ -67,7 +75,7 @@ class Reconciler:
     def reconcile(self) -> None:
         """One look at every live job. Should two reconcilers overlap, the log decides who starts an attempt."""
         at_work = False
-        self._looks(self._store)
+        self._kind.looks(self._store)
         for live in self._jobs.live():
             try:
                 at_work |= self._reconcile(live)
@@ -79,18 +87,18 @@ class Reconciler:
                 logger.exception("%s cannot be reconciled; the others go on", live.folder)
         if self._spare is not None:
             # An attempt that is at work has more need of the processors, unless a restart is to be short.
-            self._spare.hold(replace=not at_work or self._spare_beside_work)
+            self._spare.hold(replace=not at_work or self._kind.spare_beside_work)
 
     def _reconcile(self, live: LiveJob) -> bool:
         """Whether an attempt is at work on it."""
         job = self._jobs.find(live.folder)
         # A marker of a generation to come is that of a resumption, which may be under way.
-        if job is None or job.uid != live.uid or (job.state.final and live.generation > job.generation):
+        if job is None or job.uid != live.uid or (job.unattended and live.generation > job.generation):
             first_seen = self._orphans.setdefault(live.uid, time.monotonic())
             if time.monotonic() - first_seen > ORPHAN_AFTER_S:
                 self._forget(live)
             return False
-        if job.state.final or job.runner:
+        if job.unattended:
             self._forget(live)
             return False
         if job.state in (JobState.PENDING, JobState.RECOVERING):
@@ -107,7 +115,7 @@ class Reconciler:
 
     def _waits(self, live: LiveJob, job: JobRecord) -> bool:
         """Whether the cluster lacks what the next attempt needs; if so clients are told."""
-        what = self._lacks(job)
+        what = self._kind.lacks(job)
         if what != self._waiting.get(live.uid):  # unknown at first: an earlier reconciler may have told something
             self._jobs.wait_for(live.folder, what)
             self._waiting[live.uid] = what
@@ -125,7 +133,7 @@ class Reconciler:
             ray.kill(zombie)
         self._missing.pop(live.uid, None)
         spare = self._spare.take() if self._spare else None
-        name = spare[0] if spare else new_actor_name(self._kind)
+        name = spare[0] if spare else new_actor_name(self._kind.name)
         begun: JobRecord | None = None
 
         def decide(newest: JobRecord) -> JobRecord:
@@ -140,7 +148,7 @@ class Reconciler:
         if begun is not None:
             logger.info("%s: starting attempt %d", begun.name, begun.attempt)
             actor = spare[1] if spare else start_actor(name)
-            actor.run.remote(self._entry, self._settings, self._kind, live.folder, begun.attempt)
+            actor.run.remote(self._kind.entry, self._settings, self._kind.name, live.folder, begun.attempt)
 
     def _lost(self, live: LiveJob, job: JobRecord) -> None:
         """No actor works on it: it died, or its Ray cluster did."""
@@ -159,43 +167,28 @@ class Reconciler:
 
         self._missing.pop(live.uid, None)
         # Before the transition: should we end in between, the next look tells it again.
-        self._lost_hook(self._store, job)
+        self._kind.lost(self._store, job)
         after = self._jobs.transition(live.folder, decide, attempt=job.attempt)
         logger.warning("%s: attempt %d has no process; now %s", job.name, job.attempt, after.state)
 
 
-def run_reconciler(
-    settings: ServiceSettings,
-    kind: str,
-    entry: str,
-    prepare: str = "",
-    lacks: Callable[[JobRecord], str] = lambda _: "",
-    lost: Callable[[ObjectStore, JobRecord], None] = lambda _, __: None,
-    spare_beside_work: bool = False,
-    looks: Callable[[ObjectStore], None] = lambda _: None,
-) -> None:
-    """Reconciles for ever. Raises `ConnectionError` where Ray is not there: whoever supervises starts it again.
+def run_reconciler(settings: ServiceSettings, *kinds: JobKind) -> None:
+    """Reconciles jobs of these kinds for ever.
 
-    `entry` is `module:function`, the job's entry function, importable on Ray's nodes. With `prepare`, a function named
-    likewise, an actor that has called it waits for the next attempt; it holds a process's memory, and no processor.
-    `lacks` tells what the cluster lacks for a job's next attempt, and no attempt begins until that is nothing. `lost`
-    is told of each attempt whose process is gone, at least once, before its job is. With `spare_beside_work` the
-    prepared actor is there while an attempt is at work, too: for jobs that run long and should resume soon. `looks` is
-    called before each look at the jobs.
+    Raises `ConnectionError` where Ray is not there: whoever supervises starts it again.
     """
     nudged = end_with_parent()
     ray.init(address=settings.ray_address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-    reconciler = Reconciler(
-        settings, kind, entry, Spare(kind, prepare) if prepare else None, lacks, lost, spare_beside_work, looks
-    )
-    logger.info("reconciling %s jobs on Ray at %s", kind, settings.ray_address)
+    reconcilers = [Reconciler(settings, kind) for kind in kinds]
+    logger.info("reconciling %s jobs on Ray at %s", ", ".join(kind.name for kind in kinds), settings.ray_address)
     own_node = ray.get_runtime_context().get_node_id()
     while True:
         _require_cluster_of(own_node)
-        try:
-            reconciler.reconcile()
-        except STORE_OUTAGES as error:
-            logger.warning("%s", error.message)
+        for reconciler in reconcilers:
+            try:
+                reconciler.reconcile()
+            except STORE_OUTAGES as error:
+                logger.warning("%s", error.message)
         nudged.wait(INTERVAL_S)
         nudged.clear()
 

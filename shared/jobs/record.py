@@ -87,6 +87,11 @@ class JobRecord:
         return self.update_time + (self.error.get("retry_after_s") or 0.0)
 
     @property
+    def unattended(self) -> bool:
+        """Whether no reconciler looks after it as it is."""
+        return self.state.final or bool(self.runner)
+
+    @property
     def attempts_made(self) -> int:
         return self.attempt - self.first_attempt + 1
 
@@ -190,10 +195,13 @@ def confirm_cancel(job: JobRecord, now: float) -> JobRecord:
 
 
 def request_suspend(job: JobRecord, now: float) -> JobRecord:
-    """A client's wish: PENDING, RUNNING, RECOVERING → SUSPENDING. A repeated wish changes nothing."""
+    """A client's wish: PENDING, RUNNING, RECOVERING → SUSPENDING. A repeated wish changes nothing. A job with a
+    `runner` that does not run is SUSPENDED at once: nobody would confirm it."""
     if job.state in (JobState.SUSPENDING, JobState.SUSPENDED):
         return job
     _expect(job, JobState.PENDING, JobState.RUNNING, JobState.RECOVERING)
+    if job.runner and job.state is not JobState.RUNNING:
+        return replace(job, state=JobState.SUSPENDED, generation=job.generation + 1, error=None, update_time=now)
     return replace(job, state=JobState.SUSPENDING, generation=job.generation + 1, update_time=now)
 
 
@@ -205,10 +213,11 @@ def confirm_suspend(job: JobRecord, now: float) -> JobRecord:
 
 def request_resume(job: JobRecord, now: float) -> JobRecord:
     """A client's wish: SUSPENDED, FAILED, CANCELLED → RECOVERING, with nothing counted against it; from then on it is a
-    reconciler's. A job that goes on anyway stays as it is."""
-    if job.state in (JobState.PENDING, JobState.RUNNING, JobState.RECOVERING):
+    reconciler's. A job that goes on anyway stays as it is; one with a `runner` that was interrupted does not go on."""
+    interrupted = job.runner and job.state is JobState.RECOVERING
+    if job.state in (JobState.PENDING, JobState.RUNNING, JobState.RECOVERING) and not interrupted:
         return job
-    _expect(job, JobState.SUSPENDED, JobState.FAILED, JobState.CANCELLED)
+    _expect(job, JobState.SUSPENDED, JobState.FAILED, JobState.CANCELLED, JobState.RECOVERING)
     return replace(
         job,
         state=JobState.RECOVERING,

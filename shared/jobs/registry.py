@@ -94,15 +94,15 @@ class Jobs:
         """As `cancel`. Raises `FailedPrecondition` for a job that succeeded, or is being ended."""
         while True:
             read = self.get(folder, name)
-            if read.state.final:
+            if read.unattended:
                 # The marker first, as in `create`; of the generation to come, so that no reconciler takes it away
                 # because the job, as it reads it still, is over.
                 self._mark(folder, read, read.generation + 1)
 
             def unless_unmarked(newest: JobRecord, now: float, read: JobRecord = read) -> JobRecord:
                 """As it is where it has ended since, or was resumed and ended again: no marker is for that."""
-                marked = read.state.final and newest.generation == read.generation
-                return newest if newest.state.final and not marked else request_resume(newest, now)
+                marked = read.unattended and newest.generation == read.generation
+                return newest if newest.unattended and not marked else request_resume(newest, now)
 
             after = self._wish(folder, name, etag, unless_unmarked)
             if not after.state.final:

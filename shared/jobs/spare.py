@@ -17,10 +17,14 @@ AGAIN_AFTER_S = 10.0
 class Spare:
     """The idle actor that one reconciler keeps for attempts of its kind. It ends by itself once nobody holds it."""
 
-    def __init__(self, kind: str, prepare: str) -> None:
-        """`prepare` is `module:function`, called in the actor before there is an attempt."""
+    def __init__(self, kind: str, prepare: str, rest_s: float = 0.0) -> None:
+        """`prepare` is `module:function`, called in the actor before there is an attempt.
+
+        One that was taken is replaced after `rest_s`: while the attempt starts it has more need of the processors.
+        """
         self._kind = kind
         self._prepare = prepare
+        self._rest_s = rest_s
         self._name = ""
         self._actor: ray.actor.ActorHandle[AttemptActor] | None = None
         self._start_after = 0.0
@@ -45,7 +49,7 @@ class Spare:
         if _leaves(actor):
             ray.kill(actor)
             return None
-        self._start_after = 0.0
+        self._start_after = time.monotonic() + self._rest_s
         return self._name, actor
 
 

@@ -57,6 +57,31 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def test_after_a_loss_processes_that_waited_are_the_workers(place: Place) -> None:
+    client = place.stack.client
+    job = place.job(epochs=2000)
+    watch = client.watch(job.name)
+    watch.until("progress")
+    wait_until(lambda: len(warm_processes(place.head)) == 2, "processes that wait", within_s=180)
+    waiting = warm_processes(place.head)
+    kill(max(place.workers()))
+    watch.until("attempt_started", lambda event: event.attempt == 2)
+
+    assert set(place.workers()) == waiting
+    client.cancel(job.name)
+    client.finished(job.name)
+
+
+def warm_processes(head: RayHead) -> set[int]:
+    """Those that no actor has, of the environment in which a worker's imports are made."""
+    found = set()
+    for pid in head.processes("ray::IDLE"):
+        with suppress(OSError):
+            if b"train_service.warm_workers" in Path(f"/proc/{pid}/environ").read_bytes():
+                found.add(pid)
+    return found
+
+
 def test_a_worker_killed_while_it_starts(place: Place) -> None:
     job = place.job()
     watch = place.stack.client.watch(job.name, within_s=DONE_WITHIN_S)

@@ -16,6 +16,9 @@ from shared.settings import StoreSettings
 from tests.support.ray_head import ray_head
 from tests.support.training import State, TrainClient, Watch, digits_spec, train_stack
 
+# So long that it is at work still when its service is back, whose start takes seconds.
+EPOCHS, STEPS_PER_EPOCH = 40, 20
+
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -32,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder: Path = tmp_path_factory.mktemp("train-outlives")
     settings = StoreSettings(url=(folder / "store").as_uri())
     with ray_head(num_cpus=4) as head, train_stack(settings, head.address, folder) as stack:
-        job = stack.client.create(digits_spec(epochs=6, checkpoint_every_steps=7))
+        job = stack.client.create(digits_spec(epochs=EPOCHS, checkpoint_every_steps=7))
         before = stack.client.watch(job.name, within_s=800)
         before.until("progress")
         stack.service.kill()
@@ -54,7 +57,7 @@ def test_a_run_whose_service_and_worker_were_killed_succeeds_once(run: Run) -> N
     assert run.job.state == State.STATE_SUCCEEDED
     assert run.job.attempt == 2  # the service's death is no business of the attempt
     assert [job.state for job in run.watch.jobs].count(State.STATE_SUCCEEDED) == 1
-    assert run.job.progress.step == run.job.progress.total_steps == 120
+    assert run.job.progress.step == run.job.progress.total_steps == EPOCHS * STEPS_PER_EPOCH
 
 
 def test_the_next_attempt_begins_at_the_step_of_the_newest_checkpoint(run: Run) -> None:

@@ -23,6 +23,8 @@ START_TIMEOUT_S = 120.0
 STARTS = 3  # Ray gives itself 30 s, too little where several suites share two cores
 STOP_TIMEOUT_S = 20.0
 STARTED = "This command will now block"
+# A head takes the token that some `ray.init()` of this user may have left in ~/.ray; who joins by address does not.
+NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}
 # `ray start`, but for its refusal to join another node where Ray is kept on loopback: see tests/conftest.py.
 JOIN_ON_LOOPBACK = """
 from ray._private import ray_constants
@@ -157,7 +159,7 @@ def _ray_start(folder: Path, program: list[str], flags: list[str], options: Mapp
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, *(f"--{name}={value}" for name, value in options.items())],
-            env={**os.environ, **RAY_HEAD_ENVIRONMENT},
+            env={**os.environ, **RAY_HEAD_ENVIRONMENT, **NO_TOKEN},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.jobs import AttemptContext
-from shared.jobs.reconciler import run_reconciler
+from shared.jobs.reconciler import JobKind, run_reconciler
 from shared.jobs.supervisor import supervise
 from shared.settings import service_settings
 from shared.storage import ObjectStore
@@ -64,7 +64,7 @@ def main(role: str) -> None:
         asyncio.run(supervise("tests.support.toy_jobs", asyncio.Event()))
     else:
         prepare_by = PREPARE if os.environ.get("TOY_SPARE") else ""
-        run_reconciler(service_settings(os.environ, "127.0.0.1:0"), KIND, ENTRY, prepare_by)
+        run_reconciler(service_settings(os.environ, "127.0.0.1:0"), JobKind(name=KIND, entry=ENTRY, prepare=prepare_by))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from train_service.domain.order import Ints
+from train_service.domain.order import WINDOW_ROWS, Ints
 
 # BatchNorm refuses a single row whose feature map is 1x1.
 FEWEST_ROWS_PER_RANK = 2
@@ -25,6 +25,7 @@ class Plan:
     epochs: int
     rank: int
     world_size: int
+    window_rows: int = WINDOW_ROWS
 
 
 def steps_per_epoch(rows: int, global_batch: int) -> int:

@@ -10,6 +10,7 @@ from shared.checkpoint.ranking import Ranking
 from shared.model_spec import CLASSIFICATION as CLASSIFICATION
 from shared.model_spec import REGRESSION as REGRESSION
 from shared.model_spec import ModelSpec
+from train_service.domain.order import WINDOW_ROWS
 from train_service.domain.schedule import CONSTANT
 
 FLOAT32, BFLOAT16, FLOAT16 = "FLOAT32", "BFLOAT16", "FLOAT16"
@@ -98,6 +99,8 @@ class TrainingSpec:
     global_batch_size: int
     seed: int = 0
     lanes: int = 24
+    # Rows of a shuffle window; fixed with the job, for the order of rows hangs on it.
+    window_rows: int = WINDOW_ROWS
     ingest: str = THREADS
     # 0: local mode.
     num_workers: int = 1

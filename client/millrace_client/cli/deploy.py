@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from millrace_client.cli.exits import PlainCommand
+from millrace_client.cli.exits import CommandFailed, PlainCommand
 from millrace_client.cli.lineage import print_lineage
 from millrace_client.cli.options import address_options, connected, full_name, json_option
 from millrace_client.cli.output import console, print_json
@@ -25,9 +25,13 @@ def deploy(
 ) -> None:
     """Serve CHECKPOINT as the model DEPLOYMENT (an id).
 
-    CHECKPOINT is trainingJobs/j/checkpoints/c, or a job (trainingJobs/j or j) for its best one.
+    CHECKPOINT is trainingJobs/j/checkpoints/c, or a job (trainingJobs/j or j) or sweep (sweeps/s) for its best one.
     """
     with connected(values) as millrace:
+        if checkpoint.startswith("sweeps/"):
+            sweep, checkpoint = checkpoint, millrace.train.get_sweep(checkpoint).best_checkpoint
+            if not checkpoint:
+                raise CommandFailed(f"{sweep} has no checkpoint yet", remedy="wait for the first validation of a trial")
         operation = millrace.deployments.create_deployment(
             deployment.removeprefix("deployments/"),
             full_name("trainingJobs", checkpoint),

@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import click
-from google.protobuf import json_format
 
 from millrace.train.v1 import resources_pb2
 from millrace_client.cli.exits import CommandFailed, PlainCommand
 from millrace_client.cli.options import address_options, connected, full_name, json_option
 from millrace_client.cli.output import console, new_table, print_json, state_text
 from millrace_client.cli.train_records import coverage, export, logs, metrics, report
+from millrace_client.cli.train_specs import read_message, spec_of, spec_options
+from millrace_client.cli.train_sweeps import sweep, sweeps
 from millrace_client.cli.train_wishes import cancel, delete, resume, suspend
 from millrace_client.connection import Millrace
-from millrace_client.specs import optimizer, training_spec
-from millrace_client.steps import normalize, to_float
 
 Job = resources_pb2.TrainingJob
 
@@ -26,7 +25,7 @@ def train() -> None:
     """Create, watch, list, pause and end training jobs, and read what they left behind."""
 
 
-for command in (cancel, suspend, resume, delete, coverage, metrics, logs, report, export):
+for command in (cancel, suspend, resume, delete, coverage, metrics, logs, report, export, sweep, sweeps):
     train.add_command(command)
 
 
@@ -38,26 +37,13 @@ for command in (cancel, suspend, resume, delete, coverage, metrics, logs, report
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A TrainingSpec as JSON, instead of the options below.",
 )
-@click.option("--dataset-version", metavar="NAME", help="datasets/d/versions/v")
-@click.option("--model", default="torchvision.resnet18", show_default=True, help="A builder of torchvision.models.")
-@click.option("--in-channels", default=1, show_default=True)
-@click.option("--num-classes", default=10, show_default=True)
-@click.option("--mean", default=0.1307, show_default=True, help="Of the pixels 0..1, to normalise by.")
-@click.option("--std", default=0.3081, show_default=True)
-@click.option("--optimizer", "optimizer_name", default="AdamW", show_default=True)
-@click.option("--learning-rate", default=0.002, show_default=True)
-@click.option("--cosine/--constant", default=True, show_default=True, help="How the learning rate moves.")
-@click.option("--epochs", default=3, show_default=True)
-@click.option("--batch-size", default=128, show_default=True, help="Rows of a step over all workers.")
-@click.option("--workers", default=2, show_default=True, help="0: local mode, alone and without Ray Train, to debug.")
-@click.option("--threads", default=1, show_default=True, help="CPU threads of each worker.")
-@click.option("--seed", default=0, show_default=True)
+@spec_options
 @click.option("--watch", "then_watch", is_flag=True, help="Stay and show its progress.")
 @address_options
 @json_option
 def create(job: str, spec_file: Path | None, then_watch: bool, as_json: bool, **values: Any) -> None:
     """Start the training job JOB (an id)."""
-    spec = _read_spec(spec_file) if spec_file else _spec(values)
+    spec = read_message(spec_file, resources_pb2.TrainingSpec()) if spec_file else spec_of(values)
     with connected(values) as millrace:
         made = millrace.train.create_training_job(job.removeprefix("trainingJobs/"), spec)
         if not then_watch:
@@ -129,28 +115,3 @@ def _watch(millrace: Millrace, job: Job, after_sequence: int, as_json: bool) -> 
     if last.state not in (Job.STATE_SUCCEEDED, Job.STATE_SUSPENDED):
         state = Job.State.Name(last.state).removeprefix("STATE_").lower()
         raise CommandFailed(f"{last.name} {state}" + (f": {last.error.message}" if last.error.message else ""))
-
-
-def _read_spec(path: Path) -> resources_pb2.TrainingSpec:
-    try:
-        return json_format.Parse(path.read_text(), resources_pb2.TrainingSpec())
-    except json_format.ParseError as error:
-        raise click.BadParameter(f"{path}: {error}", param_hint="--spec") from None
-
-
-def _spec(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
-    if not values["dataset_version"]:
-        raise click.UsageError("name --dataset-version datasets/d/versions/v (or give --spec)")
-    return training_spec(
-        values["dataset_version"],
-        model=values["model"],
-        in_channels=values["in_channels"],
-        num_classes=values["num_classes"],
-        transform=[to_float(), normalize(values["mean"], values["std"])],
-        optimizer=optimizer(values["optimizer_name"], values["learning_rate"], cosine=values["cosine"]),
-        epochs=values["epochs"],
-        global_batch_size=values["batch_size"],
-        num_workers=values["workers"],
-        threads_per_worker=values["threads"],
-        seed=values["seed"],
-    )

@@ -6,12 +6,14 @@ from typing import Any
 
 import click
 
-from millrace.train.v1 import resources_pb2
+from millrace.train.v1 import resources_pb2, sweep_pb2
 from millrace_client.cli.exits import PlainCommand
 from millrace_client.cli.options import address_options, connected, full_name, json_option
 from millrace_client.cli.output import console, print_json, state_text
 
 Job = resources_pb2.TrainingJob
+Sweep = sweep_pb2.Sweep
+SWEEPS = "sweeps/"
 
 
 @click.command(cls=PlainCommand)
@@ -19,9 +21,12 @@ Job = resources_pb2.TrainingJob
 @address_options
 @json_option
 def cancel(job: str, as_json: bool, **values: Any) -> None:
-    """Ask JOB to stop at its next step."""
+    """Ask JOB to stop at its next step; sweeps/s is a sweep with all its trials."""
     with connected(values) as millrace:
-        now = millrace.train.cancel_training_job(full_name("trainingJobs", job))
+        if job.startswith(SWEEPS):
+            now: Job | Sweep = millrace.train.cancel_sweep(job)
+        else:
+            now = millrace.train.cancel_training_job(full_name("trainingJobs", job))
     _tell(now, as_json)
 
 
@@ -56,17 +61,25 @@ def resume(job: str, etag: str, as_json: bool, **values: Any) -> None:
 @address_options
 @json_option
 def delete(job: str, etag: str, yes: bool, as_json: bool, **values: Any) -> None:
-    """Delete JOB, which is over or suspended, with its checkpoints, metrics and logs."""
-    name = full_name("trainingJobs", job)
+    """Delete JOB, which is over or suspended, with its checkpoints, metrics and logs.
+
+    sweeps/s is a sweep with all its trials.
+    """
+    is_sweep = job.startswith(SWEEPS)
+    name = job if is_sweep else full_name("trainingJobs", job)
     if not (yes or as_json):
-        click.confirm(f"Delete {name} and its checkpoints? It cannot be brought back", abort=True)
+        what = "its trials with their checkpoints" if is_sweep else "its checkpoints"
+        click.confirm(f"Delete {name} and {what}? It cannot be brought back", abort=True)
     with connected(values) as millrace:
-        now = millrace.train.delete_training_job(name, etag=etag)
+        if is_sweep:
+            now: Job | Sweep = millrace.train.delete_sweep(name, etag=etag)
+        else:
+            now = millrace.train.delete_training_job(name, etag=etag)
     _tell(now, as_json)
 
 
-def _tell(now: Job, as_json: bool) -> None:
+def _tell(now: Job | Sweep, as_json: bool) -> None:
     if as_json:
         print_json(now)
     else:
-        console().print(f"[bold]{now.name}[/] {state_text(Job.State.Name(now.state))}")
+        console().print(f"[bold]{now.name}[/] {state_text(type(now).State.Name(now.state))}")

@@ -77,7 +77,8 @@ def test_a_damaged_one_is_skipped_and_told_and_the_one_before_is_restored(store:
 
     assert chosen == saved[0]
     assert [saved[1].name in one for one in warnings] == [True]
-    assert damaged == {saved[1].folder}
+    # One of another release may be whole, and is not to be taken away.
+    assert damaged == (set() if how == "other-format" else {saved[1].folder})
     load(store, chosen, *trained(0))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from shared.jobs import Jobs, JobState
 from shared.jobs import reconciler as reconcilers
-from shared.jobs.reconciler import Reconciler
+from shared.jobs.reconciler import JobKind, Reconciler
 from shared.jobs.record import confirm_suspend
 from shared.settings import ServiceSettings, StoreSettings
 from tests.support import toy_jobs
@@ -22,7 +22,8 @@ def test_a_look_between_the_marker_and_the_wish_leaves_the_marker(
     job = new_job(jobs)
     jobs.suspend(job.name, job.name)
     jobs.transition(job.name, lambda newest: confirm_suspend(newest, 3.0))
-    looking = Reconciler(ServiceSettings(listen="127.0.0.1:0", store=file_store), toy_jobs.KIND, toy_jobs.ENTRY)
+    kind = JobKind(name=toy_jobs.KIND, entry=toy_jobs.ENTRY)
+    looking = Reconciler(ServiceSettings(listen="127.0.0.1:0", store=file_store), kind)
     looking.reconcile()
     assert jobs.live() == []
     wish = jobs.transition

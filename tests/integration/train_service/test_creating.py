@@ -17,6 +17,8 @@ from millrace.train.v1 import resources_pb2 as res
 from millrace.train.v1 import train_service_pb2 as pb
 from tests.support.refusals import refused
 from tests.support.training import State, TrainStack, digits_spec
+from tests.support.waiting import wait_until
+from train_service.cluster_memory import ClusterMemory
 
 
 @pytest.fixture
@@ -112,3 +114,19 @@ def test_after_sequence_beyond_the_last_event_is_out_of_range(stack: TrainStack,
         refusal = refused(functools.partial(stack.client.rpc.WatchTrainingJob, request, timeout=30))
         assert refusal.code == grpc.StatusCode.OUT_OF_RANGE
         assert list(refusal.fields) == ["after_sequence"]
+
+
+def test_a_job_that_the_cluster_can_never_hold_is_refused_by_its_field_and_leaves_nothing(stack: TrainStack) -> None:
+    wait_until(lambda: bool(ClusterMemory(stack.store).clusters()), "the cluster to be noted", within_s=90)
+    before = stack.all_keys()
+    spec = digits_spec(num_workers=1)
+    spec.placement.cpus_per_worker = 1001
+
+    answer = refused(lambda: stack.client.create(spec))
+
+    assert (answer.code, answer.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "NEVER_FITS")
+    assert list(answer.fields) == ["spec.placement.cpus_per_worker"]
+    assert stack.all_keys() == before
+    # What the reconciler saw, which counts where no operator has set a bound.
+    (nodes,) = ClusterMemory(stack.store).clusters()
+    assert [node["CPU"] for node in nodes] == [4.0]

@@ -15,7 +15,7 @@ from tests.unit.train_service.test_training_jobs import SPEC
 from train_service.cluster_memory import REFRESHED_S, REMEMBERED_S, ClusterMemory, largest_cluster
 from train_service.training_jobs import TrainingJobs
 
-NODE = {"CPU": 2.0, "memory": 8e9, "node:127.0.0.1": 1.0, "object_store_memory": 4e9}
+NODE = {"CPU": 2.0, "memory": 8.3 * 2**30, "node:127.0.0.1": 1.0, "object_store_memory": 4e9}
 LARGE = replace(SPEC, num_workers=4)
 
 
@@ -41,12 +41,23 @@ def test_a_node_that_is_gone_is_remembered_for_a_day(store: ObjectStore, clock: 
     memory.note([NODE, NODE])
     memory.note([NODE])
 
-    small, large = [{"CPU": 2.0, "memory": 8e9}], [{"CPU": 2.0, "memory": 8e9}] * 2
+    small, large = [{"CPU": 2.0, "memory": 8.0 * 2**30}], [{"CPU": 2.0, "memory": 8.0 * 2**30}] * 2
     assert ClusterMemory(store, clock).clusters() == [large, small]
     clock.now += REMEMBERED_S - REFRESHED_S
     memory.note([NODE])
     clock.now += REFRESHED_S
     assert memory.clusters() == [small]
+
+
+def test_the_largest_cluster_is_remembered_however_often_nodes_came_and_went_since(
+    store: ObjectStore, clock: Clock
+) -> None:
+    memory = ClusterMemory(store, clock)
+    for nodes in (150, *range(149, 0, -1), *range(2, 150)):
+        memory.note([NODE] * nodes)
+        clock.now += 60
+
+    assert [len(nodes) for nodes in memory.clusters()] == [150, 149]
 
 
 def test_a_cluster_that_stays_is_written_only_now_and_then(store: ObjectStore, clock: Clock) -> None:

@@ -17,8 +17,7 @@ from shared.model_spec import ModelSpec
 from tests.support.versions import SCHEMA, columns_of, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import TRAIN_ROWS, VERSION, Committed
-from train_service.domain import order
-from train_service.domain.order import blocks_of, epoch_order
+from train_service.domain.order import WINDOW_ROWS, blocks_of, epoch_order
 from train_service.domain.slices import Plan, rank_positions, step_bounds
 from train_service.domain.spec import TrainingSpec
 from train_service.loader import Batch, Loader
@@ -52,8 +51,9 @@ def loader(
     rank: int = 0,
     world_size: int = 1,
     capacity: int = 2**30,
+    window_rows: int = WINDOW_ROWS,
 ) -> Loader:
-    plan = Plan(seed, lanes, global_batch, epochs, rank, world_size)
+    plan = Plan(seed, lanes, global_batch, epochs, rank, world_size, window_rows)
     return Loader(committed.cache(capacity=capacity), to_float(), plan)
 
 
@@ -111,13 +111,10 @@ def test_workers_together_compute_the_same_rows_in_each_step_whatever_their_numb
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_batches_that_cross_shuffle_windows_have_the_rows_of_the_order(
-    committed: Committed, monkeypatch: pytest.MonkeyPatch, world_size: int
-) -> None:
-    monkeypatch.setattr(order, "WINDOW_ROWS", 7)
+def test_batches_that_cross_shuffle_windows_have_the_rows_of_the_order(committed: Committed, world_size: int) -> None:
     lanes, seed = 12, 5
     ranks = [
-        loader(committed, seed=seed, lanes=lanes, global_batch=100, rank=rank, world_size=world_size)
+        loader(committed, seed=seed, lanes=lanes, global_batch=100, rank=rank, world_size=world_size, window_rows=7)
         for rank in range(world_size)
     ]
     epochs = [

@@ -94,6 +94,19 @@ def test_what_was_read_ahead_is_not_read_again(committed: Committed) -> None:
     assert reader.reads == {0: 1, 1: 1, 2: 1}
 
 
+def test_no_more_is_read_ahead_than_there_is_room_for(committed: Committed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train_service.row_cache.AHEAD_BYTES", 600 * 28 * 28)
+    reader = CountingReader(committed.store, committed.name)
+    cache, everything = RowCache(reader, "train", ["image"], "label", 10, 2**30), np.arange(700, dtype=np.int64)
+
+    cache.read_ahead(everything[:512])
+    cache.read_ahead(everything)  # the third row group would be too much
+
+    wait_until(lambda: reader.reads == {0: 1, 1: 1}, "the first two to be read")
+    assert cache.rows(everything).row_ids.tolist() == everything.tolist()
+    assert reader.reads == {0: 1, 1: 1, 2: 1}
+
+
 def test_damage_met_ahead_of_time_is_told_to_who_asks_and_read_anew_after(committed: Committed) -> None:
     reader = CountingReader(committed.store, committed.name, broken=1)
     cache, asked = RowCache(reader, "train", ["image"], "label", 10, 2**30), np.arange(5, dtype=np.int64)

@@ -18,10 +18,13 @@ from tests.support.training_records import JOB, begin, commit, finish, make_job
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.test_coverage import VERSION, table
 from train_service.coverage import CoverageChain
+from train_service.lifecycle import Deletions
 from train_service.logs import LogShipper
 from train_service.metrics_log import MetricsLog
 from train_service.run_records import RunRecords
 from train_service.servicer import TrainServicer
+from train_service.sweeps.lifecycle import SweepDeletions
+from train_service.sweeps.sweeps import Sweeps
 from train_service.training_jobs import TrainingJobs
 
 
@@ -29,7 +32,10 @@ def asked(store: ObjectStore, scenario: Callable[[Any], Awaitable[None]]) -> Non
     """Runs the scenario with a stub of a server on `store`."""
 
     def register(server: aio.Server) -> list[str]:
-        servicer = TrainServicer(TrainingJobs(store), RunRecords(store), ())
+        deletions = Deletions(store)
+        training = TrainingJobs(store, deletions)
+        sweeps = Sweeps(store, training, SweepDeletions(store, deletions))
+        servicer = TrainServicer(training, RunRecords(store), sweeps, ())
         train_service_pb2_grpc.add_TrainServiceServicer_to_server(servicer, server)
         return ["millrace.train.v1.TrainService"]
 

@@ -15,7 +15,7 @@ from google.protobuf import json_format
 
 from shared.checkpoint import resolve
 from shared.jobs import Jobs, JobState
-from shared.jobs.reconciler import Reconciler
+from shared.jobs.reconciler import JobKind, Reconciler
 from shared.jobs.record import succeed
 from shared.settings import ServiceSettings, StoreSettings
 from shared.storage import ObjectStore, open_store
@@ -111,7 +111,9 @@ def test_a_killed_run_is_left_alone_by_reconcilers_and_resumed_by_the_same_comma
     # A marker, as a wish to resume may leave one that came too late.
     jobs = Jobs(store, TRAIN_KIND)
     jobs._mark(JOB, jobs.get(JOB, JOB), 1)
-    reconciler = Reconciler(ServiceSettings(listen="", store=store.settings), TRAIN_KIND, "no:entry")
+    reconciler = Reconciler(
+        ServiceSettings(listen="", store=store.settings), JobKind(name=TRAIN_KIND, entry="no:entry")
+    )
     for _ in range(3):
         reconciler.reconcile()
     killed = jobs.get(JOB, JOB)

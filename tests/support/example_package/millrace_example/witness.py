@@ -2,7 +2,7 @@
 
 The first four pixels of a row are its id in base 16, one digit each, times 17 and divided by 255: so the record does
 not rest on anything that Millrace says of its rows. One file a process, in the folder MILLRACE_WITNESS: a line of JSON
-for each call, with the time.
+for each call, with the time and the name of Ray Train's run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ray.train
 import torch
 
 DIGITS = 4
@@ -30,5 +31,6 @@ def ids_of(inputs: torch.Tensor) -> list[int]:
 
 
 def _write(inputs: torch.Tensor) -> None:
+    run = ray.train.get_context().get_experiment_name()
     with (Path(os.environ["MILLRACE_WITNESS"]) / f"{os.getpid()}.jsonl").open("a") as file:
-        file.write(json.dumps({"time": time.time(), "ids": ids_of(inputs)}) + "\n")
+        file.write(json.dumps({"time": time.time(), "run": run, "ids": ids_of(inputs)}) + "\n")

@@ -77,6 +77,21 @@ def test_neighbouring_groups_are_one_request_and_far_ones_several(
     assert len(asked) == requests
 
 
+def test_nothing_is_fetched_of_groups_between_those_that_are_wanted(store: ObjectStore) -> None:
+    noise = np.random.default_rng(3).integers(0, 256, (5 * 256, 28, 28), np.uint8)
+    commit_version(store, "datasets/d/versions/v1", {"train": (noise, np.zeros(len(noise), np.int64))})
+
+    def fetched(*numbers: int) -> int:
+        reader = VersionReader(store, load_version(store, "datasets/d/versions/v1"))
+        groups = reader.row_groups("train")
+        reader.read_many([groups[number] for number in numbers], ["image"])
+        return reader.bytes_fetched
+
+    group = noise.nbytes // 5
+    assert group <= fetched(0, 1) - fetched(0) < 1.1 * group
+    assert group <= fetched(0, 3) - fetched(0) < 1.1 * group
+
+
 def test_groups_come_in_the_order_asked_for_and_as_often(reader: VersionReader) -> None:
     first, second, third = reader.row_groups("train")
     (other,) = reader.row_groups("test")

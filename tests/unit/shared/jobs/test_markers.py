@@ -7,7 +7,7 @@ import json
 import pytest
 
 from shared.jobs import JobRecord, Jobs, reconciler
-from shared.jobs.reconciler import Reconciler
+from shared.jobs.reconciler import JobKind, Reconciler
 from shared.jobs.record import confirm_cancel, request_cancel
 from shared.log import ResourceLog
 from shared.settings import ServiceSettings
@@ -23,7 +23,8 @@ def jobs(store: ObjectStore) -> Jobs:
 
 @pytest.fixture
 def reconciling(store: ObjectStore) -> Reconciler:
-    return Reconciler(ServiceSettings(listen="127.0.0.1:0", store=store.settings), "toy", "no.such:entry")
+    kind = JobKind(name="toy", entry="no.such:entry")
+    return Reconciler(ServiceSettings(listen="127.0.0.1:0", store=store.settings), kind)
 
 
 def mark(store: ObjectStore, uid: str, marked_at: float = 0.0) -> None:

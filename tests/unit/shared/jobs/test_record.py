@@ -282,3 +282,14 @@ def test_nobody_need_confirm_the_cancelling_of_a_job_that_somebody_runs_by_hand(
     # And a reconciler may go on with it.
     resumed = request_resume(cancelled, NOW)
     assert (resumed.state, resumed.runner) == (JobState.RECOVERING, "")
+
+
+def test_a_job_that_somebody_ran_by_hand_and_left_can_be_suspended_and_handed_over() -> None:
+    left = lose_attempt(replace(OWN, state=JobState.RUNNING, attempt=1), Unavailable("interrupted"), NOW)
+
+    assert request_suspend(left, NOW).state is JobState.SUSPENDED
+    resumed = request_resume(left, NOW)
+    assert (resumed.state, resumed.runner, resumed.generation) == (JobState.RECOVERING, "", left.generation + 1)
+    at_work = replace(OWN, state=JobState.RUNNING, attempt=1)
+    assert request_resume(at_work, NOW) is at_work
+    assert request_suspend(at_work, NOW).state is JobState.SUSPENDING

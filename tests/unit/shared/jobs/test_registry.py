@@ -10,7 +10,16 @@ import pytest
 
 from shared.errors import AlreadyExists, Conflict, FailedPrecondition, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.jobs.record import begin_attempt, confirm_delete, confirm_suspend, fail, request_delete, succeed
+from shared.jobs.record import (
+    begin_attempt,
+    confirm_delete,
+    confirm_suspend,
+    fail,
+    lose_attempt,
+    request_delete,
+    succeed,
+    take_up,
+)
 from shared.storage import ObjectStore
 
 FOLDER = "things/one"
@@ -290,3 +299,14 @@ def test_resumptions_at_once_are_one_wish_and_all_get_the_same_job(store: Object
     }
     (live,) = jobs.live()
     assert live.generation == failed.generation + 1
+
+
+def test_a_job_that_somebody_ran_by_hand_and_left_has_a_marker_once_it_is_handed_over(jobs: Jobs) -> None:
+    jobs.create(FOLDER, a_job(runner="by hand"))
+    jobs.transition(FOLDER, lambda job: lose_attempt(take_up(job, 2.0), Unavailable("interrupted"), 3.0), attempt=1)
+    assert not list(jobs.live())
+
+    assert jobs.resume(FOLDER, FOLDER).state is JobState.RECOVERING
+
+    (live,) = jobs.live()
+    assert (live.folder, live.generation) == (FOLDER, jobs.get(FOLDER, FOLDER).generation)

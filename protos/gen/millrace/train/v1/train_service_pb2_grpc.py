@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from millrace.train.v1 import resources_pb2 as millrace_dot_train_dot_v1_dot_resources__pb2
+from millrace.train.v1 import sweep_pb2 as millrace_dot_train_dot_v1_dot_sweep__pb2
 from millrace.train.v1 import train_service_pb2 as millrace_dot_train_dot_v1_dot_train__service__pb2
 
 GRPC_GENERATED_VERSION = '1.81.1'
@@ -98,6 +99,31 @@ class TrainServiceStub:
                 '/millrace.train.v1.TrainService/StreamLogs',
                 request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.StreamLogsRequest.SerializeToString,
                 response_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.StreamLogsResponse.FromString,
+                _registered_method=True)
+        self.CreateSweep = channel.unary_unary(
+                '/millrace.train.v1.TrainService/CreateSweep',
+                request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.CreateSweepRequest.SerializeToString,
+                response_deserializer=millrace_dot_train_dot_v1_dot_sweep__pb2.Sweep.FromString,
+                _registered_method=True)
+        self.GetSweep = channel.unary_unary(
+                '/millrace.train.v1.TrainService/GetSweep',
+                request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.GetSweepRequest.SerializeToString,
+                response_deserializer=millrace_dot_train_dot_v1_dot_sweep__pb2.Sweep.FromString,
+                _registered_method=True)
+        self.ListSweeps = channel.unary_unary(
+                '/millrace.train.v1.TrainService/ListSweeps',
+                request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListSweepsRequest.SerializeToString,
+                response_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListSweepsResponse.FromString,
+                _registered_method=True)
+        self.CancelSweep = channel.unary_unary(
+                '/millrace.train.v1.TrainService/CancelSweep',
+                request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.CancelSweepRequest.SerializeToString,
+                response_deserializer=millrace_dot_train_dot_v1_dot_sweep__pb2.Sweep.FromString,
+                _registered_method=True)
+        self.DeleteSweep = channel.unary_unary(
+                '/millrace.train.v1.TrainService/DeleteSweep',
+                request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.DeleteSweepRequest.SerializeToString,
+                response_deserializer=millrace_dot_train_dot_v1_dot_sweep__pb2.Sweep.FromString,
                 _registered_method=True)
 
 
@@ -210,6 +236,50 @@ class TrainServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateSweep(self, request, context):
+        """The sweep is durable when the call returns. What its trials will be asked for is checked now: of each parameter the
+        listed values, or the ends of its range.
+        Fails with INVALID_ARGUMENT (a field is malformed: no such parameter, an empty or reversed domain, too many trials, a
+        metric that no trial reports; or a trial would be refused as CreateTrainingJob refuses), NOT_FOUND (the version, or
+        the initial checkpoint), FAILED_PRECONDITION (the version is not ACTIVE; the cluster can never hold the fewest
+        workers of a trial) and ALREADY_EXISTS (the id is taken, a training job has the name of a trial, or `request_id` was
+        used with another body).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSweep(self, request, context):
+        """With its trials as they are now. Fails with INVALID_ARGUMENT and NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSweeps(self, request, context):
+        """In the order of their names, without their trials. Fails with INVALID_ARGUMENT (a bad `page_token` or `page_size`).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelSweep(self, request, context):
+        """Asks it and its trials to stop and returns at once; checkpoints stay. On a sweep in a final state it changes nothing
+        and returns it. Fails with INVALID_ARGUMENT, NOT_FOUND and ABORTED (`etag` is not the present one).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteSweep(self, request, context):
+        """Takes a sweep that is over away with all its trials. Returns it in DELETING; it is gone soon after. Fails with
+        INVALID_ARGUMENT, NOT_FOUND, ABORTED (`etag` is not the present one) and FAILED_PRECONDITION (it, or one of its
+        trials, is at work; a deployment or another job uses a checkpoint of one).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -272,6 +342,31 @@ def add_TrainServiceServicer_to_server(servicer, server):
                     servicer.StreamLogs,
                     request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.StreamLogsRequest.FromString,
                     response_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.StreamLogsResponse.SerializeToString,
+            ),
+            'CreateSweep': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateSweep,
+                    request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.CreateSweepRequest.FromString,
+                    response_serializer=millrace_dot_train_dot_v1_dot_sweep__pb2.Sweep.SerializeToString,
+            ),
+            'GetSweep': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSweep,
+                    request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.GetSweepRequest.FromString,
+                    response_serializer=millrace_dot_train_dot_v1_dot_sweep__pb2.Sweep.SerializeToString,
+            ),
+            'ListSweeps': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSweeps,
+                    request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListSweepsRequest.FromString,
+                    response_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListSweepsResponse.SerializeToString,
+            ),
+            'CancelSweep': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelSweep,
+                    request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.CancelSweepRequest.FromString,
+                    response_serializer=millrace_dot_train_dot_v1_dot_sweep__pb2.Sweep.SerializeToString,
+            ),
+            'DeleteSweep': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteSweep,
+                    request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.DeleteSweepRequest.FromString,
+                    response_serializer=millrace_dot_train_dot_v1_dot_sweep__pb2.Sweep.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -602,6 +697,141 @@ class TrainService:
             '/millrace.train.v1.TrainService/StreamLogs',
             millrace_dot_train_dot_v1_dot_train__service__pb2.StreamLogsRequest.SerializeToString,
             millrace_dot_train_dot_v1_dot_train__service__pb2.StreamLogsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateSweep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.train.v1.TrainService/CreateSweep',
+            millrace_dot_train_dot_v1_dot_train__service__pb2.CreateSweepRequest.SerializeToString,
+            millrace_dot_train_dot_v1_dot_sweep__pb2.Sweep.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSweep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.train.v1.TrainService/GetSweep',
+            millrace_dot_train_dot_v1_dot_train__service__pb2.GetSweepRequest.SerializeToString,
+            millrace_dot_train_dot_v1_dot_sweep__pb2.Sweep.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSweeps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.train.v1.TrainService/ListSweeps',
+            millrace_dot_train_dot_v1_dot_train__service__pb2.ListSweepsRequest.SerializeToString,
+            millrace_dot_train_dot_v1_dot_train__service__pb2.ListSweepsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelSweep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.train.v1.TrainService/CancelSweep',
+            millrace_dot_train_dot_v1_dot_train__service__pb2.CancelSweepRequest.SerializeToString,
+            millrace_dot_train_dot_v1_dot_sweep__pb2.Sweep.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteSweep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.train.v1.TrainService/DeleteSweep',
+            millrace_dot_train_dot_v1_dot_train__service__pb2.DeleteSweepRequest.SerializeToString,
+            millrace_dot_train_dot_v1_dot_sweep__pb2.Sweep.FromString,
             options,
             channel_credentials,
             insecure,

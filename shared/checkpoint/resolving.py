@@ -1,0 +1,70 @@
+"""Which checkpoint a name means: one of a job by its own name, the `final` one, or of a job the best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shared import names
+from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry, best, latest
+from shared.errors import FailedPrecondition, NotFound, not_found
+from shared.jobs.record import JobState
+from shared.log import ResourceLog
+from shared.storage import ObjectStore
+
+NAME_PATTERN = "trainingJobs/{j}/checkpoints/{c}"
+# `trainingJobs/{j}/checkpoints/final` means the one at the run's last step.
+FINAL = "final"
+
+
+def resolve(store: ObjectStore, field_path: str, name: str) -> CheckpointEntry:
+    """The checkpoint that `name` means: itself, the `final` one, or the best one of a job.
+
+    Raises `InvalidArgument` naming `field_path`, `NotFound`, and `FailedPrecondition` for a job without checkpoints or
+    one that is being deleted.
+    """
+    job_name, checkpoint_id = name, ""
+    if name.count("/") == 3:
+        job_id, checkpoint_id = names.parse(field_path, name, NAME_PATTERN)
+        job_name = f"trainingJobs/{job_id}"
+    else:
+        names.parse(field_path, name, "trainingJobs/{j}")
+    job = ResourceLog(store, f"{job_name}/log").head()
+    state = CheckpointRegistry(store, job_name).read()
+    if (job is None and not state.checkpoints) or (job is not None and job.state.get("state") == JobState.DELETED):
+        raise _missing(job_name, field_path)
+    if job is not None and job.state.get("state") == JobState.DELETING:
+        raise FailedPrecondition(
+            f"{job_name} is being deleted; choose another",
+            reason="JOB_DELETING",
+            metadata={"resource": job_name},
+            fields=[(field_path, "is being deleted")],
+        )
+    if not checkpoint_id:
+        chosen = best(state.checkpoints, state.ranking)
+        if chosen is None:
+            raise FailedPrecondition(
+                f"{job_name} has no checkpoint yet; wait for its first",
+                reason="NO_CHECKPOINT",
+                metadata={"resource": job_name},
+            )
+        return chosen
+    entry = find(state.checkpoints, name)
+    if entry is None:
+        raise _missing(name, field_path)
+    return entry
+
+
+def find(entries: Sequence[CheckpointEntry], name: str) -> CheckpointEntry | None:
+    """The one of that name; `…/checkpoints/final` is the newest of the run's last step."""
+    for entry in entries:
+        if entry.name == name:
+            return entry
+    if name.endswith(f"/{FINAL}"):
+        return latest([entry for entry in entries if entry.final])
+    return None
+
+
+def _missing(name: str, field_path: str) -> NotFound:
+    error = not_found(name)
+    error.fields.append((field_path, "does not exist"))
+    return error

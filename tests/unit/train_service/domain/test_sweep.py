@@ -1,0 +1,108 @@
+"""What a sweep asks of its trials, and how it is told what a trial's checks refuse."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shared.errors import InvalidArgument, invalid_field
+from shared.model_spec import ModelSpec
+from train_service.domain.search_space import CHOICE, GRID, LOG_UNIFORM, Domain
+from train_service.domain.spec import TrainingSpec
+from train_service.domain.sweep import Asha, SweepSpec, check, trial_id, with_trial_named
+
+RATE = "optimizer.learning_rate"
+GOOD = TrainingSpec(
+    dataset_version="datasets/digits/versions/v1",
+    model=ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10),
+    epochs=2,
+    global_batch_size=64,
+)
+
+
+@pytest.fixture
+def sweep() -> SweepSpec:
+    rates = Domain(kind=LOG_UNIFORM, low=1e-4, high=1e-1)
+    names = Domain(kind=GRID, values=("SGD", "AdamW"))
+    return SweepSpec(base=GOOD, parameters={RATE: rates, "optimizer.name": names}, num_samples=3, asha=Asha())
+
+
+def refused(sweep: SweepSpec) -> list[str]:
+    with pytest.raises(InvalidArgument) as error:
+        check(sweep)
+    return [field for field, _ in error.value.fields]
+
+
+def test_its_plain_form_goes_through_json_and_back(sweep: SweepSpec) -> None:
+    assert SweepSpec.from_config(json.loads(json.dumps(sweep.as_config()))) == sweep
+
+
+def test_a_trial_is_the_base_with_its_parameters(sweep: SweepSpec) -> None:
+    check(sweep)
+    trial = sweep.training_of({RATE: 0.5, "optimizer.name": "SGD"})
+    expected = replace(sweep.base.optimizer, learning_rate=0.5, name="SGD")
+    assert trial == replace(sweep.base, optimizer=expected)
+    assert sweep.trial_count == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        ({"num_samples": 0}, ["spec.num_samples"]),
+        ({"num_samples": -1}, ["spec.num_samples"]),
+        ({"num_samples": 501}, ["spec.num_samples"]),
+        ({"max_concurrent_trials": 65}, ["spec.max_concurrent_trials"]),
+        ({"max_concurrent_trials": -1}, ["spec.max_concurrent_trials"]),
+        ({"asha": Asha(grace_period=-1)}, ["spec.asha.grace_period"]),
+        ({"asha": Asha(reduction_factor=1.0)}, ["spec.asha.reduction_factor"]),
+        ({"asha": Asha(reduction_factor=float("nan"))}, ["spec.asha.reduction_factor"]),
+        ({"asha": Asha(grace_period=5, max_t=4)}, ["spec.asha.max_t"]),
+        ({"parameters": {"epochs": Domain(kind=GRID, values=(1, 2))}}, ["spec.num_samples"]),
+        ({"parameters": {}, "num_samples": 0}, ["spec.parameters", "spec.num_samples"]),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(sweep: SweepSpec, change: dict[str, Any], fields: list[str]) -> None:
+    assert refused(replace(sweep, **change)) == fields
+
+
+def test_a_trial_out_of_bounds_is_refused_by_the_parameter_that_made_it(sweep: SweepSpec) -> None:
+    rates = Domain(kind=CHOICE, values=(0.1, -1))
+    assert refused(replace(sweep, parameters={RATE: rates}, num_samples=20)) == [f"spec.parameters[{RATE}]"]
+
+
+def test_what_is_wrong_with_the_base_is_refused_by_its_field(sweep: SweepSpec) -> None:
+    assert refused(replace(sweep, base=replace(sweep.base, epochs=0))) == ["spec.base.epochs"]
+
+
+def test_a_field_that_the_base_lacks_may_come_from_the_parameters(sweep: SweepSpec) -> None:
+    base = replace(sweep.base, epochs=0)
+    check(replace(sweep, base=base, parameters={"epochs": Domain(kind=GRID, values=(1, 2))}, num_samples=1))
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        ("spec.optimizer.learning_rate", f"spec.parameters[{RATE}]"),
+        ("spec.checkpoints.best_metric", "spec.metric"),
+        ("spec.model.builder", "spec.base.model.builder"),
+        ("spec.model.kwargs", "spec.parameters[model.kwargs.dropout]"),
+    ],
+)
+def test_a_trials_refusal_names_the_sweeps_field_in_words_and_details(sweep: SweepSpec, field: str, told: str) -> None:
+    def refuse(_: TrainingSpec) -> None:
+        raise invalid_field(field, 3, "use another")
+
+    with pytest.raises(InvalidArgument) as error:
+        with_trial_named(refuse, sweep, {RATE: 3, "model.kwargs.dropout": 0.5})
+    assert [one for one, _ in error.value.fields] == [told]
+    assert error.value.message.startswith(f"{told}: 3: use another (in the trial with {RATE}=3")
+    assert error.value.metadata["field"] == told
+
+
+def test_trials_sort_by_their_numbers() -> None:
+    ids = [trial_id("s", number) for number in range(1000)]
+    assert ids == sorted(ids)
+    assert (ids[0], ids[-1]) == ("s-000", "s-999")

@@ -1,0 +1,81 @@
+"""What Ray Tune is told of a trial: each epoch once, from the job's own events, whenever it begins to listen."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+
+from shared.jobs import JobState
+from tests.support.waiting import wait_until
+from tests.unit.train_service.sweeps.conftest import Place
+from train_service.events import EventKind, EventLog
+from train_service.sweeps.follower import WORST, Followed, follow
+
+JOB = "trainingJobs/s-000"
+
+
+def tell(place: Place, attempt: int, *accuracies: float, first_epoch: int = 0) -> None:
+    for epoch, accuracy in enumerate(accuracies, first_epoch):
+        payload = {"step": 1, "epoch": epoch, "loss": 1 - accuracy, "accuracy": accuracy, "row_count": 9}
+        log = EventLog(place.store, JOB)
+        log.append(attempt, EventKind.PROGRESS, {"step": 1})
+        log.append(attempt, EventKind.VALIDATED, {**payload, "metrics": {"f1": accuracy / 2}})
+
+
+def followed(place: Place, metric: str = "validation_accuracy", *, maximize: bool = True) -> Followed:
+    return Followed(place.store.settings, JOB, place.trials().uid(0), metric, maximize)
+
+
+def all_told(place: Place, metric: str = "validation_accuracy", *, maximize: bool = True) -> list[tuple[int, float]]:
+    told: list[tuple[int, float]] = []
+    follow(followed(place, metric, maximize=maximize), lambda epochs, value: told.append((epochs, value)))
+    return told
+
+
+@pytest.mark.parametrize("state", [JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.DELETING])
+def test_what_a_trial_that_is_over_had_told_is_reported_at_once(place: Place, state: JobState) -> None:
+    place.create()
+    place.trials().make(0)
+    tell(place, 1, 0.5, 0.75)
+    place.put_in(state, JOB)
+    assert all_told(place) == [(1, 0.5), (2, 0.75)]
+    assert all_told(place, "validation_loss") == [(1, 0.5), (2, 0.25)]
+    assert all_told(place, "validation_f1") == [(1, 0.25), (2, 0.375)]
+
+
+def test_an_epoch_that_a_second_attempt_did_again_is_reported_once(place: Place) -> None:
+    place.create()
+    place.trials().make(0)
+    tell(place, 1, 0.5, 0.75)
+    tell(place, 2, 0.75, 0.875, first_epoch=1)
+    place.put_in(JobState.SUCCEEDED, JOB)
+    assert all_told(place) == [(1, 0.5), (2, 0.75), (3, 0.875)]
+
+
+@pytest.mark.parametrize(("maximize", "value"), [(True, -WORST), (False, WORST)])
+def test_a_value_that_is_no_number_is_worse_than_all_others(place: Place, maximize: bool, value: float) -> None:
+    place.create()
+    place.trials().make(0)
+    tell(place, 1, math.nan)
+    place.put_in(JobState.SUCCEEDED, JOB)
+    assert all_told(place, maximize=maximize) == [(1, value)]
+
+
+def test_a_follower_waits_for_its_job_and_for_one_that_is_suspended(place: Place) -> None:
+    place.create()
+    told: list[tuple[int, float]] = []
+    # Another's job of that name is not the trial's.
+    listening = threading.Thread(target=follow, args=(followed(place), lambda *one: told.append(one)), daemon=True)
+    listening.start()
+    place.trials().make(0)
+    tell(place, 1, 0.5)
+    wait_until(lambda: told == [(1, 0.5)], "the first epoch")
+    place.put_in(JobState.SUSPENDED, JOB)
+    tell(place, 2, 0.75, first_epoch=1)
+    wait_until(lambda: len(told) == 2, "the second epoch")
+    assert listening.is_alive()
+    place.put_in(JobState.SUCCEEDED, JOB)
+    listening.join(30)
+    assert not listening.is_alive()

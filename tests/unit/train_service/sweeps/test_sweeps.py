@@ -1,0 +1,291 @@
+"""Creating, reading and ending sweeps, and what their trials' own logs say of them."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shared.checkpoint.users import using
+from shared.dataset_version.users import live_users as version_users
+from shared.errors import AlreadyExists, Conflict, FailedPrecondition, InvalidArgument, NotFound
+from shared.jobs import Jobs, JobState
+from tests.support.versions import commit_version, striped_digits
+from tests.support.waiting import wait_until
+from tests.unit.train_service.conftest import VERSION
+from tests.unit.train_service.sweeps.conftest import BASE, NAME, RATE, SPEC, Place
+from train_service.domain.search_space import CHOICE, GRID, INTEGERS, LOG_UNIFORM, Domain
+from train_service.reporting import TRAIN_KIND
+from train_service.sweeps.converters import sweep_to_proto
+from train_service.sweeps.trials import end_trials
+from train_service.training_jobs import TrainingJobs
+
+
+def keys(place: Place) -> list[str]:
+    return sorted(info.key for info in place.store.list())
+
+
+def test_a_sweep_is_durable_marks_its_version_and_knows_its_trials_before_they_are_made(place: Place) -> None:
+    made = place.create()
+
+    assert (made.record.state, made.record.name) == (JobState.PENDING, NAME)
+    assert made.trials is not None
+    assert [(one.name, one.parameters, one.job) for one in made.trials] == [
+        ("trainingJobs/s-000", {RATE: 0.1}, None),
+        ("trainingJobs/s-001", {RATE: 0.2}, None),
+    ]
+    assert place.sweeps.get(NAME) == made
+    assert [view.record.name for view in place.sweeps.page(0, "")[0]] == [NAME]
+    assert version_users(place.store, VERSION, 0.0) == [NAME]
+    assert len(place.jobs.live()) == 1
+
+
+def test_the_same_request_gives_the_first_answer_and_another_of_the_id_is_refused(place: Place) -> None:
+    request_id = str(uuid.uuid4())
+    first = place.create(request_id=request_id)
+    # Whatever has become of it meanwhile.
+    place.trials().make(0)
+
+    assert place.create(request_id=request_id).record == first.record
+    with pytest.raises(AlreadyExists, match="sweeps/s"):
+        place.create()
+    with pytest.raises(AlreadyExists, match="sweeps/s"):
+        place.create(validate_only=True)
+
+
+def test_checking_only_tells_the_trials_and_leaves_nothing(place: Place) -> None:
+    before = keys(place)
+    view = place.create(validate_only=True)
+    assert view.trials is not None
+    assert [one.parameters for one in view.trials] == [{RATE: 0.1}, {RATE: 0.2}]
+    assert keys(place) == before
+
+
+def test_a_sweep_whose_trials_name_is_taken_is_refused_and_leaves_nothing(place: Place) -> None:
+    TrainingJobs(place.store).create("s-001", BASE, "", "digest", validate_only=False)
+    before = keys(place)
+
+    with pytest.raises(AlreadyExists, match="trainingJobs/s-001 exists already; it would be a trial's"):
+        place.create()
+    assert keys(place) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "domain", "field"),
+    [
+        (RATE, Domain(kind=GRID, values=(0.1, -1)), ""),
+        (RATE, Domain(kind=LOG_UNIFORM, low=0, high=1), ".log_uniform.low"),
+        ("optimizer.name", Domain(kind=GRID, values=("SGD", "Adamw")), ""),
+        ("global_batch_size", Domain(kind=INTEGERS, low=20, high=41), ""),
+        ("model.kwargs.widths", Domain(kind=CHOICE, values=(1, 2)), ""),
+    ],
+)
+def test_a_value_that_no_trial_could_have_is_refused_by_its_parameter(
+    place: Place, path: str, domain: Domain, field: str
+) -> None:
+    refuses(place, f"spec.parameters[{path}]{field}", parameters={path: domain})
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"base": replace(BASE, train_split="nowhere")}, "spec.base.train_split"),
+        ({"base": replace(BASE, checkpoints=replace(BASE.checkpoints, best_metric="validation_f1"))}, "spec.metric"),
+        ({"num_samples": 0}, "spec.num_samples"),
+    ],
+)
+def test_what_all_trials_would_be_refused_for_is_refused_by_its_field(
+    place: Place, change: dict[str, Any], field: str
+) -> None:
+    refuses(place, field, **change)
+
+
+def refuses(place: Place, field: str, **change: Any) -> None:
+    before = keys(place)
+    with pytest.raises(InvalidArgument) as refused:
+        place.create(replace(SPEC, **change))
+    assert [one for one, _ in refused.value.fields] == [field]
+    assert field in refused.value.message
+    assert keys(place) == before
+
+
+@pytest.mark.parametrize("sweep_id", ["", "S", "a" * 60, "a/b"])
+def test_an_id_that_leaves_no_room_for_the_trials_numbers_is_refused(place: Place, sweep_id: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        place.create(sweep_id=sweep_id)
+    assert [one for one, _ in refused.value.fields] == ["sweep_id"]
+    assert place.create(sweep_id="a" * 59).trials
+
+
+def test_a_version_without_a_validation_split_has_nothing_to_compare_trials_by(place: Place) -> None:
+    commit_version(place.store, "datasets/digits/versions/v2", {"train": striped_digits(40)})
+    with pytest.raises(InvalidArgument) as refused:
+        place.create(replace(SPEC, base=replace(BASE, dataset_version="datasets/digits/versions/v2")))
+    assert [one for one, _ in refused.value.fields] == ["spec.base.validation_split"]
+
+
+def test_a_trial_is_made_once_however_often_it_is_asked_for(place: Place) -> None:
+    place.create()
+    first = place.trials().make(1)
+    again = place.trials().make(1)
+
+    assert again == first
+    assert first.spec["training"]["optimizer"]["learning_rate"] == 0.2
+    assert first.spec["trial"] == {"sweep": NAME, "number": 1, "parameters": {RATE: 0.2}}
+    assert len(list(place.store.list("trainingJobs/s-001/log"))) == 1
+
+
+def test_a_trial_that_was_deleted_is_not_made_again(place: Place) -> None:
+    place.create()
+    place.trials().make(0)
+    place.put_in(JobState.FAILED, "trainingJobs/s-000")
+    training = TrainingJobs(place.store)
+    training.delete("trainingJobs/s-000", "")
+    wait_until(lambda: not training.exists("trainingJobs/s-000"), "the end of the trial")
+
+    assert place.trials().make(0).state is JobState.DELETED
+    assert not training.exists("trainingJobs/s-000")
+    assert place.trials().is_over(0)
+
+
+def test_the_best_trial_is_told_by_what_its_checkpoints_measured(place: Place) -> None:
+    place.create()
+    place.measure(0, 0.5, 0.9, 0.7)
+    place.measure(1, 0.8, math.nan)
+
+    view = place.sweeps.get(NAME)
+
+    assert (view.best_training_job, view.best_checkpoint) == (
+        "trainingJobs/s-000",
+        "trainingJobs/s-000/checkpoints/step-00000002",
+    )
+    told = sweep_to_proto(view)
+    assert [(one.last_value, one.best_value, one.epochs_done, one.epochs) for one in told.trials] == [
+        (0.7, 0.9, 3, 3),
+        (0.8, 0.8, 2, 3),
+    ]
+    assert TrainingJobs(place.store).get("trainingJobs/s-000").record.spec["trial"]["parameters"] == {RATE: 0.1}
+
+
+def test_the_best_by_a_loss_is_the_lowest(place: Place) -> None:
+    policy = replace(BASE.checkpoints, best_metric="validation_accuracy", maximize=False)
+    place.create(replace(SPEC, base=replace(BASE, checkpoints=policy)))
+    place.measure(0, 0.5, 0.9)
+    place.measure(1, 0.8)
+    assert place.sweeps.get(NAME).best_checkpoint == "trainingJobs/s-000/checkpoints/step-00000001"
+
+
+def test_a_trial_that_the_scheduler_stopped_is_told_from_one_that_a_client_cancelled(place: Place) -> None:
+    place.create(replace(SPEC, parameters={RATE: Domain(kind=GRID, values=(0.1, 0.2, 0.3, 0.4))}))
+    trials = place.trials()
+    for number in range(3):
+        trials.make(number)
+    place.put_in(JobState.SUCCEEDED, trials.name(2))
+
+    trials.stop_early(0)
+    trials.stop_early(2)  # it was faster
+    Jobs(place.store, TRAIN_KIND).cancel(trials.name(1), trials.name(1))
+
+    told = sweep_to_proto(place.sweeps.get(NAME))
+    assert [one.stopped_early for one in told.trials] == [True, False, False, False]
+    assert (told.counts.stopped_early, told.counts.running, told.counts.succeeded, told.counts.pending) == (1, 1, 1, 1)
+    assert trials.stopped() == {0}
+
+
+def test_a_stop_whose_wish_was_lost_is_made_good_by_the_next_attempt(place: Place) -> None:
+    place.create()
+    trials = place.trials()
+    trials.make(0)
+    place.store.put(f"{NAME}/stopped/000", b"{}")  # and then it died
+
+    trials.stop_marked()
+    assert place.trials().job(0).state is JobState.CANCELLING  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("state", "ended"), [(JobState.CANCELLING, True), (JobState.RUNNING, False)])
+def test_trials_of_a_sweep_without_a_process_end_only_where_it_is_being_cancelled(
+    place: Place, state: JobState, ended: bool
+) -> None:
+    place.create()
+    place.trials().make(0)
+    end_trials(place.store, place.put_in(state))
+    job = place.trials().job(0)
+    assert job is not None
+    assert (job.state is JobState.CANCELLING) is ended
+
+
+def over(place: Place) -> None:
+    """The sweep SUCCEEDED, with a trial that did so and one that was stopped."""
+    place.create()
+    place.measure(0, 0.5)
+    place.measure(1, 0.4)
+    place.trials().stop_early(1)
+    place.put_in(JobState.SUCCEEDED, "trainingJobs/s-000")
+    place.put_in(JobState.CANCELLED, "trainingJobs/s-001")
+    place.put_in(JobState.SUCCEEDED)
+
+
+def test_a_deleted_sweep_is_gone_with_its_trials_and_all_that_they_made(place: Place) -> None:
+    over(place)
+
+    assert place.sweeps.delete(NAME, "").record.state is JobState.DELETING
+    wait_until(lambda: place.jobs.find(NAME) is None, "the end of the sweep")
+
+    left = [key for key in keys(place) if key.startswith(("sweeps/", "trainingJobs/")) and "/log/" not in key]
+    assert left == []
+    assert version_users(place.store, VERSION, 0.0) == []
+    with pytest.raises(NotFound):
+        place.sweeps.get(NAME)
+    with pytest.raises(NotFound):
+        place.sweeps.delete(NAME, "")
+    again = place.create()
+    assert again.trials is not None
+    assert [one.job for one in again.trials] == [None, None]
+    assert place.trials().make(0).state is JobState.PENDING
+
+
+def test_a_sweep_of_whose_trials_a_checkpoint_is_used_stays_as_it_was(place: Place) -> None:
+    over(place)
+    checkpoint = "trainingJobs/s-000/checkpoints/step-00000001"
+    with using(place.store, "checkpoint", checkpoint, "deployment", "u1", "deployments/m", ends_in="GONE"):
+        pass
+
+    with pytest.raises(FailedPrecondition, match="deployments/m") as refused:
+        place.sweeps.delete(NAME, "")
+
+    assert refused.value.specific_reason == "JOB_IN_USE"
+    view = place.sweeps.get(NAME)
+    assert view.record.state is JobState.SUCCEEDED
+    assert view.trials is not None
+    assert [one.job.state for one in view.trials if one.job] == [JobState.SUCCEEDED, JobState.CANCELLED]
+
+
+@pytest.mark.parametrize("name", [NAME, "trainingJobs/s-001"])
+def test_a_sweep_that_is_at_work_or_has_a_trial_that_is_stays_as_it_was(place: Place, name: str) -> None:
+    over(place)
+    place.put_in(JobState.RUNNING, name)
+    with pytest.raises(FailedPrecondition, match=name) as refused:
+        place.sweeps.delete(NAME, "")
+    assert refused.value.specific_reason == "JOB_AT_WORK"
+    assert place.sweeps.get(NAME).record.deleted_from is None
+
+
+def test_a_deletion_that_was_left_half_way_is_finished(place: Place) -> None:
+    over(place)
+    place.deletions.begin(NAME)
+
+    place.deletions.finish_all()
+
+    assert place.jobs.find(NAME) is None
+    assert place.sweeps.page(0, "") == ([], "")
+
+
+def test_wishes_keep_to_the_etag(place: Place) -> None:
+    over(place)
+    for wish in (place.sweeps.delete, place.sweeps.cancel):
+        with pytest.raises(Conflict):
+            wish(NAME, "9")
+    assert place.sweeps.cancel(NAME, "").record.state is JobState.SUCCEEDED

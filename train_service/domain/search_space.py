@@ -1,0 +1,207 @@
+"""Where the parameters of a sweep's trials come from: each trial's are a pure function of the space, a seed and its
+number, so that whoever asks, and however often, gets the same."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from train_service.domain.schedule import CONSTANT, COSINE_WITH_WARMUP
+from train_service.domain.spec import BFLOAT16, FLOAT16, FLOAT32
+
+GRID, CHOICE, UNIFORM, LOG_UNIFORM, INTEGERS = "grid", "choice", "uniform", "log_uniform", "integers"
+LISTED = (GRID, CHOICE)
+MAX_VALUES = 1000
+MAX_PARAMETERS = 32
+# Whole numbers up to here are exact as JSON has them.
+MAX_WHOLE = 2**53
+MANTISSA_BITS = 53
+
+# What is wrong: the path of a field, its value, the remedy.
+Problem = tuple[str, object, str]
+Parameters = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Domain:
+    """`values` of a grid or a choice, else `low` and `high`; of `integers` both ends are included."""
+
+    kind: str
+    values: tuple[Any, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Domain:
+        return cls(**{**config, "values": tuple(config["values"])})
+
+
+def number_of_trials(space: Mapping[str, Domain], num_samples: int) -> int:
+    return num_samples * math.prod(len(one.values) for one in space.values() if one.kind == GRID)
+
+
+def parameters_of(space: Mapping[str, Domain], seed: int, number: int) -> Parameters:
+    """Those of trial `number`, from 0, by path. The grid's last path changes fastest; what is drawn depends on nothing
+    but the seed, the number and the path, so more samples leave the earlier trials as they are."""
+    parameters, rest = {}, number
+    for path in sorted(space, reverse=True):
+        domain = space[path]
+        if domain.kind == GRID:
+            rest, index = divmod(rest, len(domain.values))
+            parameters[path] = domain.values[index]
+        else:
+            parameters[path] = _drawn(domain, _uniform(seed, number, path))
+    return dict(sorted(parameters.items()))
+
+
+def probes(space: Mapping[str, Domain], seed: int) -> list[Parameters]:
+    """Trials that stand for all: the first one, and it with each listed value and each end of a range in turn. Of a
+    list of numbers the least and the greatest will do."""
+    first = parameters_of(space, seed, 0)
+    found = [first]
+    for path in sorted(space):
+        domain = space[path]
+        values: Sequence[Any] = (domain.low, domain.high)
+        if domain.kind in LISTED:
+            values = domain.values
+            if all(_is_number(value) for value in values):
+                values = (min(values), max(values))
+        found += [{**first, path: value} for value in values if value != first[path]]
+    return found
+
+
+def problems(space: Mapping[str, Domain]) -> list[Problem]:
+    """What is wrong with the space by itself; the paths are below `parameters`."""
+    if not 1 <= len(space) <= MAX_PARAMETERS:
+        return [("parameters", len(space), f"name 1 to {MAX_PARAMETERS} of them")]
+    return [problem for path in sorted(space) for problem in _of_parameter(path, space[path])]
+
+
+def set_in(config: dict[str, Any], path: str, value: Any) -> None:
+    """Sets what a sweepable `path` means in the plain form of a training specification."""
+    *parents, last = path.split(".", 2 if ".kwargs." in path or ".scheduler_kwargs." in path else -1)
+    for parent in parents:
+        config = config[parent]
+    config[last] = value
+
+
+def kind_of(path: str) -> Callable[[Any], str] | None:
+    """What tells whether a value fits a sweepable path (empty: it does); None where the path is none."""
+    if path in _FIELDS:
+        return _FIELDS[path]
+    inside = any(path.startswith(one) and len(path) > len(one) for one in _OPEN)
+    return _any_value if inside else None
+
+
+def _of_parameter(path: str, domain: Domain) -> list[Problem]:
+    where = f"parameters[{path}]"
+    fits = kind_of(path)
+    if fits is None:
+        known = ", ".join([*sorted(_FIELDS), *(f"{one}*" for one in _OPEN)])
+        return [(where, path, f"is no field that trials can have of their own; use one of {known}")]
+    if domain.kind not in (*LISTED, UNIFORM, LOG_UNIFORM, INTEGERS):
+        return [(where, None, "set one of grid, choice, uniform, log_uniform and integers")]
+    where = f"{where}.{domain.kind}"
+    if domain.kind in LISTED:
+        return _of_values(where, domain, fits)
+    return _of_range(where, domain, fits)
+
+
+def _of_values(where: str, domain: Domain, fits: Callable[[Any], str]) -> list[Problem]:
+    values = domain.values
+    if not 1 <= len(values) <= MAX_VALUES:
+        return [(f"{where}.values", len(values), f"give 1 to {MAX_VALUES:,} values")]
+    broken: list[Problem] = [
+        (f"{where}.values[{index}]", value, remedy) for index, value in enumerate(values) if (remedy := fits(value))
+    ]
+    if domain.kind == GRID and not broken:
+        broken = [
+            (f"{where}.values[{index}]", value, "it is there twice; give each value once")
+            for index, value in enumerate(values)
+            if any(_same(value, before) for before in values[:index])
+        ]
+    return broken
+
+
+def _of_range(where: str, domain: Domain, fits: Callable[[Any], str]) -> list[Problem]:
+    low, high = domain.low, domain.high
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return [(where, (low, high), "use finite numbers")]
+    if domain.kind == LOG_UNIFORM and low <= 0:
+        return [(f"{where}.low", low, "a logarithm needs numbers above 0")]
+    if domain.kind == INTEGERS and not -MAX_WHOLE <= low <= high <= MAX_WHOLE and low <= high:
+        return [(where, (low, high), f"use whole numbers of at most {MAX_WHOLE:,}")]
+    if low > high or (low == high and domain.kind != INTEGERS):
+        return [(where, (low, high), "low must be below high")]
+    return [
+        (f"{where}.{end}", value, remedy) for end, value in (("low", low), ("high", high)) if (remedy := fits(value))
+    ]
+
+
+def _drawn(domain: Domain, chance: float) -> Any:
+    """`chance` is in [0, 1)."""
+    if domain.kind == CHOICE:
+        return domain.values[int(chance * len(domain.values))]
+    if domain.kind == INTEGERS:
+        return int(domain.low) + int(chance * (int(domain.high) - int(domain.low) + 1))
+    if domain.kind == LOG_UNIFORM:
+        low, high = math.log(domain.low), math.log(domain.high)
+        return min(max(math.exp(low + chance * (high - low)), domain.low), domain.high)
+    return min(domain.low + chance * (domain.high - domain.low), domain.high)
+
+
+def _uniform(seed: int, number: int, path: str) -> float:
+    """In [0, 1), the same in every version of every library."""
+    digest = hashlib.sha256(f"{seed}/{number}/{path}".encode()).digest()
+    return float((int.from_bytes(digest[:8]) >> (64 - MANTISSA_BITS)) / 2**MANTISSA_BITS)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _number(value: Any) -> str:
+    return "" if _is_number(value) and math.isfinite(value) else "use a finite number"
+
+
+def _whole(value: Any) -> str:
+    return "" if isinstance(value, int) and not isinstance(value, bool) else "use a whole number"
+
+
+def _text(value: Any) -> str:
+    return "" if isinstance(value, str) and value else "use a name"
+
+
+def _any_value(value: Any) -> str:
+    return "null is no value; leave it out" if value is None else ""
+
+
+def _one_of(*names: str) -> Callable[[Any], str]:
+    return lambda value: "" if value in names else f"use one of {', '.join(names)}"
+
+
+# By path; what holds for the value itself is left to the checks of the job that gets it.
+_FIELDS: dict[str, Callable[[Any], str]] = {
+    "accumulation_steps": _whole,
+    "epochs": _whole,
+    "global_batch_size": _whole,
+    "loss.label_smoothing": _number,
+    "loss.name": _text,
+    "max_gradient_norm": _number,
+    "model.builder": _text,
+    "optimizer.learning_rate": _number,
+    "optimizer.name": _text,
+    "optimizer.schedule": _one_of(CONSTANT, COSINE_WITH_WARMUP),
+    "optimizer.scheduler": _text,
+    "precision": _one_of(FLOAT32, BFLOAT16, FLOAT16),
+    "seed": _whole,
+    "training_step": _text,
+}
+_OPEN = ("loss.kwargs.", "model.kwargs.", "optimizer.kwargs.", "optimizer.scheduler_kwargs.")

@@ -1,0 +1,156 @@
+"""What to search, as plain values with every default filled in. The messages of the contract describe each field."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from shared.checkpoint.ranking import Ranking
+from shared.errors import InvalidArgument, invalid_field, invalid_fields
+from train_service.domain import search_space, spec_rules
+from train_service.domain.search_space import GRID, Domain, Parameters, Problem
+from train_service.domain.spec import TrainingSpec
+
+MAX_TRIALS = 1000
+MAX_CONCURRENT_TRIALS = 64
+DIGITS = 3
+MAX_SWEEP_ID = 63 - DIGITS - 1
+# Fields of a trial that the sweep fills in from one of its own.
+_OURS = {"checkpoints.best_metric": "spec.metric"}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asha:
+    """In epochs; `max_t` 0: those of the trials."""
+
+    grace_period: int = 1
+    reduction_factor: float = 4.0
+    max_t: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSpec:
+    """Mirrors `millrace.train.v1.SweepSpec`. `base` ranks its checkpoints by the sweep's metric."""
+
+    base: TrainingSpec
+    parameters: dict[str, Domain] = field(default_factory=dict)
+    num_samples: int = 1
+    seed: int = 0
+    max_concurrent_trials: int = 4
+    asha: Asha | None = None
+
+    @property
+    def ranking(self) -> Ranking:
+        return self.base.checkpoints.ranking
+
+    @property
+    def trial_count(self) -> int:
+        return search_space.number_of_trials(self.parameters, self.num_samples)
+
+    def parameters_of(self, number: int) -> Parameters:
+        return search_space.parameters_of(self.parameters, self.seed, number)
+
+    def training_of(self, parameters: Parameters) -> TrainingSpec:
+        """The specification of the trial that has these parameters."""
+        config = copy.deepcopy(self.base.as_config())
+        for path, value in parameters.items():
+            search_space.set_in(config, path, value)
+        return TrainingSpec.from_config(config)
+
+    @property
+    def most_epochs(self) -> int:
+        """Of any trial."""
+        return max(self.training_of(one).epochs for one in search_space.probes(self.parameters, self.seed))
+
+    def as_config(self) -> dict[str, Any]:
+        parameters = {path: {**asdict(one), "values": list(one.values)} for path, one in self.parameters.items()}
+        return {**asdict(self), "base": self.base.as_config(), "parameters": parameters}  # as JSON gives it back
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> SweepSpec:
+        return cls(
+            **{
+                **config,
+                "base": TrainingSpec.from_config(config["base"]),
+                "parameters": {path: Domain.from_config(one) for path, one in config["parameters"].items()},
+                "asha": Asha(**config["asha"]) if config["asha"] else None,
+            }
+        )
+
+
+def trial_id(sweep_id: str, number: int) -> str:
+    """The id of the training job."""
+    return f"{sweep_id}-{number:0{DIGITS}d}"
+
+
+def check(spec: SweepSpec) -> None:
+    """Raises `InvalidArgument` naming every field that is out of its bounds, or what of a trial is."""
+    broken = [*search_space.problems(spec.parameters), *_of_numbers(spec)]
+    if broken:
+        raise invalid_fields((f"spec.{path}", value, remedy) for path, value, remedy in broken)
+    count = spec.trial_count
+    if count > MAX_TRIALS:
+        remedy = f"with the grid it makes {count:,} trials; at most {MAX_TRIALS:,} are allowed"
+        raise invalid_field("spec.num_samples", spec.num_samples, remedy)
+    if spec.num_samples > 1 and all(one.kind == GRID for one in spec.parameters.values()):
+        remedy = "a grid alone gives the same trials again; leave it out, or let each trial draw its seed"
+        raise invalid_field("spec.num_samples", spec.num_samples, remedy)
+    for number in range(count):
+        with_trial_named(spec_rules.check, spec, spec.parameters_of(number))
+
+
+def with_trial_named(check_trial: Callable[[TrainingSpec], T], spec: SweepSpec, parameters: Parameters) -> T:
+    """What `check_trial` makes of the trial's specification; what it refuses is told by the fields of the sweep."""
+    try:
+        return check_trial(spec.training_of(parameters))
+    except InvalidArgument as error:
+        raise renamed(error, parameters) from None
+
+
+def renamed(error: InvalidArgument, parameters: Parameters) -> InvalidArgument:
+    """Errors of a trial's `spec.x` are those of `spec.parameters[x]` where the sweep sets x, else of `spec.base.x`."""
+    message, fields = error.message, []
+    for path, text in error.fields:
+        inner = path.removeprefix("spec.")
+        swept = [one for one in parameters if one == inner or one.startswith(f"{inner}.")]
+        ours = f"spec.parameters[{swept[0]}]" if swept else _OURS.get(inner, f"spec.base.{inner}")
+        message = message.replace(f"{path}:", f"{ours}:", 1)
+        fields.append((ours, text))
+    if parameters:
+        message += f" (in the trial with {', '.join(f'{path}={value!r}' for path, value in parameters.items())})"
+    metadata = {**error.metadata, **({"field": fields[0][0]} if fields else {})}
+    return InvalidArgument(message, reason=error.specific_reason, metadata=metadata, fields=fields)
+
+
+def _of_numbers(spec: SweepSpec) -> list[Problem]:
+    found: list[tuple[bool, str, object, str]] = [
+        (spec.num_samples >= 1, "num_samples", spec.num_samples, "use 1 or more"),
+        (
+            1 <= spec.max_concurrent_trials <= MAX_CONCURRENT_TRIALS,
+            "max_concurrent_trials",
+            spec.max_concurrent_trials,
+            f"use 0 (for 4) to {MAX_CONCURRENT_TRIALS}",
+        ),
+    ]
+    if (asha := spec.asha) is not None:
+        found += [
+            (asha.grace_period >= 1, "asha.grace_period", asha.grace_period, "use 1 or more, in epochs"),
+            (
+                1 < asha.reduction_factor < math.inf,
+                "asha.reduction_factor",
+                asha.reduction_factor,
+                "use a number above 1",
+            ),
+            (
+                asha.max_t == 0 or asha.max_t >= asha.grace_period,
+                "asha.max_t",
+                asha.max_t,
+                "use 0, or at least asha.grace_period",
+            ),
+        ]
+    return [(path, value, remedy) for holds, path, value, remedy in found if not holds]

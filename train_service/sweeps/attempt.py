@@ -1,0 +1,137 @@
+"""The attempt at a sweep: Ray Tune says which trials run and which stop early; here it is done to their training jobs.
+
+Tune sees numbers of trials; what they mean is in the sweep's specification. Its own state is thrown away: the attempt
+after a lost one finds the jobs that there are, and replays to Tune what they told. Jobs go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from typing import Any
+
+from shared.errors import Cancelled, FailedPrecondition
+from shared.jobs import AttemptContext, JobState
+from shared.jobs.actor import NOT_BESIDE_A_SERVICE
+from shared.log import StaleAttempt
+from train_service.domain.sweep import SweepSpec
+from train_service.patience import patient
+from train_service.sweeps.follower import Followed, follow
+from train_service.sweeps.trials import Trials, best_of
+
+logger = logging.getLogger(__name__)
+
+# Trials stop after their next step; one that does not is ended by its own attempt soon after.
+ENDED_WITHIN_S = 60.0
+LOOK_EVERY_S = 1.0
+TRIAL, EPOCHS, VALUE = "trial", "epochs", "value"
+# A follower asks for no CPU, which the trainings need; Ray wants a bundle of something. In bytes.
+MEMORY_OF_FOLLOWER = 1
+
+
+def run(context: AttemptContext) -> dict[str, Any]:
+    """Entry function of a durable job of kind `sweep`. Returns the best trial and its checkpoint."""
+    trials = Trials(context.store, context.job)
+    try:
+        patient(trials.stop_marked, "trials that were stopped")
+        _search(context, trials)
+        _await_ends(context, trials)
+    except (Cancelled, StaleAttempt):
+        _end(context, trials)
+        raise
+    return _result(trials)
+
+
+def _search(context: AttemptContext, trials: Trials) -> None:
+    """Returns once Tune is done with every trial; jobs may still be about to end."""
+    # Read by Tune where it begins. Its result files would be in nobody's way but ours.
+    os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"
+    os.environ["TUNE_DISABLE_STRICT_METRIC_CHECKING"] = "1"
+    # Here, since it takes seconds, and a reconciler imports this module's neighbours.
+    from ray import tune
+    from ray.tune.search import BasicVariantGenerator
+
+    from train_service.sweeps.steering import Steering
+
+    spec = trials.spec
+    followed = [
+        Followed(context.store.settings, trials.name(number), trials.uid(number), *_metric(spec))
+        for number in trials.numbers
+    ]
+
+    def trainable(config: dict[str, Any]) -> None:
+        follow(followed[config[TRIAL]], lambda epochs, value: tune.report({EPOCHS: epochs, VALUE: value}))
+
+    bundles = tune.PlacementGroupFactory(
+        [{"memory": MEMORY_OF_FOLLOWER}], bundle_label_selector=[dict(NOT_BESIDE_A_SERVICE)]
+    )
+    with tempfile.TemporaryDirectory(prefix="millrace-sweep-") as folder:
+        tune.Tuner(
+            tune.with_resources(trainable, bundles),
+            param_space={TRIAL: tune.grid_search(list(trials.numbers))},
+            tune_config=tune.TuneConfig(
+                metric=VALUE,
+                mode="max" if spec.ranking.maximize else "min",
+                search_alg=BasicVariantGenerator(max_concurrent=spec.max_concurrent_trials, random_state=spec.seed),
+                scheduler=_scheduler(spec),
+            ),
+            run_config=tune.RunConfig(
+                name=context.job.uid, storage_path=folder, verbose=0, callbacks=[Steering(context, trials)]
+            ),
+        ).fit()
+
+
+def _metric(spec: SweepSpec) -> tuple[str, bool]:
+    return spec.ranking.metric, spec.ranking.maximize
+
+
+def _scheduler(spec: SweepSpec) -> Any:
+    from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
+
+    asha = spec.asha
+    if asha is None:
+        return FIFOScheduler()  # type: ignore[no-untyped-call]
+    return ASHAScheduler(
+        time_attr=EPOCHS,
+        grace_period=asha.grace_period,
+        reduction_factor=asha.reduction_factor,
+        max_t=max(asha.max_t or spec.most_epochs, asha.grace_period),
+    )
+
+
+def _await_ends(context: AttemptContext, trials: Trials) -> None:
+    while not _all_over(trials):
+        patient(lambda: context.raise_if_stopped(fresh=True), "the sweep's state")
+        time.sleep(LOOK_EVERY_S)
+
+
+def _all_over(trials: Trials) -> bool:
+    return patient(lambda: all(trials.is_over(number) for number in trials.numbers), "the trials' states")
+
+
+def _end(context: AttemptContext, trials: Trials) -> None:
+    """Cancels what runs where a client wishes it; a later attempt's trials are left alone."""
+    newest = patient(context.newest, "the sweep's state")
+    if newest.uid != context.job.uid or newest.state not in (JobState.CANCELLING, JobState.CANCELLED):
+        return
+    patient(trials.cancel, "the end of the trials")
+    give_up_at = time.monotonic() + ENDED_WITHIN_S
+    while time.monotonic() < give_up_at and any(trial.job and not trial.job.state.final for trial in trials.read()):
+        time.sleep(LOOK_EVERY_S)
+
+
+def _result(trials: Trials) -> dict[str, Any]:
+    """Raises `FailedPrecondition` where no trial came to anything."""
+    read = patient(trials.read, "the trials")
+    best = best_of(trials.spec, read)
+    if best is None or best.best is None or not any(trial.ended_well for trial in read):
+        failed = next((trial.job for trial in read if trial.job and trial.job.error), None)
+        why = f"; {failed.name}: {failed.error['message']}" if failed and failed.error else ""
+        raise FailedPrecondition(
+            f"none of the {len(read)} trials ended well{why}",
+            reason="ALL_TRIALS_FAILED",
+            metadata={"resource": failed.name if failed else trials.name(0)},
+        )
+    return {"best_training_job": best.name, "best_checkpoint": best.best.name}

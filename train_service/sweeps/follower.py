@@ -1,0 +1,77 @@
+"""What Ray Tune runs for a trial: it reads what the trial's training job tells, and reports it; it writes nothing.
+
+A process of its own for each trial at work, so it imports neither torch nor what reads Parquet.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from shared.jobs import Jobs, JobState
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
+from train_service.events import Event, EventKind, EventLog
+from train_service.patience import patient
+from train_service.reporting import TRAIN_KIND
+
+LOOK_EVERY_S = 0.5
+EVENTS_AT_ONCE = 256
+# In place of a value that is no number: worse than all others, and finite, since the scheduler computes with it.
+WORST = 1e30
+PREFIX = "validation_"
+
+
+@dataclass(frozen=True)
+class Followed:
+    """The job `name` of that `uid`, once it is there, and the metric that is reported."""
+
+    settings: StoreSettings
+    name: str
+    uid: str
+    metric: str
+    maximize: bool
+
+
+def follow(trial: Followed, report: Callable[[int, float], None]) -> None:
+    """Calls `report` with (epochs done, value) for each validated epoch once, until the job is over. What a job did
+    before is reported at once."""
+    store = open_store(trial.settings)
+    told = 0
+    for epoch, value in _validated(store, trial):
+        # An attempt that was lost behind its last checkpoint did these epochs, too.
+        if epoch > told:
+            told = epoch
+            report(epoch, value)
+
+
+def _validated(store: ObjectStore, trial: Followed) -> Iterator[tuple[int, float]]:
+    jobs = Jobs(store, TRAIN_KIND)
+    sequence = 0
+    while True:
+        job = patient(lambda: jobs.newest(trial.name), "the trial's state")
+        if job is not None and job.uid == trial.uid:
+            # The state was read before the events: once it is over and none are left, none will come.
+            while events := patient(partial(_next, store, trial.name, sequence), "the trial's events"):
+                for event in events:
+                    sequence = event.sequence
+                    if event.kind is EventKind.VALIDATED:
+                        yield event.payload["epoch"] + 1, _value(trial, event.payload)
+            if job.state.final and job.state is not JobState.SUSPENDED:
+                return
+        time.sleep(LOOK_EVERY_S)
+
+
+def _next(store: ObjectStore, name: str, sequence: int) -> list[Event]:
+    return list(itertools.islice(EventLog(store, name).after(sequence), EVENTS_AT_ONCE))
+
+
+def _value(trial: Followed, payload: dict[str, Any]) -> float:
+    name = trial.metric.removeprefix(PREFIX)
+    value = float({**payload["metrics"], "loss": payload["loss"], "accuracy": payload["accuracy"]}[name])
+    return value if math.isfinite(value) else -WORST if trial.maximize else WORST

@@ -1,0 +1,150 @@
+"""Sweeps in the store: creating, reading, cancelling and deleting them."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, replace
+
+from shared import names, paging
+from shared.errors import AlreadyExists, already_exists, invalid_field
+from shared.jobs import JobRecord, Jobs
+from shared.requests import claimed
+from shared.storage import ObjectStore
+from train_service.domain import search_space, sweep
+from train_service.domain.sweep import MAX_SWEEP_ID, SweepSpec
+from train_service.inputs import using_inputs
+from train_service.sweeps.lifecycle import COLLECTION, SweepDeletions
+from train_service.sweeps.trials import SWEEP_KIND, Trial, Trials, best_of
+from train_service.training_jobs import COLLECTION as TRAINING_JOBS
+from train_service.training_jobs import TrainingJobs
+
+PATTERN = "sweeps/{s}"
+
+
+@dataclass(frozen=True)
+class SweepView:
+    """`trials` is None where they were not asked for; `best` is the best checkpoint so far."""
+
+    record: JobRecord
+    spec: SweepSpec
+    trials: list[Trial] | None
+    best_training_job: str
+    best_checkpoint: str
+
+
+class Sweeps:
+    """All methods block on the store, so call them from threads. Names are `sweeps/{s}`."""
+
+    def __init__(self, store: ObjectStore, training: TrainingJobs, deletions: SweepDeletions) -> None:
+        self._store = store
+        self._training = training
+        self._deletions = deletions
+        self._jobs = Jobs(store, SWEEP_KIND)
+
+    def create(self, sweep_id: str, spec: SweepSpec, request_id: str, digest: str, validate_only: bool) -> SweepView:
+        """The sweep is durable when this returns. Raises what the RPC's comment says; `digest` is the body's."""
+        names.check_id("sweep_id", sweep_id)
+        if len(sweep_id) > MAX_SWEEP_ID:
+            remedy = f"its trials' ids add a number, and may have 63 characters; use at most {MAX_SWEEP_ID}"
+            raise invalid_field("sweep_id", sweep_id, remedy)
+        request_id = names.check_request_id("request_id", request_id)
+        spec = self._checked(spec)
+        now = time.time()
+        record = JobRecord(
+            uid=uuid.uuid4().hex,
+            name=f"{COLLECTION}/{sweep_id}",
+            spec={"sweep": spec.as_config(), "request_id": request_id},
+            body_sha256=digest,
+            create_time=now,
+            update_time=now,
+            max_failures=spec.base.max_failures,
+        )
+        if validate_only:
+            self._check_free(record)
+            self._training.check_ever_fits(spec.base)
+            return self._view(record)
+        with claimed(self._store, SWEEP_KIND, request_id, digest, record.name) as claim:
+            first = self._made_by(request_id, claim.name) if claim.repeated else None
+            if first is None:
+                self._training.check_ever_fits(spec.base)
+            return self._view(first or self._make(record, spec))
+
+    def get(self, name: str) -> SweepView:
+        names.parse("name", name, PATTERN)
+        return self._view(self._jobs.get(name, name))
+
+    def page(self, page_size: int, page_token: str) -> tuple[list[SweepView], str]:
+        """Without their trials, whose logs are many."""
+        ids, token = paging.page(self._store.folders(COLLECTION), page_size, page_token)
+        found = [self._jobs.find(f"{COLLECTION}/{one}") for one in ids]
+        return [_alone(record) for record in found if record], token
+
+    def cancel(self, name: str, etag: str) -> SweepView:
+        """The wish; its attempt, or whoever finds that it has none, ends the trials."""
+        names.parse("name", name, PATTERN)
+        return self._view(self._jobs.cancel(name, name, etag))
+
+    def delete(self, name: str, etag: str) -> SweepView:
+        """The sweep in DELETING; it is gone soon after. Raises what the RPC's comment says."""
+        names.parse("name", name, PATTERN)
+        view = self._view(self._deletions.begin(name, etag))
+        self._deletions.finish_soon(name)
+        return view
+
+    def _checked(self, spec: SweepSpec) -> SweepSpec:
+        """With the defaults that depend on the version."""
+        sweep.check(spec)
+        checked = [
+            sweep.with_trial_named(self._training.checked, spec, parameters)
+            for parameters in search_space.probes(spec.parameters, spec.seed)
+        ]
+        base = replace(
+            spec.base,
+            validation_split=checked[0].validation_split,
+            initial_checkpoint=checked[0].initial_checkpoint,
+        )
+        if not base.validation_split:
+            remedy = "trials are compared by what validation measures, and the version has no split for it; name one"
+            raise invalid_field("spec.base.validation_split", "", remedy)
+        return replace(spec, base=base)
+
+    def _make(self, record: JobRecord, spec: SweepSpec) -> JobRecord:
+        try:
+            self._check_free(record)
+            with using_inputs(self._store, SWEEP_KIND, record, spec.base):
+                return self._jobs.create(record.name, record)
+        except AlreadyExists:
+            # The same request, sent twice at once, may have made it in between.
+            if there := self._made_by(record.spec["request_id"], record.name):
+                return there
+            raise
+
+    def _check_free(self, record: JobRecord) -> None:
+        """Raises `AlreadyExists` where there is a sweep of that name, or a training job of that of a trial."""
+        if self._jobs.find(record.name):
+            raise already_exists(record.name)
+        trials = Trials(self._store, record)
+        there = set(self._store.folders(TRAINING_JOBS))
+        for number in trials.numbers:
+            name = trials.name(number)
+            if name.rpartition("/")[2] in there and self._training.exists(name):
+                raise already_exists(name, "it would be a trial's; choose another sweep_id")
+
+    def _made_by(self, request_id: str, name: str) -> JobRecord | None:
+        """The sweep of that name if this request made it; somebody else's is not the answer to it."""
+        record = self._jobs.find(name)
+        return record if record and request_id and record.spec.get("request_id") == request_id else None
+
+    def _view(self, record: JobRecord) -> SweepView:
+        trials = Trials(self._store, record)
+        read = trials.read()
+        best = best_of(trials.spec, read)
+        found = (best.name, best.best.name) if best and best.best else ("", "")
+        return SweepView(record, trials.spec, read, *found)
+
+
+def _alone(record: JobRecord) -> SweepView:
+    """With the best as it was when the sweep ended."""
+    best = (record.result.get("best_training_job", ""), record.result.get("best_checkpoint", ""))
+    return SweepView(record, SweepSpec.from_config(record.spec["sweep"]), None, *best)
