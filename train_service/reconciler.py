@@ -62,7 +62,7 @@ def main() -> None:
         spare_beside_work=True,
         looks=ClusterWatch(),
     )
-    run_reconciler(settings, training, JobKind(name=SWEEP_KIND, entry=SWEEP_ENTRY, lost=end_trials))
+    run_reconciler(settings, training, JobKind(name=SWEEP_KIND, entry=SWEEP_ENTRY, ended=end_trials))
 
 
 if __name__ == "__main__":

@@ -240,5 +240,6 @@ class TrainClient:
 
     def wait_sweep(self, name: str, *, reconnect_for_s: float = 120.0) -> sweep_pb2.Sweep:
         """Waits until it is over, and returns it, however it ended."""
-        *_, last = self.watch_sweep(name, reconnect_for_s=reconnect_for_s)
+        for sweep in self.watch_sweep(name, reconnect_for_s=reconnect_for_s):
+            last = sweep
         return last

@@ -42,7 +42,8 @@ class JobKind:
     """`entry` is `module:function`, the jobs' entry function, importable on Ray's nodes. With `prepare`, a function
     named likewise, an actor that has called it waits for the next attempt; it holds a process's memory, and no
     processor. `lacks` tells what the cluster lacks for a job's next attempt, and no attempt begins until that is
-    nothing. `lost` is told of each attempt whose process is gone, at least once, before its job is. With
+    nothing. `lost` is told of each attempt whose process is gone, at least once, before its job is. `ended` is told
+    of each job that is final, at least once, whoever wrote its end; where it raises, again at the next look. With
     `spare_beside_work` the prepared actor is there while an attempt is at work, too: for jobs that run long and should
     resume soon. `looks` is called before each look at the jobs.
     """
@@ -52,6 +53,7 @@ class JobKind:
     prepare: str = ""
     lacks: Callable[[JobRecord], str] = lambda _: ""
     lost: Callable[[ObjectStore, JobRecord], None] = lambda _, __: None
+    ended: Callable[[ObjectStore, JobRecord], None] = lambda _, __: None
     spare_beside_work: bool = False
     looks: Callable[[ObjectStore], None] = lambda _: None
 
@@ -99,6 +101,9 @@ class Reconciler:
                 self._forget(live)
             return False
         if job.unattended:
+            if job.state.final:
+                # Before the marker goes, by which it is found again should we end in between.
+                self._kind.ended(self._store, job)
             self._forget(live)
             return False
         if job.state in (JobState.PENDING, JobState.RECOVERING):

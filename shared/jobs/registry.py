@@ -82,6 +82,15 @@ class Jobs:
         record = ResourceLog(self._store, log_prefix(folder)).head()
         return JobRecord.from_state(record.state) if record else None
 
+    def newest_of(self, folder: str, uid: str) -> JobRecord | None:
+        """As `newest`, of the job of that `uid`: its tombstone where another has taken its name since. None where it
+        never was. Cheap where the name is its own; else it reads all that others wrote."""
+        log = ResourceLog(self._store, log_prefix(folder))
+        record = log.head()
+        while record is not None and record.state["uid"] != uid:
+            record = log.read(record.number - 1)
+        return JobRecord.from_state(record.state) if record else None
+
     def cancel(self, folder: str, name: str, etag: str = "") -> JobRecord:
         """Writes the wish. Raises `NotFound`, and `Conflict` when `etag` is given and not the present generation."""
         return self._wish(folder, name, etag, request_cancel)

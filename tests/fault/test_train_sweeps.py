@@ -1,4 +1,4 @@
-"""A sweep whose own process is killed in the middle: the same trials, none made twice, none begun anew."""
+"""A sweep of whose processes one is killed in the middle: the same trials, none made twice, none begun anew."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from millrace.train.v1 import sweep_pb2 as sw
 from shared.settings import StoreSettings
 from tests.support import sweeps
 from tests.support.ray_head import ray_head
-from tests.support.sweeps import sweep_spec
+from tests.support.sweeps import grid, sweep_spec
 from tests.support.training import State, TrainClient, digits_spec, train_stack
 from tests.support.waiting import wait_until
 
@@ -60,3 +61,27 @@ def _made_trial(client: TrainClient, name: str) -> str:
     """The first trial that has a job."""
     wait_until(lambda: sweeps.get(client, name).trials[0].state, "a trial", within_s=120, interval_s=0.2)
     return sweeps.get(client, name).trials[0].training_job
+
+
+def test_a_sweep_whose_follower_is_killed_goes_on_in_the_same_attempt(tmp_path: Path) -> None:
+    settings = StoreSettings(url=(tmp_path / "store").as_uri())
+    with ray_head(num_cpus=2) as head, train_stack(settings, head.address, tmp_path) as stack:
+        client = stack.client
+        spec = sweep_spec(
+            digits_spec(num_workers=1, epochs=3),
+            {"optimizer.learning_rate": grid(0.003, 1e-7)},
+            max_concurrent_trials=1,
+            asha=sw.Asha(grace_period=1, reduction_factor=2),
+        )
+        made = sweeps.create(client, spec)
+        client.watch(_made_trial(client, made.name)).until("validated")
+        wait_until(lambda: head.processes(FOLLOWER), "a follower", within_s=120)
+
+        for follower in head.processes(FOLLOWER):
+            os.kill(follower, signal.SIGKILL)
+        ended = sweeps.finished(client, made.name)
+
+        assert (ended.state, ended.attempt) == (sweeps.State.STATE_SUCCEEDED, 1), ended.error
+        # What was told again is judged once: the better one is not held against itself.
+        assert [trial.stopped_early for trial in ended.trials] == [False, True]
+        assert ended.counts.succeeded == 1

@@ -4,6 +4,7 @@ number, so that whoever asks, and however often, gets the same."""
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,9 +60,10 @@ def parameters_of(space: Mapping[str, Domain], seed: int, number: int) -> Parame
 
 def probes(space: Mapping[str, Domain], seed: int) -> list[Parameters]:
     """Trials that stand for all: the first one, and it with each listed value and each end of a range in turn. Of a
-    list of numbers the least and the greatest will do."""
+    list of numbers the least and the greatest will do. One of each parameter comes first, then another of each, and
+    so on: who tries but some tries some of each."""
     first = parameters_of(space, seed, 0)
-    found = [first]
+    by_path: list[list[Parameters]] = []
     for path in sorted(space):
         domain = space[path]
         values: Sequence[Any] = (domain.low, domain.high)
@@ -69,8 +71,8 @@ def probes(space: Mapping[str, Domain], seed: int) -> list[Parameters]:
             values = domain.values
             if all(_is_number(value) for value in values):
                 values = (min(values), max(values))
-        found += [{**first, path: value} for value in values if value != first[path]]
-    return found
+        by_path.append([{**first, path: value} for value in values if value != first[path]])
+    return [first, *(one for turn in itertools.zip_longest(*by_path) for one in turn if one is not None)]
 
 
 def problems(space: Mapping[str, Domain]) -> list[Problem]:

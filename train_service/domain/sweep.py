@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from shared.checkpoint.ranking import Ranking
-from shared.errors import InvalidArgument, invalid_field, invalid_fields
+from shared.errors import InvalidArgument, MillraceError, invalid_field, invalid_fields
 from train_service.domain import search_space, spec_rules
 from train_service.domain.search_space import GRID, Domain, Parameters, Problem
 from train_service.domain.spec import TrainingSpec
@@ -65,7 +66,8 @@ class SweepSpec:
     @property
     def most_epochs(self) -> int:
         """Of any trial."""
-        return max(self.training_of(one).epochs for one in search_space.probes(self.parameters, self.seed))
+        space = {path: one for path, one in self.parameters.items() if path == "epochs"}
+        return max(self.training_of(one).epochs for one in search_space.probes(space, self.seed))
 
     def as_config(self) -> dict[str, Any]:
         parameters = {path: {**asdict(one), "values": list(one.values)} for path, one in self.parameters.items()}
@@ -102,29 +104,36 @@ def check(spec: SweepSpec) -> None:
         raise invalid_field("spec.num_samples", spec.num_samples, remedy)
     for number in range(count):
         with_trial_named(spec_rules.check, spec, spec.parameters_of(number))
+    for parameters in search_space.probes(spec.parameters, spec.seed):
+        with_trial_named(spec_rules.check, spec, parameters)
 
 
 def with_trial_named(check_trial: Callable[[TrainingSpec], T], spec: SweepSpec, parameters: Parameters) -> T:
     """What `check_trial` makes of the trial's specification; what it refuses is told by the fields of the sweep."""
     try:
         return check_trial(spec.training_of(parameters))
-    except InvalidArgument as error:
+    except MillraceError as error:
         raise renamed(error, parameters) from None
 
 
-def renamed(error: InvalidArgument, parameters: Parameters) -> InvalidArgument:
-    """Errors of a trial's `spec.x` are those of `spec.parameters[x]` where the sweep sets x, else of `spec.base.x`."""
+def renamed(error: MillraceError, parameters: Parameters) -> MillraceError:
+    """Errors of a trial's `spec.x` are those of `spec.parameters[x]` where the sweep sets x, else of `spec.base.x`. One
+    that names no field of it stays as it is."""
+    if not error.fields:
+        return error
     message, fields = error.message, []
     for path, text in error.fields:
         inner = path.removeprefix("spec.")
         swept = [one for one in parameters if one == inner or one.startswith(f"{inner}.")]
         ours = f"spec.parameters[{swept[0]}]" if swept else _OURS.get(inner, f"spec.base.{inner}")
-        message = message.replace(f"{path}:", f"{ours}:", 1)
+        # A path is the client's text, in which a backslash is nothing special.
+        pattern = rf"(?<![\w.]){re.escape(path)}(?!\w|\.\w|\[)"
+        message = re.sub(pattern, ours.replace("\\", r"\\"), message, count=1)
         fields.append((ours, text))
     if parameters:
         message += f" (in the trial with {', '.join(f'{path}={value!r}' for path, value in parameters.items())})"
-    metadata = {**error.metadata, **({"field": fields[0][0]} if fields else {})}
-    return InvalidArgument(message, reason=error.specific_reason, metadata=metadata, fields=fields)
+    metadata = {**error.metadata, **({"field": fields[0][0]} if isinstance(error, InvalidArgument) else {})}
+    return type(error)(message, reason=error.specific_reason, metadata=metadata, fields=fields)
 
 
 def _of_numbers(spec: SweepSpec) -> list[Problem]:

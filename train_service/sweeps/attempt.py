@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 # Trials stop after their next step; one that does not is ended by its own attempt soon after.
 ENDED_WITHIN_S = 60.0
 LOOK_EVERY_S = 1.0
+# Nodes come and go, and a follower that is begun again costs a process's start; one that always fails ends the attempt.
+FOLLOWER_RESTARTS = 100
 TRIAL, EPOCHS, VALUE = "trial", "epochs", "value"
 # A follower asks for no CPU, which the trainings need; Ray wants a bundle of something. In bytes.
 MEMORY_OF_FOLLOWER = 1
@@ -78,7 +80,12 @@ def _search(context: AttemptContext, trials: Trials) -> None:
                 scheduler=_scheduler(spec),
             ),
             run_config=tune.RunConfig(
-                name=context.job.uid, storage_path=folder, verbose=0, callbacks=[Steering(context, trials)]
+                name=context.job.uid,
+                storage_path=folder,
+                verbose=0,
+                callbacks=[Steering(context, trials)],
+                # What it had told is told again; the scheduler has judged it, and does not do so twice.
+                failure_config=tune.FailureConfig(max_failures=FOLLOWER_RESTARTS),
             ),
         ).fit()
 
@@ -112,9 +119,10 @@ def _all_over(trials: Trials) -> bool:
 
 
 def _end(context: AttemptContext, trials: Trials) -> None:
-    """Cancels what runs where a client wishes it; a later attempt's trials are left alone."""
+    """Cancels what runs where a client wishes it, or the sweep has failed; a later attempt's trials are left alone."""
     newest = patient(context.newest, "the sweep's state")
-    if newest.uid != context.job.uid or newest.state not in (JobState.CANCELLING, JobState.CANCELLED):
+    ends = (JobState.CANCELLING, JobState.CANCELLED, JobState.FAILED)
+    if newest.uid != context.job.uid or newest.state not in ends:
         return
     patient(trials.cancel, "the end of the trials")
     give_up_at = time.monotonic() + ENDED_WITHIN_S

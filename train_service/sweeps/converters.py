@@ -11,7 +11,7 @@ from google.protobuf import json_format
 from millrace.train.v1 import resources_pb2, sweep_pb2
 from shared.errors import InvalidArgument, invalid_field
 from shared.grpc_errors import status_proto_from_record
-from shared.jobs import JobState
+from shared.jobs import JobRecord, JobState
 from train_service.converters import etag, set_values, timestamp
 from train_service.domain.search_space import CHOICE, GRID, INTEGERS, LISTED, LOG_UNIFORM, UNIFORM, Domain
 from train_service.domain.spec import TrainingSpec
@@ -151,14 +151,17 @@ def _trial(trial: Trial, spec: SweepSpec) -> sweep_pb2.Trial:
 def _counts(view: SweepView) -> sweep_pb2.TrialCounts:
     counts = sweep_pb2.TrialCounts(total=view.spec.trial_count)
     for trial in view.trials or ():
-        name = _counted_as(trial, over=view.record.state.final)
-        setattr(counts, name, getattr(counts, name) + 1)
+        if name := _counted_as(trial, view.record):
+            setattr(counts, name, getattr(counts, name) + 1)
     return counts
 
 
-def _counted_as(trial: Trial, *, over: bool) -> str:
+def _counted_as(trial: Trial, sweep: JobRecord) -> str:
+    """Empty where it is in the total alone."""
     if trial.job is None:
-        return "cancelled" if over else "pending"
+        if not sweep.state.final:
+            return "pending"
+        return "cancelled" if JobState.CANCELLED in (sweep.state, sweep.deleted_from) else ""
     if trial.stopped_early:
         return "stopped_early"
     return {

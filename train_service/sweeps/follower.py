@@ -54,8 +54,10 @@ def _validated(store: ObjectStore, trial: Followed) -> Iterator[tuple[int, float
     jobs = Jobs(store, TRAIN_KIND)
     sequence = 0
     while True:
-        job = patient(lambda: jobs.newest(trial.name), "the trial's state")
-        if job is not None and job.uid == trial.uid:
+        job = patient(lambda: jobs.newest_of(trial.name, trial.uid), "the trial's state")
+        if job is not None:
+            if job.state is JobState.DELETED:
+                return  # with its events; those that are there now are another's
             # The state was read before the events: once it is over and none are left, none will come.
             while events := patient(partial(_next, store, trial.name, sequence), "the trial's events"):
                 for event in events:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from shared.checkpoint.users import users_of_job
-from shared.errors import FailedPrecondition
+from shared.errors import STORE_OUTAGES, FailedPrecondition
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.deletion import condemned, undone, while_deleting
 from shared.jobs.record import confirm_delete, request_delete
@@ -70,12 +70,18 @@ class SweepDeletions:
         in_background(self.finish, name)
 
     def finish_all(self) -> None:
-        """Every deletion that was begun."""
+        """Every deletion that was begun. What goes wrong with one sweep is logged and leaves the others be; raises
+        where the store does not answer."""
         for sweep_id in self._store.folders(COLLECTION):
+            name = f"{COLLECTION}/{sweep_id}"
             try:
-                self.finish(f"{COLLECTION}/{sweep_id}")
+                self.finish(name)
+            except STORE_OUTAGES:
+                raise  # which holds for every sweep
             except FailedPrecondition as error:
-                logger.info("%s/%s stays: %s", COLLECTION, sweep_id, error.message)
+                logger.info("%s stays: %s", name, error.message)
+            except Exception:
+                logger.exception("%s cannot be taken away; the others go on", name)
 
     def _condemn(self, sweep: JobRecord) -> JobRecord:
         if sweep.deleted_from is None:

@@ -41,7 +41,8 @@ class Steering(Callback):
         self._context.raise_if_stopped()
 
     def on_step_end(self, iteration: int, trials: list[Any], **_: Any) -> None:
-        """Raises `Unavailable` where a follower was lost: the next attempt follows all trials again."""
+        """Raises `Unavailable` where a follower was lost more often than Tune begins it again: the next attempt follows
+        all trials again."""
         while self._started:
             number = self._started.pop(0)
             patient(partial(self._trials.make, number), "a trial")

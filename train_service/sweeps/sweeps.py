@@ -7,7 +7,7 @@ import uuid
 from dataclasses import dataclass, replace
 
 from shared import names, paging
-from shared.errors import AlreadyExists, already_exists, invalid_field
+from shared.errors import AlreadyExists, FailedPrecondition, NotFound, already_exists, invalid_field
 from shared.jobs import JobRecord, Jobs
 from shared.requests import claimed
 from shared.storage import ObjectStore
@@ -20,6 +20,11 @@ from train_service.training_jobs import COLLECTION as TRAINING_JOBS
 from train_service.training_jobs import TrainingJobs
 
 PATTERN = "sweeps/{s}"
+# Each builds a model.
+MAX_CHECKED_WITH_MODEL = 100
+# Lost attempts of the sweep's own process, which cost its trials nothing: nodes that come and go must not end a search
+# of days, and one that never gets anywhere must end.
+MAX_FAILURES = 100
 
 
 @dataclass(frozen=True)
@@ -58,16 +63,16 @@ class Sweeps:
             body_sha256=digest,
             create_time=now,
             update_time=now,
-            max_failures=spec.base.max_failures,
+            max_failures=MAX_FAILURES,
         )
         if validate_only:
             self._check_free(record)
-            self._training.check_ever_fits(spec.base)
+            self._check_ever_fits(spec)
             return self._view(record)
         with claimed(self._store, SWEEP_KIND, request_id, digest, record.name) as claim:
             first = self._made_by(request_id, claim.name) if claim.repeated else None
             if first is None:
-                self._training.check_ever_fits(spec.base)
+                self._check_ever_fits(spec)
             return self._view(first or self._make(record, spec))
 
     def get(self, name: str) -> SweepView:
@@ -95,19 +100,22 @@ class Sweeps:
     def _checked(self, spec: SweepSpec) -> SweepSpec:
         """With the defaults that depend on the version."""
         sweep.check(spec)
-        checked = [
-            sweep.with_trial_named(self._training.checked, spec, parameters)
-            for parameters in search_space.probes(spec.parameters, spec.seed)
-        ]
+        probes = search_space.probes(spec.parameters, spec.seed)[:MAX_CHECKED_WITH_MODEL]
+        checked = [sweep.with_trial_named(self._training.checked, spec, parameters) for parameters in probes]
         base = replace(
             spec.base,
             validation_split=checked[0].validation_split,
             initial_checkpoint=checked[0].initial_checkpoint,
+            # One order for all: nothing that differs between trials changes what a row takes.
+            window_rows=checked[0].window_rows,
         )
         if not base.validation_split:
             remedy = "trials are compared by what validation measures, and the version has no split for it; name one"
             raise invalid_field("spec.base.validation_split", "", remedy)
         return replace(spec, base=base)
+
+    def _check_ever_fits(self, spec: SweepSpec) -> None:
+        sweep.with_trial_named(self._training.check_ever_fits, spec, {})
 
     def _make(self, record: JobRecord, spec: SweepSpec) -> JobRecord:
         try:
@@ -119,6 +127,8 @@ class Sweeps:
             if there := self._made_by(record.spec["request_id"], record.name):
                 return there
             raise
+        except (NotFound, FailedPrecondition) as error:
+            raise sweep.renamed(error, {}) from None
 
     def _check_free(self, record: JobRecord) -> None:
         """Raises `AlreadyExists` where there is a sweep of that name, or a training job of that of a trial."""

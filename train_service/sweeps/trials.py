@@ -65,13 +65,12 @@ class Trials:
 
     def newest(self, number: int) -> JobRecord | None:
         """Its job, or the tombstone of it; None where it was never made. Another's of its name is not it."""
-        job = self._jobs.newest(self.name(number))
-        return job if job is not None and job.uid == self.uid(number) else None
+        return self._jobs.newest_of(self.name(number), self.uid(number))
 
     def job(self, number: int) -> JobRecord | None:
         """None as well where it was deleted."""
-        job = self.newest(number)
-        return None if job is None or job.state is JobState.DELETED else job
+        job = self._jobs.find(self.name(number))
+        return job if job is not None and job.uid == self.uid(number) else None
 
     def make(self, number: int) -> JobRecord:
         """The trial's job, made if it never was. Raises `AlreadyExists` where another job has its name."""
@@ -98,12 +97,12 @@ class Trials:
     def is_over(self, number: int) -> bool:
         """Whether nothing more will come of it. One that was suspended by hand waits to go on."""
         job = self.newest(number)
-        return job is not None and job.state.final and job.state is not JobState.SUSPENDED
+        return job is not None and _over(job)
 
     def stop_early(self, number: int) -> None:
         """For the scheduler; one that is over stays as it is."""
         job = self.job(number)
-        if job is not None and not job.state.final:
+        if job is not None and not _over(job):
             # First, so that whoever sees the cancelled job sees why.
             self._store.put(self._mark(number), b"{}")
             self._jobs.cancel(job.name, job.name)
@@ -129,7 +128,7 @@ class Trials:
 
     def _cancel(self, number: int) -> None:
         job = self.job(number)
-        if job is not None and not (job.state.final and job.state is not JobState.SUSPENDED):
+        if job is not None and not _over(job):
             self._jobs.cancel(job.name, job.name)
 
     def _read(self, number: int, stopped: bool) -> Trial:
@@ -166,6 +165,11 @@ def best_of(spec: SweepSpec, trials: Iterable[Trial]) -> Trial | None:
 
 
 def end_trials(store: ObjectStore, sweep: JobRecord) -> None:
-    """For a sweep whose process is gone: of one that is being cancelled the trials end, others go on."""
-    if sweep.state is JobState.CANCELLING:
+    """For a sweep that is final: of one that was cancelled or failed the trials end, however it came to that."""
+    # One that succeeded waited for them; whoever resumes one of those by hand is not disturbed.
+    if (sweep.deleted_from or sweep.state) is not JobState.SUCCEEDED:
         Trials(store, sweep).cancel()
+
+
+def _over(job: JobRecord) -> bool:
+    return job.state.final and job.state is not JobState.SUSPENDED

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,28 @@ def test_waiting_survives_a_moment_without_an_answer() -> None:
     with serving(register(Sweeping())) as address, mc.connect(train=address) as client:
         states = [one.state for one in client.train.watch_sweep("sweeps/s")]
     assert states == [Sweep.STATE_RUNNING, Sweep.STATE_SUCCEEDED]
+
+
+def test_waiting_keeps_no_version_of_the_sweep_but_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[weakref.ref[Any]] = []
+    most = 0
+
+    class Version:
+        pass
+
+    def versions(*_: Any, **__: Any) -> Iterator[Any]:
+        nonlocal most
+        for _one in range(5):
+            version: Any = Version()
+            kept.append(weakref.ref(version))
+            yield version
+            del version
+            most = max(most, sum(one() is not None for one in kept))
+
+    monkeypatch.setattr(train_module.TrainClient, "watch_sweep", versions)
+    with mc.connect(train="127.0.0.1:1") as client:
+        assert client.train.wait_sweep("sweeps/s") is kept[-1]()
+    assert most <= 2
 
 
 def test_a_specification_is_written_in_few_words() -> None:

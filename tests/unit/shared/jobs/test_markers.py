@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from shared.jobs import JobRecord, Jobs, reconciler
+from shared.errors import Unavailable
+from shared.jobs import JobRecord, Jobs, JobState, reconciler
 from shared.jobs.reconciler import JobKind, Reconciler
 from shared.jobs.record import confirm_cancel, request_cancel
 from shared.log import ResourceLog
@@ -80,6 +81,30 @@ def test_the_marker_of_a_final_job_goes_at_once(jobs: Jobs, reconciling: Reconci
 
     reconciling.reconcile()
 
+    assert jobs.live() == []
+
+
+def test_the_end_of_a_job_is_told_before_its_marker_goes_and_again_after_an_outage(
+    store: ObjectStore, jobs: Jobs
+) -> None:
+    told: list[tuple[JobState, list[str]]] = []
+
+    def ended(_: ObjectStore, job: JobRecord) -> None:
+        told.append((job.state, [live.uid for live in jobs.live()]))
+        if len(told) == 1:
+            raise Unavailable("no answer")
+
+    kind = JobKind(name="toy", entry="no.such:entry", ended=ended)
+    reconciling = Reconciler(ServiceSettings(listen="127.0.0.1:0", store=store.settings), kind)
+    jobs.create(FOLDER, a_job("u1"))
+    jobs.transition(FOLDER, lambda job: confirm_cancel(request_cancel(job, 2.0), 3.0))
+
+    with pytest.raises(Unavailable):
+        reconciling.reconcile()
+    reconciling.reconcile()
+    reconciling.reconcile()
+
+    assert told == [(JobState.CANCELLED, ["u1"])] * 2
     assert jobs.live() == []
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shared.errors import InvalidArgument, invalid_field
+from shared.errors import FailedPrecondition, InvalidArgument, invalid_field
 from shared.model_spec import ModelSpec
 from train_service.domain.search_space import CHOICE, GRID, LOG_UNIFORM, Domain
 from train_service.domain.spec import TrainingSpec
@@ -100,6 +100,20 @@ def test_a_trials_refusal_names_the_sweeps_field_in_words_and_details(sweep: Swe
     assert [one for one, _ in error.value.fields] == [told]
     assert error.value.message.startswith(f"{told}: 3: use another (in the trial with {RATE}=3")
     assert error.value.metadata["field"] == told
+
+
+def test_every_field_of_a_refusal_is_named_as_the_sweep_has_it_whatever_its_path(sweep: SweepSpec) -> None:
+    fields = ["spec.num_workers", "spec.model.kwargs"]
+
+    def refuse(_: TrainingSpec) -> None:
+        raise FailedPrecondition(f"{', '.join(fields)}: too much", reason="WHY", fields=[(one, "x") for one in fields])
+
+    with pytest.raises(FailedPrecondition) as error:
+        with_trial_named(refuse, sweep, {r"model.kwargs.a\1": 3})
+    told = ["spec.base.num_workers", r"spec.parameters[model.kwargs.a\1]"]
+    assert [one for one, _ in error.value.fields] == told
+    assert error.value.message.startswith(f"{', '.join(told)}: too much (in the trial with")
+    assert error.value.specific_reason == "WHY"
 
 
 def test_trials_sort_by_their_numbers() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from shared.jobs import JobState
 from tests.support.waiting import wait_until
-from tests.unit.train_service.sweeps.conftest import Place
+from tests.unit.train_service.sweeps.conftest import Place, replace_by_hand
 from train_service.events import EventKind, EventLog
 from train_service.sweeps.follower import WORST, Followed, follow
 
@@ -61,6 +61,14 @@ def test_a_value_that_is_no_number_is_worse_than_all_others(place: Place, maximi
     tell(place, 1, math.nan)
     place.put_in(JobState.SUCCEEDED, JOB)
     assert all_told(place, maximize=maximize) == [(1, value)]
+
+
+def test_a_job_that_has_taken_a_trials_name_is_not_followed(place: Place) -> None:
+    place.create()
+    place.trials().make(0)
+    replace_by_hand(place, "s-000")
+    tell(place, 1, 0.5)
+    assert all_told(place) == []
 
 
 def test_a_follower_waits_for_its_job_and_for_one_that_is_suspended(place: Place) -> None:

@@ -11,16 +11,22 @@ import pytest
 
 from shared.checkpoint.users import using
 from shared.dataset_version.users import live_users as version_users
-from shared.errors import AlreadyExists, Conflict, FailedPrecondition, InvalidArgument, NotFound
+from shared.errors import AlreadyExists, Conflict, FailedPrecondition, InvalidArgument, MillraceError, NotFound
 from shared.jobs import Jobs, JobState
+from shared.jobs.reconciler import JobKind, Reconciler
+from shared.settings import ServiceSettings
 from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION
-from tests.unit.train_service.sweeps.conftest import BASE, NAME, RATE, SPEC, Place
+from tests.unit.train_service.sweeps.conftest import BASE, NAME, RATE, SPEC, Place, replace_by_hand
+from train_service import training_jobs
+from train_service.domain import spec_rules
 from train_service.domain.search_space import CHOICE, GRID, INTEGERS, LOG_UNIFORM, Domain
+from train_service.domain.spec import TrainingSpec
 from train_service.reporting import TRAIN_KIND
 from train_service.sweeps.converters import sweep_to_proto
-from train_service.sweeps.trials import end_trials
+from train_service.sweeps.sweeps import MAX_CHECKED_WITH_MODEL, MAX_FAILURES, Sweeps
+from train_service.sweeps.trials import SWEEP_KIND, end_trials
 from train_service.training_jobs import TrainingJobs
 
 
@@ -205,16 +211,115 @@ def test_a_stop_whose_wish_was_lost_is_made_good_by_the_next_attempt(place: Plac
     assert place.trials().job(0).state is JobState.CANCELLING  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("state", "ended"), [(JobState.CANCELLING, True), (JobState.RUNNING, False)])
-def test_trials_of_a_sweep_without_a_process_end_only_where_it_is_being_cancelled(
+@pytest.mark.parametrize(
+    ("state", "ended"), [(JobState.CANCELLED, True), (JobState.FAILED, True), (JobState.SUCCEEDED, False)]
+)
+def test_a_sweep_that_is_over_leaves_no_trial_at_work_unless_it_succeeded(
     place: Place, state: JobState, ended: bool
 ) -> None:
     place.create()
     place.trials().make(0)
-    end_trials(place.store, place.put_in(state))
-    job = place.trials().job(0)
-    assert job is not None
-    assert (job.state is JobState.CANCELLING) is ended
+    place.trials().make(1)
+    place.put_in(JobState.SUSPENDED, "trainingJobs/s-001")
+    place.put_in(state)
+    kind = JobKind(name=SWEEP_KIND, entry="no.such:entry", ended=end_trials)
+
+    Reconciler(ServiceSettings(listen="", store=place.store.settings), kind).reconcile()
+
+    states = [place.trials().job(number).state for number in (0, 1)]  # type: ignore[union-attr]
+    expected = (JobState.CANCELLING, JobState.CANCELLED) if ended else (JobState.PENDING, JobState.SUSPENDED)
+    assert states == list(expected)
+    assert place.jobs.live() == []
+
+
+def test_a_trial_that_is_suspended_can_be_stopped_early(place: Place) -> None:
+    place.create()
+    trials = place.trials()
+    trials.make(0)
+    place.put_in(JobState.SUSPENDED, trials.name(0))
+
+    trials.stop_early(0)
+
+    assert [one.stopped_early for one in trials.read()] == [True, False]
+    assert trials.is_over(0)
+
+
+def test_a_trial_whose_name_another_job_has_now_is_over_and_the_other_is_let_be(place: Place) -> None:
+    place.create()
+    place.trials().make(0)
+    replace_by_hand(place, "s-000")
+    trials = place.trials()
+
+    assert trials.is_over(0)
+    assert trials.make(0).state is JobState.DELETED
+    trials.cancel()
+    trials.stop_early(0)
+    assert trials.read()[0].job is None
+    assert Jobs(place.store, TRAIN_KIND).get("trainingJobs/s-000", "").state is JobState.PENDING
+
+
+@pytest.mark.parametrize(("state", "cancelled"), [(JobState.FAILED, 0), (JobState.CANCELLED, 2)])
+def test_trials_that_were_never_made_are_cancelled_only_where_the_sweep_was(
+    place: Place, state: JobState, cancelled: int
+) -> None:
+    place.create()
+    place.put_in(state)
+    counts = sweep_to_proto(place.sweeps.get(NAME)).counts
+    assert (counts.total, counts.cancelled, counts.pending) == (2, cancelled, 0)
+
+
+def test_lost_attempts_of_a_sweep_are_not_counted_by_the_bound_of_its_trials(place: Place) -> None:
+    place.create(replace(SPEC, base=replace(BASE, max_failures=0)))
+    assert place.jobs.get(NAME, NAME).max_failures == MAX_FAILURES
+    assert place.trials().make(0).max_failures == 0
+
+
+def test_so_many_values_are_tried_with_a_model_and_all_of_them_by_the_rules(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[TrainingSpec] = []
+    check = TrainingJobs.checked
+
+    def counting(self: TrainingJobs, spec: TrainingSpec) -> TrainingSpec:
+        tried.append(spec)
+        return spec if len(tried) > 1 else check(self, spec)
+
+    monkeypatch.setattr(TrainingJobs, "checked", counting)
+    names = Domain(kind=CHOICE, values=tuple(f"n{number}" for number in range(1000)))
+    space = {"model.kwargs.a": names, "model.kwargs.b": names}
+    ruled: list[TrainingSpec] = []
+    monkeypatch.setattr(spec_rules, "check", ruled.append)
+    # The first is checked as a whole; a model that takes such arguments is no matter here.
+    monkeypatch.setattr(training_jobs, "check_model", lambda *_: None)
+
+    place.create(replace(SPEC, parameters=space))
+
+    assert len(tried) == MAX_CHECKED_WITH_MODEL
+    for name in ("a", "b"):
+        assert len({spec.model.kwargs[name] for spec in tried}) >= MAX_CHECKED_WITH_MODEL // 2
+        assert {spec.model.kwargs[name] for spec in ruled} == set(names.values)
+
+
+def test_more_workers_than_ever_fit_and_a_checkpoint_that_is_not_there_are_refused_by_the_bases_field(
+    place: Place,
+) -> None:
+    training = TrainingJobs(place.store, cluster_max={"CPU": 1})
+    small = Sweeps(place.store, training, place.deletions)
+    cases: list[tuple[Sweeps, TrainingSpec, type[MillraceError], str]] = [
+        (small, replace(BASE, num_workers=2), FailedPrecondition, "spec.base.num_workers"),
+        (
+            place.sweeps,
+            replace(BASE, initial_checkpoint="trainingJobs/x/checkpoints/step-00000001"),
+            NotFound,
+            "spec.base.initial_checkpoint",
+        ),
+    ]
+    for sweeps, base, kind, field in cases:
+        with pytest.raises(kind) as refused:
+            sweeps.create("s", replace(SPEC, base=base), "", "digest", validate_only=False)
+        assert field in [one for one, _ in refused.value.fields]
+        assert "spec.num_workers" not in refused.value.message
+        assert place.jobs.find(NAME) is None
 
 
 def over(place: Place) -> None:
@@ -281,6 +386,19 @@ def test_a_deletion_that_was_left_half_way_is_finished(place: Place) -> None:
 
     assert place.jobs.find(NAME) is None
     assert place.sweeps.page(0, "") == ([], "")
+
+
+def test_one_sweep_that_cannot_be_taken_away_leaves_the_others_be(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    over(place)
+    place.deletions.begin(NAME)
+    place.store.put("sweeps/a/log/000000000001.json", b"no json")
+
+    place.deletions.finish_all()
+
+    assert place.jobs.find(NAME) is None
+    assert "sweeps/a cannot be taken away" in caplog.text
 
 
 def test_wishes_keep_to_the_etag(place: Place) -> None:

@@ -137,8 +137,10 @@ class TrainServiceServicer:
     def CreateTrainingJob(self, request, context):
         """The job is durable when the call returns.
         Fails with INVALID_ARGUMENT (a field is malformed, or does not fit the version: an unknown split or column, a batch
-        larger than the split), NOT_FOUND (the version), FAILED_PRECONDITION (the version is not ACTIVE; the cluster can never
-        hold the fewest workers) and ALREADY_EXISTS (the id is taken, or `request_id` was used with another body).
+        larger than the split), NOT_FOUND (the version, or the initial checkpoint), FAILED_PRECONDITION (the version is not
+        ACTIVE; the initial checkpoint is damaged, or its job has none yet or is being deleted; the cluster can never hold the
+        fewest workers), DATA_LOSS (the version's manifest is damaged) and ALREADY_EXISTS (the id is taken, or `request_id` was
+        used with another body).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -238,11 +240,13 @@ class TrainServiceServicer:
 
     def CreateSweep(self, request, context):
         """The sweep is durable when the call returns. What its trials will be asked for is checked now: of each parameter the
-        listed values, or the ends of its range.
+        listed values, or the ends of its range; of more than a hundred such values all are checked by the rules for plain
+        fields, and a hundred with the model and the version, of each parameter alike.
         Fails with INVALID_ARGUMENT (a field is malformed: no such parameter, an empty or reversed domain, too many trials, a
         metric that no trial reports; or a trial would be refused as CreateTrainingJob refuses), NOT_FOUND (the version, or
-        the initial checkpoint), FAILED_PRECONDITION (the version is not ACTIVE; the cluster can never hold the fewest
-        workers of a trial) and ALREADY_EXISTS (the id is taken, a training job has the name of a trial, or `request_id` was
+        the initial checkpoint), FAILED_PRECONDITION (the version is not ACTIVE; the initial checkpoint is damaged, or its job
+        has none yet or is being deleted; the cluster can never hold the fewest workers of a trial), DATA_LOSS (the version's
+        manifest is damaged) and ALREADY_EXISTS (the id is taken, a training job has the name of a trial, or `request_id` was
         used with another body).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -257,7 +261,8 @@ class TrainServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListSweeps(self, request, context):
-        """In the order of their names, without their trials. Fails with INVALID_ARGUMENT (a bad `page_token` or `page_size`).
+        """In the order of their names. Leaves out trials, all counts but `total`, and the best of a sweep that is at work.
+        Fails with INVALID_ARGUMENT (a bad `page_token` or `page_size`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
