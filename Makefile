@@ -83,7 +83,7 @@ lint-generated: install
 TEST_PROCESSES ?= 2
 test: install ## all tests but the long ones of make chaos; without an S3 server, those on s3:// are skipped
 	@$(MAKE) s3 || echo "No S3 server: the tests that need one say so." >&2
-	MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadgroup --durations 40 -m "not chaos"
+	MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder --durations 40 -m "not chaos"
 
 .PHONY: chaos
 chaos: install ## the long fault tests: whole runs under blow after blow, Ray heads killed and replaced

@@ -6,6 +6,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -14,6 +15,7 @@ from shared.settings import StoreSettings
 from shared.storage.opening import ensure_bucket
 from tests.support.needs import missing
 from tests.support.s3_server import NoS3Server, S3Program, S3Server, find_program, name_under_test, running
+from tests.support.scheduling import BySuite
 
 # Ray replaces 127.0.0.1 by the machine's outer address and listens on all interfaces, unless every process of it has
 # this before it starts: heads, services and whoever joins. The variable's name is history.
@@ -24,20 +26,9 @@ settings.register_profile("millrace", deadline=None)
 settings.load_profile("millrace")
 
 
-# Suites whose files share a Ray head, which takes longer to start than most of their tests.
-SHARING = ("integration/data_service", "integration/inference_service", "integration/train_service", "e2e")
-TESTS = Path(__file__).parent
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes share the tests, those that share fixtures stay together."""
-    for item in items:
-        path = item.path.relative_to(TESTS).as_posix()
-        folder = path.rpartition("/")[0]
-        # Of faults, those of one service: `fault/test_data_…`.
-        group = folder if folder in SHARING else "_".join(path.split("_")[:2]) if folder == "fault" else path
-        item.add_marker(pytest.mark.xdist_group(group))
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> BySuite:
+    """How several processes share the tests."""
+    return BySuite(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -166,8 +166,10 @@ class TrainStack:
     store: ObjectStore
 
     def all_keys(self) -> list[str]:
-        """Everything in the store but what the jobs of other tests write as they go, to see what was left behind."""
-        return sorted(info.key for info in self.store.list() if not OF_A_TESTS_JOB.match(info.key))
+        """Everything in the store but what the jobs of other tests write as they go, and what the reconciler remembers
+        of the cluster, to see what was left behind."""
+        keys = (info.key for info in self.store.list() if not info.key.startswith("clusters/"))
+        return sorted(key for key in keys if not OF_A_TESTS_JOB.match(key))
 
     def weights(self, checkpoint: str) -> bytes:
         """The bytes of a checkpoint's weights."""
