@@ -13,7 +13,8 @@ from hypothesis import settings
 
 from shared.settings import StoreSettings
 from shared.storage.opening import ensure_bucket
-from tests.support.needs import missing
+from tests.support.needs import Missing
+from tests.support.node_client import installed_packages
 from tests.support.s3_server import NoS3Server, S3Program, S3Server, find_program, name_under_test, running
 from tests.support.scheduling import BySuite
 
@@ -37,7 +38,16 @@ def s3_program() -> S3Program:
     try:
         return find_program()
     except NoS3Server as absent:
-        missing(str(absent), required=absent.required)
+        absent.end_test()
+
+
+@pytest.fixture(scope="session")
+def node_packages() -> Path:
+    """The folder `node_modules` of clients in Node.js. Without it: as `s3_program`."""
+    try:
+        return installed_packages()
+    except Missing as absent:
+        absent.end_test()
 
 
 @pytest.fixture(scope="session")

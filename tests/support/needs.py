@@ -1,7 +1,8 @@
-"""What a test needs of the machine that it runs on.
+"""What a test needs of its machine: an S3 server, Node.js, the data beside the clone, a small disk.
 
-A test that cannot run is skipped with the remedy, so that `make test` works on a laptop; where the variable that it
-names is set it fails instead, as CI demands of everything that it can have.
+A laptop may lack any of them, and `make test` works there all the same: the tests in question are skipped, and each
+says what is not there and what to do about it. Wherever the variable that they name is set, they fail instead; CI sets
+those of everything that it installs.
 """
 
 from __future__ import annotations
@@ -13,12 +14,20 @@ from typing import NoReturn
 import pytest
 
 
+class Missing(Exception):
+    """The text says what is not there, and the remedy; `required` whether the environment demands it by `variable`."""
+
+    def __init__(self, text: str, variable: str, environ: Mapping[str, str] = os.environ) -> None:
+        super().__init__(text)
+        self.required = demanded(variable, environ)
+        self._variable = variable
+
+    def end_test(self) -> NoReturn:
+        """Skips the test, or fails it."""
+        if self.required:
+            pytest.fail(f"{self} ({self._variable} is set)", pytrace=False)
+        pytest.skip(f"{self} (or set {self._variable}=1, and this fails)")
+
+
 def demanded(variable: str, environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get(variable, "") not in ("", "0")
-
-
-def missing(what: str, *, required: bool) -> NoReturn:
-    """Ends the test: `what` is not there, and what to do about it."""
-    if required:
-        pytest.fail(what, pytrace=False)
-    pytest.skip(what)

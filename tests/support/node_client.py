@@ -13,31 +13,24 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.support.needs import Missing
 from tests.support.s3_server import REPOSITORY
 
 PACKAGES = {"@grpc/grpc-js": "1.14.7", "@grpc/proto-loader": "0.8.1", "apache-arrow": "21.2.0"}
 INSTALL_TIMEOUT_S = 180
-
-
-class NoNode(Exception):
-    """Node.js or a package cannot be had; `required` says whether the environment demands them."""
-
-    def __init__(self, text: str, *, required: bool) -> None:
-        super().__init__(text)
-        self.required = required
+REQUIRED = "MILLRACE_REQUIRE_NODE"
 
 
 def installed_packages(environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder `node_modules` with the pinned packages. Raises `NoNode`."""
-    required = environ.get("MILLRACE_REQUIRE_NODE", "") not in ("", "0")
+    """The folder `node_modules` with the pinned packages. Raises `Missing`."""
     for program in ("node", "npm"):
         if shutil.which(program, path=environ.get("PATH")) is None:
-            raise NoNode(f"no {program} on the PATH: install Node.js 18 or newer", required=required)
+            raise Missing(f"no {program} on the PATH: install Node.js 18 or newer", REQUIRED, environ)
     cache = REPOSITORY / (environ.get("MILLRACE_CACHE") or ".cache")
     pins = [f"{name}@{version}" for name, version in PACKAGES.items()]
     folder = cache / ("node-" + "-".join(f"{name.rsplit('/', 1)[-1]}-{version}" for name, version in PACKAGES.items()))
     if not folder.is_dir():
-        _install(pins, folder, environ, required)
+        _install(pins, folder, environ)
     return folder / "node_modules"
 
 
@@ -53,7 +46,7 @@ def proto_path(folder: Path) -> str:
     return ":".join(map(str, (REPOSITORY / "protos", folder, packages)))
 
 
-def _install(pins: list[str], folder: Path, environ: Mapping[str, str], required: bool) -> None:
+def _install(pins: list[str], folder: Path, environ: Mapping[str, str]) -> None:
     # Under another name until it is whole; whoever comes second finds the first one's, or puts the same in its place.
     making = folder.with_name(f"{folder.name}.{os.getpid()}")
     making.mkdir(parents=True)
@@ -67,7 +60,7 @@ def _install(pins: list[str], folder: Path, environ: Mapping[str, str], required
             timeout=INSTALL_TIMEOUT_S,
         )
         if ended.returncode:
-            raise NoNode(f"npm install {' '.join(pins)} failed: {ended.stderr or ended.stdout}", required=required)
+            raise Missing(f"npm install {' '.join(pins)} failed: {ended.stderr or ended.stdout}", REQUIRED, environ)
         if not folder.is_dir():
             making.rename(folder)
     finally:

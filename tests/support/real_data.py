@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.needs import demanded, missing
+from tests.support.needs import Missing
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -12,6 +12,6 @@ REAL = Path(__file__).resolve().parents[3] / "shared" / "data"
 def real_data() -> Path:
     """Its folder. Without it the test is skipped, or fails where MILLRACE_REQUIRE_DATA is set."""
     if not REAL.is_dir():
-        text = f"{REAL} is not there; a clone alone has no data, put `shared` beside it"
-        missing(text, required=demanded("MILLRACE_REQUIRE_DATA"))
+        text = f"{REAL} is not there: a clone alone has no data, put `shared` beside it"
+        Missing(text, "MILLRACE_REQUIRE_DATA").end_test()
     return REAL

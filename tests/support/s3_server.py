@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shared.settings import StoreSettings
+from tests.support.needs import Missing, demanded
 from tests.support.ports import free_ports
 
 REPOSITORY = Path(__file__).parents[2]
@@ -30,12 +31,8 @@ START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
 
 
-class NoS3Server(Exception):
-    """No S3 server can be had; `required` says whether the environment demands one. The text names the remedy."""
-
-    def __init__(self, text: str, *, required: bool) -> None:
-        super().__init__(text)
-        self.required = required
+class NoS3Server(Missing):
+    """No S3 server can be had."""
 
 
 @dataclass(frozen=True)
@@ -96,17 +93,13 @@ def find_program(environ: Mapping[str, str] = os.environ) -> S3Program:
     minio = Path(environ.get("MILLRACE_MINIO") or folder / "minio")
     if os.access(minio, os.X_OK):
         return S3Program("minio", minio)
-    if _is_on(environ, "MILLRACE_REQUIRE_MINIO"):
-        text = f"MILLRACE_REQUIRE_MINIO=1, but {minio} is no program: run `make minio`, or set MILLRACE_MINIO to one"
-        raise NoS3Server(text, required=True)
+    if demanded("MILLRACE_REQUIRE_MINIO", environ):
+        text = f"{minio} is no program: run `make minio`, or set MILLRACE_MINIO to one"
+        raise NoS3Server(text, "MILLRACE_REQUIRE_MINIO", environ)
     if os.access(folder / "versitygw", os.X_OK):
         return S3Program("versitygw", folder / "versitygw")
     text = f"no S3 server in {folder}: run `make s3`, or set MILLRACE_MINIO to a minio program"
-    raise NoS3Server(text, required=_is_on(environ, "MILLRACE_REQUIRE_S3"))
-
-
-def _is_on(environ: Mapping[str, str], variable: str) -> bool:
-    return environ.get(variable, "") not in ("", "0")
+    raise NoS3Server(text, "MILLRACE_REQUIRE_S3", environ)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.needs import demanded, missing
+from tests.support.needs import Missing
 
 # Set where tests may mount.
 REQUIRED = "MILLRACE_REQUIRE_MOUNT"
@@ -21,10 +21,10 @@ def small_disk(folder: Path, mebibytes: int) -> Iterator[Path]:
     try:
         done = subprocess.run(mount, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        missing("there is no mount program, so no small disk to fill", required=demanded(REQUIRED))
+        Missing("there is no mount program, so no small disk to fill: install mount", REQUIRED).end_test()
     if done.returncode:
-        text = f"a tmpfs cannot be mounted, so there is no small disk to fill; run as root: {done.stderr.strip()}"
-        missing(text, required=demanded(REQUIRED))
+        text = f"a tmpfs cannot be mounted, so there is no small disk to fill: run as root ({done.stderr.strip()})"
+        Missing(text, REQUIRED).end_test()
     try:
         yield folder
     finally:

@@ -14,8 +14,7 @@ import pytest
 from pyarrow.csv import write_csv
 
 from shared.settings import StoreSettings
-from tests.support.needs import missing
-from tests.support.node_client import NoNode, installed_packages, proto_path
+from tests.support.node_client import proto_path
 from tests.support.ray_head import RayHead
 from tests.support.service_process import ServiceProcess, running_service, store_environ
 
@@ -23,14 +22,6 @@ PROGRAM = Path(__file__).parent / "node" / "client.js"
 # Several chunks, the last one short.
 ROWS = 12_345
 CITIES = ("Zürich", "東京", "Reykjavík")
-
-
-@pytest.fixture(scope="module")
-def packages() -> Path:
-    try:
-        return installed_packages()
-    except NoNode as absent:
-        missing(str(absent), required=absent.required)
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +61,12 @@ def as_arrow(table: pa.Table) -> bytes:
     return bytes(sink.getvalue())
 
 
-def run_client(service: ServiceProcess, packages: Path, source: Path, format_name: str, folder: Path) -> dict[str, Any]:
+def run_client(
+    service: ServiceProcess, node_packages: Path, source: Path, format_name: str, folder: Path
+) -> dict[str, Any]:
     ended = subprocess.run(
         ["node", str(PROGRAM), service.address, str(source), format_name],
-        env={**os.environ, "NODE_PATH": str(packages), "PROTO_PATH": proto_path(folder)},
+        env={**os.environ, "NODE_PATH": str(node_packages), "PROTO_PATH": proto_path(folder)},
         capture_output=True,
         text=True,
         timeout=200,
@@ -85,12 +78,12 @@ def run_client(service: ServiceProcess, packages: Path, source: Path, format_nam
 
 @pytest.mark.parametrize("format_name", ["csv", "arrow"])
 def test_a_node_client_uploads_imports_and_reads_back(
-    service: ServiceProcess, packages: Path, tmp_path: Path, format_name: str
+    service: ServiceProcess, node_packages: Path, tmp_path: Path, format_name: str
 ) -> None:
     sent = rows()
     source = tmp_path / "rows"
     source.write_bytes({"csv": as_csv, "arrow": as_arrow}[format_name](sent))
-    found = run_client(service, packages, source, format_name, tmp_path / "protos")
+    found = run_client(service, node_packages, source, format_name, tmp_path / "protos")
     assert found["rows"] == ROWS
     assert found["values"] == sent.to_pydict()
     assert found["columns"] == {"number": "Int64", "half": "Float64", "city": "Utf8", "even": "Bool"}

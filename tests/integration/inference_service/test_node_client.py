@@ -13,29 +13,20 @@ import pytest
 
 from tests.integration.inference_service.client import outputs
 from tests.integration.inference_service.conftest import Stack
-from tests.support.needs import missing
-from tests.support.node_client import NoNode, installed_packages, proto_path
+from tests.support.node_client import proto_path
 
 PROGRAM = Path(__file__).parent / "node" / "client.js"
 IMAGES = np.random.default_rng(4).integers(0, 256, (4, 28, 28), dtype=np.uint8)
 
 
-@pytest.fixture(scope="module")
-def packages() -> Path:
-    try:
-        return installed_packages()
-    except NoNode as absent:
-        missing(str(absent), required=absent.required)
-
-
 @pytest.mark.usefixtures("deployed")
-def test_a_node_client_infers_and_streams(stack: Stack, packages: Path, tmp_path: Path) -> None:
+def test_a_node_client_infers_and_streams(stack: Stack, node_packages: Path, tmp_path: Path) -> None:
     pixels = tmp_path / "pixels"
     pixels.write_bytes(IMAGES.tobytes())
     shape = ",".join(map(str, IMAGES.shape))
     ended = subprocess.run(
         ["node", str(PROGRAM), stack.service.address, "digits", shape, str(pixels)],
-        env={**os.environ, "NODE_PATH": str(packages), "PROTO_PATH": proto_path(tmp_path / "protos")},
+        env={**os.environ, "NODE_PATH": str(node_packages), "PROTO_PATH": proto_path(tmp_path / "protos")},
         capture_output=True,
         text=True,
         timeout=120,

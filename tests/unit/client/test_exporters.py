@@ -22,9 +22,6 @@ from millrace_client.export import TARGETS, ExporterMissing, export_run, paramet
 from tests.support.grpc_answers import serving
 from tests.support.recorded_servicer import STEPS, RecordedRun, job, points
 
-# The extras are in the lock, so `make test` runs these.
-NOT_INSTALLED = "its extra is not installed: pip install millrace[tensorboard,mlflow,wandb]"
-
 LOSSES = {point.step: pytest.approx(point.values["loss"]) for point in points()}
 
 
@@ -57,7 +54,6 @@ def level_db_records(data: bytes) -> list[bytes]:
 
 
 def test_tensorboard_reads_every_step(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason=NOT_INSTALLED)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     export("tensorboard", tmp_path)
@@ -73,7 +69,6 @@ def test_tensorboard_reads_every_step(tmp_path: Path) -> None:
 
 
 def test_mlflow_reads_every_step(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow", reason=NOT_INSTALLED)
     from mlflow import MlflowClient
 
     export("mlflow", tmp_path)
@@ -89,7 +84,6 @@ def test_mlflow_reads_every_step(tmp_path: Path) -> None:
 
 
 def test_wandb_reads_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason=NOT_INSTALLED)
     messages: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
     monkeypatch.setenv("WANDB_API_KEY", "")
     export("wandb", tmp_path)
@@ -107,7 +101,6 @@ def test_wandb_reads_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_values_that_are_not_finite_are_exported_too(target: str, tmp_path: Path) -> None:
-    pytest.importorskip(target, reason=NOT_INSTALLED)
     odd = [pb.MetricPoint(step=1, values={"loss": math.nan}), pb.MetricPoint(step=2, values={"loss": math.inf})]
     assert export_run(target, job(), odd, tmp_path).points == 2
 

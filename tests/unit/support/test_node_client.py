@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.node_client import NoNode, installed_packages
+from tests.support.needs import Missing
+from tests.support.node_client import installed_packages
 
 # A stand-in for npm, which makes the folder that it is told to.
 NPM = """#!/bin/sh
@@ -37,7 +38,7 @@ def test_packages_are_installed_once(environ: dict[str, str], tmp_path: Path) ->
 
 @pytest.mark.parametrize(("demand", "required"), [("", False), ("0", False), ("1", True)])
 def test_without_node_the_environment_decides(tmp_path: Path, demand: str, required: bool) -> None:
-    with pytest.raises(NoNode, match=r"no node on the PATH: install Node\.js 18 or newer") as absent:
+    with pytest.raises(Missing, match=r"no node on the PATH: install Node\.js 18 or newer") as absent:
         installed_packages({"PATH": str(tmp_path), "MILLRACE_REQUIRE_NODE": demand})
     assert absent.value.required is required
 
@@ -45,6 +46,6 @@ def test_without_node_the_environment_decides(tmp_path: Path, demand: str, requi
 def test_packages_that_cannot_be_fetched_leave_nothing(environ: dict[str, str], tmp_path: Path) -> None:
     install_program(tmp_path, "node")
     install_program(tmp_path, "npm", "#!/bin/sh\necho no network >&2\nexit 1\n")
-    with pytest.raises(NoNode, match="no network"):
+    with pytest.raises(Missing, match="no network"):
         installed_packages(environ)
     assert list((tmp_path / "cache").iterdir()) == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
@@ -43,6 +45,12 @@ def test_a_gpu_that_does_not_tell_its_utilization_ends_no_run() -> None:
     assert len(asked) == 1
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pynvml") is not None, reason="nvidia-ml-py is installed here")
-def test_without_nvidia_ml_py_utilization_is_left_out() -> None:
+def test_utilization_is_told_only_where_nvidia_ml_py_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "utilization", lambda _: 50)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     assert GpuMeter(GPU, lambda _: 5.0).values() == {"gpu_memory_bytes": 5.0}
+
+    there = ModuleType("pynvml")
+    there.__spec__ = ModuleSpec("pynvml", None)
+    monkeypatch.setitem(sys.modules, "pynvml", there)
+    assert GpuMeter(GPU, lambda _: 5.0).values() == {"gpu_memory_bytes": 5.0, "gpu_utilization": 0.5}
