@@ -11,7 +11,7 @@ NAME = "MILLRACE_REQUIRE_THING"
 
 @pytest.mark.parametrize("environ", [{}, {NAME: ""}, {NAME: "0"}], ids=str)
 def test_what_is_not_demanded_skips_and_says_how_to_demand_it(environ: dict[str, str]) -> None:
-    with pytest.raises(pytest.skip.Exception, match="no thing: install it.*MILLRACE_REQUIRE_THING=1"):
+    with pytest.raises(pytest.skip.Exception, match=r"no thing: install it.*MILLRACE_REQUIRE_THING=1"):
         Missing("no thing: install it", NAME, environ).end_test()
 
 
