@@ -157,7 +157,8 @@ def _prepare(tasks: pa.Table, source: Source) -> Iterator[pa.Table]:
     cache, preprocessing = _opened(source)
     plan = source.plan
     blocks = blocks_of(cache.row_groups, plan.lanes)
-    at_once = max(1, source.piece_bytes // (4 * math.prod(preprocessing.output.shape)))
+    # Positions of all ranks, of which this one has its share.
+    at_once = plan.world_size * max(1, source.piece_bytes // (4 * math.prod(preprocessing.output.shape)))
     for task in tasks.to_pylist():
         windows = Windows(cache, blocks, plan, task["epoch"], read_ahead=False)
         for start in range(task["begin"], task["end"], at_once):

@@ -7,6 +7,8 @@ while is part of an earlier set: a job that fits then is let in, and waits.
 from __future__ import annotations
 
 import json
+import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,15 +17,18 @@ from typing import Any
 from shared.errors import FailedPrecondition
 from shared.settings import SettingsError
 from shared.storage import ObjectMissing, ObjectStore
-from train_service.domain.bundles import beyond, bundle_of, never_fits
+from train_service.domain.bundles import beyond, bundle_of, lasts, never_fits
 from train_service.domain.sizing import Resources, told
 from train_service.domain.spec import TrainingSpec
+
+logger = logging.getLogger(__name__)
 
 KEY = "clusters/train.json"
 GIB = 2.0**30
 REMEMBERED_S = 24 * 3600.0
 # A set of nodes that stays is written again only so often.
 REFRESHED_S = 600.0
+AS_LATE_S = 3600.0
 MOST_REMEMBERED = 100
 VARIABLE = "MILLRACE_CLUSTER_MAX"
 
@@ -43,12 +48,8 @@ class ClusterMemory:
         last, at = self._last
         if not seen or (seen == last and now - at < REFRESHED_S):
             return
-        lasting = [one for one in self._read() if now - one["seen"] < REMEMBERED_S]
-        # What fits a part of a cluster fits all of it: only the largest need be kept, and the one of now.
-        sizes = [_counted(one["nodes"]) for one in lasting]
-        others = [one for one, size in zip(lasting, sizes, strict=True) if not any(size < other for other in sizes)]
-        others = [one for one in others if one["nodes"] != seen]
-        kept = [*others, {"nodes": seen, "seen": now}][-MOST_REMEMBERED:]
+        lasting = [one for one in self._read() if now - one["seen"] < REMEMBERED_S and one["nodes"] != seen]
+        kept = [*_largest(lasting), {"nodes": seen, "seen": now}][-MOST_REMEMBERED:]
         self._store.put(KEY, json.dumps({"clusters": kept}).encode())
         self._last = (seen, now)
 
@@ -59,10 +60,13 @@ class ClusterMemory:
 
     def _read(self) -> list[dict[str, Any]]:
         try:
-            found: list[dict[str, Any]] = json.loads(self._store.get(KEY))["clusters"]
+            found = json.loads(self._store.get(KEY))["clusters"]
+            return [{"nodes": list(one["nodes"]), "seen": float(one["seen"])} for one in found]
         except ObjectMissing:
             return []
-        return found
+        except (ValueError, KeyError, TypeError):
+            logger.exception("%s cannot be read; the reconciler writes it anew", KEY)
+            return []
 
 
 def check_ever_fits(spec: TrainingSpec, memory: ClusterMemory, most: Mapping[str, float] | None) -> None:
@@ -97,9 +101,23 @@ def largest_cluster(environ: Mapping[str, str]) -> dict[str, float] | None:
         most = {name.strip(): float(amount) for name, _, amount in pairs}
     except ValueError:
         most = {"": -1.0}
-    if not all(name and amount >= 0 for name, amount in most.items()):
+    # Ray's own are CPU and GPU; a bound on another spelling would bound nothing.
+    if not all(name and name not in ("cpu", "gpu") and amount >= 0 for name, amount in most.items()):
         raise SettingsError(f"{VARIABLE}={text!r}: use names of Ray's resources and amounts, e.g. CPU=512,GPU=64")
     return most
+
+
+def _largest(clusters: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What fits a part of a cluster fits all of it: without those that were part of another, seen as late or nearly."""
+    sizes = [_counted(one["nodes"]) for one in clusters]
+    return [
+        one
+        for one, size in zip(clusters, sizes, strict=True)
+        if not any(
+            size < larger and one["seen"] <= other["seen"] + AS_LATE_S
+            for other, larger in zip(clusters, sizes, strict=True)
+        )
+    ]
 
 
 def _counted(nodes: Sequence[Resources]) -> Counter[str]:
@@ -107,6 +125,6 @@ def _counted(nodes: Sequence[Resources]) -> Counter[str]:
 
 
 def _lasting(node: Resources) -> dict[str, float]:
-    """Without what says nothing of the node's size, or differs at each of its starts; memory in whole GiB."""
-    kept = {name: amount for name, amount in node.items() if not name.startswith(("node:", "object_store_memory"))}
-    return {name: amount // GIB * GIB if name == "memory" else amount for name, amount in kept.items()}
+    """Memory in whole GiB: it differs a little at each start of a node."""
+    kept = {name: amount for name, amount in node.items() if lasts(name)}
+    return {name: math.ceil(amount / GIB) * GIB if name == "memory" else amount for name, amount in kept.items()}

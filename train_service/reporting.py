@@ -54,17 +54,23 @@ class Reporter:
             thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._waiting.put(None)
         self._ended.set()
         for thread in self._threads:
             thread.join()
+        if error is None:
+            self._raise_if_broken()
 
     def tell(self, kind: EventKind, **payload: Any) -> None:
-        """Queues an event; it is durable once the context is left. Raises `Internal` where none can be written."""
+        """Queues an event; it is durable once the context is left without an error. Raises `Internal`, as
+        leaving does, where events cannot be written."""
+        self._raise_if_broken()
+        self._waiting.put((kind, payload))
+
+    def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise Internal("what happens in the run cannot be told", reason="EVENTS_LOST") from self._broken
-        self._waiting.put((kind, payload))
 
     @property
     def stop_reason(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,39 +10,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pyarrow as pa
 
-from shared.dataset_version import ROW_ID, DatasetVersion, RowGroup, VersionReader
+from shared.dataset_version import ROW_ID, RowGroup, VersionReader
 from shared.errors import DataLoss
-from shared.transforms import ScalarType, TensorType, batch_of, schema_of_columns
+from shared.transforms import batch_of
 from train_service.domain.order import Ints
 from train_service.domain.spec import CLASSIFICATION
 from train_service.labels import labels_of
 from train_service.patience import patient
-from train_service.rows import Rows
+from train_service.rows import Rows, bytes_of_row
 
 # Threads that read ahead: a store far away is waited for by several at once.
 READERS = 4
 # What is on its way holds so much memory at most; what would be more is read when it is asked for.
 AHEAD_BYTES = 256 * 1024 * 1024
-
-
-def row_bytes(version: DatasetVersion, split: str, columns: Sequence[str]) -> int:
-    """About what these columns of a row take in memory, by the manifest alone."""
-    types = schema_of_columns(version.columns)
-    files = [file for file in version.manifest.files if file.split == split]
-    stored = sum(file.size_bytes for file in files) // max(1, sum(file.row_count for file in files))
-    sizes = [_fixed_bytes(types[name]) for name in columns]
-    return sum(size or 0 for size in sizes) + (stored if None in sizes else 0)
-
-
-def _fixed_bytes(column: ScalarType | TensorType) -> int | None:
-    """None where rows differ, or the stored ones alone tell."""
-    if isinstance(column, TensorType):
-        lengths = [length or 0 for length in column.shape]
-        return math.prod(lengths) * np.dtype(column.dtype).itemsize
-    try:
-        return -(-int(column.arrow_type.bit_width) // 8)
-    except ValueError:
-        return None
 
 
 class RowCache:
@@ -79,7 +58,7 @@ class RowCache:
         counts = [group.row_count for group in self._groups]
         self._ends = np.cumsum(np.asarray(counts, np.int64))
         self.row_groups = counts
-        self.row_bytes = row_bytes(reader.version, split, columns)
+        self.row_bytes = bytes_of_row(reader.version, split, columns)
         self.bytes_read = 0
         # Called whenever rows are asked for, as a sign that whoever does so gets on.
         self.touched: Callable[[], None] = lambda: None

@@ -10,7 +10,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from shared.transforms import Batch
+from shared.dataset_version import DatasetVersion
+from shared.dataset_version.columns import row_bytes
+from shared.transforms import Batch, arrow_schema, schema_of_columns
 from train_service.domain.order import Ints
 
 Array = NDArray[Any]
@@ -72,3 +74,13 @@ class Rows:
         tensors = sum(values.nbytes for values in self.tensors.values())
         scalars = 0 if self.scalars is None else self.scalars.nbytes
         return tensors + scalars + self.labels.nbytes + self.row_ids.nbytes
+
+
+def bytes_of_row(version: DatasetVersion, split: str, columns: Sequence[str]) -> int:
+    """About what these columns of a row take in memory, by the manifest alone: where their types do not say, by the
+    bytes of the files."""
+    types = schema_of_columns(version.columns)
+    files = [file for file in version.manifest.files if file.split == split]
+    stored = sum(file.size_bytes for file in files) // max(1, sum(file.row_count for file in files))
+    sizes = [row_bytes(arrow_schema({name: types[name]})) for name in columns]
+    return sum(size or 0 for size in sizes) + (stored if None in sizes else 0)

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         store = store_settings(os.environ)
         spec = _read_spec(given.spec)
         _check(spec, launch)
-    except (SettingsError, MillraceError, OSError, json_format.ParseError) as error:
+    except (SettingsError, MillraceError, OSError, UnicodeDecodeError, json_format.ParseError) as error:
         print(f"{RUNNER}: {error}", file=sys.stderr)
         return 2
     ranks = _joined(spec, launch)
@@ -94,12 +94,29 @@ def _run(ranks: Ranks, store: StoreSettings, job_id: str, spec: TrainingSpec) ->
             code = 2
     config, code = ranks.share((_config(store, job), code))
     if job is None:
-        if config is not None:
-            train_loop(config, ranks)
-        return int(code)
+        return int(code) if config is None else _follow(config, ranks)
     if config is not None:
         _attempt(job, config, ranks)
     return _told_end(Jobs(open_store(store), TRAIN_KIND), job.name)
+
+
+def _follow(config: LoopConfig, ranks: Ranks) -> int:
+    """Runs a rank that is not the first. What it raises is the attempt's end: rank 0 would only see that it is gone."""
+    try:
+        train_loop(config, ranks)
+        return 0
+    except MillraceError as error:
+        raised = error
+        print(f"{RUNNER}: rank {ranks.rank}: {error.message}", file=sys.stderr, flush=True)
+
+    def failed() -> dict[str, Any]:
+        raised.metadata["ranks"] = str(ranks.rank)
+        raise raised
+
+    run_attempt(
+        lambda context: told(context, failed), open_store(config.store), TRAIN_KIND, config.job_name, config.attempt
+    )
+    return 1
 
 
 def _attempt(job: JobRecord, config: LoopConfig, ranks: Ranks) -> None:
@@ -142,7 +159,7 @@ def _config(store: StoreSettings, job: JobRecord | None) -> LoopConfig | None:
 
 def _joined(spec: TrainingSpec, launch: Launch) -> Ranks:
     """With the process group that torchrun's environment describes; a rank alone needs none."""
-    cuda = torch.cuda.is_available() and spec.placement.backend != "gloo" and not spec.local
+    cuda = _on_gpu(spec)
     device = torch.device("cuda", launch.local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -152,11 +169,22 @@ def _joined(spec: TrainingSpec, launch: Launch) -> Ranks:
     return Ranks(launch.rank, launch.world_size, device)
 
 
+def _on_gpu(spec: TrainingSpec) -> bool:
+    placement = spec.placement
+    wanted = placement.backend != "gloo" and placement.gpus_per_worker != 0 and not spec.local
+    return wanted and torch.cuda.is_available()
+
+
 def _check(spec: TrainingSpec, launch: Launch) -> None:
     """Raises `FailedPrecondition`."""
     if launch.world_size > spec.most_ranks:
         raise FailedPrecondition(
             f"spec.num_workers is {spec.num_workers} and there are {launch.world_size} ranks; start fewer, or raise it"
+        )
+    if _on_gpu(spec) and launch.local_rank >= torch.cuda.device_count():
+        raise FailedPrecondition(
+            f"rank {launch.rank} would be number {launch.local_rank + 1} on this machine, which has "
+            f"{torch.cuda.device_count()} GPUs; start fewer ranks, or set placement.gpus_per_worker to 0"
         )
     if spec.ingest != THREADS:
         raise FailedPrecondition(f"spec.ingest is {spec.ingest}, which needs a Ray cluster; use INGEST_THREADS")

@@ -17,7 +17,7 @@ from shared.errors import MillraceError, Unavailable
 from shared.jobs import AttemptContext
 from shared.jobs.nodes import draining_nodes
 from shared.jobs.record import PREEMPTED, RESIZED
-from shared.settings import warm_workers
+from shared.settings import SettingsError, warm_workers
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.watchdog import culprits, hung, limit_s, silent_ranks
 from train_service.endings import HUNG, tell_end
@@ -63,7 +63,7 @@ class Supervision:
         self._looked_for_room = 0.0
         self._room_since: float | None = None
         # Trials are many and short; a local attempt has no workers.
-        self._may_warm = warm_workers(os.environ) and not spec.local and "trial" not in context.job.spec
+        self._may_warm = not spec.local and "trial" not in context.job.spec and _warm_workers()
         self._training_since: float | None = None
         # What the ranks were asked to stop for; see `reporting`.
         self._asked = GO_ON
@@ -199,3 +199,12 @@ class Supervision:
         if first is None or not seconds or not first.total_steps:
             return 0.0
         return (first.total_steps - first.step) * median(seconds)
+
+
+def _warm_workers() -> bool:
+    """A node's setting that cannot be read costs time at a restart, and no run."""
+    try:
+        return warm_workers(os.environ)
+    except SettingsError as error:
+        logger.warning("%s; no processes wait for the next attempt", error)
+        return False

@@ -12,15 +12,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from millrace.train.v1 import resources_pb2
 from shared.custom_transforms import allowed_functions
-from shared.dataset_version import load_version
 from shared.errors import invalid_field
 from shared.settings import StoreSettings, store_settings
 from shared.storage import open_store
 from train_service.batches import Batches
-from train_service.domain import spec_rules
 from train_service.loader import Loader
 from train_service.spec_converters import spec_from_proto
-from train_service.version_fit import check_fits, with_defaults, with_order
+from train_service.version_fit import fitted
 
 
 class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -56,12 +54,9 @@ class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         wanted.num_workers = world_size
         wanted.min_workers = 0
         plain = spec_from_proto(wanted, allowed_functions(os.environ))
-        spec_rules.check(plain)
         opened = open_store(settings)
-        version = load_version(opened, plain.dataset_version)
-        plain = with_defaults(plain, version)
-        check_fits(plain, version)
-        return cls(Batches(opened, version, with_order(plain, version)).loader(rank, world_size))
+        plain, version, _ = fitted(opened, plain)
+        return cls(Batches(opened, version, plain).loader(rank, world_size))
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 import time
 import uuid
@@ -13,14 +12,12 @@ from typing import Any
 
 from shared import names, paging
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, resolve
-from shared.dataset_version import load_version
 from shared.errors import AlreadyExists, FailedPrecondition, NotFound, OutOfRange, already_exists
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.record import take_up
 from shared.requests import claimed
 from shared.storage import ObjectStore
 from train_service.cluster_memory import ClusterMemory, check_ever_fits
-from train_service.domain import spec_rules
 from train_service.domain.spec import TrainingSpec
 from train_service.endings import tell_lost
 from train_service.events import Event, EventLog
@@ -29,8 +26,7 @@ from train_service.inputs import using_inputs
 from train_service.lifecycle import Deletions
 from train_service.model_check import check_model
 from train_service.reporting import TRAIN_KIND
-from train_service.version_fit import check_fits as check_version_fits
-from train_service.version_fit import steps_of_run, with_defaults, with_order
+from train_service.version_fit import fitted, steps_of_run
 
 COLLECTION = "trainingJobs"
 PATTERN = "trainingJobs/{j}"
@@ -88,9 +84,13 @@ class TrainingJobs:
         Raises as `create` does, and `FailedPrecondition` for a job that the service runs, or that is being deleted.
         """
         names.check_id("job", job_id)
-        spec = self.checked(spec)
-        job = self._jobs.find(f"{COLLECTION}/{job_id}") or self.make(_new_job(job_id, spec, runner=runner), spec)
-        if job.spec["training"] != json.loads(json.dumps(spec.as_config())):
+        job = self._jobs.find(f"{COLLECTION}/{job_id}")
+        if job is None:
+            spec = self.checked(spec)
+            job = self.make(_new_job(job_id, spec, runner=runner), spec)
+        begun = TrainingSpec.from_config(job.spec["training"])
+        # Where it started from was settled then; it may mean another checkpoint now, or none.
+        if replace(begun, initial_checkpoint="") != replace(fitted(self._store, spec)[0], initial_checkpoint=""):
             raise already_exists(job.name, "with another spec; use another id")
 
         def begin(newest: JobRecord) -> JobRecord:
@@ -108,7 +108,7 @@ class TrainingJobs:
 
         if job.runner and not job.state.final:
             tell_lost(self._store, job)
-        with using_inputs(self._store, TRAIN_KIND, job, spec):
+        with using_inputs(self._store, TRAIN_KIND, job, self._still_read(job)):
             pass  # as in `resume`
         return self._jobs.transition(job.name, begin, attempt=job.attempt + 1)
 
@@ -152,9 +152,7 @@ class TrainingJobs:
         job = self._jobs.get(name, name)
         if not job.state.final:
             return self._view(self._jobs.resume(name, name, etag))
-        spec = TrainingSpec.from_config(job.spec["training"])
-        if CheckpointRegistry(self._store, name).entries():
-            spec = replace(spec, initial_checkpoint="")  # it goes on from its own
+        spec = self._still_read(job)
         try:
             # What a job stands on may be deleted once it is over; from here on it may not again. The marks stay even
             # if the wish is refused: another resumption may have been faster, and those of an ended job do not count.
@@ -190,14 +188,15 @@ class TrainingJobs:
                 fields=[("after_sequence", f"use 0 to {last}")],
             )
 
+    def _still_read(self, job: JobRecord) -> TrainingSpec:
+        """Its specification, without the checkpoint that it started from once it has one of its own to go on from."""
+        spec = TrainingSpec.from_config(job.spec["training"])
+        own = CheckpointRegistry(self._store, job.name).entries()
+        return replace(spec, initial_checkpoint="") if own else spec
+
     def checked(self, spec: TrainingSpec) -> TrainingSpec:
         """With defaults that depend on the version. Raises what `CreateTrainingJob` says of a spec."""
-        names.parse("spec.dataset_version", spec.dataset_version, "datasets/{d}/versions/{v}")
-        spec_rules.check(spec)
-        version = load_version(self._store, spec.dataset_version)
-        spec = with_defaults(spec, version)
-        prepared = check_version_fits(spec, version)
-        spec = with_order(spec, version)
+        spec, version, prepared = fitted(self._store, spec)
         with self._checking:
             check_model(spec, prepared, steps_of_run(spec, version))
             return self._with_initial_checkpoint(spec)

@@ -7,21 +7,35 @@ from dataclasses import replace
 
 import pyarrow.types as kinds
 
-from shared.dataset_version import DatasetVersion
+from shared import names
+from shared.dataset_version import DatasetVersion, load_version
 from shared.dataset_version.manifest import Column
 from shared.errors import invalid_field
 from shared.models import input_dimensions
+from shared.storage import ObjectStore
 from shared.transforms import ScalarType, TensorSpec, TensorType, schema_of_columns
 from shared.transforms.schema import ColumnType
 from shared.transforms.steps.custom_child import functions_in_children
+from train_service.domain import spec_rules
 from train_service.domain.order import window_rows
 from train_service.domain.slices import steps_per_epoch
 from train_service.domain.spec import REGRESSION, TrainingSpec
 from train_service.domain.spec_rules import check_rows
 from train_service.preprocessing import FIELD, Preprocessing
-from train_service.row_cache import row_bytes
+from train_service.rows import bytes_of_row
 
 DEFAULT_VALIDATION_SPLIT = "validation"
+
+
+def fitted(store: ObjectStore, spec: TrainingSpec) -> tuple[TrainingSpec, DatasetVersion, TensorSpec]:
+    """With the defaults that depend on the version, that version, and the model's input tensor for one row. Raises what
+    `CreateTrainingJob` says of a specification, but for its model and initial checkpoint."""
+    names.parse("spec.dataset_version", spec.dataset_version, "datasets/{d}/versions/{v}")
+    spec_rules.check(spec)
+    version = load_version(store, spec.dataset_version)
+    spec = with_defaults(spec, version)
+    prepared = check_fits(spec, version)
+    return with_order(spec, version), version, prepared
 
 
 def with_defaults(spec: TrainingSpec, version: DatasetVersion) -> TrainingSpec:
@@ -59,7 +73,7 @@ def with_order(spec: TrainingSpec, version: DatasetVersion) -> TrainingSpec:
     """Fixes what the order of rows hangs on besides lanes and seed. The specification must fit the version."""
     with functions_in_children():
         columns = Preprocessing(spec, version.columns).columns
-    return replace(spec, window_rows=window_rows(row_bytes(version, spec.train_split, columns), spec.lanes))
+    return replace(spec, window_rows=window_rows(bytes_of_row(version, spec.train_split, columns), spec.lanes))
 
 
 def steps_of_run(spec: TrainingSpec, version: DatasetVersion) -> int:

@@ -77,7 +77,7 @@ class Reconciler:
     def reconcile(self) -> None:
         """One look at every live job. Should two reconcilers overlap, the log decides who starts an attempt."""
         at_work = False
-        self._kind.looks(self._store)
+        self._look()
         for live in self._jobs.live():
             try:
                 at_work |= self._reconcile(live)
@@ -90,6 +90,15 @@ class Reconciler:
         if self._spare is not None:
             # An attempt that is at work has more need of the processors, unless a restart is to be short.
             self._spare.hold(replace=not at_work or self._kind.spare_beside_work)
+
+    def _look(self) -> None:
+        """What the kind does at each look. The jobs are looked at all the same where that fails."""
+        try:
+            self._kind.looks(self._store)
+        except STORE_OUTAGES as error:
+            logger.warning("%s", error.message)
+        except Exception:
+            logger.exception("what is done at each look failed")
 
     def _reconcile(self, live: LiveJob) -> bool:
         """Whether an attempt is at work on it."""

@@ -25,6 +25,11 @@ def bundle_of(spec: TrainingSpec, totals: Sequence[Resources]) -> dict[str, floa
     return {name: amount for name, amount in bundle.items() if amount > 0}
 
 
+def lasts(resource: str) -> bool:
+    """Whether it tells the size of a node, and not which one it is, or what differs at each of its starts."""
+    return not resource.startswith(("node:", "object_store_memory"))
+
+
 def besides_ingest(nodes: Sequence[Resources], spec: TrainingSpec) -> list[Resources]:
     """What is left of the nodes for workers where Ray Data prepares the rows: its tasks must find a CPU, too."""
     if spec.ingest != RAY_DATA or not nodes:
@@ -44,7 +49,9 @@ def never_fits(spec: TrainingSpec, clusters: Sequence[Sequence[Resources]]) -> t
     sums = {name: sum(node.get(name, 0.0) for node in nodes) for name in bundle}
     has = f"{told(sums)} on {len(nodes)} node{'' if len(nodes) == 1 else 's'}"
     # A worker that no node could hold is the matter of what it asks for, not of how many there are.
-    alone = [name for name, need in bundle.items() if not any(node.get(name, 0.0) >= need for node in nodes)]
+    alone = [
+        name for name, need in bundle.items() if lasts(name) and not any(node.get(name, 0.0) >= need for node in nodes)
+    ]
     return [_field(name) for name in alone] or [_workers(spec)], has
 
 
@@ -60,7 +67,7 @@ def beyond(spec: TrainingSpec, most: Mapping[str, float]) -> list[str]:
 
 def _could_hold(spec: TrainingSpec, nodes: Sequence[Resources]) -> bool:
     fewest = spec.fewest_workers
-    bundle = bundle_of(spec, nodes)
+    bundle = {name: need for name, need in bundle_of(spec, nodes).items() if lasts(name)}
     return workers_that_fit(besides_ingest(nodes, spec), bundle, spec.placement.strategy, fewest, fewest) > 0
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from google.protobuf import json_format
 
 from millrace.train.v1 import resources_pb2, sweep_pb2
@@ -150,11 +151,13 @@ def _spec(values: dict[str, Any]) -> sweep_pb2.SweepSpec:
     for kind in ("grid", "choice"):
         for text in values[kind]:
             path, given = _cut(text, "=", f"--{kind}")
+            _check_new(path, parameters, f"--{kind}")
             parameters[path] = getattr(domains, kind)(*(_value(one) for one in given.split(",")))
     for kind, make in RANGES.items():
         option = f"--{kind.replace('_', '-')}"
         for text in values[kind]:
             path, given = _cut(text, "=", option)
+            _check_new(path, parameters, option)
             low, high = _cut(given, ":", option)
             try:
                 parameters[path] = make(low, high)
@@ -166,6 +169,8 @@ def _spec(values: dict[str, Any]) -> sweep_pb2.SweepSpec:
     if values["asha"]:
         made = domains.asha(grace_period=values["grace_period"], reduction_factor=values["reduction_factor"])
         scheduler = {"asha": made}
+    elif extra := [name for name in ("grace_period", "reduction_factor") if _was_given(name)]:
+        raise click.UsageError(f"--{extra[0].replace('_', '-')} is a parameter of --asha, which is not there")
     return domains.sweep_spec(
         spec_of(values),
         parameters,
@@ -175,6 +180,15 @@ def _spec(values: dict[str, Any]) -> sweep_pb2.SweepSpec:
         max_concurrent_trials=values["max_concurrent"],
         **scheduler,
     )
+
+
+def _check_new(path: str, parameters: Collection[str], option: str) -> None:
+    if path in parameters:
+        raise click.BadParameter(f"{path} has a domain already; name each field once", param_hint=option)
+
+
+def _was_given(option: str) -> bool:
+    return click.get_current_context().get_parameter_source(option) is not ParameterSource.DEFAULT
 
 
 def _cut(text: str, at: str, option: str) -> tuple[str, str]:
