@@ -1,4 +1,7 @@
-"""Runs a function on W real processes joined by gloo, as Ray Train's workers are."""
+"""Runs a function on W real processes joined by gloo, as Ray Train's workers are.
+
+They are forked from a process that has imported what they need, and done nothing else.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,11 @@ from train_service.ranks import Ranks
 
 def in_ranks(world_size: int, work: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
     """What `work(ranks, *arguments)` returned on each rank; `folder` is empty and for this call alone."""
+    # DistributedDataParallel imports torch._dynamo, which takes longer than all the rest.
+    multiprocessing.set_forkserver_preload(["train_service.loop", "torch._dynamo"])
     processes: Any = multiprocessing
-    processes.spawn(_rank, (world_size, work, str(folder), arguments), nprocs=world_size)
+    arguments = (world_size, work, str(folder), arguments)
+    processes.start_processes(_rank, arguments, nprocs=world_size, start_method="forkserver")
     return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
 
 

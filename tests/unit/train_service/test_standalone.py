@@ -8,12 +8,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from google.protobuf import json_format
 
 from shared.checkpoint import resolve
+from shared.errors import FailedPrecondition
 from shared.jobs import Jobs, JobState
 from shared.jobs.reconciler import JobKind, Reconciler
 from shared.jobs.record import succeed
@@ -25,9 +27,10 @@ from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION
 from tests.unit.train_service.in_ranks import in_ranks
 from tests.unit.train_service.test_loop import SPEC, STEPS, config_of, entries, events, new_job, run_of, saved
-from train_service.domain.spec import TrainingSpec
+from train_service import standalone
+from train_service.domain.spec import Placement, TrainingSpec
 from train_service.events import EventKind
-from train_service.loop import Run
+from train_service.loop import LoopConfig, Run
 from train_service.ranks import Ranks
 from train_service.reporting import TRAIN_KIND
 from train_service.run_records import RunRecords
@@ -75,7 +78,8 @@ def test_under_torchrun_a_run_ends_as_the_one_of_two_workers_and_is_an_ordinary_
     in_ranks(2, rank_of_two, tmp_path / "ranks", file_store)
     arguments = command(TORCHRUN, tmp_path, replace(SPEC, num_workers=2))
 
-    first, again = ran(store, arguments), ran(store, arguments)
+    first = ran(store, arguments)
+    again = ran(store, command(PLAIN, tmp_path, replace(SPEC, num_workers=2)))
 
     assert first.returncode == 0, first.stderr
     assert "attempt 1 on 2 ranks, from the beginning" in first.stdout
@@ -161,6 +165,69 @@ def test_a_job_of_the_service_or_of_another_spec_is_not_taken_up(store: ObjectSt
     assert "has a reconciler" in of_the_service.stderr
     assert "another spec" in of_another_spec.stderr
     assert Jobs(store, TRAIN_KIND).get(JOB, JOB).state is JobState.PENDING
+
+
+def test_a_file_that_is_no_text_is_refused(store: ObjectStore, tmp_path: Path) -> None:
+    arguments = command(PLAIN, tmp_path, SPEC)
+    (tmp_path / "spec.json").write_bytes(b"\xff\xfe{}")
+
+    refused = ran(store, arguments)
+
+    assert refused.returncode == 2
+    assert "train_service.standalone: " in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_what_a_rank_that_is_not_the_first_raises_is_the_attempts_end(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new_job(store, JOB)
+
+    def broken(config: LoopConfig, ranks: Ranks) -> None:
+        raise FailedPrecondition("the loss of step 3 is nan", reason="NON_FINITE_LOSS")
+
+    monkeypatch.setattr(standalone, "train_loop", broken)
+
+    code = standalone._follow(config_of(store, JOB), Ranks(1, 2, torch.device("cpu")))
+
+    job = Jobs(store, TRAIN_KIND).get(JOB, JOB)
+    (ended,) = events(store, JOB, EventKind.ATTEMPT_ENDED)
+    assert code == 1
+    assert job.state is JobState.FAILED
+    assert job.error is not None
+    assert job.error["reason"] == "NON_FINITE_LOSS"
+    assert ended.payload["ranks"] == [1]
+    assert "rank 1: the loss of step 3 is nan" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_though_the_checkpoint_that_it_began_from_is_gone(store: ObjectStore) -> None:
+    new_job(store, OTHER)
+    run_of(store, OTHER, spec=SPEC).run()
+    spec = replace(SPEC, initial_checkpoint=entries(store, OTHER)[STEPS].name)
+    begun = TrainingJobs(store).run_here("debug", spec, standalone.RUNNER)
+    run_of(store, JOB, spec=TrainingSpec.from_config(begun.spec["training"])).run()
+    for info in list(store.list(OTHER)):
+        store.delete(info.key)
+
+    again = TrainingJobs(store).run_here("debug", spec, standalone.RUNNER)
+
+    assert (again.uid, again.attempt) == (begun.uid, 2)
+
+
+@pytest.mark.parametrize(
+    ("placement", "cuda"), [({}, True), ({"gpus_per_worker": 0.0}, False), ({"backend": "gloo"}, False)]
+)
+def test_ranks_use_gpus_unless_the_specification_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, placement: dict[str, Any], cuda: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    spec = replace(SPEC, num_workers=2, placement=Placement(**placement))
+
+    assert standalone._on_gpu(spec) is cuda
+    if cuda:
+        with pytest.raises(FailedPrecondition, match="which has 1 GPUs; start fewer ranks"):
+            standalone._check(spec, standalone.Launch(rank=1, world_size=2, local_rank=1))
 
 
 def test_no_ray_is_needed() -> None:

@@ -60,6 +60,8 @@ def test_the_field_that_asks_for_too_much_is_named(
         (spec(8), [TWO_NODES, TWO_CPUS]),
         (spec(64), []),
         (spec(0), [[{"CPU": 0.0}]]),
+        # Which node it is, and its share of memory for objects, are not remembered, so nothing is known of them.
+        (spec(1, resources_per_worker={"node:10.0.0.1": 0.1, "object_store_memory": 1e9}), [TWO_CPUS]),
     ],
 )
 def test_what_fits_a_cluster_that_was_there_is_let_in(
