@@ -30,7 +30,7 @@ from tests.unit.train_service.test_loop import SPEC, STEPS, config_of, entries, 
 from train_service import standalone
 from train_service.domain.spec import Placement, TrainingSpec
 from train_service.events import EventKind
-from train_service.loop import LoopConfig, Run
+from train_service.loop import Run
 from train_service.ranks import Ranks
 from train_service.reporting import TRAIN_KIND
 from train_service.run_records import RunRecords
@@ -183,7 +183,7 @@ def test_what_a_rank_that_is_not_the_first_raises_is_the_attempts_end(
 ) -> None:
     new_job(store, JOB)
 
-    def broken(config: LoopConfig, ranks: Ranks) -> None:
+    def broken(*_: object) -> None:
         raise FailedPrecondition("the loss of step 3 is nan", reason="NON_FINITE_LOSS")
 
     monkeypatch.setattr(standalone, "train_loop", broken)
