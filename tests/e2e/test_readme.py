@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import stack_environment
-from tests.support.idx import write_idx
-from tests.support.patterns import patterns
+from tests.support.patterns import write_mnist_like
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -44,11 +43,3 @@ def test_the_tour_of_the_readme_runs(home: Path, tmp_path: Path) -> None:
     assert 'dataset_version: "datasets/tour/versions/v1"' in tour.stdout
     assert 'training_job: "trainingJobs/tour"' in tour.stdout
     assert "image" in tour.stdout.splitlines()[-1]
-
-
-def write_mnist_like(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    for part, rows in (("train", 1400), ("t10k", 120)):
-        images, labels = patterns(rows, seed=rows)
-        write_idx(folder / f"{part}-images-idx3-ubyte.gz", images)
-        write_idx(folder / f"{part}-labels-idx1-ubyte.gz", labels)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
+
+from tests.support.idx import write_idx
 
 SIDE = 28
 
@@ -17,3 +21,12 @@ def patterns(rows: int, seed: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[n
         top, left = 3 + 12 * (label // 5), 1 + 5 * (label % 5)
         image[top : top + 6, left : left + 5] = random.integers(150, 256, (6, 5))
     return images, labels
+
+
+def write_mnist_like(folder: Path) -> None:
+    """Makes `folder` with four files by MNIST's names: 1,400 rows to train on, 120 to test with."""
+    folder.mkdir(parents=True)
+    for part, rows in (("train", 1400), ("t10k", 120)):
+        images, labels = patterns(rows, seed=rows)
+        write_idx(folder / f"{part}-images-idx3-ubyte.gz", images)
+        write_idx(folder / f"{part}-labels-idx1-ubyte.gz", labels)

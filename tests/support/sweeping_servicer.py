@@ -36,10 +36,14 @@ def answer(name: str, state: Any, best: str = "trainingJobs/s-001") -> Sweep:
 class Sweeping(train_service_pb2_grpc.TrainServiceServicer):
     """Answers every wish, remembers each; a sweep is over at the third look."""
 
-    def __init__(self, final: Any = Sweep.STATE_SUCCEEDED, best: str = "trainingJobs/s-001") -> None:
+    def __init__(
+        self, final: Any = Sweep.STATE_SUCCEEDED, best: str = "trainingJobs/s-001", deleted: int | None = None
+    ) -> None:
         self.wishes: list[Any] = []
         self._final = final
         self._best = best
+        # The number of a trial that was deleted by hand.
+        self._deleted = deleted
         self._looks = 0
 
     def CreateSweep(self, request: Any, context: grpc.ServicerContext) -> Sweep:
@@ -50,7 +54,10 @@ class Sweeping(train_service_pb2_grpc.TrainServiceServicer):
         self._looks += 1
         if self._looks == 2:
             abort(context, status(grpc.StatusCode.UNAVAILABLE, "away for a moment"))
-        return answer(request.name, self._final if self._looks > 2 else Sweep.STATE_RUNNING, self._best)
+        sweep = answer(request.name, self._final if self._looks > 2 else Sweep.STATE_RUNNING, self._best)
+        if self._deleted is not None:
+            sweep.trials[self._deleted].deleted = True
+        return sweep
 
     def ListSweeps(self, request: Any, context: grpc.ServicerContext) -> pb.ListSweepsResponse:
         one = answer("sweeps/s", Sweep.STATE_RUNNING)

@@ -76,10 +76,21 @@ def probes(space: Mapping[str, Domain], seed: int) -> list[Parameters]:
 
 
 def problems(space: Mapping[str, Domain]) -> list[Problem]:
-    """What is wrong with the space by itself; the paths are below `parameters`."""
+    """What is wrong with the space by itself, but for `repetitions`; the paths are below `parameters`."""
     if not 1 <= len(space) <= MAX_PARAMETERS:
         return [("parameters", len(space), f"name 1 to {MAX_PARAMETERS} of them")]
     return [problem for path in sorted(space) for problem in _of_parameter(path, space[path])]
+
+
+def repetitions(space: Mapping[str, Domain]) -> list[Problem]:
+    """Values that a grid has twice. Compares each with all before it: to be asked of grids that are not too large."""
+    return [
+        (f"parameters[{path}].{GRID}.values[{index}]", value, "it is there twice; give each value once")
+        for path, domain in sorted(space.items())
+        if domain.kind == GRID
+        for index, value in enumerate(domain.values)
+        if any(_same(value, before) for before in domain.values[:index])
+    ]
 
 
 def set_in(config: dict[str, Any], path: str, value: Any) -> None:
@@ -116,16 +127,9 @@ def _of_values(where: str, domain: Domain, fits: Callable[[Any], str]) -> list[P
     values = domain.values
     if not 1 <= len(values) <= MAX_VALUES:
         return [(f"{where}.values", len(values), f"give 1 to {MAX_VALUES:,} values")]
-    broken: list[Problem] = [
+    return [
         (f"{where}.values[{index}]", value, remedy) for index, value in enumerate(values) if (remedy := fits(value))
     ]
-    if domain.kind == GRID and not broken:
-        broken = [
-            (f"{where}.values[{index}]", value, "it is there twice; give each value once")
-            for index, value in enumerate(values)
-            if any(_same(value, before) for before in values[:index])
-        ]
-    return broken
 
 
 def _of_range(where: str, domain: Domain, fits: Callable[[Any], str]) -> list[Problem]:

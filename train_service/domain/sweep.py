@@ -94,11 +94,14 @@ def check(spec: SweepSpec) -> None:
     """Raises `InvalidArgument` naming every field that is out of its bounds, or what of a trial is."""
     broken = [*search_space.problems(spec.parameters), *_of_numbers(spec)]
     if broken:
-        raise invalid_fields((f"spec.{path}", value, remedy) for path, value, remedy in broken)
+        raise _refusal(broken)
     count = spec.trial_count
     if count > MAX_TRIALS:
         remedy = f"with the grid it makes {count:,} trials; at most {MAX_TRIALS:,} are allowed"
         raise invalid_field("spec.num_samples", spec.num_samples, remedy)
+    # With so few trials no grid is large.
+    if twice := search_space.repetitions(spec.parameters):
+        raise _refusal(twice)
     if spec.num_samples > 1 and all(one.kind == GRID for one in spec.parameters.values()):
         remedy = "a grid alone gives the same trials again; leave it out, or let each trial draw its seed"
         raise invalid_field("spec.num_samples", spec.num_samples, remedy)
@@ -134,6 +137,10 @@ def renamed(error: MillraceError, parameters: Parameters) -> MillraceError:
         message += f" (in the trial with {', '.join(f'{path}={value!r}' for path, value in parameters.items())})"
     metadata = {**error.metadata, **({"field": fields[0][0]} if isinstance(error, InvalidArgument) else {})}
     return type(error)(message, reason=error.specific_reason, metadata=metadata, fields=fields)
+
+
+def _refusal(broken: list[Problem]) -> InvalidArgument:
+    return invalid_fields((f"spec.{path}", value, remedy) for path, value, remedy in broken)
 
 
 def _of_numbers(spec: SweepSpec) -> list[Problem]:

@@ -18,7 +18,7 @@ from shared.jobs.actor import NOT_BESIDE_A_SERVICE
 from shared.log import StaleAttempt
 from train_service.domain.sweep import SweepSpec
 from train_service.patience import patient
-from train_service.sweeps.follower import Followed, follow
+from train_service.sweeps.follower import EPOCHS, TRIAL, VALUE, Followed, follow
 from train_service.sweeps.trials import Trials, best_of
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,6 @@ ENDED_WITHIN_S = 60.0
 LOOK_EVERY_S = 1.0
 # Nodes come and go, and a follower that is begun again costs a process's start; one that always fails ends the attempt.
 FOLLOWER_RESTARTS = 100
-TRIAL, EPOCHS, VALUE = "trial", "epochs", "value"
 # A follower asks for no CPU, which the trainings need; Ray wants a bundle of something. In bytes.
 MEMORY_OF_FOLLOWER = 1
 
@@ -53,6 +52,7 @@ def _search(context: AttemptContext, trials: Trials) -> None:
     os.environ["TUNE_DISABLE_STRICT_METRIC_CHECKING"] = "1"
     # Here, since it takes seconds, and a reconciler imports this module's neighbours.
     from ray import tune
+    from ray.tune.registry import TRAINABLE_CLASS, _global_registry
     from ray.tune.search import BasicVariantGenerator
 
     from train_service.sweeps.steering import Steering
@@ -66,17 +66,19 @@ def _search(context: AttemptContext, trials: Trials) -> None:
     def trainable(config: dict[str, Any]) -> None:
         follow(followed[config[TRIAL]], lambda epochs, value: tune.report({EPOCHS: epochs, VALUE: value}))
 
+    # Tune keeps it by the Ray job, which all attempts share, and by this name; each follower fetches it from there.
+    trainable.__name__ = f"follow-{context.job.uid}-{context.attempt}"
     bundles = tune.PlacementGroupFactory(
         [{"memory": MEMORY_OF_FOLLOWER}], bundle_label_selector=[dict(NOT_BESIDE_A_SERVICE)]
     )
     with tempfile.TemporaryDirectory(prefix="millrace-sweep-") as folder:
-        tune.Tuner(
+        tuner = tune.Tuner(
             tune.with_resources(trainable, bundles),
             param_space={TRIAL: tune.grid_search(list(trials.numbers))},
             tune_config=tune.TuneConfig(
                 metric=VALUE,
                 mode="max" if spec.ranking.maximize else "min",
-                search_alg=BasicVariantGenerator(max_concurrent=spec.max_concurrent_trials, random_state=spec.seed),
+                search_alg=BasicVariantGenerator(max_concurrent=spec.max_concurrent_trials),
                 scheduler=_scheduler(spec),
             ),
             run_config=tune.RunConfig(
@@ -87,7 +89,12 @@ def _search(context: AttemptContext, trials: Trials) -> None:
                 # What it had told is told again; the scheduler has judged it, and does not do so twice.
                 failure_config=tune.FailureConfig(max_failures=FOLLOWER_RESTARTS),
             ),
-        ).fit()
+        )
+        try:
+            tuner.fit()
+        finally:
+            # It has the store's keys in it, and would stay as long as the head: only in a driver Tune sees to that.
+            _global_registry.unregister(TRAINABLE_CLASS, trainable.__name__)  # type: ignore[no-untyped-call]
 
 
 def _metric(spec: SweepSpec) -> tuple[str, bool]:
@@ -126,7 +133,7 @@ def _end(context: AttemptContext, trials: Trials) -> None:
         return
     patient(trials.cancel, "the end of the trials")
     give_up_at = time.monotonic() + ENDED_WITHIN_S
-    while time.monotonic() < give_up_at and any(trial.job and not trial.job.state.final for trial in trials.read()):
+    while time.monotonic() < give_up_at and patient(trials.any_at_work, "the end of the trials"):
         time.sleep(LOOK_EVERY_S)
 
 

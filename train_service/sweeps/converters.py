@@ -136,6 +136,7 @@ def _trial(trial: Trial, spec: SweepSpec) -> sweep_pb2.Trial:
         training_job=trial.name,
         state=f"STATE_{trial.job.state.value}" if trial.job else "STATE_UNSPECIFIED",
         stopped_early=trial.stopped_early,
+        deleted=trial.deleted,
         last_value=trial.last.metrics[metric] if trial.last else None,
         best_value=trial.best.metrics[metric] if trial.best else None,
         best_checkpoint=trial.best.name if trial.best else "",
@@ -158,6 +159,8 @@ def _counts(view: SweepView) -> sweep_pb2.TrialCounts:
 
 def _counted_as(trial: Trial, sweep: JobRecord) -> str:
     """Empty where it is in the total alone."""
+    if trial.deleted:
+        return ""
     if trial.job is None:
         if not sweep.state.final:
             return "pending"

@@ -25,6 +25,8 @@ EVENTS_AT_ONCE = 256
 # In place of a value that is no number: worse than all others, and finite, since the scheduler computes with it.
 WORST = 1e30
 PREFIX = "validation_"
+# What Tune has of a trial: its number, and in each report the epochs that are done and the metric's value.
+TRIAL, EPOCHS, VALUE = "trial", "epochs", "value"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ray.tune import Callback
@@ -10,7 +12,13 @@ from ray.tune import Callback
 from shared.errors import Unavailable
 from shared.jobs import AttemptContext
 from train_service.patience import patient
+from train_service.sweeps.follower import EPOCHS, TRIAL
 from train_service.sweeps.trials import Trials
+
+logger = logging.getLogger(__name__)
+
+# What Tune writes before each failure in a trial's file of them.
+FAILURE = "Failure # "
 
 
 class Steering(Callback):
@@ -22,20 +30,24 @@ class Steering(Callback):
         self._started: list[int] = []
         # By number: the epochs that it had told.
         self._ended: dict[int, int] = {}
-        self._lost: list[int] = []
+        # By number: why.
+        self._lost: dict[int, str] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Tune writes its callbacks down, for a restoration that we do without.
         return Callback, ()
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
-        self._started.append(trial.config["trial"])
+        self._started.append(trial.config[TRIAL])
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
-        self._ended[trial.config["trial"]] = (trial.last_result or {}).get("epochs", 0)
+        self._ended[trial.config[TRIAL]] = (trial.last_result or {}).get(EPOCHS, 0)
+
+    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
+        self._log_failure(trial, "was lost; it is begun again")
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
-        self._lost.append(trial.config["trial"])
+        self._lost[trial.config[TRIAL]] = self._log_failure(trial, "was lost too often")
 
     def on_step_begin(self, iteration: int, trials: list[Any], **_: Any) -> None:
         self._context.raise_if_stopped()
@@ -55,8 +67,15 @@ class Steering(Callback):
                 patient(lambda: self._context.raise_if_stopped(fresh=True), "the sweep's state")
                 patient(partial(self._trials.stop_early, number), "a trial that is to stop")
         if self._lost:
-            names = ", ".join(self._trials.name(number) for number in self._lost)
-            raise Unavailable(f"the processes that follow {names} were lost", reason="FOLLOWER_LOST")
+            told = "; ".join(f"{self._trials.name(number)}: {why}" for number, why in self._lost.items())
+            raise Unavailable(f"processes that follow trials were lost: {told}", reason="FOLLOWER_LOST")
+
+    def _log_failure(self, trial: Any, what: str) -> str:
+        """The last line of the trial's newest failure, which is the error itself; all of it is logged."""
+        # Where Tune's driver writes; what `Trial.get_error` reads is a copy in its storage, made at times.
+        failure = Path(trial.error_file).read_text().rpartition(FAILURE)[2].strip()
+        logger.warning("the process that follows %s %s: %s", self._trials.name(trial.config[TRIAL]), what, failure)
+        return failure.splitlines()[-1].strip()
 
     def _epochs(self, number: int) -> int:
         spec = self._trials.spec

@@ -28,14 +28,15 @@ READ_AT_ONCE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """`job` is None where it is still to be made, or was deleted. `measured` are its checkpoints at ends of epochs, the
-    oldest first; `best` the best of them."""
+    """`job` is None where it is still to be made, or was `deleted`. Of its checkpoints at ends of epochs, `last` is the
+    newest and `best` that with the best metric."""
 
     number: int
     name: str
     parameters: dict[str, Any]
     epochs: int
     job: JobRecord | None
+    deleted: bool
     stopped_early: bool
     epochs_done: int
     last: CheckpointEntry | None
@@ -43,7 +44,10 @@ class Trial:
 
     @property
     def ended_well(self) -> bool:
-        return self.job is not None and (self.job.state is JobState.SUCCEEDED or self.stopped_early)
+        """One that was stopped before it had a checkpoint did not."""
+        if self.job is None:
+            return False
+        return self.job.state is JobState.SUCCEEDED or (self.stopped_early and self.best is not None)
 
 
 class Trials:
@@ -99,13 +103,16 @@ class Trials:
         job = self.newest(number)
         return job is not None and _over(job)
 
+    def any_at_work(self) -> bool:
+        """Whether something may still come of a trial that was made."""
+        return any(self._each(self._is_at_work))
+
     def stop_early(self, number: int) -> None:
         """For the scheduler; one that is over stays as it is."""
-        job = self.job(number)
-        if job is not None and not _over(job):
+        if self._is_at_work(number):
             # First, so that whoever sees the cancelled job sees why.
             self._store.put(self._mark(number), b"{}")
-            self._jobs.cancel(job.name, job.name)
+            self._jobs.cancel(self.name(number), self.name(number))
 
     def stop_marked(self) -> None:
         """Again those that were to be stopped: whoever marked them may have died before the job was told."""
@@ -127,12 +134,17 @@ class Trials:
         return self._each(lambda number: self._read(number, number in stopped))
 
     def _cancel(self, number: int) -> None:
+        if self._is_at_work(number):
+            self._jobs.cancel(self.name(number), self.name(number))
+
+    def _is_at_work(self, number: int) -> bool:
         job = self.job(number)
-        if job is not None and not _over(job):
-            self._jobs.cancel(job.name, job.name)
+        return job is not None and not _over(job)
 
     def _read(self, number: int, stopped: bool) -> Trial:
-        parameters, job = self.spec.parameters_of(number), self.job(number)
+        parameters, job = self.spec.parameters_of(number), self.newest(number)
+        deleted = job is not None and job.state is JobState.DELETED
+        job = None if deleted else job
         entries = CheckpointRegistry(self._store, self.name(number)).entries() if job else []
         best_first = self.spec.ranking.best_first(entries)
         newest = max(entries, key=lambda one: one.step, default=None)
@@ -142,6 +154,7 @@ class Trials:
             parameters=parameters,
             epochs=self.spec.training_of(parameters).epochs,
             job=job,
+            deleted=deleted,
             stopped_early=stopped and job is not None and job.state in (JobState.CANCELLING, JobState.CANCELLED),
             epochs_done=newest.epoch if newest else 0,
             last=max(best_first, key=lambda one: one.step, default=None),

@@ -124,12 +124,10 @@ def _show(found: Sweep) -> None:
     )
     for trial in found.trials:
         best = trial.training_job == found.best_training_job
-        state = resources_pb2.TrainingJob.State.Name(trial.state)
-        to_come = trial.state == resources_pb2.TrainingJob.STATE_UNSPECIFIED
         table.add_row(
             "[green]★[/]" if best else "",
             trial.training_job.removeprefix("trainingJobs/"),
-            "stopped early" if trial.stopped_early else "–" if to_come else state_text(state),
+            _state_of(trial),
             *(_text(json_format.MessageToDict(trial.parameters[path])) for path in paths),
             f"{trial.epochs_done}/{trial.epochs}",
             f"{trial.last_value:.4f}" if trial.HasField("last_value") else "",
@@ -140,6 +138,15 @@ def _show(found: Sweep) -> None:
         f"[bold]{found.name}[/] {state_text(Sweep.State.Name(found.state))}, best {found.best_checkpoint or '–'}",
         soft_wrap=True,
     )
+
+
+def _state_of(trial: sweep_pb2.Trial) -> str:
+    if trial.stopped_early:
+        return "stopped early"
+    if trial.deleted:
+        return "deleted"
+    to_come = trial.state == resources_pb2.TrainingJob.STATE_UNSPECIFIED
+    return "–" if to_come else state_text(resources_pb2.TrainingJob.State.Name(trial.state))
 
 
 def _text(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import grpc
 import pytest
@@ -50,6 +51,34 @@ def test_asha_stops_the_worse_of_two_and_the_best_is_known_by_its_checkpoint(fil
     resolved = resolve(file_stack.store, "checkpoint", ended.best_checkpoint)
     assert resolved.metrics["validation_accuracy"] == better.best_value
     assert (ended.counts.total, ended.counts.succeeded, ended.counts.stopped_early) == (2, 1, 1)
+
+
+def test_two_sweeps_side_by_side_each_follow_their_own_trials(file_stack: TrainStack) -> None:
+    client = file_stack.client
+    # The longer one's first trial is held until the shorter one is over. Whoever then followed the shorter one's second
+    # trial in place of the longer one's would find it done after one epoch, and stop the longer one's.
+    longer = sweeps.create(client, side_by_side(2, {"seed": grid(1, 2)}, at_a_time=1))
+    wait_until(lambda: sweeps.get(client, longer.name).trials[0].state, "a trial", within_s=CREATED_WITHIN_S)
+    client.suspend(longer.trials[0].training_job)
+    shorter = sweeps.create(client, side_by_side(1, {"optimizer.learning_rate": grid(0.003, 0.001)}, at_a_time=2))
+
+    short = sweeps.finished(client, shorter.name)
+    client.cancel(longer.trials[0].training_job)
+    long = sweeps.finished(client, longer.name)
+
+    done = State.STATE_SUCCEEDED
+    assert [(one.state, one.epochs_done) for one in short.trials] == [(done, 1), (done, 1)]
+    assert [(one.state, one.epochs_done) for one in long.trials] == [(State.STATE_CANCELLED, 0), (done, 2)]
+    for made, ended in ((shorter, short), (longer, long)):
+        assert (ended.state, ended.attempt) == (sweeps.State.STATE_SUCCEEDED, 1), ended.error
+        assert ended.counts.stopped_early == 0
+        jobs = [client.get(one.training_job) for one in ended.trials]
+        assert [job.sweep_parameters for job in jobs] == [one.parameters for one in made.trials]
+
+
+def side_by_side(epochs: int, parameters: dict[str, Any], at_a_time: int) -> sw.SweepSpec:
+    # Without Ray Train, whose processes would take most of the time.
+    return sweep_spec(digits_spec(num_workers=0, epochs=epochs), parameters, max_concurrent_trials=at_a_time)
 
 
 def test_a_cancelled_sweep_ends_its_trials_and_a_deleted_one_takes_them_away(file_stack: TrainStack) -> None:

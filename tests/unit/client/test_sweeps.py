@@ -87,12 +87,29 @@ def test_a_specification_may_come_from_a_file_as_the_docs_have_it(tmp_path: Path
         f"--uniform {RATE}=a:b",
         "--integers seed=1.5:2",
         f"--log-uniform ={RATE}",
+        f"--grid {RATE}=0.1,0.2 --grid {RATE}=0.3",
+        f"--grid {RATE}=0.1,0.2 --log-uniform {RATE}=1e-4:1e-1",
+        f"--grid {RATE}=0.1,0.2 --grace-period 2",
+        f"--grid {RATE}=0.1,0.2 --reduction-factor 3",
     ],
 )
 def test_what_cannot_be_read_is_wrong_usage_and_asks_nobody(options: str) -> None:
     servicer = Sweeping()
     assert run(servicer, "sweep", "s", *options.split(), "--dataset-version", "datasets/d/versions/v").exit_code == 2
     assert servicer.wishes == []
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (f"--choice {RATE}=0.1,0.2 --uniform {RATE}=0:1", f"--uniform: {RATE} has a domain already"),
+        (f"--grid {RATE}=0.1,0.2 --grace-period 1", "--grace-period is a parameter of --asha, which is not there"),
+        (f"--grid {RATE}=0.1,0.2 --reduction-factor 2", "--reduction-factor is a parameter of --asha"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused_by_name(options: str, told: str) -> None:
+    result = run(Sweeping(), "sweep", "s", *options.split(), "--dataset-version", "datasets/d/versions/v")
+    assert told in result.stderr
 
 
 def test_the_trials_are_a_table_with_the_best_one_marked() -> None:
@@ -106,6 +123,12 @@ def test_the_trials_are_a_table_with_the_best_one_marked() -> None:
     ]
     assert "best trainingJobs/s-001/checkpoints/step-00000009" in result.stdout
     assert json.loads(run(Sweeping(), "sweeps", "s", "--json").stdout)["best_training_job"] == "trainingJobs/s-001"
+
+
+def test_a_trial_that_was_deleted_is_shown_as_such() -> None:
+    shown = run(Sweeping(deleted=2), "sweeps", "s").stdout
+    row = next(line.split() for line in shown.splitlines() if "s-002" in line)
+    assert row == ["s-002", "deleted", "0.5", "0/3"]
 
 
 def test_sweeps_are_listed() -> None:

@@ -22,6 +22,7 @@ from train_service.domain.search_space import (
     parameters_of,
     probes,
     problems,
+    repetitions,
     set_in,
 )
 from train_service.domain.spec import TrainingSpec
@@ -131,7 +132,6 @@ def test_probes_have_each_listed_value_and_both_ends_of_each_range() -> None:
         (RATE, listed(GRID, 0.1, "fast"), f"parameters[{RATE}].grid.values[1]"),
         (RATE, listed(GRID, True), f"parameters[{RATE}].grid.values[0]"),
         (RATE, listed(GRID, math.nan), f"parameters[{RATE}].grid.values[0]"),
-        (RATE, listed(GRID, 0.1, 0.2, 0.1), f"parameters[{RATE}].grid.values[2]"),
         (BATCH, listed(GRID, 32.5), f"parameters[{BATCH}].grid.values[0]"),
         (NAME, listed(CHOICE, "SGD", 1), f"parameters[{NAME}].choice.values[1]"),
         (DROPOUT, listed(CHOICE, None), f"parameters[{DROPOUT}].choice.values[0]"),
@@ -150,6 +150,13 @@ def test_probes_have_each_listed_value_and_both_ends_of_each_range() -> None:
 )
 def test_a_domain_that_cannot_be_meant_is_refused_by_name(path: str, domain: Domain, field: str) -> None:
     assert field in [one for one, _, _ in problems({path: domain})]
+
+
+def test_a_value_that_a_grid_has_twice_is_found_and_one_that_a_choice_has_twice_is_meant() -> None:
+    space = {DROPOUT: listed(GRID, 1, True, 0.5, 1), NAME: listed(GRID, "SGD", "SGD"), RATE: listed(CHOICE, 0.1, 0.1)}
+    found = [(where, value) for where, value, _ in repetitions(space)]
+    assert found == [(f"parameters[{DROPOUT}].grid.values[3]", 1), (f"parameters[{NAME}].grid.values[1]", "SGD")]
+    assert problems(space) == []
 
 
 def test_a_sweep_of_nothing_and_one_of_too_much_are_refused() -> None:

@@ -68,6 +68,13 @@ def test_what_cannot_be_meant_is_refused_by_name(sweep: SweepSpec, change: dict[
     assert refused(replace(sweep, **change)) == fields
 
 
+def test_a_value_given_twice_is_refused_once_the_trials_are_few_enough_to_look_for_one(sweep: SweepSpec) -> None:
+    grid = Domain(kind=GRID, values=(*range(1, 1000), 1))
+    few = replace(sweep, parameters={"seed": grid}, num_samples=1)
+    assert refused(few) == ["spec.parameters[seed].grid.values[999]"]
+    assert refused(replace(few, num_samples=2)) == ["spec.num_samples"]
+
+
 def test_a_trial_out_of_bounds_is_refused_by_the_parameter_that_made_it(sweep: SweepSpec) -> None:
     rates = Domain(kind=CHOICE, values=(0.1, -1))
     assert refused(replace(sweep, parameters={RATE: rates}, num_samples=20)) == [f"spec.parameters[{RATE}]"]

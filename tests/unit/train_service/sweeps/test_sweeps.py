@@ -23,6 +23,7 @@ from train_service import training_jobs
 from train_service.domain import spec_rules
 from train_service.domain.search_space import CHOICE, GRID, INTEGERS, LOG_UNIFORM, Domain
 from train_service.domain.spec import TrainingSpec
+from train_service.lifecycle import Deletions
 from train_service.reporting import TRAIN_KIND
 from train_service.sweeps.converters import sweep_to_proto
 from train_service.sweeps.sweeps import MAX_CHECKED_WITH_MODEL, MAX_FAILURES, Sweeps
@@ -157,6 +158,26 @@ def test_a_trial_that_was_deleted_is_not_made_again(place: Place) -> None:
     assert place.trials().is_over(0)
 
 
+def test_a_trial_that_was_deleted_is_told_so_and_nothing_is_waited_for(place: Place) -> None:
+    place.create()
+    delete_by_hand(place, "s-000")
+
+    told = sweep_to_proto(place.sweeps.get(NAME))
+
+    assert [one.deleted for one in told.trials] == [True, False]
+    assert (told.counts.total, told.counts.pending) == (2, 1)
+    place.put_in(JobState.CANCELLED)
+    assert sweep_to_proto(place.sweeps.get(NAME)).counts.cancelled == 1
+
+
+def delete_by_hand(place: Place, job_id: str) -> None:
+    place.trials().make(int(job_id.rpartition("-")[2]))
+    place.put_in(JobState.FAILED, f"trainingJobs/{job_id}")
+    deletions = Deletions(place.store)
+    deletions.begin(f"trainingJobs/{job_id}")
+    deletions.finish(f"trainingJobs/{job_id}")
+
+
 def test_the_best_trial_is_told_by_what_its_checkpoints_measured(place: Place) -> None:
     place.create()
     place.measure(0, 0.5, 0.9, 0.7)
@@ -199,6 +220,23 @@ def test_a_trial_that_the_scheduler_stopped_is_told_from_one_that_a_client_cance
     assert [one.stopped_early for one in told.trials] == [True, False, False, False]
     assert (told.counts.stopped_early, told.counts.running, told.counts.succeeded, told.counts.pending) == (1, 1, 1, 1)
     assert trials.stopped() == {0}
+
+
+def test_a_trial_that_was_stopped_before_it_had_a_checkpoint_did_not_end_well(place: Place) -> None:
+    place.create(replace(SPEC, parameters={RATE: Domain(kind=GRID, values=(0.1, 0.2, 0.3))}))
+    trials = place.trials()
+    trials.make(0)
+    place.measure(1, 0.5)
+    place.measure(2, 0.7)
+    for number in (0, 1):
+        trials.stop_early(number)
+        place.put_in(JobState.CANCELLED, trials.name(number))
+    place.put_in(JobState.FAILED, trials.name(2))
+
+    read = trials.read()
+
+    assert [one.stopped_early for one in read] == [True, True, False]
+    assert [one.ended_well for one in read] == [False, True, False]
 
 
 def test_a_stop_whose_wish_was_lost_is_made_good_by_the_next_attempt(place: Place) -> None:

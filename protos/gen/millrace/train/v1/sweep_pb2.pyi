@@ -137,7 +137,7 @@ class Asha(_message.Message):
     def __init__(self, grace_period: _Optional[int] = ..., reduction_factor: _Optional[float] = ..., max_t: _Optional[int] = ...) -> None: ...
 
 class Trial(_message.Message):
-    __slots__ = ("number", "training_job", "parameters", "state", "stopped_early", "last_value", "best_value", "best_checkpoint", "epochs_done", "epochs", "error")
+    __slots__ = ("number", "training_job", "parameters", "state", "stopped_early", "last_value", "best_value", "best_checkpoint", "epochs_done", "epochs", "error", "deleted")
     class ParametersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +156,7 @@ class Trial(_message.Message):
     EPOCHS_DONE_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    DELETED_FIELD_NUMBER: _ClassVar[int]
     number: int
     training_job: str
     parameters: _containers.MessageMap[str, _struct_pb2.Value]
@@ -167,7 +168,8 @@ class Trial(_message.Message):
     epochs_done: int
     epochs: int
     error: _status_pb2.Status
-    def __init__(self, number: _Optional[int] = ..., training_job: _Optional[str] = ..., parameters: _Optional[_Mapping[str, _struct_pb2.Value]] = ..., state: _Optional[_Union[_resources_pb2.TrainingJob.State, str]] = ..., stopped_early: _Optional[bool] = ..., last_value: _Optional[float] = ..., best_value: _Optional[float] = ..., best_checkpoint: _Optional[str] = ..., epochs_done: _Optional[int] = ..., epochs: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+    deleted: bool
+    def __init__(self, number: _Optional[int] = ..., training_job: _Optional[str] = ..., parameters: _Optional[_Mapping[str, _struct_pb2.Value]] = ..., state: _Optional[_Union[_resources_pb2.TrainingJob.State, str]] = ..., stopped_early: _Optional[bool] = ..., last_value: _Optional[float] = ..., best_value: _Optional[float] = ..., best_checkpoint: _Optional[str] = ..., epochs_done: _Optional[int] = ..., epochs: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., deleted: _Optional[bool] = ...) -> None: ...
 
 class TrialCounts(_message.Message):
     __slots__ = ("total", "pending", "running", "succeeded", "stopped_early", "failed", "cancelled")

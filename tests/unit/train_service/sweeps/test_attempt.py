@@ -1,0 +1,69 @@
+"""The end of an attempt at a sweep that a client cancelled: its trials' ends are waited for."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from shared.errors import Cancelled, Unavailable
+from shared.jobs import AttemptContext, Jobs, JobState
+from shared.storage import ObjectStore
+from tests.support.waiting import wait_until
+from tests.unit.train_service.sweeps.conftest import NAME, Place
+from train_service import patience
+from train_service.sweeps import attempt
+from train_service.sweeps.trials import SWEEP_KIND
+
+TRIAL = "trainingJobs/s-000"
+
+
+class AwayAfterAWish(ObjectStore):
+    """The same objects as `store`. Does not answer the first two reads of the trial once it was told to end."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.__dict__.update(vars(store))
+        self.to_refuse = 0
+        self.refused = 0
+
+    def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        super().put_if_absent(key, data)
+        if key.startswith(TRIAL):
+            self.to_refuse = 2
+
+    def get(self, key: str) -> bytes:
+        if key.startswith(TRIAL) and self.refused < self.to_refuse:
+            self.refused += 1
+            raise Unavailable("the object store does not answer; try again")
+        return super().get(key)
+
+
+def test_the_ends_of_the_trials_are_waited_for_through_an_outage(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "AGAIN_AFTER_S", 0.0)
+    monkeypatch.setattr(attempt, "LOOK_EVERY_S", 0.01)
+    place.create()
+    trials = place.trials()
+    trials.make(0)
+    place.put_in(JobState.RUNNING, TRIAL)
+    store = AwayAfterAWish(place.store)
+    context = AttemptContext(store, Jobs(store, SWEEP_KIND), NAME, place.put_in(JobState.CANCELLING))
+
+    def stopped(*_: Any) -> None:
+        raise Cancelled(f"{NAME} is CANCELLING")
+
+    # Between two steps of Tune, which needs no Ray to be cancelled.
+    monkeypatch.setattr(attempt, "_search", stopped)
+
+    def end() -> None:
+        wait_until(lambda: store.refused == 2, "the outage")
+        place.put_in(JobState.CANCELLED, TRIAL)
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    with pytest.raises(Cancelled):
+        attempt.run(context)
+
+    assert trials.is_over(0)
+    assert store.refused == 2
+    ending.join()
