@@ -54,26 +54,20 @@ class Loader:
 
         The thread that reads ahead ends with the generator: close it where the last batch is not taken.
         """
-        ahead: queue.Queue[Batch | BaseException | None] = queue.Queue(BATCHES_AHEAD)
-        closed = threading.Event()
-
-        def offer(item: Batch | BaseException | None) -> None:
-            while not closed.is_set():
-                try:
-                    ahead.put(item, timeout=0.2)
-                    return
-                except queue.Full:
-                    continue
+        ahead: queue.SimpleQueue[Batch | BaseException | None] = queue.SimpleQueue()
+        room = threading.Semaphore(BATCHES_AHEAD)
+        closed = False
 
         def read() -> None:
             try:
                 for batch in self._read(first_step):
-                    offer(batch)
-                    if closed.is_set():
+                    room.acquire()
+                    if closed:
                         return
-                offer(None)
+                    ahead.put(batch)
+                ahead.put(None)
             except BaseException as error:  # handed to the consumer, whose thread it stops
-                offer(error)
+                ahead.put(error)
 
         thread = threading.Thread(target=read, name="loader", daemon=True)
         thread.start()
@@ -81,9 +75,11 @@ class Loader:
             while (item := ahead.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
+                room.release()
                 yield item
         finally:
-            closed.set()
+            closed = True
+            room.release()
             thread.join()
 
     def _read(self, first_step: int) -> Iterator[Batch]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -17,7 +17,7 @@ from train_service.domain.order import Ints
 from train_service.domain.spec import CLASSIFICATION
 from train_service.labels import labels_of
 from train_service.patience import patient
-from train_service.rows import Rows, bytes_of_row
+from train_service.rows import Room, Rows, bytes_of_row
 
 # Threads that read ahead: a store far away is waited for by several at once.
 READERS = 4
@@ -64,20 +64,20 @@ class RowCache:
         self.touched: Callable[[], None] = lambda: None
 
     def read_ahead(self, positions: Ints) -> None:
-        """Begins to read, together, the row groups that the rows at `positions` need and that are not held, where there
-        is room for them."""
-        needed = np.unique(self._group_of(positions)).tolist()
-        numbers = [number for number in needed if number not in self._held and number not in self._coming]
-        rows = sum(self.row_groups[number] for number in (*numbers, *self._coming))
-        if not numbers or rows * self.row_bytes > AHEAD_BYTES:
+        """Begins to read the row groups that the rows at `positions` need and that are not held, as many as there is
+        room for. Each reader has its share of them in one piece: groups are cheap to read together."""
+        numbers = self._room_for(number for number in self._needed(positions) if number not in self._held)
+        if not numbers:
             return
         if self._readers is None:
             self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="row groups")
-        reading = self._readers.submit(self._read, [self._groups[number] for number in numbers])
-        self._coming.update({number: (reading, place) for place, number in enumerate(numbers)})
+        for share in np.array_split(numbers, min(READERS, len(numbers))):
+            reading = self._readers.submit(self._read, [self._groups[number] for number in share])
+            self._coming.update({number: (reading, place) for place, number in enumerate(share.tolist())})
 
-    def rows(self, positions: Ints) -> Rows:
-        """The rows at `positions` (from 0 at the split's beginning), in that order.
+    def rows(self, positions: Ints, into: Room | None = None) -> Rows:
+        """The rows at `positions` (from 0 at the split's beginning), in that order; where they must be copied, their
+        tensors lie in `into` until it is used again.
 
         Raises `DataLoss` when the stored bytes carry other row ids than their place in the version says, and
         `InvalidArgument` naming the row for a label that is missing, outside 0..num_classes-1 or, for regression, not
@@ -92,7 +92,24 @@ class RowCache:
             number = int(groups[begin])
             first = int(positions[begin] - self._ends[number]) + self._groups[number].row_count
             parts.append(self._group(number).slice(first, first + end - begin))
-        return Rows.joined(parts)
+        return Rows.joined(parts, into)
+
+    def _needed(self, positions: Ints) -> list[int]:
+        """The row groups of these positions, of which many follow each other, in their order."""
+        groups = self._group_of(positions)
+        return sorted(set(groups[np.flatnonzero(np.diff(groups, prepend=-1))].tolist()))
+
+    def _room_for(self, numbers: Iterable[int]) -> list[int]:
+        """Those that are not on their way, up to the first that would be too much."""
+        rows, chosen = sum(self.row_groups[number] for number in self._coming), []
+        for number in numbers:
+            if number in self._coming:
+                continue
+            rows += self.row_groups[number]
+            if rows * self.row_bytes > AHEAD_BYTES:
+                break
+            chosen.append(number)
+        return chosen
 
     def _group_of(self, positions: Ints) -> Ints:
         found: Ints = np.searchsorted(self._ends, positions, side="right")

@@ -7,7 +7,7 @@ import numpy as np
 from train_service.domain.order import Ints, epoch_order
 from train_service.domain.slices import Plan, rank_positions
 from train_service.row_cache import RowCache
-from train_service.rows import Rows
+from train_service.rows import Room, Rows
 
 
 class Windows:
@@ -21,8 +21,11 @@ class Windows:
         self._order = epoch_order(blocks, plan.lanes, plan.seed, epoch, plan.window_rows)
         self._lanes = range(plan.rank, plan.lanes, plan.world_size)
         self._number = -1
+        # The window whose rows were worked out last, and these.
+        self._stretches: tuple[int, Ints] = (-1, np.empty(0, np.int64))
         # Of the open window: the rows, lane after lane; the positions that the rank computes; the row of each of these.
         self._rows: Rows | None = None
+        self._room: Room = {}
         self._positions = np.empty(0, np.int64)
         self._places = np.empty(0, np.int64)
 
@@ -38,15 +41,21 @@ class Windows:
 
     def _open(self, number: int) -> Rows:
         if self._rows is None or number != self._number:
-            self._rows = None  # before the next is made: both may be large
-            stretches = [self._order.stretch(lane, number) for lane in self._lanes]
-            after = [self._order.stretch(lane, number + 1) for lane in self._lanes if self._read_ahead]
-            for stretch in (*stretches, *after):
-                self._cache.read_ahead(stretch)
+            self._rows = None  # before the next is made, where they lie
+            stretches = self._rows_of(number)
+            if self._read_ahead:
+                self._cache.read_ahead(stretches)
+                self._cache.read_ahead(self._rows_of(number + 1))
             self._shuffle(number)
-            self._rows = self._cache.rows(np.concatenate(stretches))
+            self._rows = self._cache.rows(stretches, self._room)
             self._number = number
         return self._rows
+
+    def _rows_of(self, number: int) -> Ints:
+        """The rows of a window, lane after lane, before they are shuffled."""
+        if self._stretches[0] != number:
+            self._stretches = number, np.concatenate([self._order.stretch(lane, number) for lane in self._lanes])
+        return self._stretches[1]
 
     def _shuffle(self, number: int) -> None:
         plan, order = self._plan, self._order
@@ -54,8 +63,9 @@ class Windows:
         end = min((number + 1) * span, order.row_count)
         self._positions = rank_positions(number * span, end, plan.lanes, plan.rank, plan.world_size)
         self._places = np.empty_like(self._positions)
-        lanes, base = self._positions % plan.lanes, 0
-        for lane in self._lanes:
+        base = 0
+        # Positions are dealt out to lanes like cards.
+        for place, lane in enumerate(self._lanes):
             shuffle = order.shuffle(lane, number)
-            self._places[lanes == lane] = base + shuffle
+            self._places[place :: len(self._lanes)] = base + shuffle
             base += len(shuffle)

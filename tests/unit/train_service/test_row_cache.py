@@ -99,7 +99,7 @@ def test_no_more_is_read_ahead_than_there_is_room_for(committed: Committed, monk
     reader = CountingReader(committed.store, committed.name)
     cache, everything = RowCache(reader, "train", ["image"], "label", 10, 2**30), np.arange(700, dtype=np.int64)
 
-    cache.read_ahead(everything[:512])
+    cache.read_ahead(everything[:256])
     cache.read_ahead(everything)  # the third row group would be too much
 
     wait_until(lambda: reader.reads == {0: 1, 1: 1}, "the first two to be read")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_service.domain.order import WINDOW_ROWS, Ints, blocks_of, epoch_order, permutation, window_rows
+from train_service.domain.order import WINDOW_ROWS, Ints, blocks_of, epoch_order, permutation, sorting, window_rows
 from train_service.domain.slices import rank_positions, step_bounds, steps_per_epoch
 
 SEEDS = st.integers(0, 2**64 - 1)
@@ -80,6 +80,13 @@ def test_a_permutation_depends_on_nothing_but_its_key(count: int, key: list[int]
 
     assert np.array_equal(once, again)
     assert np.array_equal(np.sort(once), np.arange(count))
+
+
+@given(st.lists(st.integers(0, 5) | st.integers(0, 2**64 - 1), max_size=300))
+def test_equal_draws_keep_their_places(drawn: list[int]) -> None:
+    numbers = np.asarray(drawn, np.uint64)
+
+    assert sorting(numbers).tolist() == np.argsort(numbers, kind="stable").tolist()
 
 
 def test_the_order_is_the_one_that_earlier_releases_gave() -> None:
