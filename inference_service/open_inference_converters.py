@@ -109,7 +109,7 @@ def metadata_to_proto(deployment: Deployment, signature: Signature) -> pb.ModelM
 def _classified(spec: TensorSpec, values: Array, top: int) -> tuple[TensorSpec, Array]:
     if not top:
         return spec, values
-    return TensorSpec(spec.name, "BYTES", (FREE, FREE)), classified(values, top)
+    return TensorSpec(spec.name, "BYTES", (FREE, FREE)), classified(values, top, spec.class_names)
 
 
 def _lineage(answer: Answer) -> dict[str, str]:

@@ -45,7 +45,7 @@ class ServedModel:
         self.signature = Signature(
             raw=self.preprocessing.raw,
             prepared=self.preprocessing.prepared,
-            outputs=_outputs(content.model),
+            outputs=_outputs(content.model, tuple(content.class_names)),
         )
         self._task = content.model.task
 
@@ -82,12 +82,12 @@ class ServedModel:
         return Rows(form, {spec.name: np.zeros((size, *spec.shape[1:]), DATATYPES[spec.datatype].dtype)})
 
 
-def _outputs(model: ModelSpec) -> tuple[TensorSpec, ...]:
+def _outputs(model: ModelSpec, class_names: tuple[str, ...]) -> tuple[TensorSpec, ...]:
     width = (FREE, model.num_classes)
     if model.task == REGRESSION:
         return (TensorSpec("values", "FP32", width),)
     return (
-        TensorSpec("logits", "FP32", width),
-        TensorSpec("probabilities", "FP32", width),
+        TensorSpec("logits", "FP32", width, class_names=class_names),
+        TensorSpec("probabilities", "FP32", width, class_names=class_names),
         TensorSpec("label", "INT64", (FREE,)),
     )

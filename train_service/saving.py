@@ -26,7 +26,7 @@ from train_service.preprocessing import Preprocessing
 from train_service.ranks import Ranks
 from train_service.reporting import Reporter
 from train_service.snapshots import CheckpointWriter, Restored, as_message, newest_good, restore
-from train_service.version_fit import ingested_columns
+from train_service.version_fit import class_names, ingested_columns
 
 logger = logging.getLogger(__name__)
 
@@ -187,6 +187,7 @@ class Checkpointing:
             ingested=ingested_columns(lineage.version),
             transforms=[*lineage.version.manifest.transforms, lineage.preprocessing.config],
             input_column=spec.input_column,
+            class_names=class_names(spec, lineage.version),
             initial_checkpoint=self._initial[0],
             initial_checkpoint_sha256=self._initial[1],
             coverage=self._chain.append(consumed),

@@ -91,6 +91,14 @@ def ingested_columns(version: DatasetVersion) -> Sequence[Column]:
     return version.manifest.ingested or version.columns
 
 
+def class_names(spec: TrainingSpec, version: DatasetVersion) -> Sequence[str]:
+    """What the version calls the model's classes 0, 1, …; none where it has no names, and for regression."""
+    if spec.task == REGRESSION:
+        return ()
+    labels = next(column for column in version.columns if column.name == spec.label_column)
+    return tuple(labels.value_names[: spec.model.num_classes])
+
+
 def _check_label(spec: TrainingSpec, version: DatasetVersion) -> None:
     given = schema_of_columns(version.columns).get(spec.label_column)
     if given is None:

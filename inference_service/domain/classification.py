@@ -20,18 +20,18 @@ def check_classifiable(wanted: Sequence[TensorSpec], requested: Sequence[Request
             raise invalid_field(f"outputs[{index}].parameters.classification", asked.top, remedy)
 
 
-def classified(values: Array, top: int) -> Array:
+def classified(values: Array, top: int, class_names: Sequence[str] = ()) -> Array:
     """`values` (B, …) to (B, min(top, numbers of a row)) bytes objects, "value:index", the greatest number first; of
-    equal numbers the first one first, NaN last."""
+    equal numbers the first one first, NaN last. "value:index:name" for the numbers that have a name."""
     rows = values.reshape(len(values), -1)
     top = min(top, rows.shape[1])
     greatest = np.argsort(-rows.astype(np.float64), axis=1, kind="stable")[:, :top]
     strings = np.empty(greatest.shape, object)
     for row, indices in enumerate(greatest):
-        strings[row] = [_shown(rows[row, index], index) for index in indices]
+        strings[row] = [_shown(rows[row, index], index, class_names[index : index + 1]) for index in indices]
     return strings
 
 
-def _shown(value: np.generic, index: int) -> bytes:
+def _shown(value: np.generic, index: int, name: Sequence[str]) -> bytes:
     number = f"{value:f}" if np.issubdtype(value.dtype, np.floating) else str(value)
-    return f"{number}:{index}".encode()
+    return ":".join([number, str(index), *name]).encode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from inference_service.domain.rows import PREPARED, RAW, Rows
@@ -18,12 +18,14 @@ NULLS = ".null"
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor; the first dimension of `shape` is always the rows, `FREE`. `nullable`: its rows may be null."""
+    """One tensor; the first dimension of `shape` is always the rows, `FREE`. `nullable`: its rows may be null.
+    `class_names` names the numbers of a row, where there are names; the tensor is the same without."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     nullable: bool = False
+    class_names: tuple[str, ...] = field(default=(), compare=False)
 
     def fits(self, datatype: str, shape: Sequence[int]) -> bool:
         return (
@@ -71,7 +73,13 @@ class Signature:
 
 
 def _spec(record: Mapping[str, Any]) -> TensorSpec:
-    return TensorSpec(record["name"], record["datatype"], tuple(record["shape"]), record["nullable"])
+    return TensorSpec(
+        record["name"],
+        record["datatype"],
+        tuple(record["shape"]),
+        record["nullable"],
+        tuple(record.get("class_names", ())),
+    )
 
 
 def rows_of(signature: Signature, tensors: Sequence[WireTensor], max_rows: int) -> Rows:

@@ -48,8 +48,8 @@ class CheckpointContent:
     `step` counts the optimiser steps that are in it, `epoch` is that of the next step. `ingested` are the columns of
     the rows as they were ingested; `transforms` all that was done to them since, a frozen `Transform` each, oldest
     first: those that made the dataset version, and last the training's own, which gives `input_column`, the model's
-    input. `coverage` names the record of every row that led to it, in the order of the steps; loading a checkpoint does
-    not read it.
+    input. `class_names` names the classes 0, 1, … of a classifier, where its dataset version does. `coverage` names the
+    record of every row that led to it, in the order of the steps; loading a checkpoint does not read it.
     """
 
     training_job: str
@@ -63,6 +63,7 @@ class CheckpointContent:
     ingested: Sequence[Column]
     transforms: Sequence[dict[str, Any]]
     input_column: str
+    class_names: Sequence[str] = ()
     # Where the first weights came from, and the digest of its manifest; empty where they were drawn.
     initial_checkpoint: str = ""
     initial_checkpoint_sha256: str = ""
@@ -94,6 +95,7 @@ class CheckpointContent:
             "ingested": [asdict(column) for column in self.ingested],
             "transforms": list(self.transforms),
             "input_column": self.input_column,
+            "class_names": list(self.class_names),
             "initial_checkpoint": self.initial_checkpoint,
             "initial_checkpoint_sha256": self.initial_checkpoint_sha256,
             "coverage": [asdict(part) for part in self.coverage],
@@ -105,6 +107,7 @@ class CheckpointContent:
             **{key: manifest[key] for key in ("training_job", "dataset_version", "dataset_manifest_sha256")},
             **{key: manifest[key] for key in ("step", "epoch", "seed", "metrics", "transforms", "input_column")},
             **{key: manifest.get(key, "") for key in ("initial_checkpoint", "initial_checkpoint_sha256")},
+            class_names=tuple(manifest.get("class_names", ())),
             model=ModelSpec.from_config(manifest["model"]),
             ingested=[Column(**column) for column in manifest["ingested"]],
             coverage=tuple(CoveragePart(**part) for part in manifest["coverage"]),

@@ -20,6 +20,7 @@ from tests.support.versions import SCHEMA, columns_of
 
 JOB = "trainingJobs/digits"
 DATASET_VERSION = "datasets/digits/versions/v1"
+CLASS_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 MODEL = ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10)
 TRANSFORM = {
     "steps": [
@@ -48,6 +49,7 @@ def content(accuracy: float, job: str = JOB) -> CheckpointContent:
         ingested=columns_of(SCHEMA),
         transforms=[TRANSFORM],
         input_column="image",
+        class_names=CLASS_NAMES,
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from millrace.inference.v1 import deployment_service_pb2 as pb
+from tests.integration.inference_service.checkpoints import CLASS_NAMES
 from tests.integration.inference_service.client import outputs
 from tests.integration.inference_service.conftest import Stack
 
@@ -61,9 +62,10 @@ def test_the_asyncio_client_infers_and_streams(triton: dict[str, Any], expected:
 
 def test_a_classification_has_the_most_probable_classes_first(triton: dict[str, Any], expected: dict[str, Any]) -> None:
     for row, probabilities in zip(triton["classes"], expected["probabilities"], strict=True):
-        values, indices = zip(*(item.split(":") for item in row), strict=True)
+        values, indices, names = zip(*(item.split(":") for item in row), strict=True)
         best = np.argsort(-probabilities)[:3]
         assert [int(index) for index in indices] == best.tolist()
+        assert list(names) == [CLASS_NAMES[index] for index in best]
         np.testing.assert_allclose([float(value) for value in values], probabilities[best], atol=1e-5)
 
 

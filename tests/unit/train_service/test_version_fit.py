@@ -13,7 +13,7 @@ from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
 from shared.transforms import TensorSpec
 from train_service.domain.spec import REGRESSION, LossSpec, TrainingSpec
-from train_service.version_fit import check_fits, steps_of_run, with_defaults
+from train_service.version_fit import check_fits, class_names, steps_of_run, with_defaults
 
 
 def tensor(value_type: str, *shape: int) -> str:
@@ -63,6 +63,19 @@ def test_the_models_input_is_one_row_prepared() -> None:
 
 def test_a_column_that_holds_prepared_floats_needs_no_transform() -> None:
     assert check_fits(replace(PREPARED, input_column="prepared"), V) == TensorSpec("prepared", "float32", (1, 28, 28))
+
+
+def test_classes_are_called_what_the_version_calls_its_labels() -> None:
+    named = [
+        replace(column, value_names=["ants", "bees", "wasps"]) if column.name == "label" else column
+        for column in COLUMNS
+    ]
+    there = replace(V, manifest=replace(V.manifest, columns=named))
+    two = replace(SPEC, model=replace(SPEC.model, num_classes=2))
+
+    assert class_names(SPEC, there) == ("ants", "bees", "wasps")
+    assert class_names(two, there) == ("ants", "bees")
+    assert class_names(replace(SPEC, task=REGRESSION), there) == class_names(SPEC, V) == ()
 
 
 def steps(*given: dict[str, Any]) -> dict[str, Any]:

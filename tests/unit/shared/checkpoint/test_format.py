@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shared.checkpoint import load_checkpoint, write_checkpoint
+from shared.checkpoint import CheckpointContent, load_checkpoint, write_checkpoint
 from shared.checkpoint.format import MANIFEST
 from shared.errors import DataLoss, Unavailable
 from shared.storage import ObjectStore
@@ -28,6 +28,16 @@ def test_a_checkpoint_comes_back_as_it_was_written(store: ObjectStore) -> None:
     read.verify()
     assert size_bytes == sum(info.size_bytes for info in store.list("checkpoint"))
     assert digest == hashlib.sha256(store.get(f"checkpoint/{MANIFEST}")).hexdigest()
+
+
+def test_one_that_was_written_before_classes_had_names_has_none() -> None:
+    named = content(class_names=("ants", "bees"))
+    manifest = named.as_manifest()
+    assert CheckpointContent.from_manifest(manifest) == named
+
+    del manifest["class_names"]
+
+    assert CheckpointContent.from_manifest(manifest).class_names == ()
 
 
 def test_the_served_pipeline_is_the_trained_one(store: ObjectStore) -> None:
