@@ -92,7 +92,8 @@ class RowCache:
             number = int(groups[begin])
             first = int(positions[begin] - self._ends[number]) + self._groups[number].row_count
             parts.append(self._group(number).slice(first, first + end - begin))
-        return Rows.joined(parts, into)
+        # No rows have columns all the same: those of any row group, of one that is held where there is one.
+        return Rows.joined(parts or [self._group(next(iter(self._held), 0)).slice(0, 0)], into)
 
     def _needed(self, positions: Ints) -> list[int]:
         """The row groups of these positions, of which many follow each other, in their order."""
@@ -121,8 +122,13 @@ class RowCache:
             self._held.move_to_end(number)
             return held
         if number in self._coming:
-            reading, place = self._coming.pop(number)
-            read = reading.result()[place]
+            reading, place = self._coming[number]
+            try:
+                read = reading.result()[place]
+                del self._coming[number]
+            except BaseException:  # whoever asks again for one of those that were read together has it read anew
+                self._coming = {other: one for other, one in self._coming.items() if one[0] is not reading}
+                raise
         else:
             (read,) = self._read([self._groups[number]])
         self._held[number] = read

@@ -101,7 +101,8 @@ def _run(ranks: Ranks, store: StoreSettings, job_id: str, spec: TrainingSpec) ->
 
 
 def _follow(config: LoopConfig, ranks: Ranks) -> int:
-    """Runs a rank that is not the first. What it raises is the attempt's end: rank 0 would only see that it is gone."""
+    """Runs a rank that is not the first. An error of ours is the attempt's end: rank 0 would only see that the rank is
+    gone."""
     try:
         train_loop(config, ranks)
         return 0
@@ -116,7 +117,7 @@ def _follow(config: LoopConfig, ranks: Ranks) -> int:
     run_attempt(
         lambda context: told(context, failed), open_store(config.store), TRAIN_KIND, config.job_name, config.attempt
     )
-    return 1
+    return _told_end(Jobs(open_store(config.store), TRAIN_KIND), config.job_name)
 
 
 def _attempt(job: JobRecord, config: LoopConfig, ranks: Ranks) -> None:

@@ -88,9 +88,10 @@ class TrainingJobs:
         if job is None:
             spec = self.checked(spec)
             job = self.make(_new_job(job_id, spec, runner=runner), spec)
-        begun = TrainingSpec.from_config(job.spec["training"])
-        # Where it started from was settled then; it may mean another checkpoint now, or none.
-        if replace(begun, initial_checkpoint="") != replace(fitted(self._store, spec)[0], initial_checkpoint=""):
+        begun, given = TrainingSpec.from_config(job.spec["training"]), fitted(self._store, spec)[0]
+        # Which checkpoint it started from was settled then, and that may be gone by now.
+        same_start = _may_mean(given.initial_checkpoint, begun.initial_checkpoint)
+        if not same_start or replace(given, initial_checkpoint=begun.initial_checkpoint) != begun:
             raise already_exists(job.name, "with another spec; use another id")
 
         def begin(newest: JobRecord) -> JobRecord:
@@ -235,6 +236,12 @@ class TrainingJobs:
         begins = record.state in (JobState.PENDING, JobState.RECOVERING)
         waiting_for = self._jobs.waiting_for(record.name) if begins else ""
         return JobView(record, self._jobs.progress(record.name), entries, waiting_for)
+
+
+def _may_mean(given: str, settled: str) -> bool:
+    """Whether the name of a checkpoint may have been that of this one: a job's `final` one is not always the same."""
+    job, is_final, _ = given.partition("/checkpoints/final")
+    return given == settled or (bool(is_final) and settled.startswith(f"{job}/checkpoints/"))
 
 
 def _new_job(job_id: str, spec: TrainingSpec, *, request_id: str = "", digest: str = "", runner: str = "") -> JobRecord:

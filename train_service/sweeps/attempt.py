@@ -66,7 +66,7 @@ def _search(context: AttemptContext, trials: Trials) -> None:
     def trainable(config: dict[str, Any]) -> None:
         follow(followed[config[TRIAL]], lambda epochs, value: tune.report({EPOCHS: epochs, VALUE: value}))
 
-    # Tune keeps it by the Ray job, which all attempts share, and by this name; each follower fetches it from there.
+    # Tune keeps it by the Ray job, which all attempts share, and by this name.
     trainable.__name__ = f"follow-{context.job.uid}-{context.attempt}"
     bundles = tune.PlacementGroupFactory(
         [{"memory": MEMORY_OF_FOLLOWER}], bundle_label_selector=[dict(NOT_BESIDE_A_SERVICE)]
@@ -93,7 +93,7 @@ def _search(context: AttemptContext, trials: Trials) -> None:
         try:
             tuner.fit()
         finally:
-            # It has the store's keys in it, and would stay as long as the head: only in a driver Tune sees to that.
+            # It would stay as long as the head: only in a driver Tune sees to that.
             _global_registry.unregister(TRAINABLE_CLASS, trainable.__name__)  # type: ignore[no-untyped-call]
 
 

@@ -82,5 +82,5 @@ def test_a_follower_that_fails_again_is_told_with_its_error_and_leaves_nothing_i
     assert "trainingJobs/s-000: KeyError: 'accuracy'" in lost.value.message
     first, last = [one.getMessage() for one in caplog.records if "follows trainingJobs/s-000" in one.getMessage()]
     assert "it is begun again" in first
-    assert "Traceback" in last or "in _value" in last
+    assert "in _value" in last
     assert [key for key in _internal_kv_list("TuneRegistry:") if b"trainable_class/follow" in key] == []

@@ -130,6 +130,23 @@ def test_batches_that_cross_shuffle_windows_have_the_rows_of_the_order(committed
             assert batch.row_ids.tolist() == planned.tolist()
 
 
+@pytest.mark.parametrize(("lanes", "window_rows"), [(3, 233), (349, 2)])
+def test_ranks_without_a_row_in_the_last_window_go_on_and_no_window_is_written_over_another(
+    committed: Committed, lanes: int, window_rows: int
+) -> None:
+    images, labels = striped_digits(TRAIN_ROWS)
+    ranks = [
+        loader(committed, lanes=lanes, window_rows=window_rows, epochs=1, rank=rank, world_size=3) for rank in range(3)
+    ]
+
+    batches = [batch for one in ranks for batch in one.batches(0)]
+
+    assert sorted(chain.from_iterable(batch.row_ids.tolist() for batch in batches)) == list(range(TRAIN_ROWS))
+    for batch in batches:
+        assert np.array_equal(np.rint(batch.inputs[:, 0] * 255), images[batch.row_ids])
+        assert np.array_equal(batch.labels, labels[batch.row_ids])
+
+
 def test_each_row_arrives_with_its_own_pixels_and_label(committed: Committed) -> None:
     images, labels = striped_digits(TRAIN_ROWS)
 

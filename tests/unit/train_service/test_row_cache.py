@@ -102,6 +102,7 @@ def test_no_more_is_read_ahead_than_there_is_room_for(committed: Committed, monk
     cache.read_ahead(everything[:256])
     cache.read_ahead(everything)  # the third row group would be too much
 
+    assert set(cache._coming) == {0, 1}
     wait_until(lambda: reader.reads == {0: 1, 1: 1}, "the first two to be read")
     assert cache.rows(everything).row_ids.tolist() == everything.tolist()
     assert reader.reads == {0: 1, 1: 1, 2: 1}
@@ -116,6 +117,27 @@ def test_damage_met_ahead_of_time_is_told_to_who_asks_and_read_anew_after(commit
     with pytest.raises(DataLoss, match="a bad moment"):
         cache.rows(asked)
     assert cache.rows(asked).row_ids.tolist() == asked.tolist()
+
+
+def test_row_groups_that_failed_together_are_all_read_anew(
+    committed: Committed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train_service.row_cache.READERS", 1)
+    reader = CountingReader(committed.store, committed.name, broken=1)
+    cache, asked = RowCache(reader, "train", ["image"], "label", 10, 2**30), np.arange(700, dtype=np.int64)
+    cache.read_ahead(asked)
+
+    with pytest.raises(DataLoss, match="a bad moment"):
+        cache.rows(asked)
+
+    assert cache.rows(asked).row_ids.tolist() == asked.tolist()
+
+
+def test_no_rows_have_the_columns_of_rows(committed: Committed) -> None:
+    none = committed.cache().rows(np.empty(0, np.int64))
+
+    assert (none.tensors["image"].shape, none.tensors["image"].dtype) == ((0, 28, 28), np.uint8)
+    assert (none.labels.tolist(), none.row_ids.tolist()) == ([], [])
 
 
 def test_what_a_row_takes_is_known_before_any_is_read(committed: Committed, store: ObjectStore) -> None:

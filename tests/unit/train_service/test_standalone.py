@@ -15,7 +15,7 @@ import torch
 from google.protobuf import json_format
 
 from shared.checkpoint import resolve
-from shared.errors import FailedPrecondition
+from shared.errors import AlreadyExists, FailedPrecondition
 from shared.jobs import Jobs, JobState
 from shared.jobs.reconciler import JobKind, Reconciler
 from shared.jobs.record import succeed
@@ -212,6 +212,11 @@ def test_a_run_goes_on_though_the_checkpoint_that_it_began_from_is_gone(store: O
     again = TrainingJobs(store).run_here("debug", spec, standalone.RUNNER)
 
     assert (again.uid, again.attempt) == (begun.uid, 2)
+    final = replace(spec, initial_checkpoint=f"{OTHER}/checkpoints/final")
+    assert TrainingJobs(store).run_here("debug", final, standalone.RUNNER).attempt == 3
+    for other in ("", f"{OTHER}/checkpoints/step-00000002", "trainingJobs/third/checkpoints/final"):
+        with pytest.raises(AlreadyExists, match="another spec"):
+            TrainingJobs(store).run_here("debug", replace(spec, initial_checkpoint=other), standalone.RUNNER)
 
 
 @pytest.mark.parametrize(
