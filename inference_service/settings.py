@@ -37,6 +37,10 @@ def settings_from(environ: Mapping[str, str]) -> InferenceSettings:
 def _metrics_listen(environ: Mapping[str, str]) -> str:
     listen = environ.get("MILLRACE_METRICS_LISTEN", "")
     host, _, port = listen.rpartition(":")
-    if listen and not (host and port.isascii() and port.isdecimal() and int(port) <= 65535):
-        raise SettingsError(f"MILLRACE_METRICS_LISTEN={listen!r}: use host:port, or leave it out for no metrics")
+    whole_host = host and (":" in host) == (host.startswith("[") and host.endswith("]"))
+    if listen and not (whole_host and port.isascii() and port.isdecimal() and int(port) <= 65535):
+        raise SettingsError(
+            f"MILLRACE_METRICS_LISTEN={listen!r}: use host:port or [IPv6 address]:port, e.g. 127.0.0.1:9400 or "
+            "[::1]:9400, or leave it out for no metrics"
+        )
     return listen
