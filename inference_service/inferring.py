@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from inference import grpc_service_pb2 as pb
 from inference_service.domain.request_parameters import Wishes, wishes_of
-from inference_service.domain.statistics import OK
 from inference_service.models import Models
 from inference_service.open_inference_converters import (
     answer_to_proto,
@@ -21,6 +21,9 @@ from inference_service.open_inference_converters import (
 )
 from shared.errors import DeadlineExceeded, MillraceError
 from shared.grpc_errors import status_code
+from shared.unexpected import hidden
+
+logger = logging.getLogger(__name__)
 
 
 class Inference:
@@ -36,7 +39,7 @@ class Inference:
         """
         began_s = time.perf_counter()
         statistics = self._models.unchosen
-        status = "INTERNAL"
+        status: str | None = "INTERNAL"
         try:
             deployment, version = self._models.choose(request.model_name, request.model_version)
             statistics = self._models.statistics(deployment, version)
@@ -47,8 +50,17 @@ class Inference:
                 answer = await self._models.infer(deployment, version, inputs, requested, limit_s, wishes.priority)
             answered_s = time.perf_counter()
             response = answer_to_proto(request, answer, requested)
-            statistics.answer_made(time.perf_counter() - answered_s)
-            status = OK
+            now_s = time.perf_counter()
+            statistics.answered(
+                rows=answer.rows,
+                now_s=time.time(),
+                total_s=now_s - began_s,
+                model_s=answer.model_s,
+                input_s=answer.input_s,
+                infer_s=answer.infer_s,
+                output_s=now_s - answered_s,
+            )
+            status = None
             return response
         except MillraceError as error:
             status = status_code(error).name
@@ -58,7 +70,8 @@ class Inference:
             status = "DEADLINE_EXCEEDED" if late else "CANCELLED"
             raise
         finally:
-            statistics.request_ended(status, time.perf_counter() - began_s)
+            if status:
+                statistics.failed(status, time.perf_counter() - began_s)
 
     async def streamed(self, request: pb.ModelInferRequest, remaining_s: float) -> pb.ModelStreamInferResponse:
         """The same for a request of a stream, which goes on whatever is wrong with this one."""
@@ -66,6 +79,8 @@ class Inference:
             return streamed_answer(await self.answer(request, remaining_s))
         except MillraceError as error:
             return streamed_error(request, error)
+        except Exception as unexpected:
+            return streamed_error(request, hidden(unexpected, logger, "a request of a stream failed"))
 
 
 def _limit(wishes: Wishes, remaining_s: float | None) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,11 +23,16 @@ MAX_SHOWN_NAME = 100
 
 @dataclass(frozen=True)
 class Answer:
-    """The outputs that were asked for, and who gave them."""
+    """The outputs that were asked for, of so many `rows`, and who gave them. The batcher had the request for `model_s`;
+    `input_s` and `infer_s` are how long its batches were preprocessed and computed."""
 
     deployment: Deployment
     version: ModelVersion
     outputs: list[tuple[TensorSpec, Array]]
+    rows: int
+    model_s: float
+    input_s: float
+    infer_s: float
 
 
 @dataclass(frozen=True)
@@ -80,9 +86,18 @@ class Models:
         wanted = outputs_wanted(signature, [output.name for output in requested])
         check_classifiable(wanted, requested)
         rows = rows_of(signature, inputs, deployment.spec.max_queued_rows)
+        began_s = time.perf_counter()
         outputs = await self._batcher(deployment, version).submit(rows, remaining_s, priority)
-        by_name = {spec.name: array for spec, array in zip(signature.outputs, outputs, strict=True)}
-        return Answer(deployment, version, [(spec, by_name[spec.name]) for spec in wanted])
+        by_name = {spec.name: array for spec, array in zip(signature.outputs, outputs.arrays, strict=True)}
+        return Answer(
+            deployment,
+            version,
+            [(spec, by_name[spec.name]) for spec in wanted],
+            rows=len(rows),
+            model_s=time.perf_counter() - began_s,
+            input_s=outputs.input_s,
+            infer_s=outputs.infer_s,
+        )
 
     def signature(self, model_name: str, model_version: str) -> tuple[Deployment, ModelVersion, Signature]:
         """What a model takes and gives. Raises `NotFound`, and `Unavailable` while it is not READY."""
@@ -162,7 +177,9 @@ class Models:
 
     def replace(self, deployments: Iterable[Deployment]) -> None:
         """Takes over what the logs said."""
-        self._deployments = {one.model_name: one for one in (*deployments, *self._puts)}
+        self._deployments = {}
+        for one in (*deployments, *self._puts):
+            _take_over(self._deployments, one)
         there = {application_name(one.deployment, one.version) for one in self.listed()}
         self._statistics = {name: kept for name, kept in self._statistics.items() if name in there}
         self._tell()
@@ -171,7 +188,7 @@ class Models:
         """Takes over one deployment whose log was written just now."""
         self._puts.append(deployment)
         if self._deployments is not None:
-            self._deployments[deployment.model_name] = deployment
+            _take_over(self._deployments, deployment)
         self._tell()
 
     def has_batcher(self, application: str) -> bool:
@@ -230,6 +247,14 @@ class Models:
 def application_name(deployment: Deployment, version: ModelVersion) -> str:
     """The Ray Serve application of one version. The uid keeps a deployment from meeting its namesake's replicas."""
     return f"{deployment.uid}-v{version.number}"
+
+
+def _take_over(deployments: dict[str, Deployment], newest: Deployment) -> None:
+    there = deployments.get(newest.model_name)
+    if newest.state is not State.GONE:
+        deployments[newest.model_name] = newest
+    elif there is not None and there.uid == newest.uid:
+        del deployments[newest.model_name]
 
 
 def _starting() -> Unavailable:
