@@ -12,7 +12,15 @@ from grpc import aio
 from inference_service.converters import creation_from_proto, deployment_to_proto
 from inference_service.domain.deployment import Deployment
 from inference_service.manager import DeploymentManager
-from inference_service.operations import checked_operation, operation_of
+from inference_service.operations import (
+    checked_operation,
+    checked_roll_out_operation,
+    operation_of,
+    roll_out_operation_of,
+)
+from inference_service.roll_out_converters import roll_out_wish_from_proto
+from inference_service.roll_out_manager import RollOutManager
+from inference_service.traffic_converters import change_from_proto
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import deployment_service_pb2_grpc as pb_grpc
 
@@ -22,8 +30,11 @@ Context = aio.ServicerContext[Any, Any]
 class DeploymentServicer(pb_grpc.DeploymentServiceServicer):
     """`changed` is told each deployment whose log was written, so that it takes effect at once."""
 
-    def __init__(self, manager: DeploymentManager, changed: Callable[[Deployment], None]) -> None:
+    def __init__(
+        self, manager: DeploymentManager, roll_outs: RollOutManager, changed: Callable[[Deployment], None]
+    ) -> None:
         self._manager = manager
+        self._roll_outs = roll_outs
         self._changed = changed
 
     async def CreateDeployment(self, request: pb.CreateDeploymentRequest, context: Context) -> operations_pb2.Operation:
@@ -45,3 +56,20 @@ class DeploymentServicer(pb_grpc.DeploymentServiceServicer):
     ) -> pb.DeleteDeploymentResponse:
         self._changed(await asyncio.to_thread(self._manager.delete, request.name, request.etag))
         return pb.DeleteDeploymentResponse()
+
+    async def RollOut(self, request: pb.RollOutRequest, context: Context) -> operations_pb2.Operation:
+        deployment = await asyncio.to_thread(self._roll_outs.begin, roll_out_wish_from_proto(request))
+        if request.validate_only:
+            return checked_roll_out_operation(deployment)
+        self._changed(deployment)
+        return roll_out_operation_of(deployment)
+
+    async def UpdateDeployment(self, request: pb.UpdateDeploymentRequest, context: Context) -> pb.Deployment:
+        deployment = await asyncio.to_thread(self._roll_outs.change, *change_from_proto(request))
+        self._changed(deployment)
+        return deployment_to_proto(deployment)
+
+    async def RollBack(self, request: pb.RollBackRequest, context: Context) -> pb.Deployment:
+        deployment = await asyncio.to_thread(self._roll_outs.back, request.name, request.etag)
+        self._changed(deployment)
+        return deployment_to_proto(deployment)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from inference import grpc_service_pb2 as pb
 from inference_service.domain.request_parameters import Wishes, wishes_of
+from inference_service.domain.traffic import headers_of
 from inference_service.models import Models
 from inference_service.open_inference_converters import (
     answer_to_proto,
@@ -25,6 +26,8 @@ from shared.unexpected import hidden
 
 logger = logging.getLogger(__name__)
 
+Metadata = Sequence[tuple[str, str | bytes]]
+
 
 class Inference:
     """Safe to use from many tasks of one event loop."""
@@ -32,8 +35,10 @@ class Inference:
     def __init__(self, models: Models) -> None:
         self._models = models
 
-    async def answer(self, request: pb.ModelInferRequest, remaining_s: float | None) -> pb.ModelInferResponse:
-        """`remaining_s` is the caller's time left, None for no deadline.
+    async def answer(
+        self, request: pb.ModelInferRequest, remaining_s: float | None, metadata: Metadata = ()
+    ) -> pb.ModelInferResponse:
+        """`remaining_s` is the caller's time left, None for no deadline; `metadata` that of its call.
 
         Raises what `Models.choose` and `Models.infer` raise, and `DeadlineExceeded`.
         """
@@ -41,7 +46,11 @@ class Inference:
         statistics = self._models.unchosen
         status: str | None = "INTERNAL"
         try:
-            deployment, version = self._models.choose(request.model_name, request.model_version)
+            deployment, version = self._models.choose(
+                request.model_name,
+                request.model_version,
+                lambda: headers_of(metadata, parameters_from_proto(request.parameters)),
+            )
             statistics = self._models.statistics(deployment, version)
             wishes = wishes_of(parameters_from_proto(request.parameters))
             inputs, requested = inputs_from_proto(request), outputs_from_proto(request)
@@ -71,12 +80,14 @@ class Inference:
             raise
         finally:
             if status:
-                statistics.failed(status, time.perf_counter() - began_s)
+                statistics.failed(status=status, now_s=time.time(), total_s=time.perf_counter() - began_s)
 
-    async def streamed(self, request: pb.ModelInferRequest, remaining_s: float) -> pb.ModelStreamInferResponse:
+    async def streamed(
+        self, request: pb.ModelInferRequest, remaining_s: float, metadata: Metadata = ()
+    ) -> pb.ModelStreamInferResponse:
         """The same for a request of a stream, which goes on whatever is wrong with this one."""
         try:
-            return streamed_answer(await self.answer(request, remaining_s))
+            return streamed_answer(await self.answer(request, remaining_s, metadata))
         except MillraceError as error:
             return streamed_error(request, error)
         except Exception as unexpected:

@@ -74,14 +74,19 @@ class DeploymentManager:
         return made
 
 
-def _new(name: str, uid: str, request_id: str, spec: Spec, entry: CheckpointEntry) -> Deployment:
-    version = ModelVersion(
-        number=FIRST_VERSION,
+def version_of(entry: CheckpointEntry, number: str) -> ModelVersion:
+    """A version that is still to be loaded."""
+    return ModelVersion(
+        number=number,
         checkpoint=entry.name,
         folder=entry.folder,
         checkpoint_sha256=entry.manifest_sha256,
         training_job=entry.name.partition("/checkpoints/")[0],
     )
+
+
+def _new(name: str, uid: str, request_id: str, spec: Spec, entry: CheckpointEntry) -> Deployment:
+    version = version_of(entry, FIRST_VERSION)
     now_s = time.time()
     return Deployment(
         name=name,

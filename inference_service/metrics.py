@@ -45,6 +45,15 @@ class ModelCollector(Collector):
             for status, histogram in list(one.statistics.requests.items()):
                 requests.add_metric((*_labels(one), status), histogram.count)
         yield requests
+        shadowed = CounterMetricFamily(
+            f"{PREFIX}_shadow_requests",
+            "copies for a shadow by how they ended; SHED: left out",
+            labels=(*LABELS, "status"),
+        )
+        for one in listed:
+            for status, count in list(one.statistics.shadowed.items()):
+                shadowed.add_metric((*_labels(one), status), count)
+        yield shadowed
         for name, (text, histogram_of) in DURATIONS.items():
             family = HistogramMetricFamily(f"{PREFIX}_{name}", text, labels=LABELS)
             for one in listed:

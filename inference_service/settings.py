@@ -23,6 +23,10 @@ class InferenceSettings:
     ray_silent_after_s: float = 60.0
     # How long a deployment that is being deleted may take to answer what it has, in seconds.
     drain_within_s: float = 30.0
+    # How long a version that gets no traffic any more stays, so that every serving process has read of it, in seconds.
+    retired_for_s: float = 6.0
+    # How long the replicas of a roll-out's version may take to start, in seconds.
+    roll_out_loads_within_s: float = 600.0
 
 
 def settings_from(environ: Mapping[str, str]) -> InferenceSettings:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from google.longrunning import operations_pb2
+from google.protobuf.duration_pb2 import Duration
 
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import deployment_service_pb2_grpc
+from millrace.inference.v1 import roll_out_pb2 as pb_roll_out
 from millrace_client.calls import Caller, new_request_id
 from millrace_client.operations import Operation
 from millrace_client.paging import every_page
@@ -42,7 +44,55 @@ class DeploymentClient:
         request = pb.ListDeploymentsRequest()
         return every_page(self._caller, self._stub.ListDeployments, request, "deployments")
 
+    def roll_out(
+        self,
+        name: str,
+        checkpoint: str,
+        *,
+        steps: Sequence[tuple[int, float]] = (),
+        max_error_share: float | None = None,
+        max_p99_s: float | None = None,
+        max_p99_ratio: float = 0.0,
+        min_requests: int = 0,
+        window_s: float | None = None,
+        allow_new_signature: bool = False,
+        etag: str = "",
+    ) -> Operation[pb.Deployment]:
+        """Moves a deployment's traffic to another checkpoint, without a dropped request.
+
+        `steps` are (percent, seconds) each. Past a limit it rolls back by itself, and `wait` raises: the share of the
+        requests that fail (0 to 1), the time in which 99 % are answered, or that time relative to the old version's;
+        each of at least `min_requests` within `window_s`. What is left out has the server's default.
+        """
+        limits = pb_roll_out.RollOutLimits(
+            max_error_share=max_error_share, max_p99_ratio=max_p99_ratio, min_requests=min_requests
+        )
+        if max_p99_s is not None:
+            limits.max_p99_latency.CopyFrom(_duration(max_p99_s))
+        if window_s is not None:
+            limits.window.CopyFrom(_duration(window_s))
+        spec = pb_roll_out.RollOutSpec(
+            checkpoint=checkpoint,
+            steps=[pb_roll_out.RollOutStep(percent=percent, interval=_duration(wait_s)) for percent, wait_s in steps],
+            limits=limits,
+            allow_new_signature=allow_new_signature,
+        )
+        request = pb.RollOutRequest(name=name, spec=spec, etag=etag, request_id=new_request_id())
+        operation = self._caller.unary(self._stub.RollOut, request, operations_pb2.Operation)
+        return Operation(self._caller, operation, pb.Deployment, pb.RollOutMetadata)
+
+    def roll_back(self, name: str, *, etag: str = "") -> pb.Deployment:
+        """Gives the traffic back to the versions that had it before the newest roll-out, at once."""
+        request = pb.RollBackRequest(name=name, etag=etag)
+        return self._caller.unary(self._stub.RollBack, request, pb.Deployment)
+
     def delete_deployment(self, name: str) -> None:
         """Takes it out of service; requests in flight are answered first."""
         request = pb.DeleteDeploymentRequest(name=name)
         self._caller.unary(self._stub.DeleteDeployment, request, pb.DeleteDeploymentResponse)
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromMicroseconds(round(seconds * 1e6))
+    return duration

@@ -24,7 +24,7 @@ def test_what_was_not_computing_was_waiting() -> None:
 
 def test_a_request_that_is_not_answered_counts_as_that_alone() -> None:
     statistics = Statistics()
-    statistics.failed("CANCELLED", 0.5)
+    statistics.failed(status="CANCELLED", now_s=9.0, total_s=0.5)
     assert {status: one.count for status, one in statistics.requests.items()} == {"CANCELLED": 1}
     assert [one.count for one in (statistics.queue, *vars(statistics.computing).values())] == [0] * 4
     assert statistics.rows == 0
