@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from google.longrunning import operations_pb2
@@ -23,6 +23,8 @@ from inference_service.roll_out_manager import RollOutManager
 from inference_service.traffic_converters import change_from_proto
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import deployment_service_pb2_grpc as pb_grpc
+
+LOOK_EVERY_S = 0.5
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -46,6 +48,17 @@ class DeploymentServicer(pb_grpc.DeploymentServiceServicer):
 
     async def GetDeployment(self, request: pb.GetDeploymentRequest, context: Context) -> pb.Deployment:
         return deployment_to_proto(await asyncio.to_thread(self._manager.get, request.name))
+
+    async def WatchDeployment(
+        self, request: pb.WatchDeploymentRequest, context: Context
+    ) -> AsyncIterator[pb.Deployment]:
+        look = await asyncio.to_thread(self._manager.follow, request.name)
+        told = None
+        while (now := await asyncio.to_thread(look)) is not None:
+            if now != told:
+                told = now
+                yield deployment_to_proto(now)
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def ListDeployments(self, request: pb.ListDeploymentsRequest, context: Context) -> pb.ListDeploymentsResponse:
         found, token = await asyncio.to_thread(self._manager.page, request.page_size, request.page_token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from inference_service.domain.deployment import FIRST_VERSION, Creation, Deployment, ModelVersion, Spec, State
 from inference_service.operations import DeploymentOperations, operation_name
@@ -55,6 +56,16 @@ class DeploymentManager:
         """Raises `InvalidArgument` and `NotFound`."""
         names.parse("name", name, "deployments/{m}")
         return self._deployments.get(name)
+
+    def follow(self, name: str) -> Callable[[], Deployment | None]:
+        """Its state at each call, None once it is gone. Raises `InvalidArgument` and `NotFound`."""
+        first, newest = self.get(name), self._deployments.follow(name)
+
+        def look() -> Deployment | None:
+            found = newest()
+            return found if found is not None and found.uid == first.uid and found.state is not State.GONE else None
+
+        return look
 
     def page(self, size: int, token: str) -> tuple[list[Deployment], str]:
         """Raises `InvalidArgument`."""

@@ -51,6 +51,11 @@ class Deployments:
         """What the log says now, also of a deployment that is gone."""
         return _deployment(self._log(name).head())
 
+    def follow(self, name: str) -> Callable[[], Deployment | None]:
+        """What the log says at each call, at the cost of one read where nothing is new. Not for several threads."""
+        log = self._log(name)
+        return lambda: _deployment(log.head())
+
     def get(self, name: str) -> Deployment:
         """Raises `NotFound`."""
         found = self.find(name)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from google.longrunning import operations_pb2
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.field_mask_pb2 import FieldMask
 
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import deployment_service_pb2_grpc
@@ -80,6 +81,44 @@ class DeploymentClient:
         request = pb.RollOutRequest(name=name, spec=spec, etag=etag, request_id=new_request_id())
         operation = self._caller.unary(self._stub.RollOut, request, operations_pb2.Operation)
         return Operation(self._caller, operation, pb.Deployment, pb.RollOutMetadata)
+
+    def update_traffic(
+        self,
+        name: str,
+        *,
+        weights: Mapping[str, int] | None = None,
+        routes: Sequence[tuple[str, str, str]] | None = None,
+        shadow: tuple[str, int] | None = None,
+        keep_latest: int | None = None,
+        etag: str = "",
+    ) -> pb.Deployment:
+        """Shares requests that name no version out anew; what is left out stays as it is.
+
+        `weights` are by number of version, `routes` (header, value, version), `shadow` a version and the percentage of
+        the requests that it gets copies of, 0 for no shadow. `keep_latest` versions stay loaded without traffic.
+        """
+        traffic = pb.Traffic(
+            weights=weights,
+            routes=[pb.HeaderRoute(header=header, value=value, version=to) for header, value, to in routes or ()],
+            shadow=pb.Shadow(version=shadow[0], percent=shadow[1]) if shadow else None,
+        )
+        policy = pb.VersionPolicy(latest=pb.VersionPolicy.Latest(count=keep_latest or 0))
+        spec = pb.DeploymentSpec(version_policy=policy)
+        wishes = {
+            "traffic.weights": weights,
+            "traffic.routes": routes,
+            "traffic.shadow": shadow,
+            "spec.version_policy": keep_latest,
+        }
+        request = pb.UpdateDeploymentRequest(
+            deployment=pb.Deployment(name=name, etag=etag, traffic=traffic, spec=spec),
+            update_mask=FieldMask(paths=[path for path, wish in wishes.items() if wish is not None]),
+        )
+        return self._caller.unary(self._stub.UpdateDeployment, request, pb.Deployment)
+
+    def watch_deployment(self, name: str) -> Iterator[pb.Deployment]:
+        """Its state now, and whenever it is another, until it is gone; closing the iterator ends the call."""
+        return self._caller.stream(self._stub.WatchDeployment, pb.WatchDeploymentRequest(name=name))
 
     def roll_back(self, name: str, *, etag: str = "") -> pb.Deployment:
         """Gives the traffic back to the versions that had it before the newest roll-out, at once."""

@@ -55,6 +55,11 @@ class DeploymentServiceStub:
                 request_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.ListDeploymentsRequest.SerializeToString,
                 response_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.ListDeploymentsResponse.FromString,
                 _registered_method=True)
+        self.WatchDeployment = channel.unary_stream(
+                '/millrace.inference.v1.DeploymentService/WatchDeployment',
+                request_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.WatchDeploymentRequest.SerializeToString,
+                response_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.Deployment.FromString,
+                _registered_method=True)
         self.DeleteDeployment = channel.unary_unary(
                 '/millrace.inference.v1.DeploymentService/DeleteDeployment',
                 request_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.DeleteDeploymentRequest.SerializeToString,
@@ -105,6 +110,14 @@ class DeploymentServiceServicer:
 
     def ListDeployments(self, request, context):
         """In the order of their names. Fails with INVALID_ARGUMENT (a bad `page_token` or `page_size`).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchDeployment(self, request, context):
+        """Its state now, and whenever it is another: within a second. Ends when it is gone.
+        Fails with INVALID_ARGUMENT and NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,6 +180,11 @@ def add_DeploymentServiceServicer_to_server(servicer, server):
                     servicer.ListDeployments,
                     request_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.ListDeploymentsRequest.FromString,
                     response_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.ListDeploymentsResponse.SerializeToString,
+            ),
+            'WatchDeployment': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchDeployment,
+                    request_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.WatchDeploymentRequest.FromString,
+                    response_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.Deployment.SerializeToString,
             ),
             'DeleteDeployment': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteDeployment,
@@ -275,6 +293,33 @@ class DeploymentService:
             '/millrace.inference.v1.DeploymentService/ListDeployments',
             millrace_dot_inference_dot_v1_dot_deployment__service__pb2.ListDeploymentsRequest.SerializeToString,
             millrace_dot_inference_dot_v1_dot_deployment__service__pb2.ListDeploymentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchDeployment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/millrace.inference.v1.DeploymentService/WatchDeployment',
+            millrace_dot_inference_dot_v1_dot_deployment__service__pb2.WatchDeploymentRequest.SerializeToString,
+            millrace_dot_inference_dot_v1_dot_deployment__service__pb2.Deployment.FromString,
             options,
             channel_credentials,
             insecure,
