@@ -52,7 +52,7 @@ async def run(settings: InferenceSettings, store: ObjectStore) -> int:
         models.put(deployment)
         reconciler.nudge()
 
-    roll_outs = RollOuts(deployments, models, settings, changed)
+    roll_outs = RollOuts(store, deployments, models, settings, changed)
 
     def register(server: aio.Server) -> Sequence[str]:
         manager = DeploymentManager(store, deployments, operations)

@@ -74,7 +74,9 @@ class DeploymentServicer(pb_grpc.DeploymentServiceServicer):
         deployment = await asyncio.to_thread(self._roll_outs.begin, roll_out_wish_from_proto(request))
         if request.validate_only:
             return checked_roll_out_operation(deployment)
-        self._changed(deployment)
+        # Of a request that is repeated after its roll-out ended, this is history.
+        if deployment.roll_out is not None and deployment.roll_out.under_way:
+            self._changed(deployment)
         return roll_out_operation_of(deployment)
 
     async def UpdateDeployment(self, request: pb.UpdateDeploymentRequest, context: Context) -> pb.Deployment:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from inference_service.batcher import Batcher
 from inference_service.domain.classification import check_classifiable
 from inference_service.domain.deployment import Deployment, ModelVersion, State
-from inference_service.domain.request_parameters import DEFAULT_PRIORITY, RequestedOutput
+from inference_service.domain.request_parameters import DEFAULT_PRIORITY, PRIORITY_LEVELS, RequestedOutput
 from inference_service.domain.routing import choose_version, find_version, no_version
 from inference_service.domain.rows import Rows
 from inference_service.domain.signature import Signature, TensorSpec, outputs_wanted, rows_of
@@ -113,6 +113,11 @@ class Models:
     def deployments(self) -> list[Deployment]:
         """As last read; none before that."""
         return [*(self._deployments or {}).values()]
+
+    async def try_out(self, deployment: Deployment, version: ModelVersion, rows: Rows) -> Sequence[Array]:
+        """A version's outputs, in the order of its signature, of rows that nobody asked for: behind all requests, and
+        counted as none. Raises as `infer`."""
+        return (await self._batcher(deployment, version).submit(rows, None, PRIORITY_LEVELS)).arrays
 
     def signature(self, model_name: str, model_version: str) -> tuple[Deployment, ModelVersion, Signature]:
         """What a model takes and gives. Raises `NotFound`, and `Unavailable` while it is not READY."""

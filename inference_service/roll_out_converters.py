@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from inference_service.domain.roll_out import (
     DEFAULT_REQUESTS,
+    DEFAULT_ROWS,
     DEFAULT_WINDOW_S,
+    Comparison,
     Plan,
     RollOut,
     RollOutLimits,
@@ -18,6 +22,7 @@ from inference_service.domain.roll_out import (
 from inference_service.domain.version_policy import Kept, VersionPolicy, latest_policy, named_policy
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import roll_out_pb2
+from shared import names
 from shared.errors import invalid_field
 from shared.grpc_errors import status_proto_from_record
 from shared.requests import body_digest
@@ -41,6 +46,7 @@ def roll_out_wish_from_proto(request: pb.RollOutRequest) -> RollOutWish:
                 window_s=seconds_of(limits.window) if limits.HasField("window") else DEFAULT_WINDOW_S,
             ),
             allow_new_signature=spec.allow_new_signature,
+            comparison=_comparison_from_proto(spec.comparison) if spec.HasField("comparison") else None,
         ),
         etag=request.etag,
         request_id=request.request_id,
@@ -62,9 +68,25 @@ def roll_out_to_proto(roll_out: RollOut) -> roll_out_pb2.RollOut:
         message.step_time.CopyFrom(timestamp(roll_out.step_time))
     if roll_out.end_time:
         message.end_time.CopyFrom(timestamp(roll_out.end_time))
+    if roll_out.compared is not None:
+        seen = roll_out.compared
+        message.compared.CopyFrom(
+            roll_out_pb2.Compared(rows=seen.rows, agreement=seen.agreement, difference=seen.difference)
+        )
     if roll_out.error is not None:
         message.error.CopyFrom(status_proto_from_record(roll_out.error))
     return message
+
+
+def _comparison_from_proto(given: roll_out_pb2.Comparison) -> Comparison:
+    names.parse("spec.comparison.dataset_version", given.dataset_version, "datasets/{d}/versions/{v}")
+    return Comparison(
+        dataset_version=given.dataset_version,
+        split=given.split,
+        max_rows=given.max_rows or DEFAULT_ROWS,
+        min_agreement=given.min_agreement if given.HasField("min_agreement") else None,
+        max_difference=given.max_difference if given.HasField("max_difference") else None,
+    )
 
 
 def policy_from_proto(field: str, policy: pb.VersionPolicy) -> VersionPolicy:
@@ -111,6 +133,8 @@ def _plan_to_proto(plan: Plan) -> roll_out_pb2.RollOutSpec:
     )
     if limits.max_p99_s is not None:
         message.limits.max_p99_latency.CopyFrom(_duration(limits.max_p99_s))
+    if plan.comparison is not None:
+        message.comparison.CopyFrom(roll_out_pb2.Comparison(**asdict(plan.comparison)))
     return message
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from inference_service.domain.deployment import Deployment, checked
+from inference_service.domain.deployment import Deployment, State, checked
 from inference_service.domain.roll_out import RollOut, RollOutState, RollOutWish
 from inference_service.domain.rolling import begun, check_can_begin, next_number, with_change, with_roll_back
 from inference_service.domain.traffic import TrafficChange
@@ -14,7 +14,7 @@ from inference_service.registry import USER_KIND, Deployments, new_uid
 from shared import names
 from shared.checkpoint import CheckpointEntry, resolve
 from shared.checkpoint.users import release, using
-from shared.errors import MillraceError
+from shared.errors import Conflict, MillraceError
 from shared.requests import OUTCOME_UNKNOWN, claimed
 from shared.storage import ObjectStore
 
@@ -62,14 +62,20 @@ class RollOutManager:
     def _begin(self, there: Deployment, wish: RollOutWish, request_id: str) -> Deployment:
         uid = new_uid()
         refusal = None
-        with using(self._store, FIELD, wish.plan.checkpoint, USER_KIND, there.uid, wish.name, ends_in="GONE") as entry:
+
+        def decide(before: Deployment | None) -> Deployment:
+            found = checked(before, wish.name, wish.etag)
+            if found.uid != there.uid:
+                raise Conflict(f"{wish.name} was deleted and created anew meanwhile; read it again")
+            return _begun(found, wish, request_id, uid, entry)
+
+        with using(
+            self._store, FIELD, wish.plan.checkpoint, USER_KIND, there.uid, wish.name, ends_in=State.GONE
+        ) as entry:
             # The pointer first: an operation that was answered must be found, whatever dies in between.
             self._operations.record_roll_out(roll_out_operation_name(uid), there)
             try:
-                return self._deployments.wish(
-                    wish.name,
-                    lambda before: _begun(checked(before, wish.name, wish.etag), wish, request_id, uid, entry),
-                )
+                return self._deployments.wish(wish.name, decide)
             except MillraceError as error:
                 if isinstance(error, OUTCOME_UNKNOWN):
                     raise

@@ -25,7 +25,7 @@ class InferenceSettings:
     drain_within_s: float = 30.0
     # How long a version that gets no traffic any more stays, so that every serving process has read of it, in seconds.
     retired_for_s: float = 6.0
-    # How long the replicas of a roll-out's version may take to start, in seconds.
+    # How long the replicas of a roll-out's version may take to start, and to be compared, in seconds.
     roll_out_loads_within_s: float = 600.0
 
 

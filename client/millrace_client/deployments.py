@@ -57,6 +57,9 @@ class DeploymentClient:
         min_requests: int = 0,
         window_s: float | None = None,
         allow_new_signature: bool = False,
+        compare: tuple[str, str] | None = None,
+        min_agreement: float | None = None,
+        max_difference: float | None = None,
         etag: str = "",
     ) -> Operation[pb.Deployment]:
         """Moves a deployment's traffic to another checkpoint, without a dropped request.
@@ -64,6 +67,8 @@ class DeploymentClient:
         `steps` are (percent, seconds) each. Past a limit it rolls back by itself, and `wait` raises: the share of the
         requests that fail (0 to 1), the time in which 99 % are answered, or that time relative to the old version's;
         each of at least `min_requests` within `window_s`. What is left out has the server's default.
+        To `compare`, before any traffic moves, name rows that both versions answer, (dataset version, split), and the
+        share of them with equal labels or by how much outputs may differ.
         """
         limits = pb_roll_out.RollOutLimits(
             max_error_share=max_error_share, max_p99_ratio=max_p99_ratio, min_requests=min_requests
@@ -72,11 +77,20 @@ class DeploymentClient:
             limits.max_p99_latency.CopyFrom(_duration(max_p99_s))
         if window_s is not None:
             limits.window.CopyFrom(_duration(window_s))
+        comparison = None
+        if compare is not None:
+            comparison = pb_roll_out.Comparison(
+                dataset_version=compare[0],
+                split=compare[1],
+                min_agreement=min_agreement,
+                max_difference=max_difference,
+            )
         spec = pb_roll_out.RollOutSpec(
             checkpoint=checkpoint,
             steps=[pb_roll_out.RollOutStep(percent=percent, interval=_duration(wait_s)) for percent, wait_s in steps],
             limits=limits,
             allow_new_signature=allow_new_signature,
+            comparison=comparison,
         )
         request = pb.RollOutRequest(name=name, spec=spec, etag=etag, request_id=new_request_id())
         operation = self._caller.unary(self._stub.RollOut, request, operations_pb2.Operation)

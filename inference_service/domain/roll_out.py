@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from shared.errors import MillraceError, invalid_fields
+from shared.names import SPLIT, SPLIT_REMEDY
 
 MAX_STEPS = 20
 MAX_INTERVAL_S = 86_400.0
@@ -17,19 +18,23 @@ MAX_REQUESTS = 1_000_000
 DEFAULT_REQUESTS = 50
 MAX_LATENCY_S = 3600.0
 MAX_RATIO = 1000.0
+MAX_ROWS = 10_000
+DEFAULT_ROWS = 256
 
 
-#  LOADING ──▶ SHIFTING ──▶ SUCCEEDED ──▶ UNDONE
-#     └───────────┴──▶ ROLLED_BACK
+#  LOADING ──▶ COMPARING ──▶ SHIFTING ──▶ SUCCEEDED ──▶ UNDONE
+#     ├────────────┼────────────▲ │
+#     └────────────┴──────────────┴──▶ ROLLED_BACK       COMPARING only where that is wished
 class RollOutState(StrEnum):
     LOADING = "LOADING"
+    COMPARING = "COMPARING"
     SHIFTING = "SHIFTING"
     SUCCEEDED = "SUCCEEDED"
     ROLLED_BACK = "ROLLED_BACK"
     UNDONE = "UNDONE"
 
 
-UNDER_WAY = frozenset({RollOutState.LOADING, RollOutState.SHIFTING})
+UNDER_WAY = frozenset({RollOutState.LOADING, RollOutState.COMPARING, RollOutState.SHIFTING})
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,27 @@ class RollOutLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """On the first `max_rows` of a split, before any traffic moves: the share of the rows whose labels must agree with
+    the old version's, and by how much outputs may differ. None is no limit."""
+
+    dataset_version: str
+    split: str
+    max_rows: int = DEFAULT_ROWS
+    min_agreement: float | None = None
+    max_difference: float | None = None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a comparison found; `agreement` is None where the model gives no label."""
+
+    rows: int
+    agreement: float | None
+    difference: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """`checkpoint` is as the client named it, a job or a checkpoint; everything else has its default filled in."""
 
@@ -62,6 +88,7 @@ class Plan:
     steps: tuple[Step, ...] = DEFAULT_STEPS
     limits: RollOutLimits = RollOutLimits()
     allow_new_signature: bool = False
+    comparison: Comparison | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +108,7 @@ class RollOut:
     step_time: float = 0.0
     end_time: float = 0.0
     error: Mapping[str, Any] | None = None
+    compared: Compared | None = None
 
     @property
     def under_way(self) -> bool:
@@ -98,7 +126,16 @@ class RollOut:
         plan = dict(record["plan"])
         plan["steps"] = tuple(Step(**step) for step in plan["steps"])
         plan["limits"] = RollOutLimits(**plan["limits"])
-        return RollOut(**{**record, "plan": Plan(**plan), "state": RollOutState(record["state"])})
+        comparison, compared = plan.get("comparison"), record.get("compared")
+        plan["comparison"] = Comparison(**comparison) if comparison else None
+        return RollOut(
+            **{
+                **record,
+                "plan": Plan(**plan),
+                "state": RollOutState(record["state"]),
+                "compared": Compared(**compared) if compared else None,
+            }
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +151,12 @@ class RollOutWish:
 
 
 def check_plan(
-    *, checkpoint: str, steps: Sequence[Step], limits: RollOutLimits, allow_new_signature: bool = False
+    *,
+    checkpoint: str,
+    steps: Sequence[Step],
+    limits: RollOutLimits,
+    allow_new_signature: bool = False,
+    comparison: Comparison | None = None,
 ) -> Plan:
     """The plan with its defaults, or `InvalidArgument` naming every field that is out of range."""
     problems: list[tuple[str, object, str]] = []
@@ -140,6 +182,11 @@ def check_plan(
         )
         if value is not None and not low <= value <= high
     ]
+    problems += _problems_of(comparison) if comparison is not None else []
+    if comparison is not None and allow_new_signature:
+        problems.append(
+            ("spec.allow_new_signature", True, "leave it out: versions that differ in it cannot be compared")
+        )
     if problems:
         raise invalid_fields(problems)
     return Plan(
@@ -147,4 +194,21 @@ def check_plan(
         steps=tuple(steps) or DEFAULT_STEPS,
         limits=limits,
         allow_new_signature=allow_new_signature,
+        comparison=comparison,
     )
+
+
+def _problems_of(wanted: Comparison) -> list[tuple[str, object, str]]:
+    field = "spec.comparison"
+    problems: list[tuple[str, object, str]] = []
+    if wanted.min_agreement is None and wanted.max_difference is None:
+        problems.append((field, None, "set min_agreement or max_difference: nothing would follow from it"))
+    if not SPLIT.fullmatch(wanted.split):
+        problems.append((f"{field}.split", wanted.split, SPLIT_REMEDY))
+    if not 1 <= wanted.max_rows <= MAX_ROWS:
+        problems.append((f"{field}.max_rows", wanted.max_rows, f"use 0 to {MAX_ROWS}; 0 means {DEFAULT_ROWS}"))
+    if wanted.min_agreement is not None and not 0 <= wanted.min_agreement <= 1:
+        problems.append((f"{field}.min_agreement", wanted.min_agreement, "use 0 to 1"))
+    if wanted.max_difference is not None and not wanted.max_difference >= 0:
+        problems.append((f"{field}.max_difference", wanted.max_difference, "use 0 or more"))
+    return problems

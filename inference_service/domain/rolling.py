@@ -14,7 +14,7 @@ from inference_service.domain.deployment import (
     with_failure,
     with_loaded,
 )
-from inference_service.domain.roll_out import RollOut, RollOutState
+from inference_service.domain.roll_out import Compared, RollOut, RollOutState
 from inference_service.domain.signature import Signature
 from inference_service.domain.traffic import TrafficChange
 from shared.errors import Cancelled, FailedPrecondition, MillraceError, invalid_fields
@@ -70,7 +70,8 @@ def begun(deployment: Deployment, version: ModelVersion, roll_out: RollOut, now_
 
 def with_version_loaded(deployment: Deployment, loaded: ModelVersion, now_s: float) -> Deployment | None:
     """After a version was loaded, its signature known: the first makes the deployment READY, that of a roll-out gets
-    the share of the first step, or, where clients of the old one could not use it, ends the roll-out."""
+    the share of the first step, unless it is to be compared before; or, where clients of the old one could not use it,
+    it ends the roll-out."""
     roll_out = deployment.roll_out
     if roll_out is None or roll_out.version != loaded.number or roll_out.state is not RollOutState.LOADING:
         return with_loaded(deployment, loaded, now_s)
@@ -84,8 +85,27 @@ def with_version_loaded(deployment: Deployment, loaded: ModelVersion, now_s: flo
             metadata={"resource": deployment.name, "model_version": loaded.number},
         )
         return with_traffic_back(known, roll_out.uid, error, now_s)
-    begins = replace(roll_out, state=RollOutState.SHIFTING, step=0, step_time=now_s)
-    return _shifted(known, begins, now_s)
+    if roll_out.plan.comparison is not None:
+        return replace(known, roll_out=replace(roll_out, state=RollOutState.COMPARING))
+    return _shifted(known, _first_step(roll_out, now_s), now_s)
+
+
+def with_compared(deployment: Deployment, uid: str, compared: Compared, now_s: float) -> Deployment | None:
+    """After that roll-out's version was found to be enough like the old one: at the first step."""
+    roll_out = deployment.roll_out
+    if roll_out is None or (roll_out.uid, roll_out.state) != (uid, RollOutState.COMPARING):
+        return None
+    return _shifted(deployment, replace(_first_step(roll_out, now_s), compared=compared), now_s)
+
+
+def with_unlike(
+    deployment: Deployment, uid: str, compared: Compared, error: MillraceError, now_s: float
+) -> Deployment | None:
+    """After it was found to be too unlike: rolled back."""
+    after = with_traffic_back(deployment, uid, error, now_s)
+    if after is None or after.roll_out is None:
+        return None
+    return replace(after, roll_out=replace(after.roll_out, compared=compared))
 
 
 def with_version_failed(deployment: Deployment, number: str, error: MillraceError, now_s: float) -> Deployment | None:
@@ -207,6 +227,10 @@ def with_retired_gone(deployment: Deployment, number: str, now_s: float) -> Depl
     if deployment.state is not State.READY or left == deployment.versions:
         return None
     return replace(deployment, versions=left, update_time=now_s)
+
+
+def _first_step(roll_out: RollOut, now_s: float) -> RollOut:
+    return replace(roll_out, state=RollOutState.SHIFTING, step=0, step_time=now_s)
 
 
 def _shifted(deployment: Deployment, roll_out: RollOut, now_s: float) -> Deployment:

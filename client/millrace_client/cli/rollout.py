@@ -15,6 +15,18 @@ from millrace_client.cli.output import console, duration_text, print_json, state
 from millrace_client.operations import Operation
 
 
+class RowsType(click.ParamType[tuple[str, str]]):
+    """`datasets/d/versions/v:test`: a dataset version, and one of its splits."""
+
+    name = "VERSION:SPLIT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        version, _, split = str(value).partition(":")
+        if not version or not split:
+            self.fail(f"{value!r}: use VERSION:SPLIT, e.g. datasets/d/versions/v:test", param, ctx)
+        return version, split
+
+
 class StepType(click.ParamType[tuple[int, float]]):
     """`25:60`: a percentage, and for how many seconds."""
 
@@ -43,6 +55,13 @@ class StepType(click.ParamType[tuple[int, float]]):
 @click.option("--max-p99-ratio", default=0.0, help="Roll back where they take so many times as long as the old one's.")
 @click.option("--min-requests", default=0, help="Before a limit means anything. Default: 50.")
 @click.option("--window", "window_s", type=float, help="Seconds that the limits look back. Default: 60.")
+@click.option(
+    "--compare",
+    type=RowsType(),
+    help="Rows that both versions answer before any traffic moves: datasets/d/versions/v:test.",
+)
+@click.option("--min-agreement", type=float, help="Share of those rows with the same label, 0 to 1.")
+@click.option("--max-difference", type=float, help="By how much outputs for those rows may differ.")
 @click.option("--allow-new-signature", is_flag=True, help="Also where inputs or outputs differ from the old version's.")
 @click.option("--no-wait", is_flag=True, help="Return once it is durable; it goes on meanwhile.")
 @address_options
@@ -52,6 +71,7 @@ def rollout(
     checkpoint: str,
     steps: tuple[tuple[int, float], ...],
     max_p99_ms: float | None,
+    compare: tuple[str, str] | None,
     no_wait: bool,
     as_json: bool,
     **values: Any,
@@ -68,6 +88,9 @@ def rollout(
             steps=steps,
             max_p99_s=max_p99_ms / 1000 if max_p99_ms is not None else None,
             allow_new_signature=values["allow_new_signature"],
+            compare=compare,
+            min_agreement=values["min_agreement"],
+            max_difference=values["max_difference"],
             **limits,
         )
         if no_wait:
@@ -112,6 +135,8 @@ class _Progress:
         now = operation.metadata.roll_out
         if now.state == roll_out_pb2.RollOut.STATE_LOADING:
             line = f"loading version {now.version} beside the one that answers …"
+        elif now.state == roll_out_pb2.RollOut.STATE_COMPARING:
+            line = f"comparing version {now.version} with the one that answers …"
         elif now.state == roll_out_pb2.RollOut.STATE_SHIFTING:
             step = now.spec.steps[now.step]
             lasts = duration_text(step.interval.ToMicroseconds() / 1e6)

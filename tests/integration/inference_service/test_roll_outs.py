@@ -29,6 +29,7 @@ from tests.integration.inference_service.conftest import Stack, running_stack
 from tests.support.asking import Load
 from tests.support.ray_head import RayHead
 from tests.support.refusals import refusal_of, refused
+from tests.support.versions import commit_version, striped_digits
 
 JOB = "trainingJobs/moving"
 IMAGE = np.random.default_rng(4).integers(0, 256, (1, 28, 28), dtype=np.uint8)
@@ -76,13 +77,16 @@ class Moving:
         assert answer.parameters["checkpoint"].string_param == f"{JOB}/checkpoints/{self.checkpoints[version]}"
         return version
 
-    def roll_out(self, checkpoint: str, *steps: tuple[int, float], **limits: Any) -> operations_pb2.Operation:
+    def roll_out(
+        self, checkpoint: str, *steps: tuple[int, float], comparison: Any = None, **limits: Any
+    ) -> operations_pb2.Operation:
         number = str(len(self.checkpoints) + 1)
         self.checkpoints[number] = checkpoint
         spec = roll_out_pb2.RollOutSpec(
             checkpoint=f"{JOB}/checkpoints/{checkpoint}",
             steps=[roll_out_pb2.RollOutStep(percent=one, interval=seconds(interval_s)) for one, interval_s in steps],
             limits=roll_out_pb2.RollOutLimits(**limits),
+            comparison=comparison,
         )
         return self.client.deployments.RollOut(pb.RollOutRequest(name=self.name, spec=spec), timeout=10)
 
@@ -162,7 +166,7 @@ def test_a_roll_out_and_a_roll_back_under_load_lose_and_wrongly_answer_nothing(
     assert load.errors == []
 
 
-def test_a_version_that_is_damaged_or_too_slow_rolls_back_and_the_old_one_answers_on(
+def test_a_version_that_is_damaged_too_slow_or_too_unlike_rolls_back_and_the_old_one_answers_on(
     stack: Stack, logits: dict[str, Array]
 ) -> None:
     damaged = write(stack.store, "c8", job=JOB, weights=b"some weights")
@@ -181,8 +185,21 @@ def test_a_version_that_is_damaged_or_too_slow_rolls_back_and_the_old_one_answer
         assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "ROLL_OUT_LIMIT")
         load.wait_for(CLIENTS)
         assert load.wait_for(20).keys() == {"1"}
+
+        held = "datasets/held/versions/v1"
+        commit_version(stack.store, held, {"test": striped_digits(50)})
+        # Its logits are those of c1 and 1 more, so all labels agree.
+        alike = {"split": "test", "max_rows": 40, "min_agreement": 1.0, "max_difference": 0.5}
+        operation = stack.client.wait(one.roll_out("c2", (100, 0.0), comparison={"dataset_version": held, **alike}))
+        error = refusal_of(operation.error)
+        assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "ROLL_OUT_UNLIKE")
+        seen = one.get().roll_out.compared
+        assert (seen.rows, seen.agreement) == (40, 1.0)
+        assert seen.difference == pytest.approx(1.0, abs=1e-3)
+        assert load.wait_for(20).keys() == {"1"}
     assert load.errors == []
     assert load.answers["3"] >= 5
+    assert "4" not in load.answers
 
 
 @pytest.mark.usefixtures("deployed")

@@ -30,7 +30,8 @@ def run(servicer: Any, *arguments: str) -> Result:
 def test_the_options_become_a_plan_and_each_step_is_told_once() -> None:
     servicer = Rolling()
     options = "--step 5:60 --step 100:0.5 --max-error-share 0 --max-p99-ms 12.5 --max-p99-ratio 2 --min-requests 9"
-    result = run(servicer, "rollout", "digits", "j", *f"{options} --window 30".split())
+    options += " --window 30 --compare datasets/d/versions/v:test --min-agreement 0.9"
+    result = run(servicer, "rollout", "digits", "j", *options.split())
     assert result.exit_code == 0, result.output
     (request,) = servicer.wishes
     assert (request.name, request.spec.checkpoint) == ("deployments/digits", "trainingJobs/j")
@@ -40,6 +41,9 @@ def test_the_options_become_a_plan_and_each_step_is_told_once() -> None:
     assert (limits.HasField("max_error_share"), limits.max_error_share) == (True, 0)
     assert (limits.max_p99_latency.ToMicroseconds(), limits.max_p99_ratio, limits.min_requests) == (12_500, 2, 9)
     assert limits.window.ToSeconds() == 30
+    wanted = request.spec.comparison
+    assert (wanted.dataset_version, wanted.split, wanted.min_agreement) == ("datasets/d/versions/v", "test", 0.9)
+    assert not wanted.HasField("max_difference")
     told = [line for line in result.stdout.splitlines() if "version 2 has" in line]
     assert [line.split(" has ")[1] for line in told] == [
         "5 % of the traffic, for 1 min 00 s",
@@ -57,6 +61,7 @@ def test_without_options_everything_is_left_to_the_server() -> None:
     assert not request.spec.limits.HasField("max_error_share")
     assert not request.spec.limits.HasField("max_p99_latency")
     assert not request.spec.limits.HasField("window")
+    assert not request.spec.HasField("comparison")
 
 
 def test_a_roll_out_that_is_rolled_back_is_an_error() -> None:

@@ -9,14 +9,25 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from inference_service.batcher import Batcher
 from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits
 from inference_service.domain.deployment import Deployment, State
-from inference_service.domain.roll_out import RollOutLimits, RollOutState, RollOutWish, Step, check_plan
+from inference_service.domain.roll_out import (
+    Compared,
+    Comparison,
+    RollOutLimits,
+    RollOutState,
+    RollOutWish,
+    Step,
+    check_plan,
+)
 from inference_service.domain.rolling import with_version_loaded
+from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.signature import Signature, TensorSpec
 from inference_service.domain.statistics import Statistics
 from inference_service.manager import DeploymentManager
 from inference_service.models import Models, application_name
@@ -30,6 +41,7 @@ from shared.errors import AlreadyExists, Conflict, FailedPrecondition, NotFound
 from shared.settings import ServiceSettings, StoreSettings
 from shared.storage import ObjectStore
 from tests.support.inference_server import IMAGES, Classifier
+from tests.support.versions import commit_version, striped_digits
 from tests.unit.inference_service.conftest import JOB
 from tests.unit.inference_service.test_registry import creation
 
@@ -48,9 +60,9 @@ def ready(manager: DeploymentManager, deployments: Deployments) -> Deployment:
     return load(deployments, manager.create(creation()))
 
 
-def load(deployments: Deployments, deployment: Deployment) -> Deployment:
+def load(deployments: Deployments, deployment: Deployment, signature: Signature = IMAGES) -> Deployment:
     """Its newest version has been loaded."""
-    version = replace(deployment.versions[-1], signature=IMAGES)
+    version = replace(deployment.versions[-1], signature=signature)
     after = deployments.transition(
         deployment.name, deployment.uid, lambda before: with_version_loaded(before, version, time.time())
     )
@@ -61,7 +73,8 @@ def load(deployments: Deployments, deployment: Deployment) -> Deployment:
 def wish(checkpoint: str = f"{JOB}/checkpoints/c2", **changes: Any) -> RollOutWish:
     limits = changes.pop("limits", RollOutLimits())
     steps = changes.pop("steps", [Step(10, 0.0), Step(100, 0.0)])
-    plan = check_plan(checkpoint=checkpoint, steps=steps, limits=limits)
+    comparison = changes.pop("comparison", None)
+    plan = check_plan(checkpoint=checkpoint, steps=steps, limits=limits, comparison=comparison)
     made = RollOutWish(name=NAME, plan=plan, etag="", request_id="", digest="d", validate_only=False)
     return replace(made, **changes)
 
@@ -156,8 +169,9 @@ def test_cancelling_the_operation_rolls_back(
 class Driven:
     """A driver of roll-outs over models that answer; `look()` is one look of its."""
 
-    def __init__(self, deployments: Deployments) -> None:
-        self.deployments = deployments
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+        self.deployments = Deployments(store)
         self.models = Models()
         service = ServiceSettings(listen="", store=StoreSettings(url="file:///nowhere"))
         self.settings = InferenceSettings(service=service, retired_for_s=0.0)
@@ -167,7 +181,7 @@ class Driven:
         """A new process: it has seen nothing, and reads the log."""
         self.models = Models()
         self.models.replace(self.deployments.all())
-        self._driver = RollOuts(self.deployments, self.models, self.settings, self.models.put)
+        self._driver = RollOuts(self.store, self.deployments, self.models, self.settings, self.models.put)
 
     @property
     def now(self) -> Deployment:
@@ -179,12 +193,12 @@ class Driven:
         assert self.now.roll_out is not None
         return self.now.roll_out.state
 
-    def answer(self, number: str) -> None:
+    def answer(self, number: str, model: Any = None) -> None:
         """Replicas of this version are there."""
         version = next(one for one in self.now.versions if one.number == number)
         limits = Limits(max_rows=8, max_delay_s=0.0, max_queued_rows=100, max_in_flight=1)
         name = application_name(self.now, version)
-        self.models.attach(name, Batcher(Classifier(), limits, BatchTimes(), Statistics()))
+        self.models.attach(name, Batcher(model or Classifier(), limits, BatchTimes(), Statistics()))
 
     def seen(self, number: str, requests: int, *, total_s: float = 0.01, status: str = "") -> None:
         """So many requests have just been answered, or have failed."""
@@ -230,12 +244,28 @@ def test_it_goes_through_its_steps_while_the_new_version_answers_and_lets_the_ol
         assert users_of_job(store, JOB, LONG_AFTER) == {f"{JOB}/checkpoints/c2": [NAME]}
         assert operations.get(operation).HasField("response")
 
-    driving(Driven(deployments), scenario)
+    driving(Driven(store), scenario)
+
+
+@pytest.mark.usefixtures("ready")
+def test_a_version_that_goes_takes_no_mark_from_a_new_one_of_the_same_checkpoint(
+    store: ObjectStore, deployments: Deployments, roll_outs: RollOutManager
+) -> None:
+    load(deployments, roll_outs.begin(wish()))
+    roll_outs.back(NAME, "")
+
+    async def scenario(driven: Driven) -> None:
+        roll_outs.begin(wish())  # the driver has not heard of it when it lets version 2 go
+        await driven.look()
+        assert list(weights(deployments.get(NAME))) == ["1", "3"]
+        assert users_of_job(store, JOB, LONG_AFTER)[f"{JOB}/checkpoints/c2"] == [NAME]
+
+    driving(Driven(store), scenario)
 
 
 @pytest.mark.usefixtures("ready")
 def test_another_process_goes_on_from_the_step_that_the_log_names_and_watches_it_anew(
-    deployments: Deployments, roll_outs: RollOutManager
+    store: ObjectStore, deployments: Deployments, roll_outs: RollOutManager
 ) -> None:
     load(deployments, roll_outs.begin(wish(steps=[Step(10, 0.2), Step(50, 0.2), Step(100, 0.0)])))
 
@@ -256,7 +286,7 @@ def test_another_process_goes_on_from_the_step_that_the_log_names_and_watches_it
         await driven.look()
         assert weights(driven.now) == {"1": 0, "2": 100}
 
-    driving(Driven(deployments), scenario)
+    driving(Driven(store), scenario)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +299,12 @@ def test_another_process_goes_on_from_the_step_that_the_log_names_and_watches_it
 )
 @pytest.mark.usefixtures("ready")
 def test_a_limit_that_is_passed_rolls_back_by_itself(
-    deployments: Deployments, roll_outs: RollOutManager, operations: DeploymentOperations, limits: Any, said: str
+    store: ObjectStore,
+    deployments: Deployments,
+    roll_outs: RollOutManager,
+    operations: DeploymentOperations,
+    limits: Any,
+    said: str,
 ) -> None:
     made = load(deployments, roll_outs.begin(wish(steps=[Step(10, 60.0), Step(100, 60.0)], limits=limits)))
     assert made.roll_out is not None
@@ -289,11 +324,11 @@ def test_a_limit_that_is_passed_rolls_back_by_itself(
         await driven.look()
         assert list(weights(driven.now)) == ["1"]
 
-    driving(Driven(deployments), scenario)
+    driving(Driven(store), scenario)
 
 
 @pytest.mark.usefixtures("ready")
-def test_a_version_whose_replicas_never_start_is_given_up(deployments: Deployments, roll_outs: RollOutManager) -> None:
+def test_a_version_whose_replicas_never_start_is_given_up(store: ObjectStore, roll_outs: RollOutManager) -> None:
     roll_outs.begin(wish())
 
     async def scenario(driven: Driven) -> None:
@@ -307,4 +342,94 @@ def test_a_version_whose_replicas_never_start_is_given_up(deployments: Deploymen
         assert driven.now.roll_out.error is not None
         assert "CPUs" in driven.now.roll_out.error["message"]
 
-    driving(Driven(deployments), scenario)
+    driving(Driven(store), scenario)
+
+
+DATASET = "datasets/digits/versions/v1"
+DIGITS = replace(IMAGES, raw=(TensorSpec("image", "UINT8", (-1, 28, 28)),))
+
+
+class Stripes:
+    """Tells the stripes of `striped_digits`; `wrong` rows of each batch it tells wrongly."""
+
+    def __init__(self, wrong: int = 0) -> None:
+        self._wrong = wrong
+
+    async def forward(self, rows: Rows) -> Outputs:
+        images = rows.values["image"].astype(np.float32)
+        columns = images.mean(axis=1)  # (B, 28)
+        logits = np.stack([columns[:, 2 * label + 4 : 2 * label + 6].mean(axis=1) for label in range(10)], axis=1)
+        logits[: self._wrong] = np.roll(logits[: self._wrong], 1, axis=1)
+        return Outputs([logits, logits.argmax(axis=1)])
+
+
+def is_comparing(driven: Driven) -> bool:
+    return driven.state is RollOutState.COMPARING
+
+
+def comparing(
+    store: ObjectStore,
+    manager: DeploymentManager,
+    roll_outs: RollOutManager,
+    comparison: Comparison,
+    wrong: int = 0,
+) -> Deployment:
+    """The deployment after version 2 was compared; `wrong` rows of a batch of 8 it tells otherwise."""
+    deployments = Deployments(store)
+    load(deployments, manager.create(creation()), DIGITS)
+    assert load(deployments, roll_outs.begin(wish(comparison=comparison)), DIGITS).versions[1].weight == 0
+    seen: list[Deployment] = []
+
+    async def scenario(driven: Driven) -> None:
+        driven.answer("1", Stripes())
+        await driven.look()
+        await asyncio.sleep(0.1)
+        assert is_comparing(driven)  # version 2 has no replicas yet
+        driven.answer("2", Stripes(wrong))
+        while is_comparing(driven):
+            await driven.look()
+            await asyncio.sleep(0.01)
+        seen.append(driven.now)
+
+    driving(Driven(store), scenario)
+    return seen[0]
+
+
+def test_a_version_that_answers_the_held_rows_alike_gets_traffic(
+    store: ObjectStore, manager: DeploymentManager, roll_outs: RollOutManager
+) -> None:
+    commit_version(store, DATASET, {"train": striped_digits(50), "test": striped_digits(20, seed=1)})
+    wanted = Comparison(dataset_version=DATASET, split="test", min_agreement=1.0, max_difference=0.0)
+    after = comparing(store, manager, roll_outs, wanted)
+    assert after.roll_out is not None
+    assert (after.roll_out.state, weights(after)) == (RollOutState.SHIFTING, {"1": 90, "2": 10})
+    assert after.roll_out.compared == Compared(rows=20, agreement=1.0, difference=0.0)
+    assert Deployment.from_record(after.as_record()) == after
+
+
+def test_a_version_that_answers_them_otherwise_is_rolled_back_before_any_traffic_moves(
+    store: ObjectStore, manager: DeploymentManager, roll_outs: RollOutManager
+) -> None:
+    commit_version(store, DATASET, {"test": striped_digits(16)})
+    wanted = Comparison(dataset_version=DATASET, split="test", min_agreement=0.9, max_rows=16)
+    after = comparing(store, manager, roll_outs, wanted, wrong=2)
+    assert after.roll_out is not None
+    assert (after.roll_out.state, weights(after)) == (RollOutState.ROLLED_BACK, {"1": 100, "2": 0})
+    assert after.roll_out.compared is not None
+    assert after.roll_out.compared.agreement == 0.75
+    assert after.roll_out.error is not None
+    assert "75.00% of 16 held rows" in after.roll_out.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("version", "split", "kind"), [("datasets/x/versions/v1", "test", "NotFound"), (DATASET, "no", "InvalidArgument")]
+)
+def test_what_cannot_be_compared_is_rolled_back_with_the_reason(
+    store: ObjectStore, manager: DeploymentManager, roll_outs: RollOutManager, version: str, split: str, kind: str
+) -> None:
+    commit_version(store, DATASET, {"test": striped_digits(4)})
+    wanted = Comparison(dataset_version=version, split=split, min_agreement=0.9)
+    after = comparing(store, manager, roll_outs, wanted)
+    assert after.roll_out is not None
+    assert after.roll_out.error is not None
+    assert (after.roll_out.state, after.roll_out.error["kind"]) == (RollOutState.ROLLED_BACK, kind)

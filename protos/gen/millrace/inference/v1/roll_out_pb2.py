@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$millrace/inference/v1/roll_out.proto\x12\x15millrace.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\"\xd9\x03\n\x07RollOut\x12\x33\n\x05state\x18\x01 \x01(\x0e\x32$.millrace.inference.v1.RollOut.State\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x11\n\toperation\x18\x03 \x01(\t\x12\x30\n\x04spec\x18\x04 \x01(\x0b\x32\".millrace.inference.v1.RollOutSpec\x12\x0c\n\x04step\x18\x05 \x01(\x05\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\tstep_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12!\n\x05\x65rror\x18\t \x01(\x0b\x32\x12.google.rpc.Status\"\x83\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_LOADING\x10\x01\x12\x12\n\x0eSTATE_SHIFTING\x10\x02\x12\x13\n\x0fSTATE_SUCCEEDED\x10\x03\x12\x15\n\x11STATE_ROLLED_BACK\x10\x04\x12\x10\n\x0cSTATE_UNDONE\x10\x05\"\xa7\x01\n\x0bRollOutSpec\x12\x12\n\ncheckpoint\x18\x01 \x01(\t\x12\x31\n\x05steps\x18\x02 \x03(\x0b\x32\".millrace.inference.v1.RollOutStep\x12\x34\n\x06limits\x18\x03 \x01(\x0b\x32$.millrace.inference.v1.RollOutLimits\x12\x1b\n\x13\x61llow_new_signature\x18\x04 \x01(\x08\"K\n\x0bRollOutStep\x12\x0f\n\x07percent\x18\x01 \x01(\x05\x12+\n\x08interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xcd\x01\n\rRollOutLimits\x12\x1c\n\x0fmax_error_share\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x32\n\x0fmax_p99_latency\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rmax_p99_ratio\x18\x03 \x01(\x01\x12\x14\n\x0cmin_requests\x18\x04 \x01(\x05\x12)\n\x06window\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB\x12\n\x10_max_error_shareb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$millrace/inference/v1/roll_out.proto\x12\x15millrace.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\"\xa1\x04\n\x07RollOut\x12\x33\n\x05state\x18\x01 \x01(\x0e\x32$.millrace.inference.v1.RollOut.State\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x11\n\toperation\x18\x03 \x01(\t\x12\x30\n\x04spec\x18\x04 \x01(\x0b\x32\".millrace.inference.v1.RollOutSpec\x12\x0c\n\x04step\x18\x05 \x01(\x05\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\tstep_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12!\n\x05\x65rror\x18\t \x01(\x0b\x32\x12.google.rpc.Status\x12\x31\n\x08\x63ompared\x18\n \x01(\x0b\x32\x1f.millrace.inference.v1.Compared\"\x98\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_LOADING\x10\x01\x12\x12\n\x0eSTATE_SHIFTING\x10\x02\x12\x13\n\x0fSTATE_SUCCEEDED\x10\x03\x12\x15\n\x11STATE_ROLLED_BACK\x10\x04\x12\x10\n\x0cSTATE_UNDONE\x10\x05\x12\x13\n\x0fSTATE_COMPARING\x10\x06\"\xde\x01\n\x0bRollOutSpec\x12\x12\n\ncheckpoint\x18\x01 \x01(\t\x12\x31\n\x05steps\x18\x02 \x03(\x0b\x32\".millrace.inference.v1.RollOutStep\x12\x34\n\x06limits\x18\x03 \x01(\x0b\x32$.millrace.inference.v1.RollOutLimits\x12\x1b\n\x13\x61llow_new_signature\x18\x04 \x01(\x08\x12\x35\n\ncomparison\x18\x05 \x01(\x0b\x32!.millrace.inference.v1.Comparison\"\xa4\x01\n\nComparison\x12\x17\n\x0f\x64\x61taset_version\x18\x01 \x01(\t\x12\r\n\x05split\x18\x02 \x01(\t\x12\x10\n\x08max_rows\x18\x03 \x01(\x05\x12\x1a\n\rmin_agreement\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x1b\n\x0emax_difference\x18\x05 \x01(\x01H\x01\x88\x01\x01\x42\x10\n\x0e_min_agreementB\x11\n\x0f_max_difference\"R\n\x08\x43ompared\x12\x0c\n\x04rows\x18\x01 \x01(\x05\x12\x16\n\tagreement\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\ndifference\x18\x03 \x01(\x01\x42\x0c\n\n_agreement\"K\n\x0bRollOutStep\x12\x0f\n\x07percent\x18\x01 \x01(\x05\x12+\n\x08interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xcd\x01\n\rRollOutLimits\x12\x1c\n\x0fmax_error_share\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x32\n\x0fmax_p99_latency\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rmax_p99_ratio\x18\x03 \x01(\x01\x12\x14\n\x0cmin_requests\x18\x04 \x01(\x05\x12)\n\x06window\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB\x12\n\x10_max_error_shareb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,13 +35,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.inference.v1.roll_
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ROLLOUT']._serialized_start=154
-  _globals['_ROLLOUT']._serialized_end=627
-  _globals['_ROLLOUT_STATE']._serialized_start=496
-  _globals['_ROLLOUT_STATE']._serialized_end=627
-  _globals['_ROLLOUTSPEC']._serialized_start=630
-  _globals['_ROLLOUTSPEC']._serialized_end=797
-  _globals['_ROLLOUTSTEP']._serialized_start=799
-  _globals['_ROLLOUTSTEP']._serialized_end=874
-  _globals['_ROLLOUTLIMITS']._serialized_start=877
-  _globals['_ROLLOUTLIMITS']._serialized_end=1082
+  _globals['_ROLLOUT']._serialized_end=699
+  _globals['_ROLLOUT_STATE']._serialized_start=547
+  _globals['_ROLLOUT_STATE']._serialized_end=699
+  _globals['_ROLLOUTSPEC']._serialized_start=702
+  _globals['_ROLLOUTSPEC']._serialized_end=924
+  _globals['_COMPARISON']._serialized_start=927
+  _globals['_COMPARISON']._serialized_end=1091
+  _globals['_COMPARED']._serialized_start=1093
+  _globals['_COMPARED']._serialized_end=1175
+  _globals['_ROLLOUTSTEP']._serialized_start=1177
+  _globals['_ROLLOUTSTEP']._serialized_end=1252
+  _globals['_ROLLOUTLIMITS']._serialized_start=1255
+  _globals['_ROLLOUTLIMITS']._serialized_end=1460
 # @@protoc_insertion_point(module_scope)

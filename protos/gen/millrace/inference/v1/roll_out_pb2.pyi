@@ -13,7 +13,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RollOut(_message.Message):
-    __slots__ = ("state", "version", "operation", "spec", "step", "create_time", "step_time", "end_time", "error")
+    __slots__ = ("state", "version", "operation", "spec", "step", "create_time", "step_time", "end_time", "error", "compared")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[RollOut.State]
@@ -22,12 +22,14 @@ class RollOut(_message.Message):
         STATE_SUCCEEDED: _ClassVar[RollOut.State]
         STATE_ROLLED_BACK: _ClassVar[RollOut.State]
         STATE_UNDONE: _ClassVar[RollOut.State]
+        STATE_COMPARING: _ClassVar[RollOut.State]
     STATE_UNSPECIFIED: RollOut.State
     STATE_LOADING: RollOut.State
     STATE_SHIFTING: RollOut.State
     STATE_SUCCEEDED: RollOut.State
     STATE_ROLLED_BACK: RollOut.State
     STATE_UNDONE: RollOut.State
+    STATE_COMPARING: RollOut.State
     STATE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     OPERATION_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +39,7 @@ class RollOut(_message.Message):
     STEP_TIME_FIELD_NUMBER: _ClassVar[int]
     END_TIME_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    COMPARED_FIELD_NUMBER: _ClassVar[int]
     state: RollOut.State
     version: str
     operation: str
@@ -46,19 +49,46 @@ class RollOut(_message.Message):
     step_time: _timestamp_pb2.Timestamp
     end_time: _timestamp_pb2.Timestamp
     error: _status_pb2.Status
-    def __init__(self, state: _Optional[_Union[RollOut.State, str]] = ..., version: _Optional[str] = ..., operation: _Optional[str] = ..., spec: _Optional[_Union[RollOutSpec, _Mapping]] = ..., step: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., step_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+    compared: Compared
+    def __init__(self, state: _Optional[_Union[RollOut.State, str]] = ..., version: _Optional[str] = ..., operation: _Optional[str] = ..., spec: _Optional[_Union[RollOutSpec, _Mapping]] = ..., step: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., step_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., compared: _Optional[_Union[Compared, _Mapping]] = ...) -> None: ...
 
 class RollOutSpec(_message.Message):
-    __slots__ = ("checkpoint", "steps", "limits", "allow_new_signature")
+    __slots__ = ("checkpoint", "steps", "limits", "allow_new_signature", "comparison")
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     ALLOW_NEW_SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    COMPARISON_FIELD_NUMBER: _ClassVar[int]
     checkpoint: str
     steps: _containers.RepeatedCompositeFieldContainer[RollOutStep]
     limits: RollOutLimits
     allow_new_signature: bool
-    def __init__(self, checkpoint: _Optional[str] = ..., steps: _Optional[_Iterable[_Union[RollOutStep, _Mapping]]] = ..., limits: _Optional[_Union[RollOutLimits, _Mapping]] = ..., allow_new_signature: _Optional[bool] = ...) -> None: ...
+    comparison: Comparison
+    def __init__(self, checkpoint: _Optional[str] = ..., steps: _Optional[_Iterable[_Union[RollOutStep, _Mapping]]] = ..., limits: _Optional[_Union[RollOutLimits, _Mapping]] = ..., allow_new_signature: _Optional[bool] = ..., comparison: _Optional[_Union[Comparison, _Mapping]] = ...) -> None: ...
+
+class Comparison(_message.Message):
+    __slots__ = ("dataset_version", "split", "max_rows", "min_agreement", "max_difference")
+    DATASET_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MIN_AGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    MAX_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    dataset_version: str
+    split: str
+    max_rows: int
+    min_agreement: float
+    max_difference: float
+    def __init__(self, dataset_version: _Optional[str] = ..., split: _Optional[str] = ..., max_rows: _Optional[int] = ..., min_agreement: _Optional[float] = ..., max_difference: _Optional[float] = ...) -> None: ...
+
+class Compared(_message.Message):
+    __slots__ = ("rows", "agreement", "difference")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    AGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    rows: int
+    agreement: float
+    difference: float
+    def __init__(self, rows: _Optional[int] = ..., agreement: _Optional[float] = ..., difference: _Optional[float] = ...) -> None: ...
 
 class RollOutStep(_message.Message):
     __slots__ = ("percent", "interval")
