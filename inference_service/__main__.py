@@ -23,6 +23,8 @@ from inference_service.operations import DeploymentOperations
 from inference_service.ray_serve import ServeApplications
 from inference_service.reconciler import Reconciler
 from inference_service.registry import Deployments
+from inference_service.roll_out_manager import RollOutManager
+from inference_service.roll_outs import RollOuts
 from inference_service.settings import InferenceSettings, settings_from
 from millrace.inference.v1 import deployment_service_pb2, deployment_service_pb2_grpc
 from shared.errors import MillraceError
@@ -50,10 +52,12 @@ async def run(settings: InferenceSettings, store: ObjectStore) -> int:
         models.put(deployment)
         reconciler.nudge()
 
+    roll_outs = RollOuts(store, deployments, models, settings, changed)
+
     def register(server: aio.Server) -> Sequence[str]:
         manager = DeploymentManager(store, deployments, operations)
         deployment_service_pb2_grpc.add_DeploymentServiceServicer_to_server(
-            DeploymentServicer(manager, changed), server
+            DeploymentServicer(manager, RollOutManager(store, deployments, operations), changed), server
         )
         grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(OpenInferenceServicer(models), server)
         operations_pb2_grpc.add_OperationsServicer_to_server(OperationsServicer(operations), server)
@@ -67,9 +71,10 @@ async def run(settings: InferenceSettings, store: ObjectStore) -> int:
     with metrics_served(settings.metrics_listen, models):
         serving = serve(settings.service.listen, register, health=health, ready=False, stop=stop)
         async with asyncio.TaskGroup() as tasks:
-            background = tasks.create_task(front.run())
+            background = [tasks.create_task(front.run()), tasks.create_task(roll_outs.run())]
             await serving
-            background.cancel()
+            for task in background:
+                task.cancel()
     return front.exit_status
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, Protocol
@@ -50,11 +49,11 @@ class _Entry:
 class Batcher:
     """Lives on one event loop. `times` says how long batches take and learns from each; `statistics` counts them."""
 
-    def __init__(self, model: Model, limits: Limits, times: BatchTimes, statistics: Statistics | None = None) -> None:
+    def __init__(self, model: Model, limits: Limits, times: BatchTimes, statistics: Statistics) -> None:
         self._model = model
         self._limits = limits
         self._times = times
-        self._statistics = statistics or Statistics()
+        self._statistics = statistics
         self._loop = asyncio.get_running_loop()
         # By priority, each in order of arrival; leaving from the middle is cheap.
         self._levels: list[dict[_Entry, None]] = [{} for _ in range(PRIORITY_LEVELS)]
@@ -68,9 +67,10 @@ class Batcher:
         """Rows that wait to be sent to the model."""
         return sum(self._rows_at)
 
-    async def submit(self, rows: Rows, remaining_s: float | None, priority: int = DEFAULT_PRIORITY) -> Sequence[Array]:
+    async def submit(self, rows: Rows, remaining_s: float | None, priority: int = DEFAULT_PRIORITY) -> Outputs:
         """The outputs of these rows, any number of them, in their order; `remaining_s` is the caller's time left, and
-        rows of a lower `priority`, 1 to `PRIORITY_LEVELS`, go first, however long others have waited.
+        rows of a lower `priority`, 1 to `PRIORITY_LEVELS`, go first, however long others have waited. Of rows that took
+        several batches, the times are those of all of them.
 
         Raises `ResourceExhausted` (the queue is full), `DeadlineExceeded` (it would come too late; no row reached the
         model), `InvalidArgument` (the model refuses some of these rows; others' in the same batch are answered),
@@ -102,16 +102,11 @@ class Batcher:
             for entry in entries:
                 self._leave(entry)
                 entry.future.cancel()
-        self._statistics.model_answered(
-            rows=len(rows),
-            now_s=time.time(),
-            elapsed_s=self._loop.time() - now_s,
+        return Outputs(
+            answers[0] if len(answers) == 1 else [np.concatenate(parts) for parts in zip(*answers, strict=True)],
             input_s=sum(entry.input_s for entry in entries),
             infer_s=sum(entry.infer_s for entry in entries),
         )
-        if len(answers) == 1:
-            return answers[0]
-        return [np.concatenate(parts) for parts in zip(*answers, strict=True)]
 
     async def drain(self, within_s: float) -> None:
         """Takes no more rows and returns when all that it has are answered; gives up what is left after `within_s`."""

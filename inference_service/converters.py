@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from google.protobuf.timestamp_pb2 import Timestamp
-
 from inference_service.domain.deployment import Creation, Deployment, ModelVersion, Spec, State, check_spec
 from inference_service.domain.routing import find_version
+from inference_service.roll_out_converters import (
+    policy_from_proto,
+    policy_to_proto,
+    roll_out_to_proto,
+    seconds_of,
+    timestamp,
+)
+from inference_service.traffic_converters import traffic_to_proto
 from millrace.common.v1 import lineage_pb2
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from shared.errors import invalid_field
@@ -18,9 +24,7 @@ def creation_from_proto(request: pb.CreateDeploymentRequest) -> Creation:
     if not request.HasField("spec"):
         raise invalid_field("spec", None, "say at least which checkpoint to serve")
     spec = request.spec
-    # Not ToTimedelta, which overflows on what a Duration can hold.
-    delay = spec.max_batch_delay
-    delay_s = delay.seconds + delay.nanos / 1e9 if spec.HasField("max_batch_delay") else None
+    delay_s = seconds_of(spec.max_batch_delay) if spec.HasField("max_batch_delay") else None
     return Creation(
         deployment_id=request.deployment_id,
         spec=check_spec(
@@ -30,6 +34,7 @@ def creation_from_proto(request: pb.CreateDeploymentRequest) -> Creation:
             max_batch_size=spec.max_batch_size,
             max_batch_delay_s=delay_s,
             max_queued_rows=spec.max_queued_rows,
+            version_policy=policy_from_proto("spec.version_policy", spec.version_policy),
         ),
         request_id=request.request_id,
         digest=body_digest(request),
@@ -47,9 +52,12 @@ def deployment_to_proto(deployment: Deployment) -> pb.Deployment:
         state=_state_to_proto(deployment.state),
         operation=deployment.operation,
         lineage=lineage_to_proto(deployment, version),
-        create_time=_timestamp(deployment.create_time),
-        update_time=_timestamp(deployment.update_time),
+        create_time=timestamp(deployment.create_time),
+        update_time=timestamp(deployment.update_time),
         etag=deployment.etag,
+        versions=[_version_to_proto(deployment, one) for one in deployment.versions],
+        roll_out=roll_out_to_proto(deployment.roll_out) if deployment.roll_out else None,
+        traffic=traffic_to_proto(deployment),
     )
     if deployment.error is not None:
         message.error.CopyFrom(status_proto_from_record(deployment.error))
@@ -74,8 +82,22 @@ def lineage_to_proto(deployment: Deployment, version: ModelVersion) -> lineage_p
     )
 
 
+def _version_to_proto(deployment: Deployment, version: ModelVersion) -> pb.ModelVersion:
+    state = pb.ModelVersion.STATE_READY if version.signature else pb.ModelVersion.STATE_LOADING
+    if version.retired_at is not None:
+        state = pb.ModelVersion.STATE_RETIRING
+    return pb.ModelVersion(
+        number=version.number, state=state, weight=version.weight, lineage=lineage_to_proto(deployment, version)
+    )
+
+
+def roll_out_metadata_to_proto(deployment: Deployment) -> pb.RollOutMetadata:
+    assert deployment.roll_out is not None
+    return pb.RollOutMetadata(deployment=deployment.name, roll_out=roll_out_to_proto(deployment.roll_out))
+
+
 def metadata_to_proto(deployment: Deployment) -> pb.DeploymentMetadata:
-    return pb.DeploymentMetadata(deployment=deployment.name, create_time=_timestamp(deployment.create_time))
+    return pb.DeploymentMetadata(deployment=deployment.name, create_time=timestamp(deployment.create_time))
 
 
 def _spec_to_proto(spec: Spec) -> pb.DeploymentSpec:
@@ -85,12 +107,7 @@ def _spec_to_proto(spec: Spec) -> pb.DeploymentSpec:
         threads_per_replica=spec.threads_per_replica,
         max_batch_size=spec.max_batch_size,
         max_queued_rows=spec.max_queued_rows,
+        version_policy=policy_to_proto(spec.version_policy),
     )
     message.max_batch_delay.FromMicroseconds(round(spec.max_batch_delay_s * 1e6))
     return message
-
-
-def _timestamp(seconds: float) -> Timestamp:
-    stamp = Timestamp()
-    stamp.FromMicroseconds(round(seconds * 1e6))
-    return stamp

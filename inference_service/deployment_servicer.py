@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from google.longrunning import operations_pb2
@@ -12,9 +12,19 @@ from grpc import aio
 from inference_service.converters import creation_from_proto, deployment_to_proto
 from inference_service.domain.deployment import Deployment
 from inference_service.manager import DeploymentManager
-from inference_service.operations import checked_operation, operation_of
+from inference_service.operations import (
+    checked_operation,
+    checked_roll_out_operation,
+    operation_of,
+    roll_out_operation_of,
+)
+from inference_service.roll_out_converters import roll_out_wish_from_proto
+from inference_service.roll_out_manager import RollOutManager
+from inference_service.traffic_converters import change_from_proto
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import deployment_service_pb2_grpc as pb_grpc
+
+LOOK_EVERY_S = 0.5
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -22,8 +32,11 @@ Context = aio.ServicerContext[Any, Any]
 class DeploymentServicer(pb_grpc.DeploymentServiceServicer):
     """`changed` is told each deployment whose log was written, so that it takes effect at once."""
 
-    def __init__(self, manager: DeploymentManager, changed: Callable[[Deployment], None]) -> None:
+    def __init__(
+        self, manager: DeploymentManager, roll_outs: RollOutManager, changed: Callable[[Deployment], None]
+    ) -> None:
         self._manager = manager
+        self._roll_outs = roll_outs
         self._changed = changed
 
     async def CreateDeployment(self, request: pb.CreateDeploymentRequest, context: Context) -> operations_pb2.Operation:
@@ -36,6 +49,17 @@ class DeploymentServicer(pb_grpc.DeploymentServiceServicer):
     async def GetDeployment(self, request: pb.GetDeploymentRequest, context: Context) -> pb.Deployment:
         return deployment_to_proto(await asyncio.to_thread(self._manager.get, request.name))
 
+    async def WatchDeployment(
+        self, request: pb.WatchDeploymentRequest, context: Context
+    ) -> AsyncIterator[pb.Deployment]:
+        look = await asyncio.to_thread(self._manager.follow, request.name)
+        told = None
+        while (now := await asyncio.to_thread(look)) is not None:
+            if now != told:
+                told = now
+                yield deployment_to_proto(now)
+            await asyncio.sleep(LOOK_EVERY_S)
+
     async def ListDeployments(self, request: pb.ListDeploymentsRequest, context: Context) -> pb.ListDeploymentsResponse:
         found, token = await asyncio.to_thread(self._manager.page, request.page_size, request.page_token)
         return pb.ListDeploymentsResponse(deployments=map(deployment_to_proto, found), next_page_token=token)
@@ -45,3 +69,22 @@ class DeploymentServicer(pb_grpc.DeploymentServiceServicer):
     ) -> pb.DeleteDeploymentResponse:
         self._changed(await asyncio.to_thread(self._manager.delete, request.name, request.etag))
         return pb.DeleteDeploymentResponse()
+
+    async def RollOut(self, request: pb.RollOutRequest, context: Context) -> operations_pb2.Operation:
+        deployment = await asyncio.to_thread(self._roll_outs.begin, roll_out_wish_from_proto(request))
+        if request.validate_only:
+            return checked_roll_out_operation(deployment)
+        # Of a request that is repeated after its roll-out ended, this is history.
+        if deployment.roll_out is not None and deployment.roll_out.under_way:
+            self._changed(deployment)
+        return roll_out_operation_of(deployment)
+
+    async def UpdateDeployment(self, request: pb.UpdateDeploymentRequest, context: Context) -> pb.Deployment:
+        deployment = await asyncio.to_thread(self._roll_outs.change, *change_from_proto(request))
+        self._changed(deployment)
+        return deployment_to_proto(deployment)
+
+    async def RollBack(self, request: pb.RollBackRequest, context: Context) -> pb.Deployment:
+        deployment = await asyncio.to_thread(self._roll_outs.back, request.name, request.etag)
+        self._changed(deployment)
+        return deployment_to_proto(deployment)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from inference import grpc_service_pb2 as pb
 from inference_service.domain.request_parameters import Wishes, wishes_of
-from inference_service.domain.statistics import OK
+from inference_service.domain.traffic import headers_of
 from inference_service.models import Models
 from inference_service.open_inference_converters import (
     answer_to_proto,
@@ -21,6 +22,11 @@ from inference_service.open_inference_converters import (
 )
 from shared.errors import DeadlineExceeded, MillraceError
 from shared.grpc_errors import status_code
+from shared.unexpected import hidden
+
+logger = logging.getLogger(__name__)
+
+Metadata = Sequence[tuple[str, str | bytes]]
 
 
 class Inference:
@@ -29,16 +35,22 @@ class Inference:
     def __init__(self, models: Models) -> None:
         self._models = models
 
-    async def answer(self, request: pb.ModelInferRequest, remaining_s: float | None) -> pb.ModelInferResponse:
-        """`remaining_s` is the caller's time left, None for no deadline.
+    async def answer(
+        self, request: pb.ModelInferRequest, remaining_s: float | None, metadata: Metadata = ()
+    ) -> pb.ModelInferResponse:
+        """`remaining_s` is the caller's time left, None for no deadline; `metadata` that of its call.
 
         Raises what `Models.choose` and `Models.infer` raise, and `DeadlineExceeded`.
         """
         began_s = time.perf_counter()
         statistics = self._models.unchosen
-        status = "INTERNAL"
+        status: str | None = "INTERNAL"
         try:
-            deployment, version = self._models.choose(request.model_name, request.model_version)
+            deployment, version = self._models.choose(
+                request.model_name,
+                request.model_version,
+                lambda: headers_of(metadata, parameters_from_proto(request.parameters)),
+            )
             statistics = self._models.statistics(deployment, version)
             wishes = wishes_of(parameters_from_proto(request.parameters))
             inputs, requested = inputs_from_proto(request), outputs_from_proto(request)
@@ -47,8 +59,17 @@ class Inference:
                 answer = await self._models.infer(deployment, version, inputs, requested, limit_s, wishes.priority)
             answered_s = time.perf_counter()
             response = answer_to_proto(request, answer, requested)
-            statistics.answer_made(time.perf_counter() - answered_s)
-            status = OK
+            now_s = time.perf_counter()
+            statistics.answered(
+                rows=answer.rows,
+                now_s=time.time(),
+                total_s=now_s - began_s,
+                model_s=answer.model_s,
+                input_s=answer.input_s,
+                infer_s=answer.infer_s,
+                output_s=now_s - answered_s,
+            )
+            status = None
             return response
         except MillraceError as error:
             status = status_code(error).name
@@ -58,14 +79,19 @@ class Inference:
             status = "DEADLINE_EXCEEDED" if late else "CANCELLED"
             raise
         finally:
-            statistics.request_ended(status, time.perf_counter() - began_s)
+            if status:
+                statistics.failed(status=status, now_s=time.time(), total_s=time.perf_counter() - began_s)
 
-    async def streamed(self, request: pb.ModelInferRequest, remaining_s: float) -> pb.ModelStreamInferResponse:
+    async def streamed(
+        self, request: pb.ModelInferRequest, remaining_s: float, metadata: Metadata = ()
+    ) -> pb.ModelStreamInferResponse:
         """The same for a request of a stream, which goes on whatever is wrong with this one."""
         try:
-            return streamed_answer(await self.answer(request, remaining_s))
+            return streamed_answer(await self.answer(request, remaining_s, metadata))
         except MillraceError as error:
             return streamed_error(request, error)
+        except Exception as unexpected:
+            return streamed_error(request, hidden(unexpected, logger, "a request of a stream failed"))
 
 
 def _limit(wishes: Wishes, remaining_s: float | None) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from inference_service.domain.deployment import FIRST_VERSION, Creation, Deployment, ModelVersion, Spec, State
 from inference_service.operations import DeploymentOperations, operation_name
@@ -56,6 +57,16 @@ class DeploymentManager:
         names.parse("name", name, "deployments/{m}")
         return self._deployments.get(name)
 
+    def follow(self, name: str) -> Callable[[], Deployment | None]:
+        """Its state at each call, None once it is gone. Raises `InvalidArgument` and `NotFound`."""
+        first, newest = self.get(name), self._deployments.follow(name)
+
+        def look() -> Deployment | None:
+            found = newest()
+            return found if found is not None and found.uid == first.uid and found.state is not State.GONE else None
+
+        return look
+
     def page(self, size: int, token: str) -> tuple[list[Deployment], str]:
         """Raises `InvalidArgument`."""
         return self._deployments.page(size, token)
@@ -74,14 +85,19 @@ class DeploymentManager:
         return made
 
 
-def _new(name: str, uid: str, request_id: str, spec: Spec, entry: CheckpointEntry) -> Deployment:
-    version = ModelVersion(
-        number=FIRST_VERSION,
+def version_of(entry: CheckpointEntry, number: str) -> ModelVersion:
+    """A version that is still to be loaded."""
+    return ModelVersion(
+        number=number,
         checkpoint=entry.name,
         folder=entry.folder,
         checkpoint_sha256=entry.manifest_sha256,
         training_job=entry.name.partition("/checkpoints/")[0],
     )
+
+
+def _new(name: str, uid: str, request_id: str, spec: Spec, entry: CheckpointEntry) -> Deployment:
+    version = version_of(entry, FIRST_VERSION)
     now_s = time.time()
     return Deployment(
         name=name,

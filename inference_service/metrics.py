@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
@@ -14,6 +15,7 @@ from inference_service.domain.statistics import OK, Histogram, Statistics
 from inference_service.models import Listed, Models
 from shared.settings import SettingsError
 
+PORT_REFUSED = (errno.EADDRINUSE, errno.EACCES)
 PREFIX = "millrace_inference"
 LABELS = ("model", "version")
 DURATIONS: dict[str, tuple[str, Callable[[Statistics], Histogram]]] = {
@@ -43,6 +45,15 @@ class ModelCollector(Collector):
             for status, histogram in list(one.statistics.requests.items()):
                 requests.add_metric((*_labels(one), status), histogram.count)
         yield requests
+        shadowed = CounterMetricFamily(
+            f"{PREFIX}_shadow_requests",
+            "copies for a shadow by how they ended; SHED: left out",
+            labels=(*LABELS, "status"),
+        )
+        for one in listed:
+            for status, count in list(one.statistics.shadowed.items()):
+                shadowed.add_metric((*_labels(one), status), count)
+        yield shadowed
         for name, (text, histogram_of) in DURATIONS.items():
             family = HistogramMetricFamily(f"{PREFIX}_{name}", text, labels=LABELS)
             for one in listed:
@@ -61,7 +72,7 @@ class ModelCollector(Collector):
 def metrics_served(listen: str, models: Models) -> Iterator[None]:
     """Answers http://`listen`/metrics meanwhile; with an empty `listen`, nothing.
 
-    Raises `SettingsError` where the port cannot be had.
+    Raises `SettingsError` where the port or the address cannot be had.
     """
     if not listen:
         yield
@@ -70,9 +81,10 @@ def metrics_served(listen: str, models: Models) -> Iterator[None]:
     registry = CollectorRegistry()
     registry.register(ModelCollector(models))
     try:
-        server, thread = start_http_server(int(port), host, registry)
+        server, thread = start_http_server(int(port), host.strip("[]"), registry)
     except OSError as error:
-        raise SettingsError(f"MILLRACE_METRICS_LISTEN={listen!r}: {error.strerror}; use another port") from error
+        remedy = "use another port" if error.errno in PORT_REFUSED else "use an address of this machine"
+        raise SettingsError(f"MILLRACE_METRICS_LISTEN={listen!r}: {error.strerror}; {remedy}") from error
     try:
         yield
     finally:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from inference_service.batcher import Batcher
 from inference_service.domain.classification import check_classifiable
 from inference_service.domain.deployment import Deployment, ModelVersion, State
-from inference_service.domain.request_parameters import DEFAULT_PRIORITY, RequestedOutput
+from inference_service.domain.request_parameters import DEFAULT_PRIORITY, PRIORITY_LEVELS, RequestedOutput
 from inference_service.domain.routing import choose_version, find_version, no_version
+from inference_service.domain.rows import Rows
 from inference_service.domain.signature import Signature, TensorSpec, outputs_wanted, rows_of
 from inference_service.domain.statistics import Statistics
 from inference_service.domain.tensors import Array, WireTensor
+from inference_service.domain.traffic import Shadow
+from inference_service.shadowing import Shadowing
 from shared.errors import FailedPrecondition, NotFound, Unavailable, invalid_field, not_found
 
 MAX_SHOWN_NAME = 100
@@ -22,11 +26,16 @@ MAX_SHOWN_NAME = 100
 
 @dataclass(frozen=True)
 class Answer:
-    """The outputs that were asked for, and who gave them."""
+    """The outputs that were asked for, of so many `rows`, and who gave them. The batcher had the request for `model_s`;
+    `input_s` and `infer_s` are how long its batches were preprocessed and computed."""
 
     deployment: Deployment
     version: ModelVersion
     outputs: list[tuple[TensorSpec, Array]]
+    rows: int
+    model_s: float
+    input_s: float
+    infer_s: float
 
 
 @dataclass(frozen=True)
@@ -52,15 +61,20 @@ class Models:
         self._batchers: dict[str, Batcher] = {}
         self._statistics: dict[str, Statistics] = {}
         self._changed = asyncio.Event()
+        self._shadowing = Shadowing()
         self.unchosen = Statistics()
 
-    def choose(self, model_name: str, model_version: str) -> tuple[Deployment, ModelVersion]:
-        """The version that answers a request; it is chosen for each anew.
+    def choose(
+        self, model_name: str, model_version: str, headers: Callable[[], Mapping[str, str]] = dict
+    ) -> tuple[Deployment, ModelVersion]:
+        """The version that answers a request; it is chosen for each anew. `headers` is called if it matters.
 
         Raises `InvalidArgument` (no name), `NotFound`, `Unavailable` and `FailedPrecondition`.
         """
         deployment = self._find(model_name)
-        return deployment, choose_version(deployment, model_version, random.random())
+        return deployment, choose_version(
+            deployment, model_version, random.random(), lambda version: self.answers(deployment, version), headers
+        )
 
     async def infer(
         self,
@@ -80,9 +94,30 @@ class Models:
         wanted = outputs_wanted(signature, [output.name for output in requested])
         check_classifiable(wanted, requested)
         rows = rows_of(signature, inputs, deployment.spec.max_queued_rows)
-        outputs = await self._batcher(deployment, version).submit(rows, remaining_s, priority)
-        by_name = {spec.name: array for spec, array in zip(signature.outputs, outputs, strict=True)}
-        return Answer(deployment, version, [(spec, by_name[spec.name]) for spec in wanted])
+        began_s = time.perf_counter()
+        batcher = self._batcher(deployment, version)
+        if deployment.shadow is not None:
+            self._shadow(deployment, version, deployment.shadow, rows, batcher)
+        outputs = await batcher.submit(rows, remaining_s, priority)
+        by_name = {spec.name: array for spec, array in zip(signature.outputs, outputs.arrays, strict=True)}
+        return Answer(
+            deployment,
+            version,
+            [(spec, by_name[spec.name]) for spec in wanted],
+            rows=len(rows),
+            model_s=time.perf_counter() - began_s,
+            input_s=outputs.input_s,
+            infer_s=outputs.infer_s,
+        )
+
+    def deployments(self) -> list[Deployment]:
+        """As last read; none before that."""
+        return [*(self._deployments or {}).values()]
+
+    async def try_out(self, deployment: Deployment, version: ModelVersion, rows: Rows) -> Sequence[Array]:
+        """A version's outputs, in the order of its signature, of rows that nobody asked for: behind all requests, and
+        counted as none. Raises as `infer`."""
+        return (await self._batcher(deployment, version).submit(rows, None, PRIORITY_LEVELS)).arrays
 
     def signature(self, model_name: str, model_version: str) -> tuple[Deployment, ModelVersion, Signature]:
         """What a model takes and gives. Raises `NotFound`, and `Unavailable` while it is not READY."""
@@ -134,7 +169,7 @@ class Models:
                     reason="MODEL_NOT_READY",
                     metadata={"resource": deployment.name, "state": str(deployment.state)},
                 )
-            if all(self._answers(deployment, version) for version in deployment.versions):
+            if self._all_answer(deployment):
                 return
             await changed.wait()
 
@@ -145,15 +180,12 @@ class Models:
         except (NotFound, Unavailable):
             return False
         version = find_version(deployment, model_version)
-        return version is not None and self._answers(deployment, version)
+        return version is not None and self.answers(deployment, version)
 
     def all_ready(self) -> bool:
         """Whether the logs have been read, and every deployment that they call READY answers."""
         return self._deployments is not None and all(
-            self._answers(deployment, version)
-            for deployment in self._deployments.values()
-            if deployment.state is State.READY
-            for version in deployment.versions
+            self._all_answer(deployment) for deployment in self._deployments.values() if deployment.state is State.READY
         )
 
     def begin_reading(self) -> None:
@@ -162,7 +194,9 @@ class Models:
 
     def replace(self, deployments: Iterable[Deployment]) -> None:
         """Takes over what the logs said."""
-        self._deployments = {one.model_name: one for one in (*deployments, *self._puts)}
+        self._deployments = {}
+        for one in (*deployments, *self._puts):
+            _take_over(self._deployments, one)
         there = {application_name(one.deployment, one.version) for one in self.listed()}
         self._statistics = {name: kept for name, kept in self._statistics.items() if name in there}
         self._tell()
@@ -171,7 +205,7 @@ class Models:
         """Takes over one deployment whose log was written just now."""
         self._puts.append(deployment)
         if self._deployments is not None:
-            self._deployments[deployment.model_name] = deployment
+            _take_over(self._deployments, deployment)
         self._tell()
 
     def has_batcher(self, application: str) -> bool:
@@ -189,6 +223,18 @@ class Models:
         for batcher in self._batchers.values():
             batcher.close(why)
 
+    def _shadow(
+        self, deployment: Deployment, version: ModelVersion, shadow: Shadow, rows: Rows, batcher: Batcher
+    ) -> None:
+        """Sends a copy on, if this request is one of those that the shadow is to get."""
+        target = find_version(deployment, shadow.version)
+        # One with traffic of its own would have copies and real requests in the same batches.
+        if target is None or target.weight or target.number == version.number or target.signature != version.signature:
+            return
+        if random.random() * 100 < shadow.percent:
+            other = self._batchers.get(application_name(deployment, target))
+            self._shadowing.copy(rows, batcher, other, self.statistics(deployment, target))
+
     def _find(self, model_name: str, field: str = "model_name") -> Deployment:
         if not model_name:
             raise invalid_field(field, model_name, "name the model, which is the deployment's id")
@@ -205,7 +251,7 @@ class Models:
             yield Listed(
                 deployment,
                 version,
-                self._answers(deployment, version),
+                self.answers(deployment, version),
                 self.statistics(deployment, version),
                 batcher.queued_rows if batcher else 0,
             )
@@ -215,7 +261,12 @@ class Models:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _answers(self, deployment: Deployment, version: ModelVersion) -> bool:
+    def _all_answer(self, deployment: Deployment) -> bool:
+        """Whether every version with traffic does; another may be loading, or on its way out."""
+        return all(self.answers(deployment, version) for version in deployment.versions if version.weight)
+
+    def answers(self, deployment: Deployment, version: ModelVersion) -> bool:
+        """Whether a request that names this version is answered now."""
         return deployment.state is State.READY and application_name(deployment, version) in self._batchers
 
     def _batcher(self, deployment: Deployment, version: ModelVersion) -> Batcher:
@@ -230,6 +281,16 @@ class Models:
 def application_name(deployment: Deployment, version: ModelVersion) -> str:
     """The Ray Serve application of one version. The uid keeps a deployment from meeting its namesake's replicas."""
     return f"{deployment.uid}-v{version.number}"
+
+
+def _take_over(deployments: dict[str, Deployment], newest: Deployment) -> None:
+    there = deployments.get(newest.model_name)
+    if there is not None and there.uid == newest.uid and there.update_time > newest.update_time:
+        return  # two wrote, and the first came back last
+    if newest.state is not State.GONE:
+        deployments[newest.model_name] = newest
+    elif there is not None and there.uid == newest.uid:
+        del deployments[newest.model_name]
 
 
 def _starting() -> Unavailable:

@@ -53,6 +53,22 @@ def column_of_tensor(name: str, given: ColumnType, values: Array, nulls: Array |
     return sent.view(given.arrow_type)
 
 
+def values_of_column(given: ColumnType, column: Column) -> tuple[Array, Array]:
+    """The other way round: what stands for the column's rows in its tensor, (B) or (B, *shape), and where they are
+    null, bool (B)."""
+    if isinstance(given, TensorType):
+        return column, np.zeros(len(column), np.bool_)
+    nulls = column.is_null().to_numpy(zero_copy_only=False)
+    if _is_bytes(given.arrow_type):
+        items = [item or b"" for item in column.cast(pa.binary()).to_pylist()]
+        values = np.empty(len(items), np.object_)
+        values[:] = items
+        return values, nulls
+    sent = column.view(_sent_as(given.arrow_type))
+    filled = sent.fill_null(pa.scalar(0).cast(sent.type)) if sent.null_count else sent
+    return filled.to_numpy(zero_copy_only=False), nulls
+
+
 def _is_bytes(arrow_type: pa.DataType) -> bool:
     return bool(kinds.is_string(arrow_type) or kinds.is_binary(arrow_type) or kinds.is_fixed_size_binary(arrow_type))
 

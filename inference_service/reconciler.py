@@ -21,10 +21,9 @@ from inference_service.domain.deployment import (
     Deployment,
     ModelVersion,
     State,
-    with_failure,
-    with_loaded,
     with_removal,
 )
+from inference_service.domain.rolling import with_version_failed, with_version_loaded
 from inference_service.models import Models, application_name
 from inference_service.ray_serve import Application, ServeApplications
 from inference_service.registry import Deployments
@@ -56,9 +55,9 @@ class Reconciler:
         self._models = models
         self._settings = settings
         self._changed = asyncio.Event()
-        self._removing: dict[str, asyncio.Task[None]] = {}
+        self._removing: dict[str, asyncio.Task[None]] = {}  # by uid, and applications that no log names by theirs
         self._not_before: dict[str, float] = {}
-        # The deployments, by uid, whose checkpoints, and whose dataset versions, this process has marked as used.
+        # The applications whose checkpoints, and whose dataset versions, this process has marked as used.
         self._kept: set[str] = set()
         self._marked: set[str] = set()
 
@@ -94,6 +93,8 @@ class Reconciler:
         self._models.begin_reading()
         deployments = await asyncio.to_thread(self._deployments.all)
         self._models.replace(deployments)
+        # What was written since they were read may name more.
+        deployments = self._models.deployments()
         wanted = {
             application_name(deployment, version): (deployment, version)
             for deployment in deployments
@@ -109,10 +110,9 @@ class Reconciler:
             if deployment.state is State.DELETING
             for version in deployment.versions
         }
-        for name in running.keys() - wanted.keys() - going:
+        for name in running.keys() - wanted.keys() - going - self._removing.keys():
             logger.info("deleting application %s, which no log names", name)
-            self._models.detach(name)
-            await self._serve(self._applications.delete, name)
+            self._removing[name] = asyncio.create_task(self._retire(name))
         await self._mark_used(deployments)
         for name, (deployment, version) in wanted.items():
             try:
@@ -121,20 +121,30 @@ class Reconciler:
                 logger.warning("%s: %r; trying again", deployment.name, error)
 
     async def _mark_used(self, deployments: list[Deployment]) -> None:
-        for deployment in deployments:
-            if deployment.state in LIVE and deployment.uid not in self._kept:
-                await asyncio.to_thread(self._deployments.keep_checkpoints, deployment)
-                self._kept.add(deployment.uid)
-            if deployment.state is State.READY and deployment.uid not in self._marked:
-                await asyncio.to_thread(self._deployments.mark_datasets, deployment)
-                self._marked.add(deployment.uid)
+        there = [
+            (application_name(deployment, version), deployment, version)
+            for deployment in deployments
+            if deployment.state in LIVE
+            for version in deployment.versions
+            if version.retired_at is None
+        ]
+        for name, deployment, version in there:
+            if name not in self._kept:
+                await asyncio.to_thread(self._deployments.keep_checkpoints, deployment, [version])
+                self._kept.add(name)
+            if version.signature is not None and name not in self._marked:
+                await asyncio.to_thread(self._deployments.mark_datasets, deployment, [version])
+                self._marked.add(name)
+        names = {name for name, *_ in there}
+        self._kept &= names
+        self._marked &= names
 
     async def _keep(
         self, name: str, deployment: Deployment, version: ModelVersion, application: Application | None
     ) -> None:
         """One step towards a loaded version."""
         if application is None:
-            if time.monotonic() < self._not_before.get(name, 0.0):
+            if version.retired_at is not None or time.monotonic() < self._not_before.get(name, 0.0):
                 return
             logger.info("%s: starting version %s as %s", deployment.name, version.number, name)
             self._models.detach(name)
@@ -151,13 +161,13 @@ class Reconciler:
         elif application.failed:
             why = application.message.strip().splitlines()[-1:] or ["Ray Serve gives no reason"]
             failure = FailedPrecondition(f"the model does not start: {why[0]}", reason="MODEL_DOES_NOT_START")
-            await self._fail(name, deployment, failure)
+            await self._fail(name, deployment, version, failure)
 
     async def _attach(self, name: str, deployment: Deployment, version: ModelVersion) -> None:
         try:
             model, loaded = await self._serve(self._applications.describe, name)
         except (DataLoss, FailedPrecondition) as error:
-            await self._fail(name, deployment, error)
+            await self._fail(name, deployment, version, error)
             return
         spec = deployment.spec
         limits = Limits(
@@ -173,40 +183,51 @@ class Reconciler:
         )
         if newest is not None:
             self._models.put(newest)
-            logger.info("%s: version %s answers", deployment.name, version.number)
+            logger.info("%s: version %s is loaded", deployment.name, version.number)
 
-    async def _fail(self, name: str, deployment: Deployment, error: MillraceError) -> None:
-        """Ends a first roll-out for good. A deployment that was READY before stays so and is tried again.
+    async def _fail(self, name: str, deployment: Deployment, version: ModelVersion, error: MillraceError) -> None:
+        """Fails a new deployment, or ends a roll-out, for good. A version that was loaded before is tried again.
 
         Serve itself has given up by then: an application of which no replica ever started never gets another.
         """
-        logger.error("%s: %s", deployment.name, error.message)
+        logger.error("%s: version %s: %s", deployment.name, version.number, error.message)
         newest = await asyncio.to_thread(
             self._deployments.transition,
             deployment.name,
             deployment.uid,
-            lambda before: with_failure(before, error, time.time()),
+            lambda before: with_version_failed(before, version.number, error, time.time()),
         )
-        if newest is not None and newest.state not in LIVE:
+        if newest is not None:
             self._models.put(newest)
-        else:
-            self._not_before[name] = time.monotonic() + AGAIN_AFTER_S
+        self._not_before[name] = time.monotonic() + AGAIN_AFTER_S
+        batcher = self._models.detach(name)
+        if batcher is not None:
+            batcher.close("its replicas are gone")
+        await self._serve(self._applications.delete, name)
+
+    async def _retire(self, name: str) -> None:
+        """Takes a version out of Serve that no log names any more."""
+        try:
+            await self._take_out(name)
+        except Exception as error:
+            logger.warning("application %s is not gone yet: %s", name, error)
+        finally:
+            del self._removing[name]
+
+    async def _take_out(self, name: str) -> None:
+        """Answers what is in flight, then takes the application out of Serve."""
+        batcher = self._models.detach(name)
+        if batcher is not None:
+            await batcher.drain(self._settings.drain_within_s)
         await self._serve(self._applications.delete, name)
 
     async def _remove(self, deployment: Deployment) -> None:
-        """Answers what is in flight, then takes it out of Serve and ends its log."""
+        """Answers what is in flight, then takes all its versions out of Serve and ends its log."""
         try:
             for version in deployment.versions:
-                name = application_name(deployment, version)
-                batcher = self._models.detach(name)
-                if batcher is not None:
-                    await batcher.drain(self._settings.drain_within_s)
-                await self._serve(self._applications.delete, name)
+                await self._take_out(application_name(deployment, version))
             # Before its log ends, or nobody would come back to do it.
-            await asyncio.to_thread(self._deployments.release_datasets, deployment)
-            await asyncio.to_thread(self._deployments.release_checkpoints, deployment)
-            self._marked.discard(deployment.uid)
-            self._kept.discard(deployment.uid)
+            await asyncio.to_thread(self._deployments.release, deployment, deployment.versions)
             await asyncio.to_thread(
                 self._deployments.transition,
                 deployment.name,
@@ -235,4 +256,4 @@ class Reconciler:
 
 def _loaded(version: ModelVersion, loaded: Loaded) -> Callable[[Deployment], Deployment | None]:
     known = replace(version, signature=loaded.signature, dataset_version=loaded.dataset_version)
-    return lambda before: with_loaded(before, known, time.time())
+    return lambda before: with_version_loaded(before, known, time.time())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
-from inference_service.domain.deployment import Deployment, State, with_deletion
+from inference_service.domain.deployment import Deployment, ModelVersion, State, with_deletion
 from shared import paging
 from shared.checkpoint import users as checkpoint_users
 from shared.dataset_version.users import mark_used, unmark
@@ -51,6 +51,11 @@ class Deployments:
         """What the log says now, also of a deployment that is gone."""
         return _deployment(self._log(name).head())
 
+    def follow(self, name: str) -> Callable[[], Deployment | None]:
+        """What the log says at each call, at the cost of one read where nothing is new. Not for several threads."""
+        log = self._log(name)
+        return lambda: _deployment(log.head())
+
     def get(self, name: str) -> Deployment:
         """Raises `NotFound`."""
         found = self.find(name)
@@ -92,14 +97,19 @@ class Deployments:
 
     def delete(self, name: str, etag: str, now_s: float) -> Deployment:
         """Writes the wish. Raises `NotFound` and `Conflict`."""
+        return self.wish(name, lambda before: with_deletion(before, name, etag, now_s))
 
-        def decide(record: Record | None) -> dict[str, object] | None:
-            after = with_deletion(_deployment(record), name, etag, now_s)
+    def wish(self, name: str, decide: Callable[[Deployment | None], Deployment | None]) -> Deployment:
+        """Appends what `decide` makes of the newest state, and returns what is then the newest. Raises what it raises;
+        where there is no such deployment, that must be something."""
+
+        def appended(record: Record | None) -> dict[str, object] | None:
+            after = decide(_deployment(record))
             return after.as_record() if after is not None else None
 
-        deleted = _deployment(self._log(name).update(decide))
-        assert deleted is not None
-        return deleted
+        newest = _deployment(self._log(name).update(appended))
+        assert newest is not None
+        return newest
 
     def transition(self, name: str, uid: str, step: Step) -> Deployment | None:
         """Appends what `step` makes of the newest state of the deployment with this uid; nothing where it returns None.
@@ -115,21 +125,29 @@ class Deployments:
         newest = _deployment(self._log(name).update(decide))
         return newest if newest is not None and newest.uid == uid else None
 
-    def mark_datasets(self, deployment: Deployment) -> None:
-        """Keeps the dataset versions that a READY deployment's models come from, until `release_datasets`.
+    def roll_out_made_by(self, name: str, request_id: str) -> Deployment | None:
+        """The last known state of the deployment while the roll-out that this request began was its newest."""
+        return self._newest(name, lambda one: one.roll_out is not None and one.roll_out.request_id == request_id)
+
+    def roll_out(self, name: str, roll_out_uid: str) -> Deployment | None:
+        """The same, by the roll-out's uid."""
+        return self._newest(name, lambda one: one.roll_out is not None and one.roll_out.uid == roll_out_uid)
+
+    def mark_datasets(self, deployment: Deployment, versions: Iterable[ModelVersion]) -> None:
+        """Keeps the dataset versions that these loaded versions' models come from, until `release`.
 
         One that is gone already is no loss: a model that is served reads nothing of it.
         """
-        for name in _dataset_versions(deployment):
+        for name in _dataset_versions(versions):
             try:
                 mark_used(self._store, name, USER_KIND, deployment.uid, deployment.name, is_job=False)
             except (DataLoss, FailedPrecondition, InvalidArgument, NotFound) as error:
                 logger.warning("%s: its dataset version cannot be kept: %s", deployment.name, error.message)
 
-    def keep_checkpoints(self, deployment: Deployment) -> None:
-        """Keeps the checkpoints of its versions until `release_checkpoints`; `create` has marked them already, unless
-        the deployment is older than these marks."""
-        for version in deployment.versions:
+    def keep_checkpoints(self, deployment: Deployment, versions: Iterable[ModelVersion]) -> None:
+        """Keeps the checkpoints of these versions until `release`; whoever wished for them has marked them
+        already, unless the deployment is older than these marks."""
+        for version in versions:
             named = checkpoint_users.keep(
                 self._store,
                 version.checkpoint,
@@ -142,15 +160,15 @@ class Deployments:
             if not named:
                 logger.warning("%s: its job no longer names %s", deployment.name, version.checkpoint)
 
-    def release_checkpoints(self, deployment: Deployment) -> None:
-        """It is no error if they were not marked."""
-        for version in deployment.versions:
-            checkpoint_users.release(self._store, version.checkpoint, USER_KIND, deployment.uid)
-
-    def release_datasets(self, deployment: Deployment) -> None:
-        """It is no error if they were not marked."""
-        for name in _dataset_versions(deployment):
+    def release(self, deployment: Deployment, versions: Sequence[ModelVersion]) -> None:
+        """Lets the checkpoints and dataset versions of these versions go, but for those that others of the deployment
+        come from, too. It is no error if they were not marked."""
+        going = {version.number for version in versions}
+        others = [version for version in deployment.versions if version.number not in going]
+        for name in {*_dataset_versions(versions)} - {*_dataset_versions(others)}:
             unmark(self._store, name, USER_KIND, deployment.uid)
+        for name in {version.checkpoint for version in versions} - {version.checkpoint for version in others}:
+            checkpoint_users.release(self._store, name, USER_KIND, deployment.uid)
 
     def _find_id(self, deployment_id: str) -> Deployment | None:
         return self.find(f"{ROOT}/{deployment_id}")
@@ -159,8 +177,8 @@ class Deployments:
         return ResourceLog(self._store, f"{name}/log")
 
 
-def _dataset_versions(deployment: Deployment) -> list[str]:
-    return sorted({version.dataset_version for version in deployment.versions if version.dataset_version})
+def _dataset_versions(versions: Iterable[ModelVersion]) -> list[str]:
+    return sorted({version.dataset_version for version in versions if version.dataset_version})
 
 
 def new_uid() -> str:

@@ -80,14 +80,25 @@ def index_to_proto(listed: Sequence[Listed], *, ready_only: bool) -> pb.Reposito
             index.models.add(
                 name=one.deployment.model_name,
                 version=one.version.number,
-                state="READY" if one.answers else STATES[one.deployment.state],
-                reason="" if one.answers else _reason(one.deployment),
+                state="READY" if one.answers else _state(one),
+                reason="" if one.answers else _reason(one),
             )
     return index
 
 
-def _reason(deployment: Deployment) -> str:
-    return str(deployment.error["message"]) if deployment.error else f"the deployment is {deployment.state}"
+def _state(listed: Listed) -> str:
+    return "UNLOADING" if listed.version.retired_at is not None else STATES[listed.deployment.state]
+
+
+def _reason(listed: Listed) -> str:
+    deployment, version = listed.deployment, listed.version
+    if deployment.error:
+        return str(deployment.error["message"])
+    if version.retired_at is not None:
+        return "the version is going"
+    if deployment.state is State.READY and version.signature is None:
+        return "the version is being rolled out"
+    return f"the deployment is {deployment.state}"
 
 
 def _describe(message: config_pb.ModelInput | config_pb.ModelOutput, tensor: TensorSpec) -> None:

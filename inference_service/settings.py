@@ -23,6 +23,10 @@ class InferenceSettings:
     ray_silent_after_s: float = 60.0
     # How long a deployment that is being deleted may take to answer what it has, in seconds.
     drain_within_s: float = 30.0
+    # How long a version that gets no traffic any more stays, so that every serving process has read of it, in seconds.
+    retired_for_s: float = 6.0
+    # How long the replicas of a roll-out's version may take to start, and to be compared, in seconds.
+    roll_out_loads_within_s: float = 600.0
 
 
 def settings_from(environ: Mapping[str, str]) -> InferenceSettings:
@@ -37,6 +41,10 @@ def settings_from(environ: Mapping[str, str]) -> InferenceSettings:
 def _metrics_listen(environ: Mapping[str, str]) -> str:
     listen = environ.get("MILLRACE_METRICS_LISTEN", "")
     host, _, port = listen.rpartition(":")
-    if listen and not (host and port.isascii() and port.isdecimal() and int(port) <= 65535):
-        raise SettingsError(f"MILLRACE_METRICS_LISTEN={listen!r}: use host:port, or leave it out for no metrics")
+    whole_host = host and (":" in host) == (host.startswith("[") and host.endswith("]"))
+    if listen and not (whole_host and port.isascii() and port.isdecimal() and int(port) <= 65535):
+        raise SettingsError(
+            f"MILLRACE_METRICS_LISTEN={listen!r}: use host:port or [IPv6 address]:port, e.g. 127.0.0.1:9400 or "
+            "[::1]:9400, or leave it out for no metrics"
+        )
     return listen

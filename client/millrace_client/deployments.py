@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from google.longrunning import operations_pb2
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.field_mask_pb2 import FieldMask
 
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import deployment_service_pb2_grpc
+from millrace.inference.v1 import roll_out_pb2 as pb_roll_out
 from millrace_client.calls import Caller, new_request_id
 from millrace_client.operations import Operation
 from millrace_client.paging import every_page
@@ -42,7 +45,107 @@ class DeploymentClient:
         request = pb.ListDeploymentsRequest()
         return every_page(self._caller, self._stub.ListDeployments, request, "deployments")
 
+    def roll_out(
+        self,
+        name: str,
+        checkpoint: str,
+        *,
+        steps: Sequence[tuple[int, float]] = (),
+        max_error_share: float | None = None,
+        max_p99_s: float | None = None,
+        max_p99_ratio: float = 0.0,
+        min_requests: int = 0,
+        window_s: float | None = None,
+        allow_new_signature: bool = False,
+        compare: tuple[str, str] | None = None,
+        min_agreement: float | None = None,
+        max_difference: float | None = None,
+        etag: str = "",
+    ) -> Operation[pb.Deployment]:
+        """Moves a deployment's traffic to another checkpoint, without a dropped request.
+
+        `steps` are (percent, seconds) each. Past a limit it rolls back by itself, and `wait` raises: the share of the
+        requests that fail (0 to 1), the time in which 99 % are answered, or that time relative to the old version's;
+        each of at least `min_requests` within `window_s`. What is left out has the server's default.
+        To `compare`, before any traffic moves, name rows that both versions answer, (dataset version, split), and the
+        share of them with equal labels or by how much outputs may differ.
+        """
+        limits = pb_roll_out.RollOutLimits(
+            max_error_share=max_error_share, max_p99_ratio=max_p99_ratio, min_requests=min_requests
+        )
+        if max_p99_s is not None:
+            limits.max_p99_latency.CopyFrom(_duration(max_p99_s))
+        if window_s is not None:
+            limits.window.CopyFrom(_duration(window_s))
+        comparison = None
+        if compare is not None:
+            comparison = pb_roll_out.Comparison(
+                dataset_version=compare[0],
+                split=compare[1],
+                min_agreement=min_agreement,
+                max_difference=max_difference,
+            )
+        spec = pb_roll_out.RollOutSpec(
+            checkpoint=checkpoint,
+            steps=[pb_roll_out.RollOutStep(percent=percent, interval=_duration(wait_s)) for percent, wait_s in steps],
+            limits=limits,
+            allow_new_signature=allow_new_signature,
+            comparison=comparison,
+        )
+        request = pb.RollOutRequest(name=name, spec=spec, etag=etag, request_id=new_request_id())
+        operation = self._caller.unary(self._stub.RollOut, request, operations_pb2.Operation)
+        return Operation(self._caller, operation, pb.Deployment, pb.RollOutMetadata)
+
+    def update_traffic(
+        self,
+        name: str,
+        *,
+        weights: Mapping[str, int] | None = None,
+        routes: Sequence[tuple[str, str, str]] | None = None,
+        shadow: tuple[str, int] | None = None,
+        keep_latest: int | None = None,
+        etag: str = "",
+    ) -> pb.Deployment:
+        """Shares requests that name no version out anew; what is left out stays as it is.
+
+        `weights` are by number of version, `routes` (header, value, version), `shadow` a version and the percentage of
+        the requests that it gets copies of, 0 for no shadow. `keep_latest` versions stay loaded without traffic.
+        """
+        traffic = pb.Traffic(
+            weights=weights,
+            routes=[pb.HeaderRoute(header=header, value=value, version=to) for header, value, to in routes or ()],
+            shadow=pb.Shadow(version=shadow[0], percent=shadow[1]) if shadow else None,
+        )
+        policy = pb.VersionPolicy(latest=pb.VersionPolicy.Latest(count=keep_latest or 0))
+        spec = pb.DeploymentSpec(version_policy=policy)
+        wishes = {
+            "traffic.weights": weights,
+            "traffic.routes": routes,
+            "traffic.shadow": shadow,
+            "spec.version_policy": keep_latest,
+        }
+        request = pb.UpdateDeploymentRequest(
+            deployment=pb.Deployment(name=name, etag=etag, traffic=traffic, spec=spec),
+            update_mask=FieldMask(paths=[path for path, wish in wishes.items() if wish is not None]),
+        )
+        return self._caller.unary(self._stub.UpdateDeployment, request, pb.Deployment)
+
+    def watch_deployment(self, name: str) -> Iterator[pb.Deployment]:
+        """Its state now, and whenever it is another, until it is gone; closing the iterator ends the call."""
+        return self._caller.stream(self._stub.WatchDeployment, pb.WatchDeploymentRequest(name=name))
+
+    def roll_back(self, name: str, *, etag: str = "") -> pb.Deployment:
+        """Gives the traffic back to the versions that had it before the newest roll-out, at once."""
+        request = pb.RollBackRequest(name=name, etag=etag)
+        return self._caller.unary(self._stub.RollBack, request, pb.Deployment)
+
     def delete_deployment(self, name: str) -> None:
         """Takes it out of service; requests in flight are answered first."""
         request = pb.DeleteDeploymentRequest(name=name)
         self._caller.unary(self._stub.DeleteDeployment, request, pb.DeleteDeploymentResponse)
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromMicroseconds(round(seconds * 1e6))
+    return duration

@@ -9,7 +9,6 @@ import functools
 import importlib
 import logging
 import pickle
-import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -22,7 +21,6 @@ from data_service.transforming.crashes import Begun, crash_error
 from data_service.transforming.plan import Part
 from shared.errors import (
     STORE_OUTAGES,
-    Internal,
     MillraceError,
     ResourceExhausted,
     Unavailable,
@@ -32,6 +30,7 @@ from shared.errors import (
 from shared.jobs import AttemptContext
 from shared.settings import StoreSettings
 from shared.storage import open_store
+from shared.unexpected import hidden
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -142,11 +141,7 @@ def _told(error: Exception, part: Part) -> MillraceError:
         return ResourceExhausted(
             "the disk of a node of Ray is full; free some space in its temporary folder", reason="SCRATCH_FULL"
         )
-    correlation_id = uuid.uuid4().hex
-    logger.error("part %d failed; correlation_id=%s", part.number, correlation_id, exc_info=error)
-    return Internal(
-        f"unexpected error; quote the correlation id {correlation_id}", metadata={"correlation_id": correlation_id}
-    )
+    return hidden(error, logger, f"part {part.number} failed")
 
 
 def _dataset(task: _Task, parts: Sequence[Part]) -> Dataset:

@@ -7,8 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from inference_service.domain.roll_out import RollOut, RollOutState
 from inference_service.domain.signature import Signature
-from shared.errors import Conflict, MillraceError, invalid_fields, not_found
+from inference_service.domain.traffic import HeaderRoute, Shadow
+from inference_service.domain.version_policy import LATEST, VersionPolicy
+from shared.errors import Cancelled, Conflict, MillraceError, invalid_fields, not_found
 
 MAX_REPLICAS = 64
 MAX_THREADS = 256
@@ -19,6 +22,7 @@ DEFAULT_BATCH_SIZE = 32
 DEFAULT_BATCH_DELAY_S = 0.002
 DEFAULT_QUEUED_ROWS = 4096
 FIRST_VERSION = "1"
+ALL_TRAFFIC = 100
 
 
 #  LOADING ──▶ READY ──▶ DELETING ──▶ GONE
@@ -47,6 +51,12 @@ class Spec:
     max_batch_size: int
     max_batch_delay_s: float
     max_queued_rows: int
+    version_policy: VersionPolicy = LATEST
+
+    @staticmethod
+    def from_record(record: Mapping[str, Any]) -> Spec:
+        policy = record.get("version_policy")
+        return Spec(**{**record, "version_policy": VersionPolicy.from_record(policy) if policy else LATEST})
 
 
 def check_spec(
@@ -57,6 +67,7 @@ def check_spec(
     max_batch_size: int,
     max_batch_delay_s: float | None,
     max_queued_rows: int,
+    version_policy: VersionPolicy = LATEST,
 ) -> Spec:
     """The spec with its defaults, or `InvalidArgument` naming every number that is out of range."""
     spec = Spec(
@@ -66,6 +77,7 @@ def check_spec(
         max_batch_size=max_batch_size or DEFAULT_BATCH_SIZE,
         max_batch_delay_s=DEFAULT_BATCH_DELAY_S if max_batch_delay_s is None else max_batch_delay_s,
         max_queued_rows=max_queued_rows or DEFAULT_QUEUED_ROWS,
+        version_policy=version_policy,
     )
     problems: list[tuple[str, object, str]] = [
         (f"spec.{field}", value, f"use {low} to {high}{unit}")
@@ -97,7 +109,8 @@ class Creation:
 @dataclass(frozen=True, kw_only=True)
 class ModelVersion:
     """One checkpoint under one number. `folder` is where its files lie; `weight` its share of the traffic that names no
-    version; `dataset_version` and `signature` are known once a replica has loaded it."""
+    version; `dataset_version` and `signature` are known once a replica has loaded it. From `retired_at` on, in seconds
+    since the epoch, it gets no traffic any more; it answers what it has, and goes."""
 
     number: str
     checkpoint: str
@@ -105,13 +118,15 @@ class ModelVersion:
     checkpoint_sha256: str
     training_job: str
     dataset_version: str = ""
-    weight: int = 1
+    weight: int = ALL_TRAFFIC
     signature: Signature | None = None
+    retired_at: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """`generation` counts the wishes of clients and is the etag; times are seconds since the epoch."""
+    """`generation` counts the wishes of clients and is the etag; times are seconds since the epoch. `versions` are all
+    that are loaded or are to be, in the order of their numbers; `numbers_used` is the last one given."""
 
     name: str
     uid: str
@@ -124,6 +139,10 @@ class Deployment:
     create_time: float
     update_time: float
     error: dict[str, Any] | None = None
+    roll_out: RollOut | None = None
+    numbers_used: int = 1
+    routes: tuple[HeaderRoute, ...] = ()
+    shadow: Shadow | None = None
 
     @property
     def model_name(self) -> str:
@@ -136,7 +155,7 @@ class Deployment:
     @property
     def was_loaded(self) -> bool:
         """Whether it was ever READY, though it may be going by now."""
-        return all(version.signature for version in self.versions)
+        return any(version.signature for version in self.versions)
 
     def as_record(self) -> dict[str, Any]:
         return asdict(self)
@@ -149,22 +168,29 @@ class Deployment:
             )
             for version in record["versions"]
         )
+        roll_out, shadow = record.get("roll_out"), record.get("shadow")
         return Deployment(
-            **{**record, "spec": Spec(**record["spec"]), "state": State(record["state"]), "versions": versions}
+            **{
+                **record,
+                "spec": Spec.from_record(record["spec"]),
+                "state": State(record["state"]),
+                "versions": versions,
+                "roll_out": RollOut.from_record(roll_out) if roll_out else None,
+                "routes": tuple(HeaderRoute(**route) for route in record.get("routes", ())),
+                "shadow": Shadow(**shadow) if shadow else None,
+            }
         )
 
 
 def with_loaded(deployment: Deployment, loaded: ModelVersion, now_s: float) -> Deployment | None:
-    """After a version was loaded, its signature known; None if that is no news (it was READY, or is going)."""
+    """After the first version was loaded, its signature known; None if that is no news (it was READY, or is going)."""
     if deployment.state is not State.LOADING:
         return None
-    versions = tuple(loaded if version.number == loaded.number else version for version in deployment.versions)
-    after = replace(deployment, versions=versions, update_time=now_s)
-    return replace(after, state=State.READY) if after.was_loaded else after
+    return replace(deployment, state=State.READY, versions=(loaded,), update_time=now_s)
 
 
 def with_failure(deployment: Deployment, error: MillraceError, now_s: float) -> Deployment | None:
-    """After a version could not be loaded for good; None if the deployment is no longer loading."""
+    """After the first version could not be loaded for good; None if the deployment is no longer loading."""
     if deployment.state is not State.LOADING:
         return None
     return replace(deployment, state=State.FAILED, error=error.as_record(), update_time=now_s)
@@ -175,6 +201,27 @@ def with_deletion(deployment: Deployment | None, name: str, etag: str, now_s: fl
 
     Raises `NotFound` and `Conflict` (`etag` is not the present one).
     """
+    there = checked(deployment, name, etag)
+    return None if there.state is State.DELETING else deleting(there, now_s)
+
+
+def deleting(deployment: Deployment, now_s: float) -> Deployment:
+    """After the wish to delete it, which ends a roll-out as well."""
+    roll_out = deployment.roll_out
+    if roll_out is not None and roll_out.under_way:
+        error = Cancelled(f"{deployment.name} was deleted before the roll-out was done", reason="DELETED")
+        roll_out = roll_out.ended(RollOutState.ROLLED_BACK, now_s, error)
+    return replace(
+        deployment,
+        state=State.DELETING,
+        roll_out=roll_out,
+        generation=deployment.generation + 1,
+        update_time=now_s,
+    )
+
+
+def checked(deployment: Deployment | None, name: str, etag: str) -> Deployment:
+    """The deployment that a wish is about. Raises `NotFound` and `Conflict` (`etag` is not the present one)."""
     if deployment is None or deployment.state is State.GONE:
         raise not_found(name)
     if etag and etag != deployment.etag:
@@ -183,9 +230,7 @@ def with_deletion(deployment: Deployment | None, name: str, etag: str, now_s: fl
             reason="ETAG_MISMATCH",
             metadata={"resource": name, "etag": deployment.etag},
         )
-    if deployment.state is State.DELETING:
-        return None
-    return replace(deployment, state=State.DELETING, generation=deployment.generation + 1, update_time=now_s)
+    return deployment
 
 
 def with_removal(deployment: Deployment, now_s: float) -> Deployment | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from inference_service.domain.deployment import Deployment, ModelVersion, State
+from inference_service.domain.traffic import routed
 from shared.errors import FailedPrecondition, NotFound, Unavailable
 
 
@@ -15,8 +16,15 @@ def find_version(deployment: Deployment, wanted: str) -> ModelVersion | None:
     return max(deployment.versions, key=lambda version: (version.weight, int(version.number)))
 
 
-def choose_version(deployment: Deployment, wanted: str, draw: float) -> ModelVersion:
-    """The version that answers. `draw` in [0, 1) shares requests that name none out by the versions' weights.
+def choose_version(
+    deployment: Deployment,
+    wanted: str,
+    draw: float,
+    answers: Callable[[ModelVersion], bool] = lambda _: True,
+    headers: Callable[[], Mapping[str, str]] = dict,
+) -> ModelVersion:
+    """The version that answers: the one that is named, or that a header leads to; otherwise `draw` in [0, 1) shares out
+    by weight, among those that can answer now, `answers`, as long as there is one. `headers` is called if it matters.
 
     Raises `NotFound` (no such version), `FailedPrecondition` (the deployment failed: trying again is no use) and
     `Unavailable` (it is loading or going).
@@ -34,7 +42,13 @@ def choose_version(deployment: Deployment, wanted: str, draw: float) -> ModelVer
         found = find_version(deployment, wanted)
         assert found is not None
         return found
-    return _by_weight(deployment.versions, draw)
+    if deployment.routes:
+        for number in routed(deployment.routes, headers()):
+            found = find_version(deployment, number)
+            if found is not None and answers(found):
+                return found
+    weighed = [version for version in deployment.versions if version.weight]
+    return _by_weight([version for version in weighed if answers(version)] or weighed, draw)
 
 
 def no_version(deployment: Deployment, wanted: str) -> NotFound:

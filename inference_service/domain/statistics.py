@@ -8,6 +8,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from inference_service.domain.recent import Recent
+
 OK = "OK"
 DURATION_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 ROW_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
@@ -51,23 +53,40 @@ class Statistics:
         self.batch_rows = Histogram(ROW_BOUNDS)
         self.batch_round_trip = Histogram()
         self.batches: dict[int, Computing] = {}  # by rows
+        self.recent = Recent()
+        self.shadowed: dict[str, int] = {}  # copies for a shadow, by status; SHED: left out
 
-    def request_ended(self, status: str, total_s: float) -> None:
-        """Every request, by the name of the status that it ended with."""
-        self.requests.setdefault(status, Histogram()).observe(total_s)
-
-    def model_answered(self, *, rows: int, now_s: float, elapsed_s: float, input_s: float, infer_s: float) -> None:
-        """A request that the model answered `elapsed_s` after the batcher took it, `input_s` and `infer_s` of which it
-        computed. What else passed was waiting, and the way to the model and back."""
+    def answered(
+        self,
+        *,
+        rows: int,
+        now_s: float,
+        total_s: float,
+        model_s: float,
+        input_s: float,
+        infer_s: float,
+        output_s: float,
+    ) -> None:
+        """A request, `total_s` after its message came. The batcher had it for `model_s`; `input_s` and `infer_s` of it
+        the model computed, what else passed there was waiting, and the way to the model and back."""
+        self._ended(OK, total_s)
+        self.recent.answered(now_s, total_s)
         self.rows += rows
         self.last_inference_s = now_s
         # Pieces of one request may be computed side by side.
-        self.queue.observe(max(elapsed_s - input_s - infer_s, 0.0))
+        self.queue.observe(max(model_s - input_s - infer_s, 0.0))
         self.computing.input.observe(input_s)
         self.computing.infer.observe(infer_s)
-
-    def answer_made(self, output_s: float) -> None:
         self.computing.output.observe(output_s)
+
+    def failed(self, *, status: str, now_s: float, total_s: float) -> None:
+        """A request that ended with another status, by its name."""
+        self._ended(status, total_s)
+        self.recent.failed(now_s, status)
+
+    def shadow_ended(self, status: str) -> None:
+        """A copy of a request, which counts nowhere else."""
+        self.shadowed[status] = self.shadowed.get(status, 0) + 1
 
     def batch_ran(self, *, rows: int, round_trip_s: float, input_s: float, infer_s: float, output_s: float) -> None:
         self.batch_rows.observe(rows)
@@ -76,3 +95,6 @@ class Statistics:
         batch.input.observe(input_s)
         batch.infer.observe(infer_s)
         batch.output.observe(output_s)
+
+    def _ended(self, status: str, total_s: float) -> None:
+        self.requests.setdefault(status, Histogram()).observe(total_s)

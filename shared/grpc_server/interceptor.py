@@ -14,10 +14,11 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from shared.errors import DeadlineExceeded, Internal, InvalidArgument, MillraceError, Unimplemented
+from shared.errors import DeadlineExceeded, InvalidArgument, MillraceError, Unimplemented
 from shared.grpc_errors import status_code
 from shared.grpc_server.trailers import details_and_status
 from shared.telemetry import identity
+from shared.unexpected import hidden
 
 logger = logging.getLogger(__name__)
 
@@ -125,13 +126,8 @@ async def _call(context: Context, method: str, request_id: str) -> AsyncIterator
             pass
         except NotImplementedError:
             error = Unimplemented(f"{method} is not served")
-        except Exception:
-            correlation_id = uuid.uuid4().hex
-            logger.exception("unexpected exception; correlation_id=%s", correlation_id)
-            error = Internal(
-                f"internal error; quote the correlation id {correlation_id}",
-                metadata={"correlation_id": correlation_id},
-            )
+        except Exception as unexpected:
+            error = hidden(unexpected, logger, f"{method} raised an unexpected exception")
         finally:
             if error is not None:
                 outcome = status_code(error).name

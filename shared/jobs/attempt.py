@@ -6,7 +6,6 @@ import json
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +24,7 @@ from shared.jobs.registry import Jobs, progress_key
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from shared.telemetry import identity
+from shared.unexpected import hidden
 
 logger = logging.getLogger(__name__)
 
@@ -123,24 +123,14 @@ def run_attempt(entry: Entry, store: ObjectStore, kind: str, folder: str, attemp
             else:
                 logger.info("failed: %s", error.message)
                 _conclude(jobs, folder, attempt, lambda newest: fail(newest, error, time.time()))
-        except Exception:
-            hidden = _hidden()
-            _conclude(jobs, folder, attempt, lambda newest: _lose(newest, hidden))
+        except Exception as unexpected:
+            told = hidden(unexpected, logger, "attempt lost")
+            _conclude(jobs, folder, attempt, lambda newest: _lose(newest, told))
 
 
 def _lose(newest: JobRecord, cause: MillraceError) -> JobRecord:
     # RECOVERING: a reconciler took this attempt for dead, and has counted it.
     return newest if newest.state is JobState.RECOVERING else lose_attempt(newest, cause, time.time())
-
-
-def _hidden() -> Internal:
-    """An unexpected exception, told without its internals; the log has them under the correlation id."""
-    correlation_id = uuid.uuid4().hex
-    logger.exception("attempt lost; correlation_id=%s", correlation_id)
-    return Internal(
-        f"unexpected error; quote the correlation id {correlation_id}",
-        metadata={"correlation_id": correlation_id},
-    )
 
 
 def _conclude(jobs: Jobs, folder: str, attempt: int, decide: Callable[[JobRecord], JobRecord]) -> None:

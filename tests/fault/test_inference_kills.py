@@ -12,10 +12,13 @@ import grpc
 import numpy as np
 import pytest
 
+from millrace.inference.v1 import deployment_service_pb2 as pb
+from millrace.inference.v1 import roll_out_pb2
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from tests.integration.inference_service.checkpoints import write
 from tests.integration.inference_service.client import Array, Client, environment, eventually, infer_request, outputs
+from tests.support.asking import Load
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.service_process import ServiceProcess
 
@@ -48,7 +51,8 @@ def head() -> Iterator[RayHead]:
 def service(head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     folder = tmp_path_factory.mktemp("inference-faults")
     settings = StoreSettings(url=(folder / "store").as_uri())
-    write(open_store(settings))
+    for checkpoint in ("c1", "c2"):
+        write(open_store(settings), checkpoint)
     process = Process("inference_service", environment(settings, head.address), folder / "service.log")
     try:
         process.start()
@@ -62,7 +66,7 @@ def service(head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def client(service: Process) -> Iterator[Client]:
     """With `deployments/digits` on two replicas."""
     with Client(service.address) as made:
-        made.deploy("digits", "trainingJobs/digits", num_replicas=2)
+        made.deploy("digits", "trainingJobs/digits/checkpoints/c1", num_replicas=2)
         yield made
 
 
@@ -100,44 +104,19 @@ def wait_until_served(client: Client) -> Array:
     return eventually(served, 180, "the model answers again")
 
 
-class Load:
-    """Clients that ask without a pause, each call with a deadline, and note every error."""
+def ask(client: Client) -> str:
+    """The version that answers."""
+    return str(client.inference.ModelInfer(infer_request("digits", IMAGE), timeout=DEADLINE_S).model_version)
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._stop = threading.Event()
-        self.answers = 0
-        self.errors: list[grpc.RpcError] = []
-        self._threads = [threading.Thread(target=self._ask) for _ in range(CLIENTS)]
 
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-
-    def wait_for(self, more: int) -> None:
-        """Returns after so many more answers."""
-        wanted = self.answers + more
-        eventually(lambda: self.answers >= wanted or bool(self.errors), 120, f"{more} more answers")
-
-    def _ask(self) -> None:
-        while not self._stop.is_set():
-            try:
-                self._client.inference.ModelInfer(infer_request("digits", IMAGE), timeout=DEADLINE_S)
-                self.answers += 1
-            except grpc.RpcError as error:
-                self.errors.append(error)
+def is_shifting(client: Client) -> bool:
+    return client.get("deployments/digits").roll_out.state == roll_out_pb2.RollOut.STATE_SHIFTING
 
 
 def test_a_replica_killed_under_load_costs_no_client_an_answer(head: RayHead, client: Client) -> None:
     replicas = set(head.processes("ray::ServeReplica"))
     assert len(replicas) == 2
-    with Load(client) as load:
+    with Load(lambda: ask(client), CLIENTS) as load:
         load.wait_for(50)
         victim = min(replicas)
         os.kill(victim, signal.SIGKILL)
@@ -173,10 +152,15 @@ def test_a_service_told_to_stop_exits_cleanly_and_leaves_the_replicas_alone(
 
 
 @pytest.mark.chaos
-def test_all_of_ray_killed_ends_the_service_and_a_new_head_serves_the_same(
+def test_all_of_ray_killed_half_way_through_a_roll_out_ends_the_service_and_a_new_head_serves_the_same(
     head: RayHead, service: Process, client: Client
 ) -> None:
     expected = wait_until_served(client)
+    spec = roll_out_pb2.RollOutSpec(checkpoint="trainingJobs/digits/checkpoints/c2")
+    spec.steps.add(percent=50).interval.seconds = 3600
+    spec.steps.add(percent=100)
+    client.deployments.RollOut(pb.RollOutRequest(name="deployments/digits", spec=spec), timeout=10)
+    eventually(lambda: is_shifting(client), 120, "version 2 has half of the traffic")
     before = client.get("deployments/digits")
     head.kill()
     assert service.exit_status(within_s=90) == EXIT_RAY_LOST
@@ -185,7 +169,10 @@ def test_all_of_ray_killed_ends_the_service_and_a_new_head_serves_the_same(
         assert client.get("deployments/digits") == before
         assert not client.is_healthy()
         with ray_head(num_cpus=4, port=int(head.address.rpartition(":")[2])):
+            # Both are of the same weights, so either answers alike.
             assert wait_until_served(client).tobytes() == expected.tobytes()
+            assert client.get("deployments/digits") == before
+            eventually(lambda: {ask(client) for _ in range(20)} == {"1", "2"}, 120, "both versions answer again")
             assert client.get("deployments/digits") == before
 
 

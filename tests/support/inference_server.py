@@ -96,10 +96,10 @@ class Server:
         return oip_grpc.GRPCInferenceServiceStub(self.kit.channel)
 
 
-def attach(models: Models, one: Deployment, model: Any, **limits: Any) -> None:
-    """Has `model` answer for the deployment's only version."""
+def attach(models: Models, one: Deployment, model: Any, number: str = "1", **limits: Any) -> None:
+    """Has `model` answer for the deployment's version of that number."""
     defaults: dict[str, Any] = {"max_rows": 8, "max_delay_s": 0.0, "max_queued_rows": 100, "max_in_flight": 1}
-    (version,) = one.versions
+    version = next(version for version in one.versions if version.number == number)
     batcher = Batcher(model, Limits(**{**defaults, **limits}), BatchTimes(), models.statistics(one, version))
     models.attach(application_name(one, version), batcher)
 

@@ -16,6 +16,8 @@ COMMANDS = {
     "data": ("data", "Import, list and show datasets."),
     "train": ("train", "Create, watch, pause and end training jobs; coverage, metrics, logs."),
     "deploy": ("deploy", "Serve a checkpoint."),
+    "rollout": ("rollout", "Move a deployment to another checkpoint, step by step."),
+    "rollback": ("rollout", "Give a deployment's traffic back to the version before."),
     "predict": ("predict", "Ask a served model."),
 }
 

@@ -11,6 +11,7 @@ from inference_service.batcher import Batcher
 from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits
 from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.statistics import Statistics
 from inference_service.domain.tensors import Array
 from shared.errors import DataLoss, DeadlineExceeded, InvalidArgument, MillraceError, ResourceExhausted, Unavailable
 
@@ -47,7 +48,7 @@ def rows(*values: int, form: str = "raw") -> Rows:
 
 def batcher(model: Doubler, **limits: Any) -> Batcher:
     defaults: dict[str, Any] = {"max_rows": 4, "max_delay_s": 0.0, "max_queued_rows": 100, "max_in_flight": 1}
-    return Batcher(model, Limits(**{**defaults, **limits}), BatchTimes())
+    return Batcher(model, Limits(**{**defaults, **limits}), BatchTimes(), Statistics())
 
 
 def on_a_loop(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -77,7 +78,7 @@ def test_each_request_gets_its_own_rows_back() -> None:
         others = [submit(one, rows(2, 3)), submit(one, rows(4)), submit(one, rows(5, 6))]
         await settle()
         model.may_work.set()
-        answers = [[output.tolist() for output in await task] for task in (first, *others)]
+        answers = [[output.tolist() for output in (await task).arrays] for task in (first, *others)]
         assert answers == [[[2], [-1]], [[4, 6], [-2, -3]], [[8], [-4]], [[10, 12], [-5, -6]]]
         assert model.sizes == [1, 3, 2]
 
@@ -88,7 +89,7 @@ def test_a_request_larger_than_a_batch_is_cut_and_put_together_again() -> None:
     async def scenario() -> None:
         model = Doubler()
         model.may_work.set()
-        doubled, negated = await batcher(model).submit(rows(*range(10)), None)
+        doubled, negated = (await batcher(model).submit(rows(*range(10)), None)).arrays
         assert doubled.tolist() == [2 * value for value in range(10)]
         assert negated.tolist() == [-value for value in range(10)]
         assert model.sizes == [4, 4, 2]
@@ -106,9 +107,8 @@ def test_a_request_alone_reaches_the_model_without_a_copy() -> None:
                 return Outputs([given.values["x"]])
 
         sent = rows(1, 2)
-        await Batcher(
-            Watcher(), Limits(max_rows=4, max_delay_s=0, max_queued_rows=9, max_in_flight=1), BatchTimes()
-        ).submit(sent, None)
+        limits = Limits(max_rows=4, max_delay_s=0, max_queued_rows=9, max_in_flight=1)
+        await Batcher(Watcher(), limits, BatchTimes(), Statistics()).submit(sent, None)
         assert np.shares_memory(seen[0], sent.values["x"])
 
     on_a_loop(scenario)
@@ -142,7 +142,7 @@ def test_a_batch_that_nobody_waits_for_is_given_up() -> None:
         await settle()
         assert model.given_up == 1
         model.may_work.set()
-        assert (await one.submit(rows(7), None))[0].tolist() == [14]  # its place is free again
+        assert (await one.submit(rows(7), None)).arrays[0].tolist() == [14]  # its place is free again
 
     on_a_loop(scenario)
 
@@ -162,7 +162,7 @@ def test_a_batch_that_somebody_still_waits_for_goes_on() -> None:
         gone.cancel()
         await settle()
         model.may_work.set()
-        assert (await staying)[0].tolist() == [4]
+        assert (await staying).arrays[0].tolist() == [4]
         assert (model.sizes, model.given_up) == ([1, 2], 0)
 
     on_a_loop(scenario)
@@ -183,7 +183,7 @@ def test_a_full_queue_refuses_and_empties_when_its_callers_leave() -> None:
             task.cancel()
         await settle()
         model.may_work.set()
-        assert (await one.submit(rows(6, 7, 8, 9), None))[0].tolist() == [12, 14, 16, 18]
+        assert (await one.submit(rows(6, 7, 8, 9), None)).arrays[0].tolist() == [12, 14, 16, 18]
 
     on_a_loop(scenario)
 
@@ -241,7 +241,7 @@ def test_a_row_that_the_model_refuses_is_its_own_requests_fault() -> None:
         await settle()
         model.may_work.set()
         await first
-        assert (await good)[0].tolist() == [4]
+        assert (await good).arrays[0].tolist() == [4]
         with pytest.raises(InvalidArgument, match=r"^row 1: 1003 is bad$") as refused:
             await bad
         assert refused.value.fields == [("inputs", "row 1: 1003 is bad")]
@@ -272,7 +272,7 @@ def test_draining_answers_what_is_there_and_refuses_what_comes() -> None:
             await one.submit(rows(3), None)
         model.may_work.set()
         await draining
-        assert [(await task)[0].tolist() for task in tasks] == [[2], [4]]
+        assert [(await task).arrays[0].tolist() for task in tasks] == [[2], [4]]
 
     on_a_loop(scenario)
 

@@ -85,12 +85,31 @@ def test_a_port_that_is_taken_is_told_with_its_setting() -> None:
     assert "use another port" in str(refused.value)
 
 
+def test_an_address_of_ipv6_is_written_in_brackets() -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
+        port = free.getsockname()[1]
+    listen = settings_from({**ENVIRON, "MILLRACE_METRICS_LISTEN": f"[::1]:{port}"}).metrics_listen
+    with metrics_served(listen, Models()):
+        assert read(listen) == {}
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "nowhere.invalid"])
+def test_an_address_that_is_not_this_machines_is_told_with_the_remedy(host: str) -> None:
+    with (
+        pytest.raises(SettingsError, match=r"MILLRACE_METRICS_LISTEN.*; use an address of this machine"),
+        metrics_served(f"{host}:9400", Models()),
+    ):
+        pass
+
+
 def test_metrics_are_off_unless_an_address_is_set() -> None:
     assert settings_from(ENVIRON).metrics_listen == ""
     assert settings_from({**ENVIRON, "MILLRACE_METRICS_LISTEN": "127.0.0.1:9000"}).metrics_listen == "127.0.0.1:9000"
 
 
-@pytest.mark.parametrize("listen", ["9000", ":9000", "localhost:", "localhost:http", "localhost:70000"])
-def test_an_address_that_is_none_is_refused(listen: str) -> None:
-    with pytest.raises(SettingsError, match="MILLRACE_METRICS_LISTEN"):
+@pytest.mark.parametrize(
+    "listen", ["9000", ":9000", "localhost:", "localhost:http", "localhost:70000", "::1:9400", "[::1:9400"]
+)
+def test_an_address_that_is_none_is_refused_with_examples(listen: str) -> None:
+    with pytest.raises(SettingsError, match=r"MILLRACE_METRICS_LISTEN.*e\.g\. 127\.0\.0\.1:9400 or \[::1\]:9400"):
         settings_from({**ENVIRON, "MILLRACE_METRICS_LISTEN": listen})

@@ -13,6 +13,7 @@ from inference_service.domain.deployment import Deployment, ModelVersion, State,
 from inference_service.domain.request_parameters import RequestedOutput
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.signature import Signature, TensorSpec
+from inference_service.domain.statistics import Statistics
 from inference_service.domain.tensors import WireTensor
 from inference_service.models import Models, application_name
 from shared.errors import InvalidArgument, NotFound, Unavailable
@@ -58,7 +59,7 @@ class Doubler:
 
 def attach(models: Models) -> None:
     limits = Limits(max_rows=4, max_delay_s=0, max_queued_rows=9, max_in_flight=1)
-    models.attach(application_name(READY, VERSION), Batcher(Doubler(), limits, BatchTimes()))
+    models.attach(application_name(READY, VERSION), Batcher(Doubler(), limits, BatchTimes(), Statistics()))
 
 
 def tensor(*values: int) -> WireTensor:
@@ -117,6 +118,28 @@ def test_a_deployment_written_while_the_logs_are_read_is_not_lost() -> None:
     models.replace([])
     with pytest.raises(NotFound):
         models.signature("m", "")
+
+
+def test_a_deployment_that_is_gone_is_kept_neither_from_a_call_nor_from_the_logs() -> None:
+    gone = replace(READY, state=State.GONE)
+    models = Models()
+    models.begin_reading()
+    models.put(gone)  # as the answer to a creation that is asked for again after the deployment went
+    models.replace([])
+    with pytest.raises(NotFound):
+        models.signature("m", "")
+    models.put(READY)
+    models.put(gone)
+    with pytest.raises(NotFound):
+        models.signature("m", "")
+    assert list(models.listed()) == []
+
+
+def test_an_earlier_namesake_that_is_gone_takes_nothing_away() -> None:
+    models = Models()
+    models.replace([READY])
+    models.put(replace(READY, uid="earlier", state=State.GONE))
+    assert models.signature("m", "")[0] == READY
 
 
 def test_a_request_larger_than_a_batch_is_answered_whole() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from inference_service.raw_columns import column_of_tensor, tensor_of_column
+from inference_service.raw_columns import column_of_tensor, tensor_of_column, values_of_column
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.transforms import ScalarType, TensorType
 
@@ -51,6 +51,11 @@ def test_values_of_every_type_come_back_and_so_do_nulls(
     assert (whole.type, whole.to_pylist()) == (arrow_type, expected)
     assert (some.type, some.to_pylist()) == (arrow_type, [expected[0], None])
 
+    back, nulls = values_of_column(given, whole)
+    assert (back.dtype, back.tolist(), nulls.tolist()) == (sent.dtype, sent.tolist(), [False, False])
+    back, nulls = values_of_column(given, some)
+    assert (back.dtype, back.tolist()[0], nulls.tolist()) == (sent.dtype, sent.tolist()[0], [False, True])
+
 
 def test_a_nan_is_a_number_and_no_null() -> None:
     column = column_of_tensor("x", ScalarType(pa.float64()), np.array([np.nan, 1.0]), np.array([False, True]))
@@ -67,6 +72,9 @@ def test_tensors_go_as_they_are() -> None:
     assert tensor_of_column("image", given).shape == (-1, 28, 28)
     assert not tensor_of_column("image", given).nullable
     assert column_of_tensor("image", given, rows, None) is rows
+    back, nulls = values_of_column(given, rows)
+    assert back is rows
+    assert nulls.tolist() == [False, False]
 
 
 @pytest.mark.parametrize(

@@ -22,54 +22,16 @@ from inference_service.domain.deployment import (
 from inference_service.manager import DeploymentManager
 from inference_service.operations import DeploymentOperations
 from inference_service.registry import Deployments
-from shared.checkpoint import CheckpointEntry, CheckpointRegistry, Ranking
+from shared.checkpoint import CheckpointRegistry, Ranking
 from shared.checkpoint import users as checkpoint_users
 from shared.checkpoint.users import users_of_job
 from shared.dataset_version.users import live_users
 from shared.errors import AlreadyExists, DataLoss, NotFound
-from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.versions import commit_version, striped_digits
+from tests.unit.inference_service.conftest import JOB
 
-JOB = "trainingJobs/j"
 VERSION = "datasets/digits/versions/v1"
-
-
-@pytest.fixture
-def store(file_store: StoreSettings) -> ObjectStore:
-    made = open_store(file_store)
-    registry = CheckpointRegistry(made, JOB)
-    registry.fence(1)
-    for number, accuracy in ((1, 0.9), (2, 0.8)):
-        registry.commit(
-            CheckpointEntry(
-                name=f"{JOB}/checkpoints/c{number}",
-                folder=f"{JOB}/checkpoints/data/c{number}",
-                manifest_sha256=f"{number}" * 64,
-                step=number,
-                epoch=number,
-                attempt=1,
-                size_bytes=1,
-                create_time=1.0,
-                metrics={"validation_accuracy": accuracy},
-            )
-        )
-    return made
-
-
-@pytest.fixture
-def deployments(store: ObjectStore) -> Deployments:
-    return Deployments(store)
-
-
-@pytest.fixture
-def operations(store: ObjectStore, deployments: Deployments) -> DeploymentOperations:
-    return DeploymentOperations(store, deployments)
-
-
-@pytest.fixture
-def manager(store: ObjectStore, deployments: Deployments, operations: DeploymentOperations) -> DeploymentManager:
-    return DeploymentManager(store, deployments, operations)
 
 
 def creation(deployment_id: str = "digits", **changes: Any) -> Creation:
@@ -218,19 +180,20 @@ def test_a_deployments_dataset_version_is_kept_until_it_is_released(
     commit_version(store, VERSION, {"train": striped_digits(5)})
     ready = loaded(manager)
 
-    deployments.mark_datasets(ready)
-    deployments.mark_datasets(ready)  # as every start of the service does
+    deployments.mark_datasets(ready, ready.versions)
+    deployments.mark_datasets(ready, ready.versions)  # as every start of the service does
     assert live_users(store, VERSION, time.time() + 10**9) == [ready.name]
 
-    deployments.release_datasets(ready)
-    deployments.release_datasets(ready)
+    deployments.release(ready, ready.versions)
+    deployments.release(ready, ready.versions)
     assert live_users(store, VERSION, time.time()) == []
 
 
 def test_a_dataset_version_that_is_gone_keeps_no_deployment_from_being_served(
     store: ObjectStore, deployments: Deployments, manager: DeploymentManager
 ) -> None:
-    deployments.mark_datasets(loaded(manager))
+    ready = loaded(manager)
+    deployments.mark_datasets(ready, ready.versions)
 
     assert list(store.list("datasets")) == []
 
@@ -246,9 +209,9 @@ def test_a_deployment_keeps_its_checkpoint_from_the_first_moment_until_it_is_rel
     (served, _) = CheckpointRegistry(store, JOB).entries()
     assert CheckpointRegistry(store, JOB).retire([served]) == []
 
-    deployments.keep_checkpoints(made)  # as every start of the service does
-    deployments.release_checkpoints(made)
-    deployments.release_checkpoints(made)
+    deployments.keep_checkpoints(made, made.versions)  # as every start of the service does
+    deployments.release(made, made.versions)
+    deployments.release(made, made.versions)
 
     assert users_of_job(store, JOB, LONG_AFTER) == {}
     assert CheckpointRegistry(store, JOB).retire([served]) == [served]
@@ -275,7 +238,7 @@ def test_a_refused_or_repeated_creation_and_a_mere_check_leave_no_mark(
     manager.create(creation("other", validate_only=True))
 
     assert len(checkpoint_users.markers(store, f"{JOB}/checkpoints/c1")) == 1
-    deployments.release_checkpoints(made)
+    deployments.release(made, made.versions)
     assert users_of_job(store, JOB, 0.0) == {}
 
 

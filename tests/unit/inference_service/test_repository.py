@@ -144,13 +144,22 @@ def load(server: Server, name: str, **fields: Any) -> Any:
     return server.stub.RepositoryModelLoad(oip.RepositoryModelLoadRequest(model_name=name, **fields))
 
 
+async def is_done_after_a_call(server: Server, call: asyncio.Future[Any]) -> bool:
+    """Whether `call` is answered, once two later ones are: by then the server has worked on it."""
+    for _ in range(2):
+        await server.stub.ServerLive(oip.ServerLiveRequest())
+    return call.done()
+
+
 def test_loading_returns_once_the_deployment_answers() -> None:
     async def scenario(server: Server) -> None:
         await load(server, "m")
         server.models.put(LOADING)
         call = asyncio.ensure_future(load(server, "coming"))
+        assert not await is_done_after_a_call(server, call)
         loaded = replace(deployment("coming"), uid=LOADING.uid)
         server.models.put(loaded)
+        assert not await is_done_after_a_call(server, call)  # READY, and its replicas are not there yet
         attach(server.models, loaded, server.model)
         await call
 

@@ -13,10 +13,11 @@ import pytest
 from grpc import aio
 
 from inference import grpc_service_pb2 as oip
+from inference_service.domain.rows import Outputs, Rows
 from inference_service.streaming import in_order
 from shared.grpc_server import server as grpc_server
 from tests.support.grpc_kit import everything, told
-from tests.support.inference_server import Server, ask, served, until
+from tests.support.inference_server import Server, ask, attach, deployment, served, until
 
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 
@@ -64,6 +65,28 @@ def test_a_request_that_fails_is_answered_with_its_error_and_the_stream_goes_on(
         assert answers[1].infer_response.model_name == "nobody"
         assert answers[2].error_message.startswith("INVALID_ARGUMENT: inputs[0].name: 'picture'")
         assert [bool(answer.infer_response.outputs) for answer in answers] == [True, False, False, True]
+
+    served(scenario)
+
+
+def test_a_request_that_fails_in_a_way_that_nobody_expected_is_answered_without_its_internals(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken:
+        async def forward(self, rows: Rows) -> Outputs:
+            raise RuntimeError(f"a secret about {list(rows.values)}")
+
+    async def scenario(server: Server) -> None:
+        server.models.put(deployment("broken"))
+        attach(server.models, deployment("broken"), Broken())
+        requests = [ask(1, id="a"), ask(2, id="b", model="broken"), ask(3, id="c")]
+        answers = await everything(server.stub.ModelStreamInfer(iter(requests)))
+        assert ids(answers) == ["a", "b", "c"]
+        message = answers[1].error_message
+        assert message.startswith("INTERNAL: internal error; quote the correlation id ")
+        assert message.removeprefix("INTERNAL: internal error; quote the correlation id ") in caplog.text
+        assert "a secret" in caplog.text
+        assert [answer.error_message for answer in (answers[0], answers[2])] == ["", ""]
 
     served(scenario)
 

@@ -14,9 +14,17 @@ def test_a_value_counts_in_the_first_bucket_whose_bound_is_not_below_it() -> Non
 
 def test_what_was_not_computing_was_waiting() -> None:
     statistics = Statistics()
-    statistics.model_answered(rows=3, now_s=9.0, elapsed_s=1.0, input_s=0.25, infer_s=0.5)
+    statistics.answered(rows=3, now_s=9.0, total_s=2.0, model_s=1.0, input_s=0.25, infer_s=0.5, output_s=0.1)
     # Two pieces of one request, computed side by side.
-    statistics.model_answered(rows=40, now_s=10.0, elapsed_s=1.0, input_s=0.5, infer_s=1.0)
+    statistics.answered(rows=40, now_s=10.0, total_s=2.0, model_s=1.0, input_s=0.5, infer_s=1.0, output_s=0.1)
     assert statistics.queue.count == 2
     assert statistics.queue.sum == pytest.approx(0.25)
     assert (statistics.rows, statistics.last_inference_s) == (43, 10.0)
+
+
+def test_a_request_that_is_not_answered_counts_as_that_alone() -> None:
+    statistics = Statistics()
+    statistics.failed(status="CANCELLED", now_s=9.0, total_s=0.5)
+    assert {status: one.count for status, one in statistics.requests.items()} == {"CANCELLED": 1}
+    assert [one.count for one in (statistics.queue, *vars(statistics.computing).values())] == [0] * 4
+    assert statistics.rows == 0

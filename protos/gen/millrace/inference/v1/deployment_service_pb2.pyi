@@ -2,9 +2,11 @@ import datetime
 
 from google.longrunning import operations_pb2 as _operations_pb2
 from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import field_mask_pb2 as _field_mask_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.rpc import status_pb2 as _status_pb2
 from millrace.common.v1 import lineage_pb2 as _lineage_pb2
+from millrace.inference.v1 import roll_out_pb2 as _roll_out_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -15,7 +17,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Deployment(_message.Message):
-    __slots__ = ("name", "uid", "spec", "state", "operation", "lineage", "create_time", "update_time", "error", "etag")
+    __slots__ = ("name", "uid", "spec", "state", "operation", "lineage", "create_time", "update_time", "error", "etag", "versions", "roll_out", "traffic")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Deployment.State]
@@ -38,6 +40,9 @@ class Deployment(_message.Message):
     UPDATE_TIME_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     ETAG_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    ROLL_OUT_FIELD_NUMBER: _ClassVar[int]
+    TRAFFIC_FIELD_NUMBER: _ClassVar[int]
     name: str
     uid: str
     spec: DeploymentSpec
@@ -48,23 +53,108 @@ class Deployment(_message.Message):
     update_time: _timestamp_pb2.Timestamp
     error: _status_pb2.Status
     etag: str
-    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., spec: _Optional[_Union[DeploymentSpec, _Mapping]] = ..., state: _Optional[_Union[Deployment.State, str]] = ..., operation: _Optional[str] = ..., lineage: _Optional[_Union[_lineage_pb2.Lineage, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., etag: _Optional[str] = ...) -> None: ...
+    versions: _containers.RepeatedCompositeFieldContainer[ModelVersion]
+    roll_out: _roll_out_pb2.RollOut
+    traffic: Traffic
+    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., spec: _Optional[_Union[DeploymentSpec, _Mapping]] = ..., state: _Optional[_Union[Deployment.State, str]] = ..., operation: _Optional[str] = ..., lineage: _Optional[_Union[_lineage_pb2.Lineage, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., etag: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[ModelVersion, _Mapping]]] = ..., roll_out: _Optional[_Union[_roll_out_pb2.RollOut, _Mapping]] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ...) -> None: ...
+
+class Traffic(_message.Message):
+    __slots__ = ("weights", "routes", "shadow")
+    class WeightsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_FIELD_NUMBER: _ClassVar[int]
+    weights: _containers.ScalarMap[str, int]
+    routes: _containers.RepeatedCompositeFieldContainer[HeaderRoute]
+    shadow: Shadow
+    def __init__(self, weights: _Optional[_Mapping[str, int]] = ..., routes: _Optional[_Iterable[_Union[HeaderRoute, _Mapping]]] = ..., shadow: _Optional[_Union[Shadow, _Mapping]] = ...) -> None: ...
+
+class HeaderRoute(_message.Message):
+    __slots__ = ("header", "value", "version")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    header: str
+    value: str
+    version: str
+    def __init__(self, header: _Optional[str] = ..., value: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+
+class Shadow(_message.Message):
+    __slots__ = ("version", "percent")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PERCENT_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    percent: int
+    def __init__(self, version: _Optional[str] = ..., percent: _Optional[int] = ...) -> None: ...
+
+class ModelVersion(_message.Message):
+    __slots__ = ("number", "state", "weight", "lineage")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[ModelVersion.State]
+        STATE_LOADING: _ClassVar[ModelVersion.State]
+        STATE_READY: _ClassVar[ModelVersion.State]
+        STATE_RETIRING: _ClassVar[ModelVersion.State]
+    STATE_UNSPECIFIED: ModelVersion.State
+    STATE_LOADING: ModelVersion.State
+    STATE_READY: ModelVersion.State
+    STATE_RETIRING: ModelVersion.State
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    number: str
+    state: ModelVersion.State
+    weight: int
+    lineage: _lineage_pb2.Lineage
+    def __init__(self, number: _Optional[str] = ..., state: _Optional[_Union[ModelVersion.State, str]] = ..., weight: _Optional[int] = ..., lineage: _Optional[_Union[_lineage_pb2.Lineage, _Mapping]] = ...) -> None: ...
+
+class VersionPolicy(_message.Message):
+    __slots__ = ("latest", "all", "named")
+    class Latest(_message.Message):
+        __slots__ = ("count",)
+        COUNT_FIELD_NUMBER: _ClassVar[int]
+        count: int
+        def __init__(self, count: _Optional[int] = ...) -> None: ...
+    class All(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    class Named(_message.Message):
+        __slots__ = ("versions",)
+        VERSIONS_FIELD_NUMBER: _ClassVar[int]
+        versions: _containers.RepeatedScalarFieldContainer[str]
+        def __init__(self, versions: _Optional[_Iterable[str]] = ...) -> None: ...
+    LATEST_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    NAMED_FIELD_NUMBER: _ClassVar[int]
+    latest: VersionPolicy.Latest
+    all: VersionPolicy.All
+    named: VersionPolicy.Named
+    def __init__(self, latest: _Optional[_Union[VersionPolicy.Latest, _Mapping]] = ..., all: _Optional[_Union[VersionPolicy.All, _Mapping]] = ..., named: _Optional[_Union[VersionPolicy.Named, _Mapping]] = ...) -> None: ...
 
 class DeploymentSpec(_message.Message):
-    __slots__ = ("checkpoint", "num_replicas", "threads_per_replica", "max_batch_size", "max_batch_delay", "max_queued_rows")
+    __slots__ = ("checkpoint", "num_replicas", "threads_per_replica", "max_batch_size", "max_batch_delay", "max_queued_rows", "version_policy")
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     NUM_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     THREADS_PER_REPLICA_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_DELAY_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_POLICY_FIELD_NUMBER: _ClassVar[int]
     checkpoint: str
     num_replicas: int
     threads_per_replica: int
     max_batch_size: int
     max_batch_delay: _duration_pb2.Duration
     max_queued_rows: int
-    def __init__(self, checkpoint: _Optional[str] = ..., num_replicas: _Optional[int] = ..., threads_per_replica: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_batch_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_queued_rows: _Optional[int] = ...) -> None: ...
+    version_policy: VersionPolicy
+    def __init__(self, checkpoint: _Optional[str] = ..., num_replicas: _Optional[int] = ..., threads_per_replica: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_batch_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_queued_rows: _Optional[int] = ..., version_policy: _Optional[_Union[VersionPolicy, _Mapping]] = ...) -> None: ...
 
 class CreateDeploymentRequest(_message.Message):
     __slots__ = ("deployment_id", "spec", "request_id", "validate_only")
@@ -87,6 +177,12 @@ class DeploymentMetadata(_message.Message):
     def __init__(self, deployment: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class GetDeploymentRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class WatchDeploymentRequest(_message.Message):
     __slots__ = ("name",)
     NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
@@ -119,3 +215,41 @@ class DeleteDeploymentRequest(_message.Message):
 class DeleteDeploymentResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class RollOutRequest(_message.Message):
+    __slots__ = ("name", "spec", "etag", "request_id", "validate_only")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    ETAG_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    spec: _roll_out_pb2.RollOutSpec
+    etag: str
+    request_id: str
+    validate_only: bool
+    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[_roll_out_pb2.RollOutSpec, _Mapping]] = ..., etag: _Optional[str] = ..., request_id: _Optional[str] = ..., validate_only: _Optional[bool] = ...) -> None: ...
+
+class RollOutMetadata(_message.Message):
+    __slots__ = ("deployment", "roll_out")
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    ROLL_OUT_FIELD_NUMBER: _ClassVar[int]
+    deployment: str
+    roll_out: _roll_out_pb2.RollOut
+    def __init__(self, deployment: _Optional[str] = ..., roll_out: _Optional[_Union[_roll_out_pb2.RollOut, _Mapping]] = ...) -> None: ...
+
+class UpdateDeploymentRequest(_message.Message):
+    __slots__ = ("deployment", "update_mask")
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_MASK_FIELD_NUMBER: _ClassVar[int]
+    deployment: Deployment
+    update_mask: _field_mask_pb2.FieldMask
+    def __init__(self, deployment: _Optional[_Union[Deployment, _Mapping]] = ..., update_mask: _Optional[_Union[_field_mask_pb2.FieldMask, _Mapping]] = ...) -> None: ...
+
+class RollBackRequest(_message.Message):
+    __slots__ = ("name", "etag")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ETAG_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    etag: str
+    def __init__(self, name: _Optional[str] = ..., etag: _Optional[str] = ...) -> None: ...

@@ -55,10 +55,30 @@ class DeploymentServiceStub:
                 request_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.ListDeploymentsRequest.SerializeToString,
                 response_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.ListDeploymentsResponse.FromString,
                 _registered_method=True)
+        self.WatchDeployment = channel.unary_stream(
+                '/millrace.inference.v1.DeploymentService/WatchDeployment',
+                request_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.WatchDeploymentRequest.SerializeToString,
+                response_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.Deployment.FromString,
+                _registered_method=True)
         self.DeleteDeployment = channel.unary_unary(
                 '/millrace.inference.v1.DeploymentService/DeleteDeployment',
                 request_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.DeleteDeploymentRequest.SerializeToString,
                 response_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.DeleteDeploymentResponse.FromString,
+                _registered_method=True)
+        self.RollOut = channel.unary_unary(
+                '/millrace.inference.v1.DeploymentService/RollOut',
+                request_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.RollOutRequest.SerializeToString,
+                response_deserializer=google_dot_longrunning_dot_operations__pb2.Operation.FromString,
+                _registered_method=True)
+        self.UpdateDeployment = channel.unary_unary(
+                '/millrace.inference.v1.DeploymentService/UpdateDeployment',
+                request_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.UpdateDeploymentRequest.SerializeToString,
+                response_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.Deployment.FromString,
+                _registered_method=True)
+        self.RollBack = channel.unary_unary(
+                '/millrace.inference.v1.DeploymentService/RollBack',
+                request_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.RollBackRequest.SerializeToString,
+                response_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.Deployment.FromString,
                 _registered_method=True)
 
 
@@ -95,9 +115,49 @@ class DeploymentServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchDeployment(self, request, context):
+        """Its state now, and whenever it is another: within a second. Ends when it is gone.
+        Fails with INVALID_ARGUMENT and NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteDeployment(self, request, context):
         """Takes it out of service; requests in flight are answered first.
         Fails with INVALID_ARGUMENT, NOT_FOUND and ABORTED (`etag` is not the present one).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RollOut(self, request, context):
+        """Loads another checkpoint as a new version beside those that are served, moves the traffic to it in steps, and then
+        takes the versions out of service that the version policy does not keep. No request is dropped meanwhile.
+        The operation's `metadata` is a RollOutMetadata, its `response` the Deployment with all traffic on the new version.
+        Cancelling it rolls back.
+        Fails with INVALID_ARGUMENT, NOT_FOUND (the deployment, job or checkpoint), FAILED_PRECONDITION (the deployment is not
+        READY, a roll-out is under way, or the job has no checkpoint), ABORTED (`etag` is not the present one) and
+        ALREADY_EXISTS (`request_id` was used with another body). The operation fails as RollOut.error says.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateDeployment(self, request, context):
+        """Changes how requests that name no version are shared out, and which versions stay loaded.
+        Fails with INVALID_ARGUMENT (`update_mask`; a version that is not loaded), NOT_FOUND, FAILED_PRECONDITION (it is not
+        READY, or a roll-out is under way, which has the weights) and ABORTED (`deployment.etag` is not the present one).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RollBack(self, request, context):
+        """Gives the traffic back at once to the versions that had it before the newest roll-out, whether that is under way or
+        has succeeded; the new version answers what it has, then goes. Where it was rolled back already, nothing changes.
+        Fails with INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (there was no roll-out, or an old version is no longer
+        loaded: roll its checkpoint out) and ABORTED (`etag` is not the present one).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,10 +181,30 @@ def add_DeploymentServiceServicer_to_server(servicer, server):
                     request_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.ListDeploymentsRequest.FromString,
                     response_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.ListDeploymentsResponse.SerializeToString,
             ),
+            'WatchDeployment': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchDeployment,
+                    request_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.WatchDeploymentRequest.FromString,
+                    response_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.Deployment.SerializeToString,
+            ),
             'DeleteDeployment': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteDeployment,
                     request_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.DeleteDeploymentRequest.FromString,
                     response_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.DeleteDeploymentResponse.SerializeToString,
+            ),
+            'RollOut': grpc.unary_unary_rpc_method_handler(
+                    servicer.RollOut,
+                    request_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.RollOutRequest.FromString,
+                    response_serializer=google_dot_longrunning_dot_operations__pb2.Operation.SerializeToString,
+            ),
+            'UpdateDeployment': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateDeployment,
+                    request_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.UpdateDeploymentRequest.FromString,
+                    response_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.Deployment.SerializeToString,
+            ),
+            'RollBack': grpc.unary_unary_rpc_method_handler(
+                    servicer.RollBack,
+                    request_deserializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.RollBackRequest.FromString,
+                    response_serializer=millrace_dot_inference_dot_v1_dot_deployment__service__pb2.Deployment.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -224,6 +304,33 @@ class DeploymentService:
             _registered_method=True)
 
     @staticmethod
+    def WatchDeployment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/millrace.inference.v1.DeploymentService/WatchDeployment',
+            millrace_dot_inference_dot_v1_dot_deployment__service__pb2.WatchDeploymentRequest.SerializeToString,
+            millrace_dot_inference_dot_v1_dot_deployment__service__pb2.Deployment.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def DeleteDeployment(request,
             target,
             options=(),
@@ -240,6 +347,87 @@ class DeploymentService:
             '/millrace.inference.v1.DeploymentService/DeleteDeployment',
             millrace_dot_inference_dot_v1_dot_deployment__service__pb2.DeleteDeploymentRequest.SerializeToString,
             millrace_dot_inference_dot_v1_dot_deployment__service__pb2.DeleteDeploymentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RollOut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.inference.v1.DeploymentService/RollOut',
+            millrace_dot_inference_dot_v1_dot_deployment__service__pb2.RollOutRequest.SerializeToString,
+            google_dot_longrunning_dot_operations__pb2.Operation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateDeployment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.inference.v1.DeploymentService/UpdateDeployment',
+            millrace_dot_inference_dot_v1_dot_deployment__service__pb2.UpdateDeploymentRequest.SerializeToString,
+            millrace_dot_inference_dot_v1_dot_deployment__service__pb2.Deployment.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RollBack(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.inference.v1.DeploymentService/RollBack',
+            millrace_dot_inference_dot_v1_dot_deployment__service__pb2.RollBackRequest.SerializeToString,
+            millrace_dot_inference_dot_v1_dot_deployment__service__pb2.Deployment.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,211 @@
+"""Takes roll-outs from step to step, back when a limit is passed, and versions that have retired out of the logs.
+
+It decides by what this process itself has seen since it began; where a roll-out stands is in the log, so whichever
+process comes next goes on from there. Several may drive one roll-out: of those that take the same step, one does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from inference_service.domain.batching import pieces
+from inference_service.domain.comparing import Difference, falls_short
+from inference_service.domain.deployment import Deployment, ModelVersion, State
+from inference_service.domain.recent import Seen, passed_limit
+from inference_service.domain.roll_out import Compared, RollOut, RollOutState
+from inference_service.domain.rolling import (
+    with_compared,
+    with_next_step,
+    with_retired_gone,
+    with_traffic_back,
+    with_unlike,
+)
+from inference_service.held_rows import held_rows
+from inference_service.models import Models
+from inference_service.registry import Deployments, Step
+from inference_service.settings import InferenceSettings
+from shared.errors import DeadlineExceeded, FailedPrecondition, MillraceError, ResourceExhausted, Unavailable
+from shared.storage import ObjectStore
+from shared.unexpected import hidden
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.2
+
+
+class RollOuts:
+    """Lives on the event loop of `models`. `changed` is told each deployment whose log was written."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        deployments: Deployments,
+        models: Models,
+        settings: InferenceSettings,
+        changed: Callable[[Deployment], None],
+    ) -> None:
+        self._store = store
+        self._deployments = deployments
+        self._models = models
+        self._settings = settings
+        self._changed = changed
+        # Since when this process watches the step that a roll-out is at: by uid, the step and a monotonic time.
+        self._watched: dict[str, tuple[int, float]] = {}
+        self._comparing: dict[str, asyncio.Task[None]] = {}  # by uid
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            for deployment in self._models.deployments():
+                if deployment.state is State.READY:
+                    try:
+                        await self.look(deployment)
+                    except Exception as error:  # one that cannot be helped now must not hold up the others
+                        logger.warning("%s: %r; trying again", deployment.name, error)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def look(self, deployment: Deployment) -> None:
+        """One look at a READY deployment, and what follows from it."""
+        for version in deployment.versions:
+            if version.retired_at is not None and time.time() - version.retired_at > self._settings.retired_for_s:
+                await self._let_go(deployment, version)
+        roll_out = deployment.roll_out
+        if roll_out is None or not roll_out.under_way:
+            return
+        if roll_out.state is not RollOutState.SHIFTING:
+            await self._prepare(deployment, roll_out)
+            return
+        passed = self._passed_limit(deployment, roll_out)
+        if passed:
+            error = FailedPrecondition(
+                f"version {roll_out.version} of {deployment.name}: {passed}",
+                reason="ROLL_OUT_LIMIT",
+                metadata={"resource": deployment.name, "model_version": roll_out.version},
+            )
+            await self._back(deployment, roll_out, error)
+        elif self._watched_s(deployment, roll_out) >= roll_out.present.interval_s:
+            await self._write(
+                deployment, lambda before: with_next_step(before, roll_out.uid, roll_out.step, time.time())
+            )
+
+    async def _prepare(self, deployment: Deployment, roll_out: RollOut) -> None:
+        """Before any traffic moves: gives up what takes too long, and compares what is to be compared."""
+        within_s = self._settings.roll_out_loads_within_s
+        if time.time() - roll_out.create_time > within_s:
+            late = DeadlineExceeded(
+                f"version {roll_out.version} of {deployment.name} is still {roll_out.state} after {within_s:.0f} s; "
+                "see that Ray has CPUs for it beside the old one",
+                reason="ROLL_OUT_NOT_LOADED",
+            )
+            await self._back(deployment, roll_out, late)
+        elif (
+            roll_out.state is RollOutState.COMPARING
+            and roll_out.uid not in self._comparing
+            and all(self._models.answers(deployment, version) for version in _compared_versions(deployment, roll_out))
+        ):
+            task = asyncio.create_task(self._compare(deployment, roll_out))
+            self._comparing[roll_out.uid] = task
+            task.add_done_callback(lambda _: self._comparing.pop(roll_out.uid))
+
+    async def _compare(self, deployment: Deployment, roll_out: RollOut) -> None:
+        try:
+            seen = await self._compared(deployment, roll_out)
+        except (Unavailable, ResourceExhausted, DeadlineExceeded) as error:
+            logger.warning("%s is not compared yet: %s; trying again", deployment.name, error.message)
+            return
+        except MillraceError as error:
+            await self._back(deployment, roll_out, error)
+            return
+        except Exception as unexpected:
+            await self._back(deployment, roll_out, hidden(unexpected, logger, f"{deployment.name} is not compared"))
+            return
+        assert roll_out.plan.comparison is not None
+        short = falls_short(roll_out.plan.comparison, seen)
+        if short:
+            unlike = FailedPrecondition(
+                f"version {roll_out.version} of {deployment.name}: {short}",
+                reason="ROLL_OUT_UNLIKE",
+                metadata={"resource": deployment.name, "model_version": roll_out.version},
+            )
+            await self._write(deployment, lambda before: with_unlike(before, roll_out.uid, seen, unlike, time.time()))
+        else:
+            await self._write(deployment, lambda before: with_compared(before, roll_out.uid, seen, time.time()))
+
+    async def _compared(self, deployment: Deployment, roll_out: RollOut) -> Compared:
+        wanted = roll_out.plan.comparison
+        old, new = _compared_versions(deployment, roll_out)
+        assert wanted is not None
+        assert old.signature is not None
+        rows = await asyncio.to_thread(
+            held_rows, self._store, wanted.dataset_version, wanted.split, wanted.max_rows, old.signature
+        )
+        difference = Difference()
+        for start, stop in pieces(len(rows), deployment.spec.max_batch_size):
+            part = rows.slice(start, stop)
+            given = [await self._models.try_out(deployment, version, part) for version in (old, new)]
+            difference.add(old.signature.outputs, *given)
+        return difference.told()
+
+    def _passed_limit(self, deployment: Deployment, roll_out: RollOut) -> str:
+        limits = roll_out.plan.limits
+        return passed_limit(
+            limits,
+            self._seen(deployment, roll_out.version, limits.window_s),
+            self._seen(deployment, _main(roll_out), limits.window_s),
+        )
+
+    def _seen(self, deployment: Deployment, number: str, window_s: float) -> Seen:
+        for version in deployment.versions:
+            if version.number == number:
+                return self._models.statistics(deployment, version).recent.seen(time.time(), window_s)
+        return Seen(0, 0, 0.0)
+
+    def _watched_s(self, deployment: Deployment, roll_out: RollOut) -> float:
+        """How long this process has watched the present step; it does so while the new version answers."""
+        version = next((one for one in deployment.versions if one.number == roll_out.version), None)
+        if version is None or not self._models.answers(deployment, version):
+            self._watched.pop(roll_out.uid, None)
+            return -1.0
+        step, since_s = self._watched.get(roll_out.uid, (-1, 0.0))
+        if step != roll_out.step:
+            since_s = time.monotonic()
+            self._watched[roll_out.uid] = (roll_out.step, since_s)
+        return time.monotonic() - since_s
+
+    async def _back(self, deployment: Deployment, roll_out: RollOut, error: MillraceError) -> None:
+        logger.error("%s is rolled back: %s", deployment.name, error.message)
+        await self._write(deployment, lambda before: with_traffic_back(before, roll_out.uid, error, time.time()))
+
+    async def _let_go(self, deployment: Deployment, version: ModelVersion) -> None:
+        # The marks first: once no log names the version, nobody would come back for them.
+        await asyncio.to_thread(self._deployments.release, deployment, [version])
+        newest = await self._write(deployment, lambda before: with_retired_gone(before, version.number, time.time()))
+        # One that was wished for meanwhile may be of the same checkpoint, and has lost its mark.
+        again = [one for one in newest.versions if one.checkpoint == version.checkpoint] if newest else []
+        if newest is not None and again:
+            await asyncio.to_thread(self._deployments.keep_checkpoints, newest, again)
+            await asyncio.to_thread(self._deployments.mark_datasets, newest, again)
+
+    async def _write(self, deployment: Deployment, step: Step) -> Deployment | None:
+        newest = await asyncio.to_thread(self._deployments.transition, deployment.name, deployment.uid, step)
+        if newest is None:
+            return None
+        roll_out = newest.roll_out
+        if roll_out is not None and not roll_out.under_way:
+            self._watched.pop(roll_out.uid, None)
+        self._changed(newest)
+        return newest
+
+
+def _main(roll_out: RollOut) -> str:
+    """The old version with the most traffic."""
+    return max(roll_out.before, key=lambda number: roll_out.before[number])
+
+
+def _compared_versions(deployment: Deployment, roll_out: RollOut) -> tuple[ModelVersion, ModelVersion]:
+    """The old one and the new one."""
+    by_number = {version.number: version for version in deployment.versions}
+    return by_number[_main(roll_out)], by_number[roll_out.version]

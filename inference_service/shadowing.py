@@ -1,0 +1,49 @@
+"""Copies of requests for a version that is to be tried with real ones: nobody waits for them, and they come last."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from inference_service.batcher import Batcher
+from inference_service.domain.request_parameters import PRIORITY_LEVELS
+from inference_service.domain.rows import Rows
+from inference_service.domain.statistics import OK, Statistics
+from shared.errors import MillraceError
+from shared.grpc_errors import status_code
+from shared.unexpected import hidden
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE = 16
+WITHIN_S = 10.0
+SHED = "SHED"
+
+
+class Shadowing:
+    """Lives on one event loop. At most `AT_ONCE` copies are worked on; each costs its request only the making of a
+    task."""
+
+    def __init__(self) -> None:
+        self._copies: set[asyncio.Task[None]] = set()
+
+    def copy(self, rows: Rows, real: Batcher, shadow: Batcher | None, statistics: Statistics) -> None:
+        """Sends the rows to `shadow` and returns at once; sheds them where anything waits for a model, so that a
+        machine that is busy with real requests does not get busier. `statistics` are the shadow's."""
+        if shadow is None or real.queued_rows or shadow.queued_rows or len(self._copies) >= AT_ONCE:
+            statistics.shadow_ended(SHED)
+            return
+        task = asyncio.create_task(_send(rows, shadow, statistics))
+        self._copies.add(task)
+        task.add_done_callback(self._copies.discard)
+
+
+async def _send(rows: Rows, shadow: Batcher, statistics: Statistics) -> None:
+    status = OK
+    try:
+        await shadow.submit(rows, WITHIN_S, PRIORITY_LEVELS)
+    except MillraceError as error:
+        status = status_code(error).name
+    except Exception as unexpected:
+        status = status_code(hidden(unexpected, logger, "a copy for a shadow failed")).name
+    statistics.shadow_ended(status)

@@ -1,0 +1,254 @@
+"""Roll-outs on the real service and Ray Serve: of real checkpoints, under load, damaged, too slow, and interrupted."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from google.longrunning import operations_pb2
+from google.protobuf.duration_pb2 import Duration
+from safetensors.torch import save
+
+from millrace.inference.v1 import deployment_service_pb2 as pb
+from millrace.inference.v1 import roll_out_pb2
+from shared.checkpoint.format import WEIGHTS
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore
+from tests.integration.inference_service.checkpoints import make_module, write
+from tests.integration.inference_service.client import Array, Client, eventually, infer_request, outputs
+from tests.integration.inference_service.conftest import Stack, running_stack
+from tests.support.asking import Load
+from tests.support.ray_head import RayHead
+from tests.support.refusals import refusal_of, refused
+from tests.support.versions import commit_version, striped_digits
+
+JOB = "trainingJobs/moving"
+IMAGE = np.random.default_rng(4).integers(0, 256, (1, 28, 28), dtype=np.uint8)
+CLIENTS = 4
+DEADLINE_S = 20.0
+
+
+def prepared_bias(shift: float) -> bytes:
+    """Weights whose logits are those of `make_module`, and `shift` more."""
+    state = dict(make_module().state_dict())
+    state["fc.bias"] = state["fc.bias"] + shift
+    return save(state)
+
+
+def write_versions(store: ObjectStore) -> dict[str, Array]:
+    """Three checkpoints of `JOB`, and the logits of `IMAGE` that each must give."""
+    logits: dict[str, Array] = {}
+    for number, shift in (("c1", 0.0), ("c2", 1.0), ("c3", 2.0)):
+        written = write(store, number, job=JOB, weights=prepared_bias(shift))
+        entered = written.content.serving()({"image": IMAGE})["image"]
+        with torch.inference_mode():
+            logits[number] = make_module()(torch.from_numpy(entered)).numpy() + np.float32(shift)
+    return logits
+
+
+@dataclass
+class Moving:
+    """A deployment `id`, and which checkpoint each of its versions must answer as."""
+
+    client: Client
+    id: str
+    logits: dict[str, Array]
+    checkpoints: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        return f"deployments/{self.id}"
+
+    def ask(self) -> str:
+        """Asks once; the version that answered, which must have answered what it is."""
+        answer = self.client.inference.ModelInfer(infer_request(self.id, IMAGE), timeout=DEADLINE_S)
+        version = str(answer.model_version)
+        expected = self.logits[self.checkpoints[version]]
+        np.testing.assert_allclose(outputs(answer)["logits"], expected, rtol=1e-3, atol=1e-3)
+        assert answer.parameters["checkpoint"].string_param == f"{JOB}/checkpoints/{self.checkpoints[version]}"
+        return version
+
+    def roll_out(
+        self, checkpoint: str, *steps: tuple[int, float], comparison: Any = None, **limits: Any
+    ) -> operations_pb2.Operation:
+        number = str(len(self.checkpoints) + 1)
+        self.checkpoints[number] = checkpoint
+        spec = roll_out_pb2.RollOutSpec(
+            checkpoint=f"{JOB}/checkpoints/{checkpoint}",
+            steps=[roll_out_pb2.RollOutStep(percent=one, interval=seconds(interval_s)) for one, interval_s in steps],
+            limits=roll_out_pb2.RollOutLimits(**limits),
+            comparison=comparison,
+        )
+        return self.client.deployments.RollOut(pb.RollOutRequest(name=self.name, spec=spec), timeout=10)
+
+    def get(self) -> pb.Deployment:
+        return self.client.get(self.name)
+
+    def weights(self) -> dict[str, int]:
+        return {version.number: version.weight for version in self.get().versions}
+
+    def wait_for_step(self, step: int) -> None:
+        def there() -> bool:
+            now = self.get().roll_out
+            return now.state == roll_out_pb2.RollOut.STATE_SHIFTING and now.step == step
+
+        eventually(there, 120, f"step {step}")
+
+
+def seconds(number: float) -> Duration:
+    duration = Duration()
+    duration.FromMicroseconds(round(number * 1e6))
+    return duration
+
+
+@pytest.fixture(scope="module")
+def logits(stack: Stack) -> dict[str, Array]:
+    return write_versions(stack.store)
+
+
+@contextmanager
+def moving(client: Client, deployment_id: str, logits: dict[str, Array], **spec: Any) -> Iterator[Moving]:
+    """A READY deployment of c1."""
+    client.deploy(deployment_id, f"{JOB}/checkpoints/c1", **spec)
+    try:
+        yield Moving(client, deployment_id, logits, {"1": "c1"})
+    finally:
+        client.delete(f"deployments/{deployment_id}")
+
+
+def versions_in_serve(stack: Stack, uid: str) -> list[str]:
+    """What Ray Serve itself says that it runs of a deployment."""
+    with urllib.request.urlopen(f"{stack.head.dashboard}/api/serve/applications/", timeout=10) as answer:
+        found = json.load(answer)["applications"]
+    return sorted(name.rpartition("-v")[2] for name in found if uid in name)
+
+
+def test_a_roll_out_and_a_roll_back_under_load_lose_and_wrongly_answer_nothing(
+    stack: Stack, logits: dict[str, Array]
+) -> None:
+    with moving(stack.client, "moving", logits) as one, Load(one.ask, CLIENTS) as load:
+        assert load.wait_for(20).keys() == {"1"}
+        operation = one.roll_out("c2", (20, 1.0), (60, 1.0), (100, 0.5))
+        assert one.get().versions[1].state == pb.ModelVersion.STATE_LOADING
+        done = stack.client.wait(operation)
+        metadata, after = pb.RollOutMetadata(), pb.Deployment()
+        assert done.metadata.Unpack(metadata)
+        assert done.response.Unpack(after), done.error
+        assert metadata.roll_out.state == roll_out_pb2.RollOut.STATE_SUCCEEDED
+        assert (after.lineage.model_version, after.lineage.checkpoint) == ("2", f"{JOB}/checkpoints/c2")
+        assert load.wait_for(20).keys() == {"2"}
+        eventually(lambda: one.weights() == {"2": 100}, 60, "version 1 is gone")
+        eventually(lambda: versions_in_serve(stack, after.uid) == ["2"], 60, "its replica is gone")
+        assert load.wait_for(20).keys() == {"2"}
+
+        operation = one.roll_out("c3", (50, 3600.0), (100, 1.0))
+        one.wait_for_step(0)
+        assert load.wait_for(60).keys() == {"2", "3"}
+        etag = one.get().etag
+        stale = pb.RollBackRequest(name=one.name, etag="stale")
+        assert refused(lambda: stack.client.deployments.RollBack(stale)).code is grpc.StatusCode.ABORTED
+        back = stack.client.deployments.RollBack(pb.RollBackRequest(name=one.name, etag=etag))
+        assert back.roll_out.state == roll_out_pb2.RollOut.STATE_ROLLED_BACK
+        load.wait_for(CLIENTS)  # what was asked before
+        assert load.wait_for(20).keys() == {"2"}
+        eventually(lambda: versions_in_serve(stack, after.uid) == ["2"], 60, "the replica of version 3 is gone")
+        error = refusal_of(stack.client.wait(operation).error)
+        assert (error.code, error.reason) == (grpc.StatusCode.CANCELLED, "ROLLED_BACK")
+    assert load.errors == []
+
+
+def test_a_version_that_is_damaged_too_slow_or_too_unlike_rolls_back_and_the_old_one_answers_on(
+    stack: Stack, logits: dict[str, Array]
+) -> None:
+    damaged = write(stack.store, "c8", job=JOB, weights=b"some weights")
+    stack.store.put(f"{damaged.entry.folder}/{WEIGHTS}", b"same wei\0hts")
+    with moving(stack.client, "careful", logits) as one, Load(one.ask, CLIENTS) as load:
+        operation = stack.client.wait(one.roll_out("c8"))
+        error = refusal_of(operation.error)
+        assert error.code is grpc.StatusCode.DATA_LOSS
+        assert one.get().state == pb.Deployment.STATE_READY
+        assert one.get().roll_out.state == roll_out_pb2.RollOut.STATE_ROLLED_BACK
+        assert {number: weight for number, weight in one.weights().items() if weight} == {"1": 100}
+
+        limits = {"max_p99_latency": seconds(0.0002), "min_requests": 5}  # no model answers in a fifth of a millisecond
+        operation = stack.client.wait(one.roll_out("c2", (50, 3600.0), (100, 0.0), **limits))
+        error = refusal_of(operation.error)
+        assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "ROLL_OUT_LIMIT")
+        load.wait_for(CLIENTS)
+        assert load.wait_for(20).keys() == {"1"}
+
+        held = "datasets/held/versions/v1"
+        commit_version(stack.store, held, {"test": striped_digits(50)})
+        # Its logits are those of c1 and 1 more, so all labels agree.
+        alike = {"split": "test", "max_rows": 40, "min_agreement": 1.0, "max_difference": 0.5}
+        operation = stack.client.wait(one.roll_out("c2", (100, 0.0), comparison={"dataset_version": held, **alike}))
+        error = refusal_of(operation.error)
+        assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "ROLL_OUT_UNLIKE")
+        seen = one.get().roll_out.compared
+        assert (seen.rows, seen.agreement) == (40, 1.0)
+        assert seen.difference == pytest.approx(1.0, abs=1e-3)
+        assert load.wait_for(20).keys() == {"1"}
+    assert load.errors == []
+    assert load.answers["3"] >= 5
+    assert "4" not in load.answers
+
+
+@pytest.mark.usefixtures("deployed")
+def test_what_cannot_be_rolled_out_or_back_is_refused_by_its_reason(stack: Stack, logits: dict[str, Array]) -> None:
+    assert logits
+
+    def roll_out(name: str = "deployments/digits", checkpoint: str = JOB, **fields: Any) -> Any:
+        spec = roll_out_pb2.RollOutSpec(checkpoint=checkpoint, **fields)
+        return stack.client.deployments.RollOut(pb.RollOutRequest(name=name, spec=spec), timeout=10)
+
+    def roll_back(name: str) -> Any:
+        return stack.client.deployments.RollBack(pb.RollBackRequest(name=name), timeout=10)
+
+    invalid = grpc.StatusCode.INVALID_ARGUMENT
+    for call, code, fields in (
+        (lambda: roll_out("digits"), invalid, ["name"]),
+        (lambda: roll_out(checkpoint="digits"), invalid, ["spec.checkpoint"]),
+        (lambda: roll_out(steps=[{"percent": 50}]), invalid, ["spec.steps[0].percent"]),
+        (lambda: roll_out(limits={"max_error_share": 2}), invalid, ["spec.limits.max_error_share"]),
+        (lambda: roll_out("deployments/nobody"), grpc.StatusCode.NOT_FOUND, []),
+        (lambda: roll_out(checkpoint="trainingJobs/nobody"), grpc.StatusCode.NOT_FOUND, ["spec.checkpoint"]),
+        (lambda: roll_back("digits"), invalid, ["name"]),
+        (lambda: roll_back("deployments/nobody"), grpc.StatusCode.NOT_FOUND, []),
+        (lambda: roll_back("deployments/digits"), grpc.StatusCode.FAILED_PRECONDITION, []),
+    ):
+        refusal = refused(call)
+        assert (refusal.code, list(refusal.fields)) == (code, fields)
+    missing = pb.RollOutRequest(name="deployments/digits")
+    assert refused(lambda: stack.client.deployments.RollOut(missing)).fields.keys() == {"spec"}
+    assert [version.number for version in stack.client.get("deployments/digits").versions] == ["1"]
+
+
+def test_a_roll_out_whose_service_is_killed_half_way_goes_on_in_the_next(
+    inference_ray: RayHead, tmp_path: Path
+) -> None:
+    settings = StoreSettings(url=(tmp_path / "store").as_uri())
+    with running_stack(inference_ray, settings, tmp_path) as own:
+        logits = write_versions(own.store)
+        with moving(own.client, "killed", logits) as one:
+            operation = one.roll_out("c2", (30, 2.0), (70, 2.0), (100, 0.5))
+            one.wait_for_step(0)
+            own.service.kill()
+            own.service.start()
+            own.client.wait_until_healthy()
+            eventually(lambda: one.ask() in ("1", "2"), 60, "it answers again")
+            assert one.get().roll_out.operation == operation.name
+            assert own.client.wait(operation).HasField("response")
+            assert {one.ask() for _ in range(10)} == {"2"}
+            own.service.kill()  # once more, with nothing under way: the same is served
+            own.service.start()
+            eventually(lambda: one.ask() == "2", 60, "version 2 answers again")
+            eventually(lambda: versions_in_serve(own, one.get().uid) == ["2"], 60, "version 1 is gone")

@@ -1,0 +1,51 @@
+"""Clients that ask without a pause, and remember what they got."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from tests.support.waiting import wait_until
+
+
+class Load:
+    """`ask()` is called from `clients` threads, one call after the other; what it returns is counted in `answers`."""
+
+    def __init__(self, ask: Callable[[], str], clients: int) -> None:
+        self._ask = ask
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self.answers: Counter[str] = Counter()
+        self.errors: list[grpc.RpcError] = []
+        self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def wait_for(self, more: int, within_s: float = 120) -> Counter[str]:
+        """Returns after so many more answers, with those."""
+        before = self.answers.copy()
+        wanted = before.total() + more
+        wait_until(lambda: self.answers.total() >= wanted or self.errors, f"{more} more answers", within_s)
+        return self.answers - before
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                answer: Any = self._ask()
+            except grpc.RpcError as error:
+                self.errors.append(error)
+            else:
+                with self._lock:
+                    self.answers[answer] += 1

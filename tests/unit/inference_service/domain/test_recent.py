@@ -1,0 +1,69 @@
+"""What a version's last requests were, and which limit they pass."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference_service.domain.recent import Recent, Seen, passed_limit
+from inference_service.domain.roll_out import RollOutLimits
+
+NONE = Seen(0, 0, 0.0)
+
+
+def test_only_what_lies_in_the_window_is_seen() -> None:
+    recent = Recent()
+    recent.answered(10.2, 0.1)
+    recent.failed(11.0, "INTERNAL")
+    recent.answered(30.0, 0.1)
+    assert recent.seen(30.5, 5.0).requests == 1
+    assert (recent.seen(30.5, 60.0).requests, recent.seen(30.5, 60.0).faults) == (3, 1)
+    assert recent.seen(100.0, 60.0) == NONE
+
+
+@pytest.mark.parametrize("status", ["CANCELLED", "INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION"])
+def test_what_is_the_clients_fault_does_not_count(status: str) -> None:
+    recent = Recent()
+    recent.failed(1.0, status)
+    assert recent.seen(1.0, 60.0) == NONE
+
+
+def test_99_of_100_take_no_longer_than_the_p99_which_is_told_within_5_percent() -> None:
+    recent = Recent()
+    for number in range(1, 101):
+        recent.answered(5.0, number / 1000)
+    assert 0.099 <= recent.seen(5.0, 60.0).p99_s <= 0.099 * 1.05
+    for _ in range(2):
+        recent.answered(5.0, 7.0)
+    assert 7.0 <= recent.seen(5.0, 60.0).p99_s <= 7.0 * 1.05
+
+
+def test_what_is_too_old_for_any_window_is_forgotten() -> None:
+    recent = Recent()
+    for second in range(5000):
+        recent.answered(float(second), 0.1)
+    assert len(recent._seconds) <= 602
+
+
+@pytest.mark.parametrize(
+    ("limits", "new", "old", "said"),
+    [
+        (RollOutLimits(max_error_share=0.1), Seen(49, 49, 0.1), NONE, ""),
+        (RollOutLimits(max_error_share=0.1), Seen(50, 5, 0.1), NONE, ""),
+        (RollOutLimits(max_error_share=0.1), Seen(50, 6, 0.1), NONE, "12.0% of its last 50 requests failed"),
+        (RollOutLimits(max_error_share=0.0), Seen(50, 1, 0.1), NONE, "at most 0.0% may"),
+        (RollOutLimits(max_p99_s=0.2), Seen(50, 50, 0.0), NONE, ""),
+        (RollOutLimits(max_p99_s=0.2), Seen(50, 0, 0.2), NONE, ""),
+        (RollOutLimits(max_p99_s=0.2), Seen(50, 0, 0.21), NONE, "took 210 ms or longer, at most 200 ms may"),
+        (RollOutLimits(max_p99_ratio=2.0), Seen(50, 0, 9.0), Seen(49, 0, 0.1), ""),
+        (RollOutLimits(max_p99_ratio=2.0), Seen(50, 0, 0.2), Seen(50, 0, 0.1), ""),
+        (RollOutLimits(max_p99_ratio=2.0), Seen(50, 0, 0.3), Seen(50, 0, 0.1), "3 times as long as the old"),
+        (RollOutLimits(max_p99_s=0.2, min_requests=10), Seen(10, 0, 0.3), NONE, "300 ms"),
+        (RollOutLimits(), Seen(10**6, 10**6, 9.0), NONE, ""),
+    ],
+)
+def test_a_limit_is_passed_above_it_and_only_after_enough_requests(
+    limits: RollOutLimits, new: Seen, old: Seen, said: str
+) -> None:
+    passed = passed_limit(limits, new, old)
+    assert said in passed
+    assert bool(passed) == bool(said)
