@@ -17,6 +17,7 @@ COMMANDS = {
     "train": ("train", "Create, watch, pause and end training jobs; coverage, metrics, logs."),
     "deploy": ("deploy", "Serve a checkpoint."),
     "predict": ("predict", "Ask a served model."),
+    "bench": ("bench", "Load a served model, and measure it."),
 }
 
 EPILOG = """\b
