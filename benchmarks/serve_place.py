@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import millrace_client
 from benchmarks import serve_mlserver, serve_ray
@@ -92,21 +94,29 @@ def our_place(folder: Path) -> Iterator[Place]:
 
 
 @contextmanager
-def ray_serve(weights: Path) -> Iterator[str]:
-    """The address of the peer on Ray Serve."""
+def ray_serve(weights: Path) -> Iterator[tuple[str, Callable[[float], None]]]:
+    """The address of the peer on Ray Serve, and what sets how long its batches wait."""
     port, http_port = free_ports(2)
     spawn = multiprocessing.get_context("spawn")
-    with ray_head(num_cpus=RAY_CPUS) as head, ProcessPoolExecutor(1, mp_context=spawn) as driver:
+    with (
+        mock.patch.dict(os.environ, serve_ray.ENVIRONMENT),
+        ray_head(num_cpus=RAY_CPUS) as head,
+        ProcessPoolExecutor(1, mp_context=spawn) as driver,
+    ):
         driver.submit(serve_ray.start, head.address, str(weights), THREADS, port, http_port).result(LOADED_WITHIN_S)
+
+        def wait(batch_wait_s: float) -> None:
+            driver.submit(serve_ray.wait, str(weights), THREADS, batch_wait_s).result(LOADED_WITHIN_S)
+
         try:
-            yield f"{serve_ray.HOST}:{port}"
+            yield f"{serve_ray.HOST}:{port}", wait
         finally:
             driver.submit(serve_ray.stop).result()
 
 
 @contextmanager
-def mlserver(weights: Path) -> Iterator[str]:
-    with serve_mlserver.running(weights, THREADS) as address:
+def mlserver(weights: Path, batch_wait_s: float) -> Iterator[str]:
+    with serve_mlserver.running(weights, THREADS, batch_wait_s) as address:
         yield address
 
 

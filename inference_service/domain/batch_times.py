@@ -41,7 +41,10 @@ class BatchTimes:
         return self._mean_s[known] + DEVIATIONS * self._deviation_s[known] if known else 0.0
 
     def _known(self, rows: int) -> int:
-        return max((size for size in self._mean_s if size <= bucket(rows)), default=0)
+        wanted = bucket(rows)
+        if wanted in self._mean_s:
+            return wanted
+        return max((size for size in self._mean_s if size < wanted), default=0)
 
 
 def bucket(rows: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import time
 import uuid
@@ -144,7 +145,7 @@ async def _call(context: Context, method: str) -> AsyncIterator[None]:
 def _request_id(given: str | bytes | None) -> str:
     if isinstance(given, str) and re.fullmatch(r"[A-Za-z0-9._-]{1,64}", given):
         return given
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
