@@ -130,12 +130,20 @@ s3: ## the S3 server that tests start: MinIO, or versitygw where MinIO's module 
 # --- running ----------------------------------------------------------------------------------------------------
 
 # Ours beside the peers in one run; the last line is one JSON object.
-.PHONY: bench-data bench-train
+.PHONY: bench-data bench-train bench-serve lock-mlserver
 bench-data: install ## rows/s of ingest, transforms and reading, over pyarrow and plain Ray Data
 	$(BIN)/python -m benchmarks.data
 
 bench-train: install ## loader, step, checkpoint and recovery of training, over torch and plain Ray Train
 	$(BIN)/python -m benchmarks.train
+
+bench-serve: install ## a served model's speed, over the bare model, Ray Serve's gRPC ingress and MLServer
+	MILLRACE_CACHE="$(CACHE)" $(BIN)/python -m benchmarks.serve
+
+# MLServer wants other versions than ours, but for torch; the bench makes an environment of this lock.
+lock-mlserver: install
+	$(BIN)/uv pip compile -q --generate-hashes --no-emit-index-url --no-emit-find-links \
+	  --python-version 3.11 --custom-compile-command 'make lock-mlserver' benchmarks/mlserver.in -o benchmarks/mlserver.lock
 
 .PHONY: demo up down clean
 demo: install ## from raw data to a served model, on this machine (KEEP=1 leaves it running)

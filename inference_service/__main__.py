@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -85,6 +86,9 @@ def main() -> None:
         ensure_bucket(settings.service.store)
         store = open_store(settings.service.store)
         probe(store)
+        # What is loaded by now stays: the collector need not look through it while requests are answered.
+        gc.collect()
+        gc.freeze()
         # Neither asyncio.run nor sys.exit: both would wait for threads that wait for a Ray that is gone.
         status = asyncio.new_event_loop().run_until_complete(run(settings, store))
     except (SettingsError, StoreRefused, MillraceError) as error:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Sequence
 
 from inference import grpc_service_pb2 as pb
 from inference_service.domain.request_parameters import Wishes, wishes_of
 from inference_service.domain.traffic import headers_of
-from inference_service.models import Models
+from inference_service.models import Answer, Models
 from inference_service.open_inference_converters import (
     answer_to_proto,
     inputs_from_proto,
@@ -36,9 +35,15 @@ class Inference:
         self._models = models
 
     async def answer(
-        self, request: pb.ModelInferRequest, remaining_s: float | None, metadata: Metadata = ()
+        self,
+        request: pb.ModelInferRequest,
+        remaining_s: float | None,
+        metadata: Metadata = (),
+        *,
+        ends_itself: bool = False,
     ) -> pb.ModelInferResponse:
-        """`remaining_s` is the caller's time left, None for no deadline; `metadata` that of its call.
+        """`remaining_s` is the caller's time left, None for no deadline; `metadata` that of its call; `ends_itself`: who
+        calls cancels this then.
 
         Raises what `Models.choose` and `Models.infer` raise, and `DeadlineExceeded`.
         """
@@ -55,8 +60,11 @@ class Inference:
             wishes = wishes_of(parameters_from_proto(request.parameters))
             inputs, requested = inputs_from_proto(request), outputs_from_proto(request)
             limit_s = _limit(wishes, remaining_s)
-            async with _within(limit_s):
-                answer = await self._models.infer(deployment, version, inputs, requested, limit_s, wishes.priority)
+            inferring = self._models.infer(deployment, version, inputs, requested, limit_s, wishes.priority)
+            if limit_s == remaining_s and ends_itself:
+                answer = await inferring
+            else:
+                answer = await _ended_within(limit_s, inferring)
             answered_s = time.perf_counter()
             response = answer_to_proto(request, answer, requested)
             now_s = time.perf_counter()
@@ -98,12 +106,11 @@ def _limit(wishes: Wishes, remaining_s: float | None) -> float | None:
     return min((one for one in (remaining_s, wishes.timeout_s) if one is not None), default=None)
 
 
-@asynccontextmanager
-async def _within(limit_s: float | None) -> AsyncIterator[None]:
-    """Raises `DeadlineExceeded` where what is inside takes longer."""
+async def _ended_within(limit_s: float | None, inferring: Awaitable[Answer]) -> Answer:
+    """Raises `DeadlineExceeded` where it takes longer."""
     try:
         async with asyncio.timeout(limit_s) as timer:
-            yield
+            return await inferring
     except TimeoutError:
         if not timer.expired():
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 from inference import grpc_service_pb2 as pb
@@ -20,6 +21,7 @@ from shared.errors import MillraceError, invalid_field
 from shared.grpc_errors import status_code
 
 PLATFORM = "millrace_pytorch"
+LINEAGE = ("dataset_version", "training_job", "checkpoint", "checkpoint_sha256", "deployment", "model_version")
 
 
 def inputs_from_proto(request: pb.ModelInferRequest) -> list[WireTensor]:
@@ -67,9 +69,9 @@ def answer_to_proto(
     """Outputs in the form that the inputs had, raw or typed; classified where that is `requested`."""
     tops = {output.name: output.top for output in requested}
     outputs = [_classified(*output, tops[output[0].name]) if tops else output for output in answer.outputs]
-    response = pb.ModelInferResponse(model_name=request.model_name, model_version=answer.version.number, id=request.id)
-    for name, value in _lineage(answer).items():
-        response.parameters[name].string_param = value
+    response = pb.ModelInferResponse()
+    response.CopyFrom(_lineage(*_lineage_of(answer)))
+    response.model_name, response.model_version, response.id = request.model_name, answer.version.number, request.id
     typed = not request.raw_input_contents and all(has_typed_form(spec.datatype) for spec, _ in outputs)
     for spec, values in outputs:
         output = response.outputs.add(name=spec.name, datatype=spec.datatype, shape=values.shape)
@@ -112,16 +114,26 @@ def _classified(spec: TensorSpec, values: Array, top: int) -> tuple[TensorSpec, 
     return TensorSpec(spec.name, "BYTES", (FREE, FREE)), classified(values, top, spec.class_names)
 
 
-def _lineage(answer: Answer) -> dict[str, str]:
-    """The fields of `millrace.common.v1.Lineage`, as parameters."""
-    return {
-        "dataset_version": answer.version.dataset_version,
-        "training_job": answer.version.training_job,
-        "checkpoint": answer.version.checkpoint,
-        "checkpoint_sha256": answer.version.checkpoint_sha256,
-        "deployment": answer.deployment.name,
-        "model_version": answer.version.number,
-    }
+def _lineage_of(answer: Answer) -> tuple[str, ...]:
+    """In the order of `LINEAGE`."""
+    version = answer.version
+    return (
+        version.dataset_version,
+        version.training_job,
+        version.checkpoint,
+        version.checkpoint_sha256,
+        answer.deployment.name,
+        version.number,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _lineage(*values: str) -> pb.ModelInferResponse:
+    """What all answers of a version begin with: the fields of `millrace.common.v1.Lineage`, as parameters."""
+    response = pb.ModelInferResponse()
+    for name, value in zip(LINEAGE, values, strict=True):
+        response.parameters[name].string_param = value
+    return response
 
 
 def _tensor(spec: TensorSpec) -> pb.ModelMetadataResponse.TensorMetadata:

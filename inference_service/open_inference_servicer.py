@@ -50,7 +50,8 @@ class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         return metadata_to_proto(deployment, signature)
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        return await self._inference.answer(request, context.time_remaining(), _metadata(context))
+        # gRPC cancels a call when its deadline passes.
+        return await self._inference.answer(request, context.time_remaining(), _metadata(context), ends_itself=True)
 
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context

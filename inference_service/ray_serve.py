@@ -1,13 +1,18 @@
 """Ray Serve, as far as this service uses it: applications by name, and calls of one.
 
-Nothing of Serve's listens: its proxies are off, requests come through our own front and a `DeploymentHandle`.
+Nothing of Serve's listens: its proxies are off, requests come through our own front. It calls the replicas on its own
+machine over their sockets, and others through a `DeploymentHandle`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import shutil
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -18,6 +23,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from inference_service.domain.rows import Outputs, Rows
+from inference_service.local_replicas import LocalReplicas, ReplicaLost
 from inference_service.replica import Loaded, ModelReplica, ReplicaSpec
 from shared.errors import MillraceError, Unavailable
 
@@ -79,12 +85,14 @@ class ServeApplications:
             graceful_shutdown_timeout_s=5.0,
             logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
         )(ModelReplica)
-        target = serve.RunTarget(target=deployment.bind(spec), name=self._prefix + name, route_prefix=None)
+        sockets = _socket_folder(self._prefix + name)
+        target = serve.RunTarget(target=deployment.bind(spec, sockets), name=self._prefix + name, route_prefix=None)
         serve.run_many([target], wait_for_applications_running=False)
 
     def delete(self, name: str) -> None:
         """Returns when it is gone; no error if it was not there."""
         serve.delete(self._prefix + name)
+        shutil.rmtree(_socket_folder(self._prefix + name), ignore_errors=True)
 
     def describe(self, name: str) -> tuple[ServeModel, Loaded]:
         """A running application's model. Raises what kept a replica from loading it."""
@@ -93,36 +101,49 @@ class ServeApplications:
             loaded: Loaded = handle.describe.remote().result(timeout_s=ANSWER_WITHIN_S)
         except RayTaskError as error:
             raise _cause(error) from None
-        return ServeModel(handle), loaded
+        return ServeModel(handle, LocalReplicas(loaded.sockets)), loaded
 
 
 class ServeModel:
-    """Runs batches on whichever replica is free. A batch whose replica dies is sent once more."""
+    """Runs batches on whichever replica is free: on this machine over its socket, elsewhere through Serve's handle. A
+    batch whose replica dies is sent once more."""
 
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+    def __init__(self, handle: DeploymentHandle[Any], local: LocalReplicas) -> None:
         self._handle = handle
+        self._local = local
 
     async def forward(self, rows: Rows) -> Outputs:
         """Raises `Unavailable` when the second replica dies as well, and what the replica raises."""
         try:
             return await self._call(rows)
-        except RayActorError:
+        except (RayActorError, ReplicaLost):
             logger.warning("a replica died with a batch of %d rows; sending it once more", len(rows))
         try:
-            return await self._call(rows)
-        except RayActorError:
+            # A replica on this machine that is connected lives, as far as anybody knows; those that Serve's handle
+            # chooses from may be dead for seconds before it hears of it.
+            return await self._call(rows, busy_too=True)
+        except (RayActorError, ReplicaLost):
             raise Unavailable(
                 "two replicas died while they worked on this request; try again",
                 reason="REPLICA_LOST",
                 retry_after_s=1.0,
             ) from None
 
-    async def _call(self, rows: Rows) -> Outputs:
+    async def _call(self, rows: Rows, *, busy_too: bool = False) -> Outputs:
+        replica = await self._local.free(busy_too=busy_too)
+        if replica is not None:
+            return await replica.forward(rows)
         try:
             outputs: Outputs = await self._handle.forward.remote(rows)
         except RayTaskError as error:
             raise _cause(error) from None
         return outputs
+
+
+def _socket_folder(application: str) -> Path:
+    """Where the replicas of an application that are on this machine listen. Short: a socket's path has 107 bytes."""
+    digest = hashlib.sha256(application.encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"millrace-{os.geteuid()}" / digest
 
 
 def _cause(error: RayTaskError) -> BaseException:

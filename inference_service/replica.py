@@ -7,11 +7,13 @@ import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.signature import Signature
+from inference_service.replica_socket import listen
 from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.format import WEIGHTS
 from shared.custom_transforms import allowed_functions
@@ -42,11 +44,13 @@ class ReplicaSpec:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a replica says of the checkpoint that it serves. `batch_s`: rows → seconds."""
+    """What a replica says of the checkpoint that it serves. `batch_s`: rows → seconds. `sockets` is the folder in which
+    it listens for a front on its machine, as do the others there."""
 
     signature: Signature
     dataset_version: str
     batch_s: dict[int, float]
+    sockets: Path | None = None
 
 
 class ModelReplica:
@@ -56,7 +60,7 @@ class ModelReplica:
     `forward` raise it instead. A store that does not answer does raise, and Serve tries again.
     """
 
-    def __init__(self, spec: ReplicaSpec) -> None:
+    def __init__(self, spec: ReplicaSpec, sockets: Path | None = None) -> None:
         self._spec = spec
         # One thread: torch works on one batch while the event loop unpacks the next. Threads of torch's own are set
         # inside it, since OpenMP keeps their number per calling thread.
@@ -65,11 +69,14 @@ class ModelReplica:
         self._loaded: Loaded | None = None
         self._failure: MillraceError | None = None
         try:
-            self._model, self._loaded = self._thread.submit(_load, spec).result()
+            self._model, loaded = self._thread.submit(_load, spec).result()
+            self._loaded = replace(loaded, sockets=sockets)
         except Unavailable:
             raise
         except MillraceError as error:
             self._failure = error
+        if self._model is not None and sockets is not None:
+            listen(sockets, self._thread, self._model.forward)
 
     async def describe(self) -> Loaded:
         """Raises `DataLoss` or `FailedPrecondition` when the checkpoint cannot be served."""

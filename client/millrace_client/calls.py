@@ -36,15 +36,20 @@ Response = TypeVar("Response", bound=Message)
 
 def open_channel(address: str) -> grpc.Channel:
     """A channel to host:port; it connects when it is first used."""
+    options = [*channel_options(address), ("grpc.service_config", json.dumps(RETRIES))]
+    return grpc.insecure_channel(address, options=options)
+
+
+def channel_options(address: str) -> list[tuple[str, Any]]:
+    """What every channel to host:port is opened with."""
     options: list[tuple[str, Any]] = [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.service_config", json.dumps(RETRIES)),
     ]
     if address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]"):
         # gRPC obeys http_proxy even for this machine itself.
         options.append(("grpc.enable_http_proxy", 0))
-    return grpc.insecure_channel(address, options=options)
+    return options
 
 
 class Caller:

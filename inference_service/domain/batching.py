@@ -25,6 +25,11 @@ class Limits:
     max_queued_rows: int
     max_in_flight: int
 
+    @property
+    def at_work(self) -> int:
+        """So many batches in flight leave no replica idle."""
+        return (self.max_in_flight + 1) // 2
+
 
 @dataclass(frozen=True)
 class Waiting:
@@ -60,11 +65,14 @@ def admit(
     in_flight: int,
     now_s: float,
     batch_s: float,
+    bound_s: float,
     limits: Limits,
 ) -> None:
     """Raises `DeadlineExceeded` or `ResourceExhausted` if rows that come now cannot be served.
 
-    `rows_ahead` are those of the rows in the queue that are as urgent, or more.
+    `rows_ahead` are those of the rows in the queue that are as urgent, or more; hardly any batch takes longer than
+    `bound_s`. What is refused here is refused at once, and what is let in should be answered: so this is the stricter
+    of the two looks at a deadline.
     """
     per_batch_s = batch_s / limits.max_in_flight
     if queued_rows + rows > limits.max_queued_rows:
@@ -76,14 +84,25 @@ def admit(
             retry_after_s=max(MIN_RETRY_AFTER_S, full_batches * per_batch_s / 2),
         )
     wait_s = rows_ahead / limits.max_rows * per_batch_s
-    if _hopeless(deadline_s, now_s + wait_s, in_flight, batch_s):
+    if _hopeless(deadline_s, now_s + wait_s, in_flight, bound_s):
         raise too_late(deadline_s - now_s)
 
 
-def decide(queue: Iterable[Waiting], *, in_flight: int, now_s: float, batch_s: float, limits: Limits) -> Decision:
+def decide(
+    queue: Iterable[Waiting],
+    *,
+    in_flight: int,
+    now_s: float,
+    batch_s: float,
+    limits: Limits,
+    free_s: float = 0.0,
+    company: int = 0,
+) -> Decision:
     """What to do with the queue, the most urgent first and the older of two that are as urgent, now.
 
-    It looks no further than one batch, so its cost does not grow with the queue.
+    `free_s` is when a batch should be on its way, so that it arrives as a replica becomes free; it gathers until then,
+    however long its rows have waited. `company` are the rows that an idle replica's batch waits for, `max_delay_s` at
+    most. It looks no further than one batch, so its cost does not grow with the queue.
     """
     if in_flight >= limits.max_in_flight:
         return Decision()
@@ -103,9 +122,11 @@ def decide(queue: Iterable[Waiting], *, in_flight: int, now_s: float, batch_s: f
         full = rows >= limits.max_rows
         if full:
             break
-    # An idle model takes what there is: waiting for company would only add to the latency.
-    due_s = oldest_s + limits.max_delay_s
-    if batch and not full and in_flight and due_s > now_s:
+    # An idle replica takes what there is, where no company is expected: waiting would only add to the latency. A busy
+    # one would not take it any earlier.
+    idle = in_flight < limits.at_work
+    due_s = oldest_s + limits.max_delay_s if idle else max(oldest_s + limits.max_delay_s, free_s)
+    if batch and not full and not (idle and rows >= company) and due_s > now_s:
         return Decision(tuple(late), (), due_s)
     return Decision(tuple(late), tuple(batch), None)
 

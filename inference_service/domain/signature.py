@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 from inference_service.domain.rows import PREPARED, RAW, Rows
@@ -64,10 +65,15 @@ class Signature:
             tuple(_spec(output) for output in record["outputs"]),
         )
 
-    @property
+    @cached_property
+    def by_name(self) -> dict[str, TensorSpec]:
+        """The tensors of raw rows."""
+        return {spec.name: spec for spec in self.raw}
+
+    @cached_property
     def null_flags(self) -> dict[str, TensorSpec]:
         """What says where a nullable tensor is null, by its own name; a column of that name goes before it."""
-        taken = {spec.name for spec in self.raw}
+        taken = self.by_name
         flags = [TensorSpec(spec.name + NULLS, "BOOL", (FREE,)) for spec in self.raw if spec.nullable]
         return {spec.name: spec for spec in flags if spec.name not in taken}
 
@@ -84,7 +90,7 @@ def _spec(record: Mapping[str, Any]) -> TensorSpec:
 
 def rows_of(signature: Signature, tensors: Sequence[WireTensor], max_rows: int) -> Rows:
     """The request's input, decoded and fitted to the model; `InvalidArgument` names the tensor that does not fit."""
-    wanted = {spec.name: spec for spec in signature.raw}
+    wanted = signature.by_name
     flags = signature.null_flags
     given: dict[str, WireTensor] = {}
     for tensor in tensors:

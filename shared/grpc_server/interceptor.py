@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from grpc import aio
 
 from shared.errors import DeadlineExceeded, InvalidArgument, MillraceError, Unimplemented
 from shared.grpc_errors import status_code
+from shared.grpc_server.registering import Handler, Registering
 from shared.grpc_server.trailers import details_and_status
 from shared.telemetry import identity
 from shared.unexpected import hidden
@@ -26,8 +28,6 @@ REQUEST_ID = "x-request-id"
 DEFAULT_DEADLINE_S = 60.0
 # A client that does not take a message of its stream for so long has gone, or might as well have.
 SEND_WITHIN_S = 300.0
-# Health and reflection come from grpc itself and keep their own manners.
-FOREIGN = "/grpc."
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -36,45 +36,43 @@ class Malformed:
     """Stands for a message whose bytes could not be parsed; grpc itself would answer UNKNOWN."""
 
 
-class CallInterceptor(aio.ServerInterceptor):
-    """Wraps every handler. Unary calls without a deadline get `default_deadline_s`; streams have none of their own."""
+class CallInterceptor:
+    """Wraps every handler. Unary calls without a deadline get `default_deadline_s`; streams have none of their own.
+
+    It is none of grpc's own interceptors: see `Registering`.
+    """
 
     def __init__(self, default_deadline_s: float = DEFAULT_DEADLINE_S) -> None:
         self._default_deadline_s = default_deadline_s
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        handler = await continuation(handler_call_details)
-        method = handler_call_details.method
-        if handler is None or method.startswith(FOREIGN):
-            return handler
-        metadata = dict(handler_call_details.invocation_metadata or ())
-        request_id = _request_id(metadata.get(REQUEST_ID))
+    def around(self, server: aio.Server) -> aio.Server:
+        """What to add servicers to, and for nothing else, so that their calls are intercepted."""
+        return cast(aio.Server, Registering(server, self._wrap))
+
+    def _wrap(self, handler: Any, method: str) -> Handler:
         deserializer = _tolerant(handler.request_deserializer)
         serializer = _or_bytes(handler.response_serializer)
         if handler.response_streaming:
-            stream = self._stream(handler.stream_stream or handler.unary_stream, method, request_id)
+            stream = self._stream(handler.stream_stream or handler.unary_stream, method)
             make = (
                 grpc.stream_stream_rpc_method_handler
                 if handler.request_streaming
                 else (grpc.unary_stream_rpc_method_handler)
             )
             return make(stream, deserializer, serializer)
-        unary = self._unary(handler.stream_unary or handler.unary_unary, method, request_id)
+        unary = self._unary(handler.stream_unary or handler.unary_unary, method)
         make = (
             grpc.stream_unary_rpc_method_handler if handler.request_streaming else (grpc.unary_unary_rpc_method_handler)
         )
         return make(unary, deserializer, serializer)
 
-    def _unary(self, behaviour: Any, method: str, request_id: str) -> Callable[[Any, Context], Awaitable[Any]]:
+    def _unary(self, behaviour: Any, method: str) -> Callable[[Any, Context], Awaitable[Any]]:
         async def call(request: Any, context: Context) -> Any:
-            async with _call(context, method, request_id):
-                remaining = context.time_remaining()
-                # A call with a deadline is cancelled by grpc itself when it passes.
-                limit = self._default_deadline_s if remaining is None else None
+            async with _call(context, method):
+                if context.time_remaining() is not None:
+                    # A call with a deadline is cancelled by grpc itself when it passes.
+                    return await behaviour(_well_formed(request), context)
+                limit = self._default_deadline_s
                 try:
                     async with asyncio.timeout(limit) as timer:
                         return await behaviour(_well_formed(request), context)
@@ -85,11 +83,11 @@ class CallInterceptor(aio.ServerInterceptor):
 
         return call
 
-    def _stream(self, behaviour: Any, method: str, request_id: str) -> Callable[[Any, Context], Awaitable[None]]:
+    def _stream(self, behaviour: Any, method: str) -> Callable[[Any, Context], Awaitable[None]]:
         # Not a generator: one would not hear that its client has gone, and would end some time later, elsewhere.
         async def call(request: Any, context: Context) -> None:
             async with (
-                _call(context, method, request_id),
+                _call(context, method),
                 aclosing(behaviour(_well_formed(request), context)) as responses,
             ):
                 async for response in responses:
@@ -108,9 +106,10 @@ async def _send(context: Context, response: Any) -> None:
 
 
 @asynccontextmanager
-async def _call(context: Context, method: str, request_id: str) -> AsyncIterator[None]:
+async def _call(context: Context, method: str) -> AsyncIterator[None]:
     """One call's identity, access log, and the translation of whatever it raises."""
     started = time.perf_counter()
+    request_id = _request_id(dict(context.invocation_metadata() or ()).get(REQUEST_ID))
     context.set_trailing_metadata(((REQUEST_ID, request_id),))
     with identity(request_id=request_id, method=method):
         error: MillraceError | None = None
@@ -142,7 +141,7 @@ async def _call(context: Context, method: str, request_id: str) -> AsyncIterator
 def _request_id(given: str | bytes | None) -> str:
     if isinstance(given, str) and re.fullmatch(r"[A-Za-z0-9._-]{1,64}", given):
         return given
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:

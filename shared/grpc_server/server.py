@@ -11,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from shared.grpc_server.interceptor import DEFAULT_DEADLINE_S, CallInterceptor
+from shared.grpc_server.registering import Registering
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,6 @@ async def serve(
     health = health or Health()
     stop = stop or asyncio.Event()
     server = aio.server(
-        interceptors=[CallInterceptor(default_deadline_s)],
         maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -74,9 +75,12 @@ async def serve(
             ("grpc.so_reuseport", 0),
         ],
     )
-    names = list(register(server))
-    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
-    reflection.enable_server_reflection((*names, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)
+    names = list(register(CallInterceptor(default_deadline_s).around(server)))
+    # Health and reflection come from grpc itself and keep their own manners.
+    foreign = Registering(server)
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, foreign)
+    reflected = ReflectionServicer((*names, "grpc.health.v1.Health", reflection.SERVICE_NAME))
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, foreign)
     server.add_insecure_port(listen)
     # Said before the first call can come: grpc's own servicer begins with SERVING.
     await health.set(ready)

@@ -43,6 +43,8 @@ def _within(budget: int, pairs: Iterable[tuple[str, ...]]) -> Iterator[tuple[str
 
 def _cut(text: str, limit: int, *, percent_encoded: bool = False) -> str:
     """At most `limit` bytes of the text, on the wire."""
+    if len(text) < limit - 9 and text.isascii() and text.isprintable() and "%" not in text:
+        return text  # a byte each
     room = limit - 9  # for the ellipsis
     for index, character in enumerate(text):
         plain = " " <= character <= "~" and character != "%"

@@ -58,9 +58,9 @@ class UploadServer:
 
     async def _serve(self, ready: threading.Event) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        server = aio.server(interceptors=[CallInterceptor()], options=LIMITS)
+        server = aio.server(options=LIMITS)
         part = UploadServicerPart(uploads_of(self.store))
-        data_service_pb2_grpc.add_DataServiceServicer_to_server(part, server)
+        data_service_pb2_grpc.add_DataServiceServicer_to_server(part, CallInterceptor().around(server))
         server.add_insecure_port(self.address)
         await server.start()
         ready.set()

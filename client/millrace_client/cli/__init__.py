@@ -19,6 +19,7 @@ COMMANDS = {
     "rollout": ("rollout", "Move a deployment to another checkpoint, step by step."),
     "rollback": ("rollout", "Give a deployment's traffic back to the version before."),
     "predict": ("predict", "Ask a served model."),
+    "bench": ("bench", "Load a served model, and measure it."),
 }
 
 EPILOG = """\b

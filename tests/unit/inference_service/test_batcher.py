@@ -85,6 +85,41 @@ def test_each_request_gets_its_own_rows_back() -> None:
     on_a_loop(scenario)
 
 
+def test_rows_gather_for_as_long_as_the_replica_is_busy_anyway() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        limits = Limits(max_rows=4, max_delay_s=0.0, max_queued_rows=100, max_in_flight=2)
+        one = Batcher(model, limits, BatchTimes({1: 100.0}))
+        tasks = [submit(one, rows(1))]
+        await settle()
+        tasks.append(submit(one, rows(2)))
+        await settle()
+        assert model.sizes == [1]
+        tasks.append(submit(one, rows(3, 4, 5)))  # a full batch gains nothing by waiting
+        await settle()
+        assert model.sizes == [1, 4]
+        model.may_work.set()
+        await asyncio.gather(*tasks)
+
+    on_a_loop(scenario)
+
+
+def test_rows_that_gather_go_when_the_replica_is_free_earlier_than_expected() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        limits = Limits(max_rows=4, max_delay_s=0.0, max_queued_rows=100, max_in_flight=2)
+        one = Batcher(model, limits, BatchTimes({1: 100.0}))
+        tasks = [submit(one, rows(1))]
+        await settle()
+        tasks.append(submit(one, rows(2)))
+        await settle()
+        model.may_work.set()
+        await asyncio.gather(*tasks)
+        assert model.sizes == [1, 1]
+
+    on_a_loop(scenario)
+
+
 def test_a_request_larger_than_a_batch_is_cut_and_put_together_again() -> None:
     async def scenario() -> None:
         model = Doubler()

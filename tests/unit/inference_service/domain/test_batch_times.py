@@ -32,3 +32,24 @@ def test_estimates_follow_what_is_measured() -> None:
     for _ in range(50):
         times.learn(7, 0.020)
     assert times.expected_s(8) == pytest.approx(0.020, rel=0.01)
+
+
+def test_the_bound_is_the_estimate_while_batches_take_the_same_and_grows_with_what_they_differ_by() -> None:
+    times = BatchTimes({8: 0.010})
+    assert times.bound_s(8) == 0.010
+    for _ in range(50):
+        times.learn(8, 0.010)
+    assert times.bound_s(8) == pytest.approx(0.010)
+    for _ in range(50):
+        times.learn(8, 0.008)
+        times.learn(8, 0.012)
+    assert times.bound_s(8) == pytest.approx(0.018, abs=0.002)
+    assert times.expected_s(8) == pytest.approx(0.010, abs=0.001)
+
+
+def test_a_copy_learns_by_itself() -> None:
+    times = BatchTimes({8: 0.010})
+    other = times.copy()
+    other.learn(8, 0.020)
+    assert times.expected_s(8) == 0.010
+    assert other.expected_s(8) > 0.010

@@ -13,8 +13,18 @@ def waiting(rows: int = 1, *, arrived_s: float = 0.0, deadline_s: float = NEVER,
     return Waiting(rows, form, arrived_s, deadline_s)
 
 
-def now(*queue: Waiting, in_flight: int = 0, now_s: float = 0.0, batch_s: float = 0.0) -> Decision:
-    return decide(queue, in_flight=in_flight, now_s=now_s, batch_s=batch_s, limits=LIMITS)
+def now(
+    *queue: Waiting,
+    in_flight: int = 0,
+    now_s: float = 0.0,
+    batch_s: float = 0.0,
+    free_s: float = 0.0,
+    company: int = 0,
+    limits: Limits = LIMITS,
+) -> Decision:
+    return decide(
+        queue, in_flight=in_flight, now_s=now_s, batch_s=batch_s, limits=limits, free_s=free_s, company=company
+    )
 
 
 def test_nothing_waits_nothing_is_sent() -> None:
@@ -31,6 +41,27 @@ def test_a_busy_model_gives_rows_time_to_gather() -> None:
 
 def test_rows_that_waited_long_enough_go() -> None:
     assert now(waiting(arrived_s=1.0), waiting(arrived_s=1.009), in_flight=1, now_s=1.01).batch == (0, 1)
+
+
+def test_an_idle_model_waits_a_moment_for_company_that_is_expected() -> None:
+    assert now(waiting(arrived_s=1.0), now_s=1.004, company=2) == Decision(wake_s=1.01)
+    assert now(waiting(arrived_s=1.0), waiting(arrived_s=1.003), now_s=1.004, company=2).batch == (0, 1)
+    assert now(waiting(arrived_s=1.0), now_s=1.01, company=2).batch == (0,)
+
+
+def test_rows_gather_until_the_replica_is_about_to_be_free() -> None:
+    assert now(waiting(arrived_s=1.0), in_flight=1, now_s=1.02, free_s=1.05) == Decision(wake_s=1.05)
+    assert now(waiting(arrived_s=1.0), in_flight=1, now_s=1.05, free_s=1.05).batch == (0,)
+
+
+def test_a_full_batch_waits_for_no_replica() -> None:
+    assert now(waiting(4), in_flight=1, now_s=1.0, free_s=1.05).batch == (0,)
+
+
+def test_a_replica_that_is_idle_beside_one_at_work_takes_what_there_is() -> None:
+    two = Limits(max_rows=4, max_delay_s=0.01, max_queued_rows=8, max_in_flight=4)
+    assert now(waiting(arrived_s=1.0), in_flight=1, now_s=1.0, limits=two).batch == (0,)
+    assert now(waiting(arrived_s=1.0), in_flight=2, now_s=1.0, limits=two).batch == ()
 
 
 def test_a_full_batch_goes_at_once() -> None:
@@ -68,7 +99,12 @@ def test_large_requests_are_cut_into_batches(rows: int, expected: list[tuple[int
 
 
 def enter(
-    rows: int = 1, deadline_s: float = NEVER, queued_rows: int = 0, in_flight: int = 1, rows_ahead: int | None = None
+    rows: int = 1,
+    deadline_s: float = NEVER,
+    queued_rows: int = 0,
+    in_flight: int = 1,
+    rows_ahead: int | None = None,
+    bound_s: float = 0.5,
 ) -> None:
     admit(
         rows,
@@ -78,6 +114,7 @@ def enter(
         in_flight=in_flight,
         now_s=1.0,
         batch_s=0.5,
+        bound_s=bound_s,
         limits=LIMITS,
     )
 
@@ -96,6 +133,12 @@ def test_a_deadline_that_the_queue_ahead_uses_up_is_refused_at_once() -> None:
     enter(deadline_s=1.6, queued_rows=0)
     with pytest.raises(DeadlineExceeded):
         enter(deadline_s=1.6, queued_rows=4)
+
+
+def test_a_deadline_that_a_batch_might_well_miss_is_refused_at_once() -> None:
+    enter(deadline_s=1.9, bound_s=0.8)
+    with pytest.raises(DeadlineExceeded):
+        enter(deadline_s=1.7, bound_s=0.8)
 
 
 def test_a_deadline_in_the_past_is_refused_even_by_an_idle_model() -> None:

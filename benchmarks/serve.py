@@ -1,0 +1,239 @@
+"""`make bench-serve`: a served model's throughput, latency and behaviour above its limit, beside the bare model, Ray
+Serve's own gRPC ingress and MLServer.
+
+All serve the same ResNet-18 with the same weights, on one thread, in batches of at most 32, to the same clients in a
+process of their own, all on loopback. Contenders take turns, the first turn warms up; ratios are of medians. The last
+line is one JSON object; it says which bars are met.
+
+    python -m benchmarks.serve [--repeats 3] [--seconds 5] [--only peers model alone overload kills profile]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import serve_load, serve_mlserver, serve_ray
+from benchmarks.serve_kills import kills
+from benchmarks.serve_place import Place, mlserver, our_place, ray_serve
+from benchmarks.serve_profile import profile
+from benchmarks.serve_report import report, spread
+from benchmarks.serve_statistics import ServiceStatistics
+from millrace_client.load.measured import LATE, OK, Measured
+
+PARTS = ("model", "alone", "overload", "profile", "peers", "kills")
+IN_FLIGHT = 64
+# Arrivals over what can be sustained, and how long each may take.
+OVERLOAD, OVERLOAD_DEADLINE_S = 2.0, 0.2
+# A rate is sustained where so many are answered in time; tried are shares of what a closed loop of `IN_FLIGHT` reaches.
+SUSTAINED, SHARES_TRIED = 0.99, (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4, 0.3)
+ALONE_RUNS = 200
+TRIED_FOR_S = 3.0
+# Of logits, from one kind of batch to another: kernels of other sizes add in another order.
+TOLERANCE = 1e-4
+CHECKED_ROWS = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench-serve")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each turn")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    given = parser.parse_args()
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="bench-serve-") as scratch, our_place(Path(scratch)) as place:
+        _check(place, "millrace", place.address)
+        if "model" in given.only:
+            figures |= _model(place, given.repeats, given.seconds)
+        if "alone" in given.only:
+            figures |= _alone(place, given.repeats, given.seconds)
+        if "overload" in given.only:
+            figures |= _overload(place, given.repeats, given.seconds)
+        if "profile" in given.only:
+            table, profiled = profile(place, given.seconds)
+            print(table, flush=True)
+            figures["profile"] = profiled
+        if "peers" in given.only:
+            figures |= _peers(place, given.repeats, given.seconds)
+        if "kills" in given.only:
+            figures |= kills(place)
+    print(json.dumps(report(figures, {"repeats": given.repeats, "seconds": given.seconds, "in_flight": IN_FLIGHT})))
+
+
+def _check(place: Place, name: str, address: str) -> None:
+    """That this contender gives the model's own answers."""
+    given = place.in_clients(serve_load.logits, address, CHECKED_ROWS)
+    wanted = place.bare("logits", serve_load.images(serve_load.DISTINCT)[:CHECKED_ROWS])
+    if not np.allclose(given, wanted, rtol=0, atol=TOLERANCE):
+        raise SystemExit(f"bench-serve: {name} answers otherwise than the model, by {np.abs(given - wanted).max()}")
+
+
+def _in_turn(repeats: int, contenders: dict[str, Callable[[], float]], unit: str) -> dict[str, list[float]]:
+    """Figures of each, turn by turn, without the first."""
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(repeats + 1):
+        for name, run in contenders.items():
+            value = run()
+            if number:
+                found[name].append(value)
+                print(f"{name}: {value:,.1f} {unit}", flush=True)
+    return found
+
+
+def _throughput(place: Place, address: str, seconds: float) -> float:
+    measured: Measured = place.in_clients(serve_load.closed, address, IN_FLIGHT, seconds)
+    _all_answered(measured)
+    return measured.answered_per_s
+
+
+def _all_answered(measured: Measured) -> None:
+    if set(measured.statuses) != {OK}:
+        raise SystemExit(f"bench-serve: not every request was answered: {measured.statuses}")
+
+
+def _peers(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
+    """Each peer with the wait for a batch that was best for it, of those tried."""
+    with ExitStack() as stack:
+        waits: dict[str, float] = {}
+        waits["mlserver"] = _best(serve_mlserver.BATCH_WAITS_S, partial(_try_mlserver, place))
+        ray_address, set_wait = stack.enter_context(ray_serve(place.weights))
+        waits["ray_serve"] = _best(serve_ray.BATCH_WAITS_S, partial(_try_ray_serve, place, ray_address, set_wait))
+        set_wait(waits["ray_serve"])
+        addresses = {
+            "millrace": place.address,
+            "ray_serve": ray_address,
+            "mlserver": stack.enter_context(mlserver(place.weights, waits["mlserver"])),
+        }
+        for name, address in addresses.items():
+            _check(place, name, address)
+        contenders: dict[str, Callable[[], float]] = {
+            name: partial(_throughput, place, address, seconds) for name, address in addresses.items()
+        }
+        rates = _in_turn(repeats, contenders, "answers/s")
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    return {
+        "throughput_vs_ray_serve": round(medians["millrace"] / medians["ray_serve"], 2),
+        "throughput_vs_mlserver": round(medians["millrace"] / medians["mlserver"], 2),
+        "answers_per_s": {name: round(value, 1) for name, value in medians.items()},
+        "spread_answers_per_s": {name: spread(values) for name, values in rates.items()},
+        "peers_batch_wait_s": waits,
+    }
+
+
+def _best(waits_s: Sequence[float], rate: Callable[[float], float]) -> float:
+    tried = {wait_s: rate(wait_s) for wait_s in waits_s}
+    print(f"tried: {tried}", flush=True)
+    return max(tried, key=lambda wait_s: tried[wait_s])
+
+
+def _try_mlserver(place: Place, wait_s: float) -> float:
+    with mlserver(place.weights, wait_s) as address:
+        return _throughput(place, address, TRIED_FOR_S)
+
+
+def _try_ray_serve(place: Place, address: str, set_wait: Callable[[float], None], wait_s: float) -> float:
+    set_wait(wait_s)
+    return _throughput(place, address, TRIED_FOR_S)
+
+
+def _model(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
+    """Ours at `IN_FLIGHT`, and then the bare model on batches of the sizes that were served."""
+    served: Counter[int] = Counter()
+    last: dict[int, int] = {}
+
+    def ours() -> float:
+        counted = ServiceStatistics(place.address, place.metrics, serve_load.MODEL)
+        rate = _throughput(place, place.address, seconds)
+        last.clear()
+        last.update(counted.stretch().batches)
+        served.update(last)
+        return rate
+
+    def bare() -> float:
+        return float(place.bare("limit_per_s", dict(last)))
+
+    rates = _in_turn(repeats, {"served": ours, "model_limit": bare}, "images/s")
+    return {
+        "share_of_model_limit": round(statistics.median(rates["served"]) / statistics.median(rates["model_limit"]), 3),
+        "served_images_per_s": round(statistics.median(rates["served"]), 1),
+        "served_images_per_s_spread": spread(rates["served"]),
+        "model_limit_images_per_s": round(statistics.median(rates["model_limit"]), 1),
+        "model_limit_images_per_s_spread": spread(rates["model_limit"]),
+        "batches_by_rows": {str(size): count for size, count in sorted(served.items())},
+    }
+
+
+def _alone(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
+    """One request at a time, from the client's call to its answer."""
+
+    def ours() -> float:
+        measured: Measured = place.in_clients(serve_load.closed, place.address, 1, seconds)
+        _all_answered(measured)
+        return measured.latency_ms(OK)["p50"]
+
+    def bare() -> float:
+        return float(statistics.median(place.bare("seconds", 1, ALONE_RUNS))) * 1000
+
+    took = _in_turn(repeats, {"p50": ours, "model": bare}, "ms")
+    return {
+        "p50_vs_model": round(statistics.median(took["p50"]) / statistics.median(took["model"]), 2),
+        "p50_ms": round(statistics.median(took["p50"]), 2),
+        "p50_ms_spread": spread(took["p50"]),
+        "model_ms": round(statistics.median(took["model"]), 2),
+        "model_ms_spread": spread(took["model"]),
+    }
+
+
+def _overload(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
+    """Arrivals at twice the rate that can be sustained, run in turn with arrivals at that rate itself."""
+    rate = _sustainable(place, seconds)
+
+    def opened(factor: float, seed: int) -> Measured:
+        measured: Measured = place.in_clients(
+            serve_load.opened, place.address, factor * rate, seconds, OVERLOAD_DEADLINE_S, seed
+        )
+        print(f"{factor * rate:,.0f} arrivals/s: {measured.as_dict()}", flush=True)
+        return measured
+
+    turns = [(opened(1.0, number), opened(OVERLOAD, number)) for number in range(repeats)]
+    together = Measured(seconds * repeats, 1, [one for _, over in turns for one in over.outcomes])
+    refused = [status for status in together.statuses if status not in (OK, LATE)]
+    shares = [over.answered_per_s / sustained.answered_per_s for sustained, over in turns]
+    return {
+        "late_share": round(together.share(LATE), 5),
+        "refusal_p99_ms": together.latency_ms(*refused).get("p99", 0.0),
+        "goodput_share": round(statistics.median(shares), 3),
+        "goodput_share_spread": spread(shares),
+        "sustainable_per_s": round(rate, 1),
+        "sustained_answers_per_s": round(statistics.median(one.answered_per_s for one, _ in turns), 1),
+        "overload_statuses": together.statuses,
+        "overload_latency_ms": {status: together.latency_ms(status) for status in together.statuses},
+        "overload_client_behind_ms": together.behind_ms(),
+    }
+
+
+def _sustainable(place: Place, seconds: float) -> float:
+    """The highest rate of arrivals, of those tried, of which `SUSTAINED` are answered within the deadline."""
+    most = _throughput(place, place.address, seconds)
+    for share in SHARES_TRIED:
+        measured: Measured = place.in_clients(
+            serve_load.opened, place.address, share * most, seconds, OVERLOAD_DEADLINE_S, 0
+        )
+        print(f"{share * most:,.0f} arrivals/s, {measured.share(OK):.1%} answered in time", flush=True)
+        if measured.share(OK) >= SUSTAINED:
+            return share * most
+    raise SystemExit(f"bench-serve: not even {SHARES_TRIED[-1]:.0%} of {most:,.0f} arrivals/s can be sustained")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Where the contenders run: each beside the others, on loopback, with nothing of its own left when it is over."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import millrace_client
+from benchmarks import serve_mlserver, serve_ray
+from benchmarks.serve_load import MODEL
+from benchmarks.serve_model import BareModel, write_checkpoint
+from shared.settings import StoreSettings
+from tests.support.ports import free_ports
+from tests.support.ray_head import RayHead, ray_head
+from tests.support.service_process import ServiceProcess, running_service, store_environ
+from tests.support.waiting import wait_until
+
+LOADED_WITHIN_S = 180.0
+THREADS, MAX_BATCH = 1, 32
+# Tickets, not cores: the replicas of a roll-out fit beside those before it.
+RAY_CPUS = 4
+
+
+@dataclass(frozen=True)
+class Place:
+    """Our service on a Ray head of its own with a checkpoint in its store; clients, and the bare model, in processes of
+    their own."""
+
+    head: RayHead
+    service: ServiceProcess
+    metrics: str
+    job: str
+    weights: Path
+    folder: Path
+    clients: ProcessPoolExecutor
+    model: ProcessPoolExecutor
+
+    @property
+    def address(self) -> str:
+        return self.service.address
+
+    def in_clients(self, task: Callable[..., Any], *arguments: Any) -> Any:
+        return self.clients.submit(task, *arguments).result()
+
+    def begin_in_clients(self, task: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        return self.clients.submit(task, *arguments)
+
+    def bare(self, method: str, *arguments: Any) -> Any:
+        """A method of `BareModel`."""
+        return self.model.submit(_bare, method, *arguments).result()
+
+    def deploy(self, replicas: int = 1) -> None:
+        """The checkpoint as the model of the load, in place of one that is there; returns when it answers."""
+        name = f"deployments/{MODEL}"
+        with millrace_client.connect(inference=self.address) as client:
+            if any(one.name == name for one in client.deployments.list_deployments()):
+                client.deployments.delete_deployment(name)
+                _wait_until_gone(client, name)
+            operation = client.deployments.create_deployment(
+                MODEL, self.job, num_replicas=replicas, threads_per_replica=THREADS, max_batch_size=MAX_BATCH
+            )
+            operation.wait(timeout_s=LOADED_WITHIN_S)
+
+
+@contextmanager
+def our_place(folder: Path) -> Iterator[Place]:
+    settings = StoreSettings(url=(folder / "store").as_uri())
+    job, weights = write_checkpoint(settings)
+    metrics = f"127.0.0.1:{free_ports(1)[0]}"
+    spawn = multiprocessing.get_context("spawn")
+    with ray_head(num_cpus=RAY_CPUS) as head:
+        environ = {
+            **store_environ(settings),
+            "RAY_ADDRESS": head.address,
+            "MILLRACE_METRICS_LISTEN": metrics,
+            # No line for each call, as of the peers.
+            "MILLRACE_LOG_LEVEL": "WARNING",
+        }
+        with (
+            running_service("inference_service", environ, folder / "service.log") as service,
+            ProcessPoolExecutor(1, mp_context=spawn) as clients,
+            ProcessPoolExecutor(1, mp_context=spawn, initializer=_make_bare) as model,
+        ):
+            place = Place(head, service, metrics, job, weights, folder, clients, model)
+            place.deploy()
+            yield place
+
+
+@contextmanager
+def ray_serve(weights: Path) -> Iterator[tuple[str, Callable[[float], None]]]:
+    """The address of the peer on Ray Serve, and what sets how long its batches wait."""
+    port, http_port = free_ports(2)
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        mock.patch.dict(os.environ, serve_ray.ENVIRONMENT),
+        ray_head(num_cpus=RAY_CPUS) as head,
+        ProcessPoolExecutor(1, mp_context=spawn) as driver,
+    ):
+        driver.submit(serve_ray.start, head.address, str(weights), THREADS, port, http_port).result(LOADED_WITHIN_S)
+
+        def wait(batch_wait_s: float) -> None:
+            driver.submit(serve_ray.wait, str(weights), THREADS, batch_wait_s).result(LOADED_WITHIN_S)
+
+        try:
+            yield f"{serve_ray.HOST}:{port}", wait
+        finally:
+            driver.submit(serve_ray.stop).result()
+
+
+@contextmanager
+def mlserver(weights: Path, batch_wait_s: float) -> Iterator[str]:
+    with serve_mlserver.running(weights, THREADS, batch_wait_s) as address:
+        yield address
+
+
+_model: BareModel | None = None
+
+
+def _make_bare() -> None:
+    global _model
+    _model = BareModel(THREADS)
+
+
+def _bare(method: str, *arguments: Any) -> Any:
+    return getattr(_model, method)(*arguments)
+
+
+def _wait_until_gone(client: millrace_client.Millrace, name: str) -> None:
+    wait_until(lambda: all(one.name != name for one in client.deployments.list_deployments()), f"{name} is gone", 60.0)

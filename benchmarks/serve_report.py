@@ -1,0 +1,46 @@
+"""What `make bench-serve` says at its end: the figures, and which bars they meet."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+BARS = {
+    "throughput_vs_ray_serve": (4.0, "at least"),
+    "throughput_vs_mlserver": (3.0, "at least"),
+    "share_of_model_limit": (0.6, "at least"),
+    "p50_vs_model": (2.0, "at most"),
+    "late_share": (0.001, "at most"),
+    "refusal_p99_ms": (50.0, "at most"),
+    "goodput_share": (0.8, "at least"),
+    "kill_errors": (0, "at most"),
+}
+
+
+def report(figures: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """One JSON object. Bars whose part was not run are told, and not met or missed."""
+    met = {
+        name: figures[name] >= bar if sense == "at least" else figures[name] <= bar
+        for name, (bar, sense) in BARS.items()
+        if name in figures
+    }
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "ray", "grpcio")}
+    return {
+        **figures,
+        "bars": {name: f"{sense} {bar}" for name, (bar, sense) in BARS.items()},
+        "met": met,
+        **given,
+        "machine": {
+            "cpus": os.cpu_count(),
+            "machine": platform.machine(),
+            **versions,
+            "load_average": [round(load, 1) for load in os.getloadavg()],
+        },
+    }
+
+
+def spread(values: Sequence[float]) -> list[float]:
+    return [round(min(values), 2), round(max(values), 2)]

@@ -1,0 +1,249 @@
+"""Batches over a replica's own socket: between the front's side and the replica's, in one process or in two."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from inference_service.domain.rows import Outputs, Rows
+from inference_service.local_replicas import LocalReplicas, ReplicaLost
+from inference_service.replica_socket import SUFFIX, listen
+from shared.errors import FailedPrecondition, Internal
+
+
+class Doubler:
+    """A replica's model: twice its input. It works while `may_work` is set."""
+
+    def __init__(self) -> None:
+        self.may_work = threading.Event()
+        self.may_work.set()
+        self.at_work = threading.Event()
+        self.seen: list[int] = []
+
+    def forward(self, rows: Rows) -> Outputs:
+        values = rows.values["x"]
+        self.seen.append(int(values.flat[0]))
+        self.at_work.set()
+        assert self.may_work.wait(timeout=20)
+        if values.flat[0] < 0:
+            raise FailedPrecondition("no negative numbers")
+        if values.flat[0] == 0:
+            raise ZeroDivisionError("zero")
+        values *= 2  # the batch is the model's own, as torch wants it
+        return Outputs([values], {0: "odd"}, 0.25, 0.5)
+
+
+def rows(*values: int) -> Rows:
+    return Rows("raw", {"x": np.array(values)})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path / "sockets"
+
+
+def replica(folder: Path) -> Doubler:
+    model = Doubler()
+    listen(folder, ThreadPoolExecutor(1), model.forward)
+    return model
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def on_a_loop(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await scenario()
+
+    asyncio.run(bounded())
+
+
+async def call(local: LocalReplicas, what: Rows) -> Outputs:
+    one = await local.free()
+    assert one is not None
+    return await one.forward(what)
+
+
+async def begin(local: LocalReplicas, model: Doubler, what: Rows) -> asyncio.Task[Outputs]:
+    """A call that the model works on."""
+    model.may_work.clear()
+    model.at_work.clear()
+    task = asyncio.create_task(call(local, what))
+    assert await asyncio.to_thread(model.at_work.wait, 20)
+    return task
+
+
+def test_a_batch_comes_back_with_all_that_the_model_said(folder: Path) -> None:
+    async def scenario() -> None:
+        replica(folder)
+        outputs = await call(LocalReplicas(folder), rows(1, 2, 3))
+        assert outputs.arrays[0].tolist() == [2, 4, 6]
+        assert (outputs.refused, outputs.input_s, outputs.infer_s) == ({0: "odd"}, 0.25, 0.5)
+
+    on_a_loop(scenario)
+
+
+def test_strings_nulls_and_large_batches_arrive_as_they_are(folder: Path) -> None:
+    given = Rows(
+        "raw",
+        {"x": np.arange(1, 1_000_001).reshape(2, -1), "town": np.array([b"Ulm", b""], object)},
+        {"town": np.array([False, True])},
+    )
+    seen: list[Rows] = []
+
+    def forward(what: Rows) -> Outputs:
+        seen.append(what)
+        return Outputs([what.values["x"]])
+
+    async def scenario() -> None:
+        listen(folder, ThreadPoolExecutor(1), forward)
+        outputs = await call(LocalReplicas(folder), given)
+        assert np.array_equal(outputs.arrays[0], given.values["x"])
+        (what,) = seen
+        assert what.form == "raw"
+        assert what.values["town"].tolist() == [b"Ulm", b""]
+        assert what.nulls["town"].tolist() == [False, True]
+
+    on_a_loop(scenario)
+
+
+def test_what_the_model_raises_is_raised_here(folder: Path) -> None:
+    async def scenario() -> None:
+        replica(folder)
+        local = LocalReplicas(folder)
+        with pytest.raises(FailedPrecondition, match="no negative numbers"):
+            await call(local, rows(-1))
+        with pytest.raises(Internal, match="ZeroDivisionError: zero"):
+            await call(local, rows(0))
+        assert (await call(local, rows(4))).arrays[0].tolist() == [8]
+
+    on_a_loop(scenario)
+
+
+def test_a_batch_given_up_while_it_waits_never_reaches_the_model(folder: Path) -> None:
+    async def scenario() -> None:
+        model = replica(folder)
+        local = LocalReplicas(folder)
+        first = await begin(local, model, rows(1))
+        second = asyncio.create_task(call(local, rows(2)))
+        await asyncio.sleep(0)
+        while (await local.free()) is not None:  # noqa: ASYNC110 - until it is on its way
+            await asyncio.sleep(0)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        third = asyncio.create_task(call(local, rows(3)))
+        await asyncio.sleep(0)
+        model.may_work.set()
+        assert [(await one).arrays[0].tolist() for one in (first, third)] == [[2], [6]]
+        assert model.seen == [1, 3]
+
+    on_a_loop(scenario)
+
+
+def test_the_least_busy_replica_is_free_and_none_is_where_all_have_two_batches(folder: Path) -> None:
+    async def scenario() -> None:
+        models = [replica(folder), replica(folder)]
+        local = LocalReplicas(folder)
+        for model in models:
+            model.may_work.clear()
+        tasks = []
+        for number in range(1, 5):
+            tasks.append(asyncio.create_task(call(local, rows(number))))
+            await asyncio.sleep(0.01)  # so that each sees those before it
+        assert await local.free() is None
+        assert await local.free(busy_too=True) is not None
+        for model in models:
+            model.may_work.set()
+        await asyncio.gather(*tasks)
+        assert sorted(len(model.seen) for model in models) == [2, 2]
+        assert await local.free() is not None
+
+    on_a_loop(scenario)
+
+
+def test_a_replica_that_comes_later_is_found(folder: Path) -> None:
+    async def scenario() -> None:
+        local = LocalReplicas(folder)
+        assert await local.free() is None
+        replica(folder)
+        assert (await call(local, rows(1))).arrays[0].tolist() == [2]
+        second = replica(folder)
+        second.may_work.clear()
+        tasks = [asyncio.create_task(call(local, rows(number))) for number in (5, 6)]
+        assert await asyncio.to_thread(second.at_work.wait, 20)
+        second.may_work.set()
+        await asyncio.gather(*tasks)
+
+    on_a_loop(scenario)
+
+
+def _serve(folder: Path) -> None:
+    def never(_: Rows) -> Outputs:
+        signal.pause()
+        raise AssertionError
+
+    thread = ThreadPoolExecutor(1)
+    listen(folder, thread, lambda what: never(what) if what.values["x"][0] else Outputs([what.values["x"]]))
+    threading.Event().wait()
+
+
+def test_a_replica_that_is_killed_loses_its_batches_and_its_socket_goes(folder: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(folder,), daemon=True)
+    process.start()
+
+    async def scenario() -> None:
+        local = LocalReplicas(folder)
+        while await local.free() is None:  # noqa: ASYNC110 - it tells nobody that it listens
+            await asyncio.sleep(0.05)
+        await call(local, rows(0))
+        task = asyncio.create_task(call(local, rows(1)))
+        await asyncio.sleep(0)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(ReplicaLost):
+            await task
+        assert await LocalReplicas(folder).free() is None
+        assert names(folder) == []
+
+    try:
+        on_a_loop(scenario)
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_a_folder_that_others_may_enter_is_not_used(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / f"theirs{SUFFIX}"))
+    listener.listen()
+    folder.chmod(0o755)
+
+    async def scenario() -> None:
+        assert await LocalReplicas(folder).free() is None
+        replica(folder)
+        assert names(folder) == [f"theirs{SUFFIX}"]
+
+    on_a_loop(scenario)
+    listener.close()
+
+
+def test_without_a_folder_there_is_none() -> None:
+    async def scenario() -> None:
+        assert await LocalReplicas(None).free() is None
+
+    on_a_loop(scenario)
