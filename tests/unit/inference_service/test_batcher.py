@@ -89,7 +89,7 @@ def test_rows_gather_for_as_long_as_the_replica_is_busy_anyway() -> None:
     async def scenario() -> None:
         model = Doubler()
         limits = Limits(max_rows=4, max_delay_s=0.0, max_queued_rows=100, max_in_flight=2)
-        one = Batcher(model, limits, BatchTimes({1: 100.0}))
+        one = Batcher(model, limits, BatchTimes({1: 100.0}), Statistics())
         tasks = [submit(one, rows(1))]
         await settle()
         tasks.append(submit(one, rows(2)))
@@ -108,7 +108,7 @@ def test_rows_that_gather_go_when_the_replica_is_free_earlier_than_expected() ->
     async def scenario() -> None:
         model = Doubler()
         limits = Limits(max_rows=4, max_delay_s=0.0, max_queued_rows=100, max_in_flight=2)
-        one = Batcher(model, limits, BatchTimes({1: 100.0}))
+        one = Batcher(model, limits, BatchTimes({1: 100.0}), Statistics())
         tasks = [submit(one, rows(1))]
         await settle()
         tasks.append(submit(one, rows(2)))
