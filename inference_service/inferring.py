@@ -42,8 +42,8 @@ class Inference:
         *,
         ends_itself: bool = False,
     ) -> pb.ModelInferResponse:
-        """`remaining_s` is the caller's time left, None for no deadline; `metadata` that of its call. `ends_itself`: who
-        calls cancels this when the time has passed.
+        """`remaining_s` is the caller's time left, None for no deadline; `metadata` that of its call. With
+        `ends_itself` who calls cancels this when the time has passed.
 
         Raises what `Models.choose` and `Models.infer` raise, and `DeadlineExceeded`.
         """
