@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -50,6 +52,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each turn")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     given = parser.parse_args()
+    # So that all that was started ends, too, when this is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="bench-serve-") as scratch, our_place(Path(scratch)) as place:
         _check(place, "millrace", place.address)
