@@ -43,7 +43,7 @@ class Digits(MLModel):  # type: ignore[misc] # MLServer is not in the environmen
 
 def _load() -> torch.nn.Module:
     torch.set_num_threads(int(os.environ["BENCH_THREADS"]))
-    module = torchvision.models.resnet18(weights=None, num_classes=10)
+    module: torch.nn.Module = torchvision.models.resnet18(weights=None, num_classes=10)
     module.conv1 = torch.nn.Conv2d(1, 64, kernel_size=7, stride=2, padding=3, bias=False)
     module.load_state_dict(load_file(os.environ["BENCH_WEIGHTS"]))
     module.eval()

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -50,6 +52,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each turn")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     given = parser.parse_args()
+    # So that all that was started ends, too, when this is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="bench-serve-") as scratch, our_place(Path(scratch)) as place:
         _check(place, "millrace", place.address)
@@ -232,7 +236,8 @@ def _sustainable(place: Place, seconds: float) -> float:
         print(f"{share * most:,.0f} arrivals/s, {measured.share(OK):.1%} answered in time", flush=True)
         if measured.share(OK) >= SUSTAINED:
             return share * most
-    raise SystemExit(f"bench-serve: not even {SHARES_TRIED[-1]:.0%} of {most:,.0f} arrivals/s can be sustained")
+    print(f"none of these can be sustained; going on with {share * most:,.0f} arrivals/s", flush=True)
+    return share * most
 
 
 if __name__ == "__main__":

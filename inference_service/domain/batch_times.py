@@ -5,25 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 WEIGHT = 0.2  # of the newest batch in the moving averages
-# Of the mean deviation, as in TCP's estimate of a round trip (Jacobson, 1988).
-DEVIATIONS = 4.0
+# Of the mean deviation, as in TCP's estimate of a round trip (Jacobson, 1988), which takes 4.
+DEVIATIONS = 3.0
+# A batch that took many times as long as expected tells of a hiccup, not of what batches take.
+MAX_DEVIATION = 1.0
 
 
 class BatchTimes:
-    """Moving averages by batch size, in buckets of powers of two."""
+    """Moving averages by batch size, in buckets of powers of two, and how far batches of all sizes are from them.
+
+    Sizes share the deviation, and none is thought to take longer than a larger one: what is refused because of an
+    estimate never runs, so it could not put that estimate right by itself.
+    """
 
     def __init__(self, measured_s: Mapping[int, float] | None = None) -> None:
         """`measured_s`: rows → seconds, from the replica's warm-up."""
         self._mean_s = {bucket(rows): seconds for rows, seconds in (measured_s or {}).items()}
-        self._deviation_s = dict.fromkeys(self._mean_s, 0.0)
+        self._deviation = 0.0  # relative to the mean
 
     def learn(self, rows: int, seconds: float) -> None:
         key = bucket(rows)
         before = self._mean_s.get(key, seconds)
-        error_s = seconds - before
-        self._mean_s[key] = before + WEIGHT * error_s
-        deviation_s = self._deviation_s.get(key, 0.0)
-        self._deviation_s[key] = deviation_s + WEIGHT * (abs(error_s) - deviation_s)
+        self._mean_s[key] = before + WEIGHT * (seconds - before)
+        deviation = min(abs(seconds - before) / before, MAX_DEVIATION) if before else 0.0
+        self._deviation += WEIGHT * (deviation - self._deviation)
 
     def copy(self) -> BatchTimes:
         """What is known now, to go on learning from other measurements."""
@@ -32,19 +37,14 @@ class BatchTimes:
     def expected_s(self, rows: int) -> float:
         """What a batch of so many rows takes; where that size was never seen, what the next smaller one known takes, so
         that the estimate is rather too low. 0 while nothing is known."""
-        known = self._known(rows)
-        return self._mean_s[known] if known else 0.0
+        wanted = bucket(rows)
+        if wanted not in self._mean_s:
+            wanted = max((size for size in self._mean_s if size < wanted), default=0)
+        return min((seconds for size, seconds in self._mean_s.items() if size >= wanted > 0), default=0.0)
 
     def bound_s(self, rows: int) -> float:
         """What hardly any takes longer than: the same with `DEVIATIONS` mean deviations more."""
-        known = self._known(rows)
-        return self._mean_s[known] + DEVIATIONS * self._deviation_s[known] if known else 0.0
-
-    def _known(self, rows: int) -> int:
-        wanted = bucket(rows)
-        if wanted in self._mean_s:
-            return wanted
-        return max((size for size in self._mean_s if size < wanted), default=0)
+        return self.expected_s(rows) * (1 + DEVIATIONS * self._deviation)
 
 
 def bucket(rows: int) -> int:

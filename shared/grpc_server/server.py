@@ -7,6 +7,7 @@ import logging
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -77,10 +78,10 @@ async def serve(
     )
     names = list(register(CallInterceptor(default_deadline_s).around(server)))
     # Health and reflection come from grpc itself and keep their own manners.
-    foreign = Registering(server)
+    foreign = cast(aio.Server, Registering(server))
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, foreign)
     reflected = ReflectionServicer((*names, "grpc.health.v1.Health", reflection.SERVICE_NAME))
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, foreign)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, foreign)  # type: ignore[no-untyped-call]
     server.add_insecure_port(listen)
     # Said before the first call can come: grpc's own servicer begins with SERVING.
     await health.set(ready)

@@ -43,8 +43,18 @@ def test_the_bound_is_the_estimate_while_batches_take_the_same_and_grows_with_wh
     for _ in range(50):
         times.learn(8, 0.008)
         times.learn(8, 0.012)
-    assert times.bound_s(8) == pytest.approx(0.018, abs=0.002)
+    assert times.bound_s(8) == pytest.approx(0.016, abs=0.002)
     assert times.expected_s(8) == pytest.approx(0.010, abs=0.001)
+
+
+def test_an_estimate_that_keeps_its_size_from_running_is_put_right_by_the_others() -> None:
+    times = BatchTimes({1: 0.005, 2: 0.006, 4: 0.007})
+    times.learn(2, 2.0)  # a hiccup
+    assert times.expected_s(2) == 0.007
+    assert times.bound_s(2) > 0.010
+    for _ in range(20):
+        times.learn(1, 0.005)
+    assert times.bound_s(2) == pytest.approx(0.007, rel=0.05)
 
 
 def test_a_copy_learns_by_itself() -> None:
