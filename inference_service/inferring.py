@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from inference import grpc_service_pb2 as pb
 from inference_service.domain.request_parameters import Wishes, wishes_of
@@ -26,7 +27,8 @@ from shared.unexpected import hidden
 
 logger = logging.getLogger(__name__)
 
-Metadata = Sequence[tuple[str, str | bytes]]
+# Gives a call's pairs of str and str or bytes, or None: asked for only where it matters.
+Metadata = Callable[[], Any]
 
 
 class Inference:
@@ -36,7 +38,7 @@ class Inference:
         self._models = models
 
     async def answer(
-        self, request: pb.ModelInferRequest, remaining_s: float | None, metadata: Metadata = ()
+        self, request: pb.ModelInferRequest, remaining_s: float | None, metadata: Metadata
     ) -> pb.ModelInferResponse:
         """`remaining_s` is the caller's time left, None for no deadline; `metadata` that of its call.
 
@@ -49,7 +51,7 @@ class Inference:
             deployment, version = self._models.choose(
                 request.model_name,
                 request.model_version,
-                lambda: headers_of(metadata, parameters_from_proto(request.parameters)),
+                lambda: headers_of(metadata() or (), parameters_from_proto(request.parameters)),
             )
             statistics = self._models.statistics(deployment, version)
             wishes = wishes_of(parameters_from_proto(request.parameters))
@@ -83,7 +85,7 @@ class Inference:
                 statistics.failed(status=status, now_s=time.time(), total_s=time.perf_counter() - began_s)
 
     async def streamed(
-        self, request: pb.ModelInferRequest, remaining_s: float, metadata: Metadata = ()
+        self, request: pb.ModelInferRequest, remaining_s: float, metadata: Metadata
     ) -> pb.ModelStreamInferResponse:
         """The same for a request of a stream, which goes on whatever is wrong with this one."""
         try:
