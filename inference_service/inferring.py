@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from inference import grpc_service_pb2 as pb
 from inference_service.domain.request_parameters import Wishes, wishes_of
@@ -25,7 +26,8 @@ from shared.unexpected import hidden
 
 logger = logging.getLogger(__name__)
 
-Metadata = Sequence[tuple[str, str | bytes]]
+# Gives a call's pairs of str and str or bytes, or None: asked for only where it matters.
+Metadata = Callable[[], Any]
 
 
 class Inference:
@@ -38,7 +40,7 @@ class Inference:
         self,
         request: pb.ModelInferRequest,
         remaining_s: float | None,
-        metadata: Metadata = (),
+        metadata: Metadata,
         *,
         ends_itself: bool = False,
     ) -> pb.ModelInferResponse:
@@ -54,7 +56,7 @@ class Inference:
             deployment, version = self._models.choose(
                 request.model_name,
                 request.model_version,
-                lambda: headers_of(metadata, parameters_from_proto(request.parameters)),
+                lambda: headers_of(metadata() or (), parameters_from_proto(request.parameters)),
             )
             statistics = self._models.statistics(deployment, version)
             wishes = wishes_of(parameters_from_proto(request.parameters))
@@ -91,7 +93,7 @@ class Inference:
                 statistics.failed(status=status, now_s=time.time(), total_s=time.perf_counter() - began_s)
 
     async def streamed(
-        self, request: pb.ModelInferRequest, remaining_s: float, metadata: Metadata = ()
+        self, request: pb.ModelInferRequest, remaining_s: float, metadata: Metadata
     ) -> pb.ModelStreamInferResponse:
         """The same for a request of a stream, which goes on whatever is wrong with this one."""
         try:

@@ -11,7 +11,7 @@ from grpc import aio
 
 from inference import grpc_service_pb2 as pb
 from inference import grpc_service_pb2_grpc as pb_grpc
-from inference_service.inferring import Inference, Metadata
+from inference_service.inferring import Inference
 from inference_service.models import Models
 from inference_service.open_inference_converters import metadata_to_proto
 from inference_service.repository_converters import config_to_proto, index_to_proto, statistics_to_proto
@@ -51,7 +51,9 @@ class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
         # gRPC cancels a call when its deadline passes.
-        return await self._inference.answer(request, context.time_remaining(), _metadata(context), ends_itself=True)
+        return await self._inference.answer(
+            request, context.time_remaining(), context.invocation_metadata, ends_itself=True
+        )
 
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
@@ -59,7 +61,7 @@ class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         async def answer(request: pb.ModelInferRequest) -> pb.ModelStreamInferResponse:
             left_s = context.time_remaining()
             within_s = STREAM_REQUEST_WITHIN_S if left_s is None else min(left_s, STREAM_REQUEST_WITHIN_S)
-            return await self._inference.streamed(request, within_s, _metadata(context))
+            return await self._inference.streamed(request, within_s, context.invocation_metadata)
 
         async with aclosing(in_order(request_iterator, answer, most=STREAM_REQUESTS_AT_ONCE)) as answers:
             async for one in answers:
@@ -94,11 +96,6 @@ class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
             "DeleteDeployment of millrace.inference.v1.DeploymentService",
             reason="UNLOAD_NOT_SERVED",
         )
-
-
-def _metadata(context: Context) -> Metadata:
-    pairs: Any = context.invocation_metadata() or ()
-    return list(pairs)
 
 
 def _check_repository(name: str) -> None:
