@@ -16,7 +16,7 @@ from tests.support.patterns import write_mnist_like
 
 PAGE = Path(__file__).parents[2] / "docs" / "sweeps.md"
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.chaos]
 
 
 def console_blocks(text: str) -> list[str]:

@@ -53,6 +53,7 @@ def test_asha_stops_the_worse_of_two_and_the_best_is_known_by_its_checkpoint(fil
     assert (ended.counts.total, ended.counts.succeeded, ended.counts.stopped_early) == (2, 1, 1)
 
 
+@pytest.mark.chaos
 def test_two_sweeps_side_by_side_each_follow_their_own_trials(file_stack: TrainStack) -> None:
     client = file_stack.client
     # The longer one's first trial is held until the shorter one is over. Whoever then followed the shorter one's second
