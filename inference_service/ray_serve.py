@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "millrace"
 ANSWER_WITHIN_S = 10.0
 CONSTRUCTOR_RETRIES = 3
-CALLS_PER_REPLICA = 4  # more than the front sends, so that Serve never queues
+CALLS_PER_REPLICA = 6  # more than the front sends, copies for a shadow included, so that Serve never queues
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,21 @@ class ServeApplications:
         """Returns when it is gone; no error if it was not there."""
         serve.delete(self._prefix + name)
 
-    def describe(self, name: str) -> tuple[ServeModel, Loaded]:
-        """A running application's model. Raises what kept a replica from loading it."""
+    def describe(self, name: str, replicas: int) -> tuple[ServeModel, Loaded]:
+        """A running application's model, once so many of its replicas say that they have loaded it.
+
+        Raises what kept one from loading it, and `Unavailable` while fewer are known.
+        """
         handle: DeploymentHandle[Any] = serve.get_app_handle(self._prefix + name)
-        try:
-            loaded: Loaded = handle.describe.remote().result(timeout_s=ANSWER_WITHIN_S)
-        except RayTaskError as error:
-            raise _cause(error) from None
-        return ServeModel(handle), loaded
+        answers = handle.broadcast("describe").results(timeout_s=ANSWER_WITHIN_S, return_exceptions=True)
+        loaded = [one for one in answers if isinstance(one, Loaded)]
+        if len(loaded) < replicas:
+            failures = [_cause(one) for one in answers if isinstance(one, Exception)]
+            for failure in sorted(failures, key=lambda one: not isinstance(one, MillraceError)):
+                raise failure
+            # Serve tells its handles of a replica a little later than its status does.
+            raise Unavailable(f"{len(loaded)} of {replicas} replicas of {name} are known", reason="MODEL_NOT_READY")
+        return ServeModel(handle), loaded[0]
 
 
 class ServeModel:
@@ -125,6 +132,7 @@ class ServeModel:
         return outputs
 
 
-def _cause(error: RayTaskError) -> BaseException:
+def _cause(error: Exception) -> Exception:
     """Our own error out of Ray's wrapping."""
-    return error.cause if isinstance(error.cause, MillraceError) else error
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    return cause if isinstance(cause, MillraceError) else error
