@@ -74,7 +74,10 @@ class RollOuts:
         if going:
             await self._let_go(deployment, going)
         roll_out = deployment.roll_out
-        if roll_out is None or not roll_out.under_way:
+        if roll_out is None:
+            return
+        if not roll_out.under_way:
+            self._watching.forget(roll_out.uid)
             return
         if roll_out.state is not RollOutState.SHIFTING:
             await self._prepare(deployment, roll_out)
@@ -177,24 +180,21 @@ class RollOuts:
 
     async def _let_go(self, deployment: Deployment, going: Sequence[ModelVersion]) -> None:
         """All that are due at once: of two with the same checkpoint, each would keep the other's mark."""
-        numbers = [version.number for version in going]
         # The marks first: once no log names the versions, nobody would come back for them.
         await asyncio.to_thread(self._deployments.release, deployment, going)
-        newest = await self._write(deployment, lambda before: with_retired_gone(before, numbers, time.time()))
-        # One that was wished for meanwhile may be of the same checkpoint or dataset version, and has lost its mark.
-        if newest is not None:
+        # One that was wished for meanwhile may be of the same checkpoint or dataset version, and has lost its mark. Any
+        # that is wished for after this look is marked after it.
+        newest = await asyncio.to_thread(self._deployments.find, deployment.name)
+        if newest is not None and newest.uid == deployment.uid and newest.state is State.READY:
             await asyncio.to_thread(self._deployments.keep_checkpoints, newest, _sharing(newest, going, "checkpoint"))
             await asyncio.to_thread(self._deployments.mark_datasets, newest, _sharing(newest, going, "dataset_version"))
+        numbers = [version.number for version in going]
+        await self._write(deployment, lambda before: with_retired_gone(before, numbers, time.time()))
 
-    async def _write(self, deployment: Deployment, step: Step) -> Deployment | None:
+    async def _write(self, deployment: Deployment, step: Step) -> None:
         newest = await asyncio.to_thread(self._deployments.transition, deployment.name, deployment.uid, step)
-        if newest is None:
-            return None
-        roll_out = newest.roll_out
-        if roll_out is not None and not roll_out.under_way:
-            self._watching.forget(roll_out.uid)
-        self._changed(newest)
-        return newest
+        if newest is not None:
+            self._changed(newest)
 
 
 def _late(deployment: Deployment, roll_out: RollOut, how: str, within_s: float) -> DeadlineExceeded:
@@ -205,10 +205,10 @@ def _late(deployment: Deployment, roll_out: RollOut, how: str, within_s: float) 
     )
 
 
-def _sharing(newest: Deployment, gone: Sequence[ModelVersion], field: str) -> list[ModelVersion]:
-    """The versions that have the same checkpoint, or dataset version, as one of those that have gone."""
-    shared = {getattr(version, field) for version in gone}
-    return [version for version in newest.versions if getattr(version, field) in shared]
+def _sharing(newest: Deployment, going: Sequence[ModelVersion], field: str) -> list[ModelVersion]:
+    """The versions that stay and have the same checkpoint, or dataset version, as one of those that go."""
+    numbers, shared = {version.number for version in going}, {getattr(version, field) for version in going}
+    return [one for one in newest.versions if one.number not in numbers and getattr(one, field) in shared]
 
 
 def _main(roll_out: RollOut) -> str:

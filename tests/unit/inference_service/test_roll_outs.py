@@ -346,6 +346,29 @@ def test_a_version_that_goes_takes_no_mark_from_a_new_one_of_the_same_checkpoint
 
 
 @pytest.mark.usefixtures("ready")
+def test_an_outage_while_a_version_goes_costs_no_other_its_mark(
+    store: ObjectStore, deployments: Deployments, roll_outs: RollOutManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(deployments, roll_outs.begin(wish()))
+    roll_outs.back(NAME, "")
+
+    def out(*_: Any) -> None:
+        raise Unavailable("the store does not answer")
+
+    async def scenario(driven: Driven) -> None:
+        roll_outs.begin(wish())
+        with monkeypatch.context() as outage:
+            outage.setattr(driven.deployments, "keep_checkpoints", out)
+            with pytest.raises(Unavailable):
+                await driven.look()
+        await driven.look()
+        assert list(weights(deployments.get(NAME))) == ["1", "3"]
+        assert users_of_job(store, JOB, LONG_AFTER)[f"{JOB}/checkpoints/c2"] == [NAME]
+
+    driving(Driven(store), scenario)
+
+
+@pytest.mark.usefixtures("ready")
 def test_two_versions_that_go_together_let_their_checkpoint_go(
     store: ObjectStore, deployments: Deployments, roll_outs: RollOutManager
 ) -> None:
