@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,8 @@ class ServeApplications:
         Raises what kept one from loading it, and `Unavailable` while fewer are known.
         """
         handle: DeploymentHandle[Any] = serve.get_app_handle(self._prefix + name)
+        with suppress(RayTaskError):  # unlike this call, the one to all does not wait until the handle knows of any
+            handle.describe.remote().result(timeout_s=ANSWER_WITHIN_S)
         answers = handle.broadcast("describe").results(timeout_s=ANSWER_WITHIN_S, return_exceptions=True)
         loaded = [one for one in answers if isinstance(one, Loaded)]
         if len(loaded) < replicas:
