@@ -76,6 +76,7 @@ class Batcher:
         self._last_rows = 0
         self._timer: asyncio.TimerHandle | None = None
         self._closed: str | None = None
+        self._apart: Batcher | None = None
 
     @property
     def queued_rows(self) -> int:
@@ -129,12 +130,24 @@ class Batcher:
             infer_s=sum(entry.infer_s for entry in entries),
         )
 
-    async def drain(self, within_s: float) -> None:
-        """Takes no more rows and returns when all that it has are answered; gives up what is left after `within_s`."""
+    def apart(self) -> Batcher:
+        """One before the same model for rows that are no requests: with a queue of its own, so that they share no batch
+        with any, and counted nowhere. It closes with this one."""
+        if self._apart is None:
+            self._apart = Batcher(self._model, self._limits, self._times, Statistics())
+            self._apart._closed = self._closed
+        return self._apart
+
+    async def drain(self, silent_s: float) -> None:
+        """Takes no more rows and returns when all that it has are answered, however long that takes; gives up what is
+        left after `silent_s` in which nothing was."""
         self.close("the model is being taken out of service")
-        work: set[asyncio.Future[Any]] = {*self._batches, *(entry.future for entry in self._queue())}
-        if work:
-            await asyncio.wait(work, timeout=within_s)
+        if self._apart is not None:
+            await self._apart.drain(0.0)
+        while work := self._work():
+            answered, _ = await asyncio.wait(work, timeout=silent_s, return_when=asyncio.FIRST_COMPLETED)
+            if not answered:
+                break
         left = list(self._queue())
         for entry in left:
             self._leave(entry)
@@ -145,6 +158,11 @@ class Batcher:
     def close(self, why: str) -> None:
         """Refuses rows that come from now on."""
         self._closed = why
+        if self._apart is not None:
+            self._apart.close(why)
+
+    def _work(self) -> set[asyncio.Future[Any]]:
+        return {*self._batches, *(entry.future for entry in self._queue())}
 
     def _batch_s(self, rows: int) -> float:
         return self._times.expected_s(self._of_a_batch(rows))

@@ -52,6 +52,7 @@ class Inference:
         began_s = time.perf_counter()
         statistics = self._models.unchosen
         status: str | None = "INTERNAL"
+        limit_s, was_there = remaining_s, True
         try:
             deployment, version = self._models.choose(
                 request.model_name,
@@ -59,6 +60,7 @@ class Inference:
                 lambda: headers_of(metadata() or (), parameters_from_proto(request.parameters)),
             )
             statistics = self._models.statistics(deployment, version)
+            was_there = version.signature is not None and self._models.answers(deployment, version)
             wishes = wishes_of(parameters_from_proto(request.parameters))
             inputs, requested = inputs_from_proto(request), outputs_from_proto(request)
             limit_s = _limit(wishes, remaining_s)
@@ -90,7 +92,13 @@ class Inference:
             raise
         finally:
             if status:
-                statistics.failed(status=status, now_s=time.time(), total_s=time.perf_counter() - began_s)
+                statistics.failed(
+                    status=status,
+                    now_s=time.time(),
+                    total_s=time.perf_counter() - began_s,
+                    limit_s=limit_s,
+                    was_there=was_there,
+                )
 
     async def streamed(
         self, request: pb.ModelInferRequest, remaining_s: float, metadata: Metadata

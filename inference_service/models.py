@@ -12,7 +12,7 @@ from inference_service.batcher import Batcher
 from inference_service.domain.classification import check_classifiable
 from inference_service.domain.deployment import Deployment, ModelVersion, State
 from inference_service.domain.request_parameters import DEFAULT_PRIORITY, PRIORITY_LEVELS, RequestedOutput
-from inference_service.domain.routing import choose_version, find_version, no_version
+from inference_service.domain.routing import choose_version, find_version, no_version, weighed_answering
 from inference_service.domain.rows import Rows
 from inference_service.domain.signature import Signature, TensorSpec, outputs_wanted, rows_of
 from inference_service.domain.statistics import Statistics
@@ -179,6 +179,8 @@ class Models:
             deployment = self._find(model_name, "name")
         except (NotFound, Unavailable):
             return False
+        if not model_version:
+            return bool(weighed_answering(deployment, lambda one: self.answers(deployment, one)))
         version = find_version(deployment, model_version)
         return version is not None and self.answers(deployment, version)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 from google.longrunning import operations_pb2
 
@@ -70,11 +71,12 @@ class DeploymentOperations:
         roll_out = deployment.roll_out
         assert roll_out is not None
         error = Cancelled(f"the roll-out of version {roll_out.version} was cancelled", reason="ROLLED_BACK")
-        self._deployments.transition(
-            deployment.name,
-            deployment.uid,
-            lambda newest: with_traffic_back(newest, roll_out.uid, error, time.time()),
-        )
+
+        def roll_back(newest: Deployment) -> Deployment | None:
+            after = with_traffic_back(newest, roll_out.uid, error, time.time())
+            return replace(after, generation=after.generation + 1) if after is not None else None
+
+        self._deployments.transition(deployment.name, deployment.uid, roll_back)
 
     def _point(self, operation: str, deployment: Deployment) -> None:
         pointer = {"deployment": deployment.name, "uid": deployment.uid}

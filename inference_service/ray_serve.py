@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "millrace"
 ANSWER_WITHIN_S = 10.0
 CONSTRUCTOR_RETRIES = 3
-CALLS_PER_REPLICA = 4  # more than the front sends, so that Serve never queues
+CALLS_PER_REPLICA = 6  # more than the front sends, copies for a shadow included, so that Serve never queues
 
 
 @dataclass(frozen=True)
@@ -94,14 +95,23 @@ class ServeApplications:
         serve.delete(self._prefix + name)
         shutil.rmtree(_socket_folder(self._prefix + name), ignore_errors=True)
 
-    def describe(self, name: str) -> tuple[ServeModel, Loaded]:
-        """A running application's model. Raises what kept a replica from loading it."""
+    def describe(self, name: str, replicas: int) -> tuple[ServeModel, Loaded]:
+        """A running application's model, once so many of its replicas say that they have loaded it.
+
+        Raises what kept one from loading it, and `Unavailable` while fewer are known.
+        """
         handle: DeploymentHandle[Any] = serve.get_app_handle(self._prefix + name)
-        try:
-            loaded: Loaded = handle.describe.remote().result(timeout_s=ANSWER_WITHIN_S)
-        except RayTaskError as error:
-            raise _cause(error) from None
-        return ServeModel(handle, LocalReplicas(loaded.sockets)), loaded
+        with suppress(RayTaskError):  # unlike this call, the one to all does not wait until the handle knows of any
+            handle.describe.remote().result(timeout_s=ANSWER_WITHIN_S)
+        answers = handle.broadcast("describe").results(timeout_s=ANSWER_WITHIN_S, return_exceptions=True)
+        loaded = [one for one in answers if isinstance(one, Loaded)]
+        if len(loaded) < replicas:
+            failures = [_cause(one) for one in answers if isinstance(one, Exception)]
+            for failure in sorted(failures, key=lambda one: not isinstance(one, MillraceError)):
+                raise failure
+            # Serve tells its handles of a replica a little later than its status does.
+            raise Unavailable(f"{len(loaded)} of {replicas} replicas of {name} are known", reason="MODEL_NOT_READY")
+        return ServeModel(handle, LocalReplicas(loaded[0].sockets)), loaded[0]
 
 
 class ServeModel:
@@ -146,6 +156,7 @@ def _socket_folder(application: str) -> Path:
     return Path(tempfile.gettempdir()) / f"millrace-{os.geteuid()}" / digest
 
 
-def _cause(error: RayTaskError) -> BaseException:
+def _cause(error: Exception) -> Exception:
     """Our own error out of Ray's wrapping."""
-    return error.cause if isinstance(error.cause, MillraceError) else error
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    return cause if isinstance(cause, MillraceError) else error

@@ -156,7 +156,7 @@ class Reconciler:
                 max_batch_size=deployment.spec.max_batch_size,
             )
             await self._serve(self._applications.deploy, name, spec, deployment.spec.num_replicas)
-        elif application.running and not self._models.has_batcher(name):
+        elif application.running and (version.signature is None or not self._models.has_batcher(name)):
             await self._attach(name, deployment, version)
         elif application.failed:
             why = application.message.strip().splitlines()[-1:] or ["Ray Serve gives no reason"]
@@ -164,8 +164,10 @@ class Reconciler:
             await self._fail(name, deployment, version, failure)
 
     async def _attach(self, name: str, deployment: Deployment, version: ModelVersion) -> None:
+        # Before it gets any traffic, all of them; where it was loaded before, any that there is does.
+        replicas = deployment.spec.num_replicas if version.signature is None else 1
         try:
-            model, loaded = await self._serve(self._applications.describe, name)
+            model, loaded = await self._serve(self._applications.describe, name, replicas)
         except (DataLoss, FailedPrecondition) as error:
             await self._fail(name, deployment, version, error)
             return
@@ -218,7 +220,7 @@ class Reconciler:
         """Answers what is in flight, then takes the application out of Serve."""
         batcher = self._models.detach(name)
         if batcher is not None:
-            await batcher.drain(self._settings.drain_within_s)
+            await batcher.drain(self._settings.drain_silent_after_s)
         await self._serve(self._applications.delete, name)
 
     async def _remove(self, deployment: Deployment) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from inference_service.domain.deployment import Deployment, State, checked
@@ -10,13 +11,18 @@ from inference_service.domain.rolling import begun, check_can_begin, next_number
 from inference_service.domain.traffic import TrafficChange
 from inference_service.manager import FIELD, SERVICE, version_of
 from inference_service.operations import DeploymentOperations, roll_out_operation_name
-from inference_service.registry import USER_KIND, Deployments, new_uid
+from inference_service.registry import Deployments, new_uid
 from shared import names
 from shared.checkpoint import CheckpointEntry, resolve
 from shared.checkpoint.users import release, using
 from shared.errors import Conflict, MillraceError
-from shared.requests import OUTCOME_UNKNOWN, claimed
+from shared.requests import claimed
 from shared.storage import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+# Of the mark at a checkpoint while its roll-out is being written down.
+MARK_KIND = "rollout"
 
 
 class RollOutManager:
@@ -36,13 +42,13 @@ class RollOutManager:
         names.parse("name", wish.name, "deployments/{m}")
         request_id = names.check_request_id("request_id", wish.request_id)
         if wish.validate_only:
-            there = self._checked(wish)
+            there = _checked(self._deployments.find(wish.name), wish)
             entry = resolve(self._store, FIELD, wish.plan.checkpoint)
             return _begun(there, wish, request_id, new_uid(), entry)
         with claimed(self._store, SERVICE, request_id, wish.digest, wish.name) as claim:
             if claim.repeated and (made := self._deployments.roll_out_made_by(wish.name, request_id)):
                 return made
-            return self._begin(self._checked(wish), wish, request_id)
+            return self._begin(wish, request_id)
 
     def back(self, name: str, etag: str) -> Deployment:
         """Raises `InvalidArgument`, `NotFound`, `FailedPrecondition` and `Conflict`."""
@@ -54,41 +60,51 @@ class RollOutManager:
         names.parse("deployment.name", name, "deployments/{m}")
         return self._deployments.wish(name, lambda before: with_change(before, name, change, etag, time.time()))
 
-    def _checked(self, wish: RollOutWish) -> Deployment:
-        there = checked(self._deployments.find(wish.name), wish.name, wish.etag)
-        check_can_begin(there)
-        return there
+    def _begin(self, wish: RollOutWish, request_id: str) -> Deployment:
+        before = self._deployments.find(wish.name)
+        if before is not None and _made_by(before, request_id):
+            return before
+        there, uid = _checked(before, wish), new_uid()
 
-    def _begin(self, there: Deployment, wish: RollOutWish, request_id: str) -> Deployment:
-        uid = new_uid()
-        refusal = None
-
-        def decide(before: Deployment | None) -> Deployment:
-            found = checked(before, wish.name, wish.etag)
-            if found.uid != there.uid:
+        def decide(found: Deployment | None) -> Deployment | None:
+            if found is not None and _made_by(found, request_id):
+                return None  # the same request, sent twice at once, was faster
+            newest = _checked(found, wish)
+            if newest.uid != there.uid:
                 raise Conflict(f"{wish.name} was deleted and created anew meanwhile; read it again")
-            return _begun(found, wish, request_id, uid, entry)
+            return _begun(newest, wish, request_id, uid, entry)
 
-        with using(
-            self._store, FIELD, wish.plan.checkpoint, USER_KIND, there.uid, wish.name, ends_in=State.GONE
-        ) as entry:
+        # A mark of its own keeps the checkpoint meanwhile: the deployment's may be there already, of another version,
+        # and must not go if this is refused. Should this process die, it counts for ten minutes.
+        with using(self._store, FIELD, wish.plan.checkpoint, MARK_KIND, uid, wish.name, ends_in=State.GONE) as entry:
             # The pointer first: an operation that was answered must be found, whatever dies in between.
             self._operations.record_roll_out(roll_out_operation_name(uid), there)
-            try:
-                return self._deployments.wish(wish.name, decide)
-            except MillraceError as error:
-                if isinstance(error, OUTCOME_UNKNOWN):
-                    raise
-                refusal = error
-        # Not left to `using`: another version of the deployment may be of the same checkpoint, under the same mark.
-        newest = self._deployments.history(wish.name, there.uid)
-        if newest is None or entry.name not in {version.checkpoint for version in newest.versions}:
-            release(self._store, entry.name, USER_KIND, there.uid)
-        raise refusal
+            made = self._deployments.wish(wish.name, decide)
+        self._keep(made, uid, entry)
+        return made
+
+    def _keep(self, made: Deployment, uid: str, entry: CheckpointEntry) -> None:
+        """Marks the checkpoint as the deployment's, and takes the roll-out's own mark away."""
+        try:
+            if made.roll_out is not None and made.roll_out.uid == uid:
+                new = [version for version in made.versions if version.number == made.roll_out.version]
+                self._deployments.keep_checkpoints(made, new)
+            release(self._store, entry.name, MARK_KIND, uid)
+        except MillraceError as error:  # the roll-out is made, and the reconciler keeps it, too
+            logger.warning("%s: the marks are left to the reconciler: %s", made.name, error.message)
+
+
+def _checked(deployment: Deployment | None, wish: RollOutWish) -> Deployment:
+    there = checked(deployment, wish.name, wish.etag)
+    check_can_begin(there)
+    return there
+
+
+def _made_by(deployment: Deployment, request_id: str) -> bool:
+    return bool(request_id) and deployment.roll_out is not None and deployment.roll_out.request_id == request_id
 
 
 def _begun(there: Deployment, wish: RollOutWish, request_id: str, uid: str, entry: CheckpointEntry) -> Deployment:
-    check_can_begin(there)
     now_s = time.time()
     version = version_of(entry, next_number(there))
     roll_out = RollOut(

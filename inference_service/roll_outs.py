@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from inference_service.domain.batching import pieces
 from inference_service.domain.comparing import Difference, falls_short
@@ -27,6 +27,7 @@ from inference_service.held_rows import held_rows
 from inference_service.models import Models
 from inference_service.registry import Deployments, Step
 from inference_service.settings import InferenceSettings
+from inference_service.watching import PREPARING, SILENT, Watching
 from shared.errors import DeadlineExceeded, FailedPrecondition, MillraceError, ResourceExhausted, Unavailable
 from shared.storage import ObjectStore
 from shared.unexpected import hidden
@@ -52,8 +53,7 @@ class RollOuts:
         self._models = models
         self._settings = settings
         self._changed = changed
-        # Since when this process watches the step that a roll-out is at: by uid, the step and a monotonic time.
-        self._watched: dict[str, tuple[int, float]] = {}
+        self._watching = Watching()
         self._comparing: dict[str, asyncio.Task[None]] = {}  # by uid
 
     async def run(self) -> None:
@@ -69,15 +69,23 @@ class RollOuts:
 
     async def look(self, deployment: Deployment) -> None:
         """One look at a READY deployment, and what follows from it."""
-        for version in deployment.versions:
-            if version.retired_at is not None and time.time() - version.retired_at > self._settings.retired_for_s:
-                await self._let_go(deployment, version)
+        due_s = time.time() - self._settings.retired_for_s
+        going = [one for one in deployment.versions if one.retired_at is not None and one.retired_at < due_s]
+        if going:
+            await self._let_go(deployment, going)
         roll_out = deployment.roll_out
-        if roll_out is None or not roll_out.under_way:
+        if roll_out is None:
+            return
+        if not roll_out.under_way:
+            self._watching.forget(roll_out.uid)
             return
         if roll_out.state is not RollOutState.SHIFTING:
             await self._prepare(deployment, roll_out)
             return
+        within_s = self._settings.roll_out_loads_within_s
+        answers = self._answers(deployment, roll_out)
+        # One look in one situation: silence ends a step's time, and an answer the silence.
+        lasts_s = self._watching.lasts_s(roll_out.uid, roll_out.step if answers else SILENT)
         passed = self._passed_limit(deployment, roll_out)
         if passed:
             error = FailedPrecondition(
@@ -86,7 +94,10 @@ class RollOuts:
                 metadata={"resource": deployment.name, "model_version": roll_out.version},
             )
             await self._back(deployment, roll_out, error)
-        elif self._watched_s(deployment, roll_out) >= roll_out.present.interval_s:
+        elif not answers:
+            if lasts_s >= within_s:
+                await self._back(deployment, roll_out, _late(deployment, roll_out, "without replicas", within_s))
+        elif lasts_s >= roll_out.present.interval_s:
             await self._write(
                 deployment, lambda before: with_next_step(before, roll_out.uid, roll_out.step, time.time())
             )
@@ -94,13 +105,8 @@ class RollOuts:
     async def _prepare(self, deployment: Deployment, roll_out: RollOut) -> None:
         """Before any traffic moves: gives up what takes too long, and compares what is to be compared."""
         within_s = self._settings.roll_out_loads_within_s
-        if time.time() - roll_out.create_time > within_s:
-            late = DeadlineExceeded(
-                f"version {roll_out.version} of {deployment.name} is still {roll_out.state} after {within_s:.0f} s; "
-                "see that Ray has CPUs for it beside the old one",
-                reason="ROLL_OUT_NOT_LOADED",
-            )
-            await self._back(deployment, roll_out, late)
+        if self._watching.lasts_s(roll_out.uid, PREPARING) >= within_s:
+            await self._back(deployment, roll_out, _late(deployment, roll_out, f"still {roll_out.state}", within_s))
         elif (
             roll_out.state is RollOutState.COMPARING
             and roll_out.uid not in self._comparing
@@ -163,41 +169,46 @@ class RollOuts:
                 return self._models.statistics(deployment, version).recent.seen(time.time(), window_s)
         return Seen(0, 0, 0.0)
 
-    def _watched_s(self, deployment: Deployment, roll_out: RollOut) -> float:
-        """How long this process has watched the present step; it does so while the new version answers."""
+    def _answers(self, deployment: Deployment, roll_out: RollOut) -> bool:
+        """Whether the new version has its replicas."""
         version = next((one for one in deployment.versions if one.number == roll_out.version), None)
-        if version is None or not self._models.answers(deployment, version):
-            self._watched.pop(roll_out.uid, None)
-            return -1.0
-        step, since_s = self._watched.get(roll_out.uid, (-1, 0.0))
-        if step != roll_out.step:
-            since_s = time.monotonic()
-            self._watched[roll_out.uid] = (roll_out.step, since_s)
-        return time.monotonic() - since_s
+        return version is not None and self._models.answers(deployment, version)
 
     async def _back(self, deployment: Deployment, roll_out: RollOut, error: MillraceError) -> None:
         logger.error("%s is rolled back: %s", deployment.name, error.message)
         await self._write(deployment, lambda before: with_traffic_back(before, roll_out.uid, error, time.time()))
 
-    async def _let_go(self, deployment: Deployment, version: ModelVersion) -> None:
-        # The marks first: once no log names the version, nobody would come back for them.
-        await asyncio.to_thread(self._deployments.release, deployment, [version])
-        newest = await self._write(deployment, lambda before: with_retired_gone(before, version.number, time.time()))
-        # One that was wished for meanwhile may be of the same checkpoint, and has lost its mark.
-        again = [one for one in newest.versions if one.checkpoint == version.checkpoint] if newest else []
-        if newest is not None and again:
-            await asyncio.to_thread(self._deployments.keep_checkpoints, newest, again)
-            await asyncio.to_thread(self._deployments.mark_datasets, newest, again)
+    async def _let_go(self, deployment: Deployment, going: Sequence[ModelVersion]) -> None:
+        """All that are due at once: of two with the same checkpoint, each would keep the other's mark."""
+        # The marks first: once no log names the versions, nobody would come back for them.
+        await asyncio.to_thread(self._deployments.release, deployment, going)
+        # One that was wished for meanwhile may be of the same checkpoint or dataset version, and has lost its mark. Any
+        # that is wished for after this look is marked after it.
+        newest = await asyncio.to_thread(self._deployments.find, deployment.name)
+        if newest is not None and newest.uid == deployment.uid and newest.state is State.READY:
+            await asyncio.to_thread(self._deployments.keep_checkpoints, newest, _sharing(newest, going, "checkpoint"))
+            await asyncio.to_thread(self._deployments.mark_datasets, newest, _sharing(newest, going, "dataset_version"))
+        numbers = [version.number for version in going]
+        await self._write(deployment, lambda before: with_retired_gone(before, numbers, time.time()))
 
-    async def _write(self, deployment: Deployment, step: Step) -> Deployment | None:
+    async def _write(self, deployment: Deployment, step: Step) -> None:
         newest = await asyncio.to_thread(self._deployments.transition, deployment.name, deployment.uid, step)
-        if newest is None:
-            return None
-        roll_out = newest.roll_out
-        if roll_out is not None and not roll_out.under_way:
-            self._watched.pop(roll_out.uid, None)
-        self._changed(newest)
-        return newest
+        if newest is not None:
+            self._changed(newest)
+
+
+def _late(deployment: Deployment, roll_out: RollOut, how: str, within_s: float) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"version {roll_out.version} of {deployment.name} is {how} after {within_s:.0f} s; see that Ray has CPUs for "
+        "it beside the old one",
+        reason="ROLL_OUT_NOT_LOADED",
+    )
+
+
+def _sharing(newest: Deployment, going: Sequence[ModelVersion], field: str) -> list[ModelVersion]:
+    """The versions that stay and have the same checkpoint, or dataset version, as one of those that go."""
+    numbers, shared = {version.number for version in going}, {getattr(version, field) for version in going}
+    return [one for one in newest.versions if one.number not in numbers and getattr(one, field) in shared]
 
 
 def _main(roll_out: RollOut) -> str:

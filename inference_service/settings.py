@@ -21,8 +21,8 @@ class InferenceSettings:
     ray_gone_after_s: float = 5.0
     # or in which it listens and does not answer: a busy machine must not look like a dead one.
     ray_silent_after_s: float = 60.0
-    # How long a deployment that is being deleted may take to answer what it has, in seconds.
-    drain_within_s: float = 30.0
+    # A version that goes answers what it has first, and gives that up after so many seconds in which it answered none.
+    drain_silent_after_s: float = 60.0
     # How long a version that gets no traffic any more stays, so that every serving process has read of it, in seconds.
     retired_for_s: float = 6.0
     # How long the replicas of a roll-out's version may take to start, and to be compared, in seconds.

@@ -28,12 +28,14 @@ class Shadowing:
         self._copies: set[asyncio.Task[None]] = set()
 
     def copy(self, rows: Rows, real: Batcher, shadow: Batcher | None, statistics: Statistics) -> None:
-        """Sends the rows to `shadow` and returns at once; sheds them where anything waits for a model, so that a
-        machine that is busy with real requests does not get busier. `statistics` are the shadow's."""
-        if shadow is None or real.queued_rows or shadow.queued_rows or len(self._copies) >= AT_ONCE:
+        """Sends the rows to the model of `shadow`, in batches of copies alone, and returns at once; sheds them where
+        anything waits for a model, so that a machine that is busy with real requests does not get busier. `statistics`
+        are the shadow's."""
+        waits = shadow is None or real.queued_rows or shadow.queued_rows or shadow.apart().queued_rows
+        if shadow is None or waits or len(self._copies) >= AT_ONCE:
             statistics.shadow_ended(SHED)
             return
-        task = asyncio.create_task(_send(rows, shadow, statistics))
+        task = asyncio.create_task(_send(rows, shadow.apart(), statistics))
         self._copies.add(task)
         task.add_done_callback(self._copies.discard)
 

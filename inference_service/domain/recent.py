@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from inference_service.domain.roll_out import MAX_WINDOW_S, RollOutLimits
 
-# 5 % apart, from 0.1 ms to an hour: a percentile is told as the bound above it.
+# 5 % apart, from 0.1 ms to an hour: a percentile is told as the bound below it, which it surely passes.
 BOUNDS_S = [0.0001 * 1.05**power for power in range(357)]
-# What is the client's fault, and what it left, says nothing about the version.
-FAULTS = frozenset({"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "INTERNAL", "DATA_LOSS"})
-P99 = 0.99
+# What is the client's fault, and what it left, says nothing about the version. FAILED_PRECONDITION is told by a replica
+# that was started again later and cannot load its checkpoint.
+FAULTS = frozenset(
+    {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "INTERNAL", "DATA_LOSS", "FAILED_PRECONDITION"}
+)
+LATE = "DEADLINE_EXCEEDED"
 
 
 @dataclass(frozen=True)
 class Seen:
-    """`p99_s` is of the answered ones, 0 where there are none."""
+    """`p99_s` is of the answered ones and of those that ran out of time, 0 where there are none."""
 
     requests: int
     faults: int
@@ -27,8 +31,13 @@ class Seen:
 class _Second:
     def __init__(self, second: int) -> None:
         self.second = second
+        self.answered = 0
         self.faults = 0
-        self.answered: dict[int, int] = {}  # by place in BOUNDS_S
+        self.took: dict[int, int] = {}  # by place in BOUNDS_S
+
+    def took_s(self, total_s: float) -> None:
+        place = bisect_left(BOUNDS_S, total_s)
+        self.took[place] = self.took.get(place, 0) + 1
 
 
 class Recent:
@@ -38,32 +47,31 @@ class Recent:
         self._seconds: deque[_Second] = deque()
 
     def answered(self, now_s: float, total_s: float) -> None:
-        counts, place = self._second(now_s).answered, bisect_left(BOUNDS_S, total_s)
-        counts[place] = counts.get(place, 0) + 1
+        second = self._second(now_s)
+        second.answered += 1
+        second.took_s(total_s)
 
-    def failed(self, now_s: float, status: str) -> None:
-        """`status` is the name of what the request ended with."""
-        if status in FAULTS:
-            self._second(now_s).faults += 1
+    def failed(self, now_s: float, status: str, total_s: float) -> None:
+        """`status` is the name of what the request ended with, `total_s` the time that it took or, if it was refused
+        because that would not do, the time that it had."""
+        if status not in FAULTS:
+            return
+        second = self._second(now_s)
+        second.faults += 1
+        if status == LATE:  # otherwise a version that hangs would have the latencies of what it answers
+            second.took_s(total_s)
 
     def seen(self, now_s: float, window_s: float) -> Seen:
         """The last `window_s`, to a second."""
-        counts: dict[int, int] = {}
-        faults = 0
+        took: dict[int, int] = {}
+        answered = faults = 0
         for one in self._seconds:
             if now_s - window_s <= one.second <= now_s:
+                answered += one.answered
                 faults += one.faults
-                for place, count in one.answered.items():
-                    counts[place] = counts.get(place, 0) + count
-        answered = sum(counts.values())
-        left = P99 * answered
-        p99_s = 0.0
-        for place in sorted(counts):
-            left -= counts[place]
-            if left <= 0:
-                p99_s = BOUNDS_S[min(place, len(BOUNDS_S) - 1)]
-                break
-        return Seen(answered + faults, faults, p99_s)
+                for place, count in one.took.items():
+                    took[place] = took.get(place, 0) + count
+        return Seen(answered + faults, faults, _p99_s(took))
 
     def _second(self, now_s: float) -> _Second:
         second = int(now_s)
@@ -74,6 +82,15 @@ class Recent:
         return self._seconds[-1]
 
 
+def _p99_s(took: Mapping[int, int]) -> float:
+    left = -(-99 * sum(took.values()) // 100)  # in whole numbers: 0.99 * 100 is more than 99
+    for place in sorted(took):
+        left -= took[place]
+        if left <= 0:
+            return BOUNDS_S[place - 1] if place else 0.0
+    return 0.0
+
+
 def passed_limit(limits: RollOutLimits, new: Seen, old: Seen) -> str:
     """Which of the limits the new version has passed, in words; empty: none."""
     if new.requests < limits.min_requests:
@@ -82,14 +99,13 @@ def passed_limit(limits: RollOutLimits, new: Seen, old: Seen) -> str:
     if limits.max_error_share is not None and share > limits.max_error_share:
         return f"{share:.1%} of its last {new.requests} requests failed, at most {limits.max_error_share:.1%} may"
     if limits.max_p99_s is not None and new.p99_s > limits.max_p99_s:
-        return (
-            f"1 % of its answers took {new.p99_s * 1000:.4g} ms or longer, at most {limits.max_p99_s * 1000:.4g} ms may"
-        )
+        took_ms, most_ms = new.p99_s * 1000, limits.max_p99_s * 1000
+        return f"1 % of its requests took {took_ms:.4g} ms or longer, at most {most_ms:.4g} ms may"
     if limits.max_p99_ratio and old.requests >= limits.min_requests and old.p99_s:
         ratio = new.p99_s / old.p99_s
         if ratio > limits.max_p99_ratio:
             return (
-                f"1 % of its answers took {new.p99_s * 1000:.4g} ms or longer, {ratio:.3g} times as long as the old "
+                f"1 % of its requests took {new.p99_s * 1000:.4g} ms or longer, {ratio:.3g} times as long as the old "
                 f"version's; at most {limits.max_p99_ratio:g} times is allowed"
             )
     return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from inference_service.domain.deployment import (
@@ -221,9 +221,9 @@ def with_change(deployment: Deployment | None, name: str, change: TrafficChange,
     return with_policy_applied(after, now_s)
 
 
-def with_retired_gone(deployment: Deployment, number: str, now_s: float) -> Deployment | None:
-    """After a retired version can no longer be meant by anybody."""
-    left = tuple(one for one in deployment.versions if one.number != number or one.retired_at is None)
+def with_retired_gone(deployment: Deployment, numbers: Collection[str], now_s: float) -> Deployment | None:
+    """After these retired versions can no longer be meant by anybody."""
+    left = tuple(one for one in deployment.versions if one.number not in numbers or one.retired_at is None)
     if deployment.state is not State.READY or left == deployment.versions:
         return None
     return replace(deployment, versions=left, update_time=now_s)

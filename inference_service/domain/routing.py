@@ -24,7 +24,8 @@ def choose_version(
     headers: Callable[[], Mapping[str, str]] = dict,
 ) -> ModelVersion:
     """The version that answers: the one that is named, or that a header leads to; otherwise `draw` in [0, 1) shares out
-    by weight, among those that can answer now, `answers`, as long as there is one. `headers` is called if it matters.
+    by weight among those that can answer now, `answers`. While none of those can, the versions that had the traffic
+    before a roll-out that is under way do. `headers` is called if it matters.
 
     Raises `NotFound` (no such version), `FailedPrecondition` (the deployment failed: trying again is no use) and
     `Unavailable` (it is loading or going).
@@ -47,8 +48,21 @@ def choose_version(
             found = find_version(deployment, number)
             if found is not None and answers(found):
                 return found
-    weighed = [version for version in deployment.versions if version.weight]
-    return _by_weight([version for version in weighed if answers(version)] or weighed, draw)
+    weights = {version.number: version.weight for version in deployment.versions}
+    return _by_weight(weighed_answering(deployment, answers) or _weighed(deployment, weights), draw)
+
+
+def weighed_answering(
+    deployment: Deployment, answers: Callable[[ModelVersion], bool]
+) -> list[tuple[ModelVersion, int]]:
+    """The versions that answer requests which name none now, with their weights; empty where there is none."""
+    roll_out = deployment.roll_out
+    before = roll_out.before if roll_out is not None and roll_out.under_way else {}
+    for weights in ({version.number: version.weight for version in deployment.versions}, before):
+        found = [(version, weight) for version, weight in _weighed(deployment, weights) if answers(version)]
+        if found:
+            return found
+    return []
 
 
 def no_version(deployment: Deployment, wanted: str) -> NotFound:
@@ -59,10 +73,14 @@ def no_version(deployment: Deployment, wanted: str) -> NotFound:
     )
 
 
-def _by_weight(versions: Sequence[ModelVersion], draw: float) -> ModelVersion:
-    point = draw * sum(version.weight for version in versions)
-    for version in versions:
-        point -= version.weight
+def _weighed(deployment: Deployment, weights: Mapping[str, int]) -> list[tuple[ModelVersion, int]]:
+    return [(one, weights[one.number]) for one in deployment.versions if weights.get(one.number)]
+
+
+def _by_weight(weighed: Sequence[tuple[ModelVersion, int]], draw: float) -> ModelVersion:
+    point = draw * sum(weight for _, weight in weighed)
+    for version, weight in weighed:
+        point -= weight
         if point < 0:
             return version
-    return versions[-1]
+    return weighed[-1][0]

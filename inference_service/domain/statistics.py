@@ -79,10 +79,14 @@ class Statistics:
         self.computing.infer.observe(infer_s)
         self.computing.output.observe(output_s)
 
-    def failed(self, *, status: str, now_s: float, total_s: float) -> None:
-        """A request that ended with another status, by its name."""
+    def failed(
+        self, *, status: str, now_s: float, total_s: float, limit_s: float | None = None, was_there: bool = True
+    ) -> None:
+        """A request that ended with another status, by its name. `limit_s` is the time that it had; where the version
+        `was_there` not, having no replicas yet, that says nothing about how it answers."""
         self._ended(status, total_s)
-        self.recent.failed(now_s, status)
+        if was_there:
+            self.recent.failed(now_s, status, max(total_s, limit_s or 0.0))
 
     def shadow_ended(self, status: str) -> None:
         """A copy of a request, which counts nowhere else."""

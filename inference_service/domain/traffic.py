@@ -87,7 +87,7 @@ def headers_of(metadata: Iterable[tuple[str, str | bytes]], parameters: Paramete
         return headers
     try:
         own = json.loads(given) if isinstance(given, str) else None
-    except ValueError:
+    except (ValueError, RecursionError):  # what is nested too deeply is no object of strings either
         own = None
     if not isinstance(own, dict) or not all(isinstance(value, str) for value in own.values()):
         raise invalid_field(f"parameters.{HEADERS}", given, 'use a JSON object of strings, e.g. {"x-canary": "yes"}')

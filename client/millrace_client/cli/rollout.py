@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import click
@@ -35,9 +36,22 @@ class StepType(click.ParamType[tuple[int, float]]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
         percent, _, seconds = str(value).partition(":")
         try:
-            return int(percent), float(seconds)
+            step = int(percent), float(seconds)
         except ValueError:
+            step = 0, math.nan
+        if not math.isfinite(step[1]):
             self.fail(f"{value!r}: use PERCENT:SECONDS, e.g. 25:60", param, ctx)
+        return step
+
+
+class FiniteType(click.types.FloatParamType):
+    """A number that is neither NaN nor infinite."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r}: use a finite number", param, ctx)
+        return number
 
 
 @click.command(cls=PlainCommand)
@@ -51,10 +65,10 @@ class StepType(click.ParamType[tuple[int, float]]):
     help="Share of the traffic, and for how long; the last is of 100. Default: 5, 25, 50 and 100, 60 s each.",
 )
 @click.option("--max-error-share", type=float, help="Roll back where more of the requests fail, 0 to 1.")
-@click.option("--max-p99-ms", type=float, help="Roll back where 1 % of the answers take longer.")
+@click.option("--max-p99-ms", type=FiniteType(), help="Roll back where 1 % of the answers take longer.")
 @click.option("--max-p99-ratio", default=0.0, help="Roll back where they take so many times as long as the old one's.")
 @click.option("--min-requests", default=0, help="Before a limit means anything. Default: 50.")
-@click.option("--window", "window_s", type=float, help="Seconds that the limits look back. Default: 60.")
+@click.option("--window", "window_s", type=FiniteType(), help="Seconds that the limits look back. Default: 60.")
 @click.option(
     "--compare",
     type=RowsType(),

@@ -69,11 +69,17 @@ def test_a_roll_out_that_is_rolled_back_is_an_error() -> None:
     assert (result.exit_code, result.stderr.splitlines()[0]) == (4, "error: version 2: too slow")
 
 
-@pytest.mark.parametrize("step", ["5", "5:", "x:1"])
+@pytest.mark.parametrize("step", ["5", "5:", "x:1", "5:nan", "5:inf"])
 def test_a_step_that_is_none_is_wrong_usage(step: str) -> None:
     result = run(Rolling(), "rollout", "digits", "j", "--step", step)
     assert result.exit_code == 2
     assert "PERCENT:SECONDS" in result.output
+
+
+@pytest.mark.parametrize("option", ["--window", "--max-p99-ms"])
+def test_a_time_that_is_no_number_is_wrong_usage(option: str) -> None:
+    result = run(Rolling(), "rollout", "digits", "j", option, "nan")
+    assert (result.exit_code, option in result.output) == (2, True)
 
 
 def test_rolling_back_tells_what_answers_now() -> None:

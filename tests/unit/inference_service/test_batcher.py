@@ -312,6 +312,49 @@ def test_draining_answers_what_is_there_and_refuses_what_comes() -> None:
     on_a_loop(scenario)
 
 
+def test_draining_takes_as_long_as_the_queue_needs_while_answers_come() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        one = batcher(model, max_rows=1)
+        tasks = [submit(one, rows(number)) for number in range(6)]
+        await settle()
+
+        async def work_slowly() -> None:
+            while True:
+                await asyncio.sleep(0.1)
+                model.may_work.set()
+                await asyncio.sleep(0)
+                model.may_work.clear()
+
+        working = asyncio.create_task(work_slowly())
+        await one.drain(0.25)
+        assert [(await task).arrays[0].tolist() for task in tasks] == [[2 * number] for number in range(6)]
+        working.cancel()
+
+    on_a_loop(scenario)
+
+
+def test_rows_apart_share_no_batch_and_no_count_with_the_others_and_end_with_them() -> None:
+    async def scenario() -> None:
+        model, statistics = Doubler(), Statistics()
+        limits = Limits(max_rows=4, max_delay_s=0.0, max_queued_rows=100, max_in_flight=1)
+        one = Batcher(model, limits, BatchTimes(), statistics)
+        at_work = [submit(one, rows(1)), submit(one.apart(), rows(2))]
+        await settle()
+        waiting = [submit(one, rows(3)), submit(one.apart(), rows(4)), submit(one, rows(5))]
+        await settle()
+        assert (one.queued_rows, one.apart().queued_rows) == (2, 1)
+        model.may_work.set()
+        await asyncio.gather(*at_work, *waiting)
+        assert sorted(model.sizes) == [1, 1, 1, 2]
+        assert statistics.batch_rows.count == 2
+        one.close("it goes")
+        with pytest.raises(Unavailable, match="it goes"):
+            await one.apart().submit(rows(4), None)
+
+    on_a_loop(scenario)
+
+
 def test_draining_gives_up_what_takes_too_long() -> None:
     async def scenario() -> None:
         model = Doubler()

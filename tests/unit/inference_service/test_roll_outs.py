@@ -29,6 +29,9 @@ from inference_service.domain.rolling import with_version_loaded
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.signature import Signature, TensorSpec
 from inference_service.domain.statistics import Statistics
+from inference_service.domain.traffic import TrafficChange
+from inference_service.domain.version_policy import VersionPolicy
+from inference_service.inferring import Inference
 from inference_service.manager import DeploymentManager
 from inference_service.models import Models, application_name
 from inference_service.operations import DeploymentOperations
@@ -36,11 +39,13 @@ from inference_service.registry import Deployments
 from inference_service.roll_out_manager import RollOutManager
 from inference_service.roll_outs import RollOuts
 from inference_service.settings import InferenceSettings
+from shared.checkpoint import CheckpointRegistry
+from shared.checkpoint import users as checkpoint_users
 from shared.checkpoint.users import users_of_job
-from shared.errors import AlreadyExists, Conflict, FailedPrecondition, NotFound
+from shared.errors import AlreadyExists, Conflict, FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from shared.settings import ServiceSettings, StoreSettings
 from shared.storage import ObjectStore
-from tests.support.inference_server import IMAGES, Classifier
+from tests.support.inference_server import IMAGES, Classifier, ask
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.inference_service.conftest import JOB
 from tests.unit.inference_service.test_registry import creation
@@ -155,6 +160,82 @@ def test_a_wish_that_loses_a_race_leaves_the_mark_of_a_version_that_has_it(
 
 
 @pytest.mark.usefixtures("ready")
+def test_a_request_that_comes_again_while_its_first_call_is_at_work_gets_the_same_roll_out(
+    deployments: Deployments,
+    operations: DeploymentOperations,
+    roll_outs: RollOutManager,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request_id = str(uuid.uuid4())
+    record, again = operations.record_roll_out, []
+
+    def meanwhile(operation: str, there: Deployment) -> None:
+        monkeypatch.setattr(operations, "record_roll_out", record)
+        record(operation, there)
+        again.append(roll_outs.begin(wish(request_id=request_id)))
+
+    monkeypatch.setattr(operations, "record_roll_out", meanwhile)
+    first = roll_outs.begin(wish(request_id=request_id))
+    assert again == [first]
+    assert len(deployments.get(NAME).versions) == 2
+    assert roll_outs.begin(wish(request_id=request_id)) == first
+
+
+@pytest.mark.usefixtures("ready")
+def test_a_store_that_is_full_takes_no_mark_of_a_served_version(
+    store: ObjectStore, operations: DeploymentOperations, roll_outs: RollOutManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise ResourceExhausted("the store is full")
+
+    monkeypatch.setattr(operations, "record_roll_out", full)
+    with pytest.raises(ResourceExhausted):
+        roll_outs.begin(wish(f"{JOB}/checkpoints/c1"))
+    assert users_of_job(store, JOB, LONG_AFTER) == {f"{JOB}/checkpoints/c1": [NAME]}
+
+
+@pytest.mark.usefixtures("ready")
+def test_a_best_that_changes_while_it_is_marked_takes_no_mark_of_a_served_version(
+    store: ObjectStore, roll_outs: RollOutManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = checkpoint_users.put_marker
+
+    def better_meanwhile(*arguments: Any, **named: Any) -> None:
+        monkeypatch.setattr(checkpoint_users, "put_marker", mark)
+        mark(*arguments, **named)
+        registry = CheckpointRegistry(store, JOB)
+        best = next(one for one in registry.entries() if one.name.endswith("c2"))
+        registry.commit(
+            replace(
+                best,
+                name=f"{JOB}/checkpoints/c3",
+                folder=f"{JOB}/checkpoints/data/c3",
+                step=3,
+                metrics={"validation_accuracy": 0.99},
+            )
+        )
+
+    monkeypatch.setattr(checkpoint_users, "put_marker", better_meanwhile)
+    assert roll_outs.begin(wish(JOB)).versions[1].checkpoint == f"{JOB}/checkpoints/c3"
+    assert users_of_job(store, JOB, LONG_AFTER) == {f"{JOB}/checkpoints/c{number}": [NAME] for number in (1, 3)}
+
+
+@pytest.mark.usefixtures("ready")
+def test_a_service_that_dies_before_the_roll_out_is_written_keeps_its_checkpoint_for_a_while_only(
+    store: ObjectStore, deployments: Deployments, roll_outs: RollOutManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(*_: Any) -> Deployment:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(deployments, "wish", dies)
+    with pytest.raises(KeyboardInterrupt):
+        roll_outs.begin(wish())
+    c1, c2 = (f"{JOB}/checkpoints/c{number}" for number in (1, 2))
+    assert users_of_job(store, JOB, time.time()) == {c1: [NAME], c2: [NAME]}
+    assert users_of_job(store, JOB, time.time() + 3600) == {c1: [NAME]}
+
+
+@pytest.mark.usefixtures("ready")
 def test_cancelling_the_operation_rolls_back(
     deployments: Deployments, operations: DeploymentOperations, roll_outs: RollOutManager
 ) -> None:
@@ -163,6 +244,7 @@ def test_cancelling_the_operation_rolls_back(
     assert weights(made) == {"1": 90, "2": 10}
     operations.cancel(made.roll_out.operation)
     assert weights(deployments.get(NAME)) == {"1": 100, "2": 0}
+    assert deployments.get(NAME).etag != made.etag
     assert operations.get(made.roll_out.operation).error.message.endswith("was cancelled")
 
 
@@ -206,7 +288,7 @@ class Driven:
         recent = self.models.statistics(self.now, version).recent
         for _ in range(requests):
             if status:
-                recent.failed(time.time(), status)
+                recent.failed(time.time(), status, total_s)
             else:
                 recent.answered(time.time(), total_s)
 
@@ -259,6 +341,122 @@ def test_a_version_that_goes_takes_no_mark_from_a_new_one_of_the_same_checkpoint
         await driven.look()
         assert list(weights(deployments.get(NAME))) == ["1", "3"]
         assert users_of_job(store, JOB, LONG_AFTER)[f"{JOB}/checkpoints/c2"] == [NAME]
+
+    driving(Driven(store), scenario)
+
+
+@pytest.mark.usefixtures("ready")
+def test_an_outage_while_a_version_goes_costs_no_other_its_mark(
+    store: ObjectStore, deployments: Deployments, roll_outs: RollOutManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(deployments, roll_outs.begin(wish()))
+    roll_outs.back(NAME, "")
+
+    def out(*_: Any) -> None:
+        raise Unavailable("the store does not answer")
+
+    async def scenario(driven: Driven) -> None:
+        roll_outs.begin(wish())
+        with monkeypatch.context() as outage:
+            outage.setattr(driven.deployments, "keep_checkpoints", out)
+            with pytest.raises(Unavailable):
+                await driven.look()
+        await driven.look()
+        assert list(weights(deployments.get(NAME))) == ["1", "3"]
+        assert users_of_job(store, JOB, LONG_AFTER)[f"{JOB}/checkpoints/c2"] == [NAME]
+
+    driving(Driven(store), scenario)
+
+
+@pytest.mark.usefixtures("ready")
+def test_two_versions_that_go_together_let_their_checkpoint_go(
+    store: ObjectStore, deployments: Deployments, roll_outs: RollOutManager
+) -> None:
+    roll_outs.change(NAME, TrafficChange(policy=VersionPolicy(count=3)), "")
+
+    async def scenario(driven: Driven) -> None:
+        for number in (1, 2):  # version 2 is of c1, as version 1 is, and version 3 of c2
+            driven.models.put(load(deployments, roll_outs.begin(wish(f"{JOB}/checkpoints/c{number}"))))
+            driven.answer(f"{number + 1}")
+            while driven.state is not RollOutState.SUCCEEDED:
+                await driven.look()
+        driven.models.put(roll_outs.change(NAME, TrafficChange(policy=VersionPolicy(count=1)), ""))
+        await driven.look()
+        assert list(weights(driven.now)) == ["3"]
+        assert users_of_job(store, JOB, LONG_AFTER) == {f"{JOB}/checkpoints/c2": [NAME]}
+
+    driving(Driven(store), scenario)
+
+
+@pytest.mark.usefixtures("ready")
+def test_requests_that_meet_a_version_before_it_is_loaded_are_no_faults_of_it(
+    store: ObjectStore, deployments: Deployments, roll_outs: RollOutManager
+) -> None:
+    limits = RollOutLimits(max_error_share=0.5, min_requests=4)
+    roll_outs.begin(wish(steps=[Step(10, 60.0), Step(100, 60.0)], limits=limits))
+
+    async def scenario(driven: Driven) -> None:
+        async def poll() -> None:
+            for _ in range(5):
+                with pytest.raises(Unavailable):
+                    await Inference(driven.models).answer(ask(1, model="digits", model_version="2"), None, tuple)
+
+        await poll()
+        driven.models.put(load(deployments, driven.now))
+        await poll()  # another front has its replicas, this one has not met them yet
+        driven.answer("2")
+        await driven.look()
+        assert driven.state is RollOutState.SHIFTING
+        (one,) = driven.models.listed_of("digits", "2")
+        assert one.statistics.requests["UNAVAILABLE"].count == 10
+
+    driving(Driven(store), scenario)
+
+
+@pytest.mark.usefixtures("ready")
+def test_a_version_that_has_lost_its_replicas_is_given_up_and_the_old_one_answers_meanwhile(
+    store: ObjectStore, deployments: Deployments, roll_outs: RollOutManager
+) -> None:
+    load(deployments, roll_outs.begin(wish(steps=[Step(100, 60.0)])))
+
+    async def scenario(driven: Driven) -> None:
+        await driven.look()
+        assert (driven.state, driven.models.is_ready("digits", "")) == (RollOutState.SHIFTING, False)
+        driven.answer("1")  # the CPUs are for one of them only
+        assert driven.models.choose("digits", "")[1].number == "1"
+        assert driven.models.is_ready("digits", "")
+        driven.settings = replace(driven.settings, roll_out_loads_within_s=0.1)
+        driven.restart()
+        driven.answer("1")
+        await driven.look()
+        driven.answer("2")
+        await driven.look()
+        await asyncio.sleep(0.15)
+        driven.models.detach(application_name(driven.now, driven.now.versions[1]))
+        await driven.look()
+        assert driven.state is RollOutState.SHIFTING  # its silence has only begun
+        await asyncio.sleep(0.15)
+        await driven.look()
+        assert (driven.state, weights(driven.now)) == (RollOutState.ROLLED_BACK, {"1": 100, "2": 0})
+        assert driven.now.roll_out is not None
+        assert driven.now.roll_out.error is not None
+        assert driven.now.roll_out.error["kind"] == "DeadlineExceeded"
+
+    driving(Driven(store), scenario)
+
+
+@pytest.mark.usefixtures("ready")
+def test_time_in_which_no_process_ran_is_not_that_of_a_version_to_load(
+    store: ObjectStore, roll_outs: RollOutManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: began_s - 3600)
+    roll_outs.begin(wish())
+    monkeypatch.undo()
+
+    async def scenario(driven: Driven) -> None:
+        await driven.look()
+        assert driven.state is RollOutState.LOADING
 
     driving(Driven(store), scenario)
 

@@ -112,6 +112,28 @@ def test_a_shadow_gets_copies_whose_answers_nobody_gets() -> None:
         assert shadow.batches == [[0], [1], [2]]
         (statistics,) = server.models.listed_of("m", "2")
         assert statistics.statistics.requests == {}  # copies are no requests of the version
+        assert statistics.statistics.batch_rows.count == 0
+
+    served(scenario, one)
+
+
+def test_copies_share_no_batch_with_requests_that_name_the_shadow() -> None:
+    one = versions(100, 0, shadow=Shadow("2", 100))
+    shadow = Classifier()
+
+    async def scenario(server: Server) -> None:
+        attach(server.models, one, shadow, number="2")
+        shadow.may_work.clear()
+        calls = [asyncio.ensure_future(server.stub.ModelInfer(ask(8, model_version="2")))]
+        await until(lambda: shadow.at_work == 1, "the shadow is at work")
+        await server.stub.ModelInfer(ask(1))
+        calls.append(asyncio.ensure_future(server.stub.ModelInfer(ask(9, model_version="2"))))
+        # The first, its copy and this one are all there, wherever they wait.
+        await until(lambda: shadow.at_work + sum(one.queued_rows for one in server.models.listed()) == 3, "it waits")
+        shadow.may_work.set()
+        await asyncio.gather(*calls)
+        await until(partial(was_copied, server, 1), "the copy is answered")
+        assert sorted(shadow.batches) == [[1], [8], [9]]
 
     served(scenario, one)
 

@@ -114,9 +114,9 @@ def test_traffic_moves_by_steps_and_then_the_old_version_goes() -> None:
     one = sure(with_next_step(one, "r", 2, 6.0))
     assert (state(one), weights(one), retired(one)) == (RollOutState.SUCCEEDED, {"1": 0, "2": 100}, ["1"])
     assert one.generation == 2  # progress is no wish
-    gone = sure(with_retired_gone(one, "1", 7.0))
+    gone = sure(with_retired_gone(one, ["1"], 7.0))
     assert list(weights(gone)) == ["2"]
-    assert with_retired_gone(gone, "2", 8.0) is None
+    assert with_retired_gone(gone, ["2"], 8.0) is None
 
 
 def test_several_old_versions_keep_their_proportion() -> None:
@@ -207,7 +207,7 @@ def test_only_one_roll_out_at_a_time_and_only_from_ready() -> None:
 
 def test_numbers_are_never_used_twice() -> None:
     failed = sure(with_version_failed(rolling(), "2", DataLoss("x"), 3.0))
-    gone = sure(with_retired_gone(failed, "2", 4.0))
+    gone = sure(with_retired_gone(failed, ["2"], 4.0))
     assert list(weights(rolling(gone))) == ["1", "3"]
 
 

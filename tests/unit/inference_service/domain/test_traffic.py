@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from inference_service.domain.deployment import Deployment, State
-from inference_service.domain.rolling import with_change, with_roll_back
+from inference_service.domain.roll_out import Step
+from inference_service.domain.rolling import with_change, with_next_step, with_roll_back
 from inference_service.domain.routing import choose_version
 from inference_service.domain.traffic import HeaderRoute, Shadow, TrafficChange, check_change, headers_of
 from inference_service.domain.version_policy import Kept, VersionPolicy
@@ -108,6 +109,17 @@ def test_a_route_to_a_version_that_cannot_answer_now_is_passed_over() -> None:
     assert chosen.number == "1"
 
 
+def test_while_the_new_version_cannot_answer_those_do_that_had_the_traffic_before() -> None:
+    rolled = sure(loaded(rolling(steps=(Step(100, 60.0),))))
+    assert weights(rolled) == {"1": 0, "2": 100}
+    assert choose_version(rolled, "", 0.5).number == "2"
+    assert choose_version(rolled, "", 0.5, lambda version: version.number == "1").number == "1"
+    assert choose_version(rolled, "", 0.5, lambda _: False).number == "2"
+    assert rolled.roll_out is not None
+    done = sure(with_next_step(rolled, rolled.roll_out.uid, 0, 9.0))
+    assert choose_version(done, "", 0.5, lambda version: version.number == "1").number == "2"
+
+
 def test_headers_are_those_of_the_call_and_over_them_those_of_the_parameter() -> None:
     metadata: list[tuple[str, str | bytes]] = [("x-canary", "no"), ("x-trace-bin", b"\0"), ("user-agent", "g")]
     assert headers_of(metadata, {}) == {"x-canary": "no", "user-agent": "g"}
@@ -115,7 +127,7 @@ def test_headers_are_those_of_the_call_and_over_them_those_of_the_parameter() ->
     assert headers_of(metadata, own) == {"x-canary": "yes", "user-agent": "g"}
 
 
-@pytest.mark.parametrize("given", ["", "x-canary: yes", "[]", '{"x": 1}', 7, True])
+@pytest.mark.parametrize("given", ["", "x-canary: yes", "[]", '{"x": 1}', "[" * 200_000, 7, True])
 def test_a_parameter_that_holds_no_headers_is_refused(given: object) -> None:
     with pytest.raises(InvalidArgument, match="JSON object"):
         headers_of([], {"headers": given})

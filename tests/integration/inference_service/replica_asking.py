@@ -1,0 +1,64 @@
+"""Asks every replica of an application on a real Ray what it has loaded, and prints the outcomes.
+
+Run as a process of its own, since Ray connects once a process. Before the second question it waits for a line.
+
+    python replica_asking.py HOST:PORT STORE_URL FOLDER SHA256
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from ray.exceptions import RayError
+
+from inference_service.ray_serve import ServeApplications
+from inference_service.replica import ReplicaSpec
+from shared.errors import MillraceError, Unavailable
+from shared.settings import StoreSettings
+
+NAME = "asked"
+REPLICAS = 2
+WITHIN_S = 90.0
+ANSWER = "answer:"  # Ray prints lines of its own
+
+
+def main(address: str, store_url: str, folder: str, sha256: str) -> None:
+    applications = ServeApplications(store_url)
+    applications.connect(address)
+    store = StoreSettings(url=store_url)
+    spec = ReplicaSpec(store=store, folder=folder, manifest_sha256=sha256, threads=1, max_batch_size=2)
+    applications.deploy(NAME, spec, REPLICAS)
+    try:
+        answer(told(applications, REPLICAS))
+        sys.stdin.readline()
+        answer(told(applications, REPLICAS, "DataLoss"), told(applications, 1))
+    finally:
+        applications.delete(NAME)
+
+
+def answer(*outcomes: str) -> None:
+    print(ANSWER, *outcomes, flush=True)
+
+
+def told(applications: ServeApplications, replicas: int, wanted: str = "Loaded") -> str:
+    """What the replicas say once that is what is wanted, or what they said last."""
+    until = time.monotonic() + WITHIN_S
+    while (said := once(applications, replicas)) != wanted and time.monotonic() < until:
+        time.sleep(0.1)
+    return said
+
+
+def once(applications: ServeApplications, replicas: int) -> str:
+    if not applications.statuses()[NAME].running:
+        return "not running"
+    try:
+        return type(applications.describe(NAME, replicas)[1]).__name__
+    except Unavailable:
+        return "too few"
+    except (MillraceError, RayError) as error:
+        return type(error).__name__
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
