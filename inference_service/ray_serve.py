@@ -1,7 +1,7 @@
 """Ray Serve, as far as this service uses it: applications by name, and calls of one.
 
-Nothing of Serve's listens: its proxies are off, requests come through our own front. It calls the replicas on its own
-machine over their sockets, and others through a `DeploymentHandle`.
+Nothing of Serve's listens: its proxies are off, requests come through our own front. It calls the replicas through a
+`DeploymentHandle`, or those on its own machine over their sockets, where these are switched on.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class ServeApplications:
     Blocking; call it in threads. Every method raises Ray's own errors when Ray does not answer.
     """
 
-    def __init__(self, store_url: str) -> None:
+    def __init__(self, store_url: str, *, replica_sockets: bool) -> None:
+        self._replica_sockets = replica_sockets
         self._prefix = f"millrace-{hashlib.sha256(store_url.encode()).hexdigest()[:8]}-"
 
     def connect(self, address: str) -> None:
@@ -85,7 +86,7 @@ class ServeApplications:
             graceful_shutdown_timeout_s=5.0,
             logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
         )(ModelReplica)
-        sockets = _socket_folder(self._prefix + name)
+        sockets = _socket_folder(self._prefix + name) if self._replica_sockets else None
         target = serve.RunTarget(target=deployment.bind(spec, sockets), name=self._prefix + name, route_prefix=None)
         serve.run_many([target], wait_for_applications_running=False)
 
@@ -101,7 +102,8 @@ class ServeApplications:
             loaded: Loaded = handle.describe.remote().result(timeout_s=ANSWER_WITHIN_S)
         except RayTaskError as error:
             raise _cause(error) from None
-        return ServeModel(handle, LocalReplicas(loaded.sockets)), loaded
+        # The application may have been deployed when the setting was another one.
+        return ServeModel(handle, LocalReplicas(loaded.sockets if self._replica_sockets else None)), loaded
 
 
 class ServeModel:
