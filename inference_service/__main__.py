@@ -44,7 +44,7 @@ async def run(settings: InferenceSettings, store: ObjectStore) -> int:
     """Serves until told to stop. Returns the process's exit status."""
     deployments = Deployments(store)
     operations = DeploymentOperations(store, deployments)
-    applications = ServeApplications(settings.service.store.url)
+    applications = ServeApplications(settings.service.store.url, replica_sockets=settings.replica_sockets)
     models, health, stop = Models(), Health(), asyncio.Event()
     reconciler = Reconciler(deployments, applications, models, settings)
     front = Front(settings, applications, reconciler, models, health, stop)

@@ -1,7 +1,7 @@
 """Ray Serve, as far as this service uses it: applications by name, and calls of one.
 
-Nothing of Serve's listens: its proxies are off, requests come through our own front. It calls the replicas on its own
-machine over their sockets, and others through a `DeploymentHandle`.
+Nothing of Serve's listens: its proxies are off, requests come through our own front. It calls the replicas through a
+`DeploymentHandle`, or those on its own machine over their sockets, where these are switched on.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class ServeApplications:
     Blocking; call it in threads. Every method raises Ray's own errors when Ray does not answer.
     """
 
-    def __init__(self, store_url: str) -> None:
+    def __init__(self, store_url: str, *, replica_sockets: bool) -> None:
+        self._replica_sockets = replica_sockets
         self._prefix = f"millrace-{hashlib.sha256(store_url.encode()).hexdigest()[:8]}-"
 
     def connect(self, address: str) -> None:
@@ -86,7 +87,7 @@ class ServeApplications:
             graceful_shutdown_timeout_s=5.0,
             logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
         )(ModelReplica)
-        sockets = _socket_folder(self._prefix + name)
+        sockets = _socket_folder(self._prefix + name) if self._replica_sockets else None
         target = serve.RunTarget(target=deployment.bind(spec, sockets), name=self._prefix + name, route_prefix=None)
         serve.run_many([target], wait_for_applications_running=False)
 
@@ -111,7 +112,9 @@ class ServeApplications:
                 raise failure
             # Serve tells its handles of a replica a little later than its status does.
             raise Unavailable(f"{len(loaded)} of {replicas} replicas of {name} are known", reason="MODEL_NOT_READY")
-        return ServeModel(handle, LocalReplicas(loaded[0].sockets)), loaded[0]
+        # The application may have been deployed when the setting was another one.
+        sockets = loaded[0].sockets if self._replica_sockets else None
+        return ServeModel(handle, LocalReplicas(sockets)), loaded[0]
 
 
 class ServeModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shared.settings import ServiceSettings, SettingsError, service_settings
+from shared.settings import ServiceSettings, SettingsError, is_on, service_settings
 
 DEFAULT_LISTEN = "127.0.0.1:50053"
 
@@ -15,6 +15,8 @@ class InferenceSettings:
     service: ServiceSettings
     # host:port of the metrics for Prometheus; empty: none. Whoever reaches it reads the models' names and load.
     metrics_listen: str = ""
+    # Whether batches go to the replicas on this machine over sockets of theirs, or all through Ray Serve's handle.
+    replica_sockets: bool = False
     # How often the logs are compared with what Ray Serve runs, in seconds.
     reconcile_every_s: float = 2.0
     # Ray is given up, and this process with it, after so many seconds in which its head's port is closed,
@@ -35,7 +37,11 @@ def settings_from(environ: Mapping[str, str]) -> InferenceSettings:
     host, _, port = service.ray_address.rpartition(":")
     if not host or not port.isdigit():
         raise SettingsError(f"RAY_ADDRESS={service.ray_address!r}: use host:port of a running Ray head")
-    return InferenceSettings(service=service, metrics_listen=_metrics_listen(environ))
+    return InferenceSettings(
+        service=service,
+        metrics_listen=_metrics_listen(environ),
+        replica_sockets=is_on(environ, "MILLRACE_REPLICA_SOCKETS", default=False),
+    )
 
 
 def _metrics_listen(environ: Mapping[str, str]) -> str:

@@ -92,20 +92,21 @@ def service_settings(environ: Mapping[str, str], default_listen: str) -> Service
 
 def spare_attempt(environ: Mapping[str, str]) -> bool:
     """Reads MILLRACE_SPARE_ATTEMPT: whether an idle process waits for the next attempt, to save it the start."""
-    return _on(environ, "MILLRACE_SPARE_ATTEMPT")
+    return is_on(environ, "MILLRACE_SPARE_ATTEMPT", default=True)
 
 
 def warm_workers(environ: Mapping[str, str]) -> bool:
     """Reads MILLRACE_WARM_WORKERS, of a Ray node: whether idle processes wait for the workers of a run's next attempt.
     Each holds about half a gigabyte."""
-    return _on(environ, "MILLRACE_WARM_WORKERS")
+    return is_on(environ, "MILLRACE_WARM_WORKERS", default=True)
 
 
-def _on(environ: Mapping[str, str], variable: str) -> bool:
+def is_on(environ: Mapping[str, str], variable: str, *, default: bool) -> bool:
+    """Reads a variable that is 0 or 1, or unset or empty for the default. Raises `SettingsError`."""
     text = environ.get(variable, "")
     if text not in ("", "0", "1"):
         raise SettingsError(f"{variable}: {text!r}: use 0 or 1")
-    return text != "0"
+    return text == "1" if text else default
 
 
 def _check_endpoint(variable: str, endpoint: str) -> None:

@@ -1,0 +1,106 @@
+"""Which way batches go to the replicas: what is asked of Ray Serve, and what is done with what a replica says."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ray import serve
+
+from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.signature import Signature, TensorSpec
+from inference_service.ray_serve import ServeApplications
+from inference_service.replica import Loaded, ReplicaSpec
+from inference_service.settings import settings_from
+from shared.settings import SettingsError, StoreSettings
+
+ENVIRON = {"MILLRACE_STORE": "file:///store", "RAY_ADDRESS": "127.0.0.1:6379"}
+STORE = "file:///store"
+SIGNATURE = Signature((TensorSpec("x", "INT64", (-1,)),), TensorSpec("x", "FP32", (-1,)), ())
+SPEC = ReplicaSpec(
+    store=StoreSettings(url=STORE), folder="runs/r", manifest_sha256="0" * 64, threads=1, max_batch_size=8
+)
+
+
+class Answer:
+    """What a call of a Serve handle gives."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def result(self, *, timeout_s: float) -> Any:
+        assert timeout_s > 0
+        return self._value
+
+    def __await__(self) -> Any:
+        yield from asyncio.sleep(0).__await__()
+        return self._value
+
+
+class Method:
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def remote(self, *_: Any) -> Answer:
+        return Answer(self._value)
+
+
+class Handle:
+    """A Serve handle of a replica that listens in `sockets`; its answers are told from a socket's by their times."""
+
+    def __init__(self, sockets: Path | None) -> None:
+        self.describe = Method(Loaded(SIGNATURE, "versions/1", {}, sockets))
+        self.forward = Method(Outputs([np.array([1])], {}, 7.0, 7.0))
+
+
+def asked_folder(monkeypatch: pytest.MonkeyPatch, *, replica_sockets: bool) -> Path | None:
+    """The folder that replicas are told to listen in."""
+    targets: list[Any] = []
+    monkeypatch.setattr(serve, "run_many", lambda given, **_: targets.extend(given))
+    ServeApplications(STORE, replica_sockets=replica_sockets).deploy("d-v1", SPEC, 1)
+    (target,) = targets
+    spec, folder = target.target._bound_deployment.init_args
+    assert spec == SPEC
+    assert folder is None or isinstance(folder, Path)
+    return folder
+
+
+def test_replicas_open_no_socket_unless_they_are_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked_folder(monkeypatch, replica_sockets=False) is None
+    assert asked_folder(monkeypatch, replica_sockets=True) is not None
+
+
+def test_where_they_are_off_a_replica_that_listens_is_called_through_serve(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    folder = tmp_path / "sockets"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setattr(serve, "get_app_handle", lambda _: Handle(folder))
+    looked: list[Path] = []
+    monkeypatch.setattr("inference_service.local_replicas._changed_ns", lambda path: looked.append(path))
+
+    async def called() -> Outputs:
+        model, _ = applications.describe("d-v1")
+        return await model.forward(Rows("raw", {"x": np.array([1])}))
+
+    applications = ServeApplications(STORE, replica_sockets=False)
+    assert asyncio.run(called()).infer_s == 7.0
+    assert looked == []
+    applications = ServeApplications(STORE, replica_sockets=True)
+    assert asyncio.run(called()).infer_s == 7.0
+    assert looked == [folder]
+
+
+@pytest.mark.parametrize(("text", "expected"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_sockets_are_a_setting(text: str | None, expected: bool) -> None:
+    environ = ENVIRON if text is None else {**ENVIRON, "MILLRACE_REPLICA_SOCKETS": text}
+    assert settings_from(environ).replica_sockets is expected
+
+
+def test_another_value_is_refused() -> None:
+    with pytest.raises(SettingsError, match="MILLRACE_REPLICA_SOCKETS: 'yes': use 0 or 1"):
+        settings_from({**ENVIRON, "MILLRACE_REPLICA_SOCKETS": "yes"})
