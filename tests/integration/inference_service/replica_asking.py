@@ -24,7 +24,7 @@ ANSWER = "answer:"  # Ray prints lines of its own
 
 
 def main(address: str, store_url: str, folder: str, sha256: str) -> None:
-    applications = ServeApplications(store_url)
+    applications = ServeApplications(store_url, replica_sockets=False)
     applications.connect(address)
     store = StoreSettings(url=store_url)
     spec = ReplicaSpec(store=store, folder=folder, manifest_sha256=sha256, threads=1, max_batch_size=2)

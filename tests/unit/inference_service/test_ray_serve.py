@@ -35,6 +35,11 @@ class Answer:
         assert timeout_s > 0
         return self._value
 
+    def results(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
+        assert timeout_s > 0
+        assert return_exceptions
+        return [self._value]
+
     def __await__(self) -> Any:
         yield from asyncio.sleep(0).__await__()
         return self._value
@@ -54,6 +59,10 @@ class Handle:
     def __init__(self, sockets: Path | None) -> None:
         self.describe = Method(Loaded(SIGNATURE, "versions/1", {}, sockets))
         self.forward = Method(Outputs([np.array([1])], {}, 7.0, 7.0))
+
+    def broadcast(self, method: str) -> Answer:
+        answer: Answer = getattr(self, method).remote()
+        return answer
 
 
 def asked_folder(monkeypatch: pytest.MonkeyPatch, *, replica_sockets: bool) -> Path | None:
@@ -84,7 +93,7 @@ def test_where_they_are_off_a_replica_that_listens_is_called_through_serve(
     monkeypatch.setattr("inference_service.local_replicas._changed_ns", lambda path: looked.append(path))
 
     async def called() -> Outputs:
-        model, _ = applications.describe("d-v1")
+        model, _ = applications.describe("d-v1", 1)
         return await model.forward(Rows("raw", {"x": np.array([1])}))
 
     applications = ServeApplications(STORE, replica_sockets=False)
