@@ -221,11 +221,10 @@ def _overload(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
             serve_load.opened, place.address, factor * rate, seconds, OVERLOAD_DEADLINE_S, seed
         )
         print(f"{factor * rate:,.0f} arrivals/s: {measured.as_dict()}", flush=True)
+        _answered_or_refused(measured)
         return measured
 
     turns = [(opened(1.0, number), opened(OVERLOAD, number)) for number in range(repeats)]
-    for one in (measured for turn in turns for measured in turn):
-        _answered_or_refused(one)
     together = Measured(seconds * repeats, 1, [one for _, over in turns for one in over.outcomes])
     refused = [status for status in together.statuses if status in REFUSED]
     shares = [over.answered_per_s / sustained.answered_per_s for sustained, over in turns]
@@ -250,6 +249,7 @@ def _sustainable(place: Place, seconds: float) -> float:
             serve_load.opened, place.address, share * most, seconds, OVERLOAD_DEADLINE_S, 0
         )
         print(f"{share * most:,.0f} arrivals/s, {measured.share(OK):.1%} answered in time", flush=True)
+        _answered_or_refused(measured)
         if measured.share(OK) >= SUSTAINED:
             return share * most
     print(f"none of these can be sustained; going on with {share * most:,.0f} arrivals/s", flush=True)
