@@ -27,16 +27,19 @@ import numpy as np
 
 from benchmarks import serve_load, serve_mlserver, serve_ray
 from benchmarks.serve_kills import kills
-from benchmarks.serve_place import Place, mlserver, our_place, ray_serve
+from benchmarks.serve_place import MAX_BATCH, Place, mlserver, our_place, ray_serve
 from benchmarks.serve_profile import profile
 from benchmarks.serve_report import report, spread
 from benchmarks.serve_statistics import ServiceStatistics
+from inference_service.domain.batch_times import buckets
 from millrace_client.load.measured import LATE, OK, Measured
 
 PARTS = ("model", "alone", "overload", "profile", "peers", "kills")
 IN_FLIGHT = 64
 # Arrivals over what can be sustained, and how long each may take.
 OVERLOAD, OVERLOAD_DEADLINE_S = 2.0, 0.2
+# What a server above its limit says; anything else is an error.
+REFUSED = ("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
 # A rate is sustained where so many are answered in time; tried are shares of what a closed loop of `IN_FLIGHT` reaches.
 SUSTAINED, SHARES_TRIED = 0.99, (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4, 0.3)
 ALONE_RUNS = 200
@@ -105,6 +108,11 @@ def _all_answered(measured: Measured) -> None:
         raise SystemExit(f"bench-serve: not every request was answered: {measured.statuses}")
 
 
+def _answered_or_refused(measured: Measured) -> None:
+    if others := set(measured.statuses) - {OK, LATE, *REFUSED}:
+        raise SystemExit(f"bench-serve: {', '.join(sorted(others))} is no refusal: {measured.statuses}")
+
+
 def _peers(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
     """Each peer with the wait for a batch that was best for it, of those tried."""
     with ExitStack() as stack:
@@ -151,7 +159,7 @@ def _try_ray_serve(place: Place, address: str, set_wait: Callable[[float], None]
 
 
 def _model(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
-    """Ours at `IN_FLIGHT`, and then the bare model on batches of the sizes that were served."""
+    """Ours at `IN_FLIGHT`, and then the bare model on batches of its best size, and of the sizes that were served."""
     served: Counter[int] = Counter()
     last: dict[int, int] = {}
 
@@ -163,12 +171,18 @@ def _model(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
         served.update(last)
         return rate
 
-    def bare() -> float:
+    def bare_best() -> float:
+        return max(float(place.bare("limit_per_s", {size: 1})) for size in buckets(MAX_BATCH))
+
+    def bare_served() -> float:
         return float(place.bare("limit_per_s", dict(last)))
 
-    rates = _in_turn(repeats, {"served": ours, "model_limit": bare}, "images/s")
+    contenders = {"served": ours, "model_limit": bare_best, "model_limit_served_batches": bare_served}
+    rates = _in_turn(repeats, contenders, "images/s")
+    medians = {name: statistics.median(values) for name, values in rates.items()}
     return {
-        "share_of_model_limit": round(statistics.median(rates["served"]) / statistics.median(rates["model_limit"]), 3),
+        "share_of_model_limit": round(medians["served"] / medians["model_limit"], 3),
+        "share_of_model_limit_served_batches": round(medians["served"] / medians["model_limit_served_batches"], 3),
         "served_images_per_s": round(statistics.median(rates["served"]), 1),
         "served_images_per_s_spread": spread(rates["served"]),
         "model_limit_images_per_s": round(statistics.median(rates["model_limit"]), 1),
@@ -207,11 +221,12 @@ def _overload(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
             serve_load.opened, place.address, factor * rate, seconds, OVERLOAD_DEADLINE_S, seed
         )
         print(f"{factor * rate:,.0f} arrivals/s: {measured.as_dict()}", flush=True)
+        _answered_or_refused(measured)
         return measured
 
     turns = [(opened(1.0, number), opened(OVERLOAD, number)) for number in range(repeats)]
     together = Measured(seconds * repeats, 1, [one for _, over in turns for one in over.outcomes])
-    refused = [status for status in together.statuses if status not in (OK, LATE)]
+    refused = [status for status in together.statuses if status in REFUSED]
     shares = [over.answered_per_s / sustained.answered_per_s for sustained, over in turns]
     return {
         "late_share": round(together.share(LATE), 5),
@@ -234,6 +249,7 @@ def _sustainable(place: Place, seconds: float) -> float:
             serve_load.opened, place.address, share * most, seconds, OVERLOAD_DEADLINE_S, 0
         )
         print(f"{share * most:,.0f} arrivals/s, {measured.share(OK):.1%} answered in time", flush=True)
+        _answered_or_refused(measured)
         if measured.share(OK) >= SUSTAINED:
             return share * most
     print(f"none of these can be sustained; going on with {share * most:,.0f} arrivals/s", flush=True)

@@ -105,7 +105,7 @@ class Batcher:
             in_flight=len(self._batches),
             now_s=now_s,
             batch_s=self._batch_s(self.queued_rows + len(rows)),
-            bound_s=self._times.bound_s(self._of_a_batch(self.queued_rows + len(rows))) + self._answer_s(),
+            bound_s=self._bound_s(self.queued_rows + len(rows)),
             limits=self._limits,
         )
         entries = [
@@ -123,7 +123,7 @@ class Batcher:
             for entry in entries:
                 self._leave(entry)
                 entry.future.cancel()
-        self._answering.learn(1, self._loop.time() - entries[-1].back_s)
+        self._answering.learn(1, self._loop.time() - max(entry.back_s for entry in entries))
         return Outputs(
             answers[0] if len(answers) == 1 else [np.concatenate(parts) for parts in zip(*answers, strict=True)],
             input_s=sum(entry.input_s for entry in entries),
@@ -167,6 +167,10 @@ class Batcher:
     def _batch_s(self, rows: int) -> float:
         return self._times.expected_s(self._of_a_batch(rows))
 
+    def _bound_s(self, rows: int) -> float:
+        """Until the answers have arrived, at most."""
+        return self._times.bound_s(self._of_a_batch(rows)) + self._answer_s()
+
     def _answer_s(self) -> float:
         """From a batch's return to its answers' arrival, at most."""
         return self._answering.bound_s(1) + WIRE_S
@@ -202,6 +206,7 @@ class Batcher:
                 in_flight=len(self._batches),
                 now_s=now_s,
                 batch_s=self._batch_s(self.queued_rows) + self._answer_s(),
+                bound_s=self._bound_s(self.queued_rows),
                 limits=self._limits,
                 free_s=self._free_s() - LEAD_S,
                 company=self._last_rows // 2,
@@ -252,7 +257,8 @@ class Batcher:
         try:
             outputs = await self._model.forward(rows)
             back_s = self._loop.time()
-            self._times.learn(len(rows), back_s - started_s)
+            if not outputs.sent_again:
+                self._times.learn(len(rows), back_s - started_s)
             self._computing.learn(len(rows), outputs.input_s + outputs.infer_s)
             stop = 0
             for entry in entries:

@@ -22,12 +22,15 @@ LENGTH = struct.Struct("<Q")
 
 class Kind(IntEnum):
     """The front sends `FORWARD` with Rows, and `CANCEL` for a call that nobody waits for; the replica answers
-    `OUTPUTS`, or `ERROR` with an exception."""
+    `OUTPUTS`, or `ERROR` with an exception, or `CANCELLED` where the call never reached the model. `CLOSING`, of no
+    call, says that the replica stops: what is on its way is answered, and nothing more is to be sent."""
 
     FORWARD = 1
     CANCEL = 2
     OUTPUTS = 3
     ERROR = 4
+    CANCELLED = 5
+    CLOSING = 6
 
 
 class Frame(NamedTuple):

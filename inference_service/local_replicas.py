@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,12 @@ logger = logging.getLogger(__name__)
 # One batch at work and one on its way, as the batcher counts them.
 BATCHES_EACH = 2
 SETTLED_NS = 50_000_000
+# A replica that has owed an answer for so long may hang; Serve finds out.
+OWED_S = 5.0
+# A replica that died is started again within this, most often on the same machine; meanwhile those left do the work.
+STARTS_WITHIN_S = 60.0
+# After a socket that could not be connected to.
+LOOK_AGAIN_S = 1.0
 
 
 class ReplicaLost(Exception):
@@ -31,19 +38,30 @@ class ReplicaLost(Exception):
 
 
 class LocalReplicas:
-    """Finds them by the sockets in `folder`. Lives on one event loop."""
+    """Finds them by the sockets in `folder`, and is of use where all `replicas` of the application are there: else
+    those on other machines would have little to do. Lives on one event loop."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, replicas: int = 1) -> None:
         self._folder = folder
-        self._seen_ns: int | None = 0
+        self._replicas = replicas
+        self._all_here_s = -math.inf  # when they were, last
+        # When the folder had last changed as it was looked through to its end.
+        self._seen_ns: int | None = None
+        self._not_before_s = -math.inf
         self._connections: dict[Path, _Connection] = {}
         self._searching = asyncio.Lock()
 
     async def free(self, *, busy_too: bool = False) -> _Connection | None:
-        """The least busy with room for a batch, or even without with `busy_too`; None where there is none such on this
-        machine."""
+        """The least busy with room for a batch; None where there is none such on this machine, or other machines have
+        replicas, too. With `busy_too`, any that takes batches."""
         await self._search()
-        found = min(self._connections.values(), key=lambda one: one.in_flight, default=None)
+        now_s = time.monotonic()
+        if len(self._connections) >= self._replicas:
+            self._all_here_s = now_s
+        if now_s - self._all_here_s > STARTS_WITHIN_S and not busy_too:
+            return None
+        usable = (one for one in self._connections.values() if one.takes_batches(now_s))
+        found = min(usable, key=lambda one: one.in_flight, default=None)
         return found if found is not None and (busy_too or found.in_flight < BATCHES_EACH) else None
 
     async def _search(self) -> None:
@@ -51,29 +69,38 @@ class LocalReplicas:
         lost = [path for path, one in self._connections.items() if one.is_lost]
         for path in lost:
             del self._connections[path]
+            self._seen_ns = None  # its replica may live
         if self._folder is None:
             return
         changed_ns = _changed_ns(self._folder)
-        if changed_ns in (None, self._seen_ns):
+        if changed_ns in (None, self._seen_ns) or time.monotonic() < self._not_before_s:
             return
         async with self._searching:
-            if changed_ns == self._seen_ns:
+            if changed_ns == self._seen_ns or time.monotonic() < self._not_before_s:
                 return
             # A file system's clock ticks slowly: what changes in the same tick would never be seen.
-            self._seen_ns = changed_ns if time.time_ns() - changed_ns > SETTLED_NS else 0
+            settled = time.time_ns() - changed_ns > SETTLED_NS
+            complete = True
             for path in _sockets(self._folder):
                 if path not in self._connections:
-                    await self._connect(path)
+                    complete &= await self._connect(path)
+            self._seen_ns = changed_ns if settled and complete else None
+            self._not_before_s = -math.inf if complete else time.monotonic() + LOOK_AGAIN_S
 
-    async def _connect(self, path: Path) -> None:
+    async def _connect(self, path: Path) -> bool:
+        """False where it may succeed later."""
         try:
             _, connection = await asyncio.get_running_loop().create_unix_connection(_Connection, str(path))
         except ConnectionRefusedError:  # its replica is dead
             _remove(path)
+        except FileNotFoundError:  # its replica stopped just now
+            pass
         except OSError as error:
             logger.warning("%s does not answer: %s", path, error)
+            return False
         else:
             self._connections[path] = connection
+        return True
 
 
 def _changed_ns(folder: Path) -> int | None:
@@ -102,25 +129,35 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._calls = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Outputs]] = {}
+        # Since when the replica owes the answer of each call, given up or not: it may be at work on it.
+        self._owed_since_s: dict[int, float] = {}
         self._read = bytearray()
+        self._is_full = self._is_closing = False
         self.is_lost = False
 
     @property
     def in_flight(self) -> int:
-        return len(self._waiting)
+        return len(self._owed_since_s)
+
+    def takes_batches(self, now_s: float) -> bool:
+        """Whether the replica reads what it is sent, answers in time, and is not about to stop."""
+        oldest_s = next(iter(self._owed_since_s.values()), now_s)
+        return not (self.is_lost or self._is_closing or self._is_full) and now_s - oldest_s < OWED_S
 
     async def forward(self, rows: Rows) -> Outputs:
         """Raises `ReplicaLost` where the connection ends before the answer, and what the replica raises."""
-        if self._transport is None or self.is_lost:
+        if self._transport is None or self.is_lost or self._is_closing:
             raise ReplicaLost
         call = next(self._calls)
         future: asyncio.Future[Outputs] = asyncio.get_running_loop().create_future()
+        encoded = encode(Frame(call, Kind.FORWARD, rows))
         self._waiting[call] = future
-        self._transport.write(encode(Frame(call, Kind.FORWARD, rows)))
+        self._owed_since_s[call] = time.monotonic()
+        self._transport.write(encoded)
         try:
             return await future
         except asyncio.CancelledError:
-            if not self.is_lost:
+            if not self.is_lost and call in self._owed_since_s:
                 self._transport.write(encode(Frame(call, Kind.CANCEL, None)))
             raise
         finally:
@@ -132,13 +169,23 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, _: Exception | None) -> None:
         self.is_lost = True
-        for future in self._waiting.values():
+        self._owed_since_s.clear()
+        for future in list(self._waiting.values()):
             if not future.done():
                 future.set_exception(ReplicaLost())
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        self._is_full = False
 
     def data_received(self, data: bytes) -> None:
         self._read += data
         while (frame := self._next()) is not None:
+            self._owed_since_s.pop(frame.call, None)
+            if frame.kind is Kind.CLOSING:
+                self._is_closing = True
             future = self._waiting.get(frame.call)
             if future is None or future.done():  # given up meanwhile
                 continue
@@ -147,6 +194,8 @@ class _Connection(asyncio.Protocol):
             else:
                 assert isinstance(frame.content, MillraceError)
                 future.set_exception(frame.content)
+        if self._is_closing and not self._owed_since_s and self._transport is not None:
+            self._transport.close()
 
     def _next(self) -> Frame | None:
         """The first whole frame that was read, taken out."""

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.config import ProxyLocation
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
@@ -88,7 +89,9 @@ class ServeApplications:
             logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
         )(ModelReplica)
         sockets = _socket_folder(self._prefix + name) if self._replica_sockets else None
-        target = serve.RunTarget(target=deployment.bind(spec, sockets), name=self._prefix + name, route_prefix=None)
+        target = serve.RunTarget(
+            target=deployment.bind(spec, sockets, num_replicas), name=self._prefix + name, route_prefix=None
+        )
         serve.run_many([target], wait_for_applications_running=False)
 
     def delete(self, name: str) -> None:
@@ -114,7 +117,7 @@ class ServeApplications:
             raise Unavailable(f"{len(loaded)} of {replicas} replicas of {name} are known", reason="MODEL_NOT_READY")
         # The application may have been deployed when the setting was another one.
         sockets = loaded[0].sockets if self._replica_sockets else None
-        return ServeModel(handle, LocalReplicas(sockets)), loaded[0]
+        return ServeModel(handle, LocalReplicas(sockets, loaded[0].replicas)), loaded[0]
 
 
 class ServeModel:
@@ -126,7 +129,7 @@ class ServeModel:
         self._local = local
 
     async def forward(self, rows: Rows) -> Outputs:
-        """Raises `Unavailable` when the second replica dies as well, and what the replica raises."""
+        """Raises `Unavailable` when the second replica dies as well, or none is well, and what the replica raises."""
         try:
             return await self._call(rows)
         except (RayActorError, ReplicaLost):
@@ -134,7 +137,7 @@ class ServeModel:
         try:
             # A replica on this machine that is connected lives, as far as anybody knows; those that Serve's handle
             # chooses from may be dead for seconds before it hears of it.
-            return await self._call(rows, busy_too=True)
+            return replace(await self._call(rows, busy_too=True), sent_again=True)
         except (RayActorError, ReplicaLost):
             raise Unavailable(
                 "two replicas died while they worked on this request; try again",
@@ -150,6 +153,10 @@ class ServeModel:
             outputs: Outputs = await self._handle.forward.remote(rows)
         except RayTaskError as error:
             raise _cause(error) from None
+        except DeploymentUnavailableError:
+            raise Unavailable(
+                "no replica of this model is well; try again", reason="MODEL_NOT_READY", retry_after_s=1.0
+            ) from None
         return outputs
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.signature import Signature
-from inference_service.replica_socket import listen
+from inference_service.replica_socket import Door, listen
 from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.format import WEIGHTS
 from shared.custom_transforms import allowed_functions
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 STORE_PATIENCE_S = 120.0
 STORE_RETRY_S = 2.0
+# When Serve stops a replica: within the 5 s after which it kills it.
+TAKE_LEAVE_WITHIN_S = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +47,13 @@ class ReplicaSpec:
 @dataclass(frozen=True)
 class Loaded:
     """What a replica says of the checkpoint that it serves. `batch_s`: rows → seconds. `sockets` is the folder in which
-    it listens for a front on its machine, as do the others there."""
+    it listens for a front on its machine, as do the others there, of `replicas` in all."""
 
     signature: Signature
     dataset_version: str
     batch_s: dict[int, float]
     sockets: Path | None = None
+    replicas: int = 1
 
 
 class ModelReplica:
@@ -60,8 +63,8 @@ class ModelReplica:
     `forward` raise it instead. A store that does not answer does raise, and Serve tries again.
     """
 
-    def __init__(self, spec: ReplicaSpec, sockets: Path | None = None) -> None:
-        self._spec = spec
+    def __init__(self, spec: ReplicaSpec, sockets: Path | None = None, replicas: int = 1) -> None:
+        self._door: Door | None = None
         # One thread: torch works on one batch while the event loop unpacks the next. Threads of torch's own are set
         # inside it, since OpenMP keeps their number per calling thread.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
@@ -70,13 +73,18 @@ class ModelReplica:
         self._failure: MillraceError | None = None
         try:
             self._model, loaded = self._thread.submit(_load, spec).result()
-            self._loaded = replace(loaded, sockets=sockets)
+            self._loaded = replace(loaded, sockets=sockets, replicas=replicas)
         except Unavailable:
             raise
         except MillraceError as error:
             self._failure = error
         if self._model is not None and sockets is not None:
-            listen(sockets, self._thread, self._model.forward)
+            self._door = listen(sockets, self._thread, self._model.forward)
+
+    def __del__(self) -> None:
+        """Serve calls it when it stops the replica, and knows nothing of what comes over the socket."""
+        if self._door is not None:
+            self._door.close(TAKE_LEAVE_WITHIN_S)
 
     async def describe(self) -> Loaded:
         """Raises `DataLoss` or `FailedPrecondition` when the checkpoint cannot be served."""

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import queue
 import socket
+import struct
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from inference_service.domain.rows import Outputs, Rows
@@ -17,11 +22,17 @@ from shared.errors import Internal, MillraceError
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".sock"
+# Of one front: answers that wait to be sent, which are more than the batches that it has on their way here.
+MAX_UNSENT = 16
+# A front that reads nothing for so long has stopped.
+SEND_WITHIN_S = 5.0
+# After an error of the listener, such as too many open files.
+ACCEPT_AGAIN_S = 0.1
 
 
-def listen(folder: Path, thread: ThreadPoolExecutor, forward: Callable[[Rows], Outputs]) -> None:
-    """From now on answers calls over a socket in `folder` with `forward`, run in `thread`, as long as this process
-    lives. Where the folder cannot be had for this user alone, it does not, and Ray's calls remain."""
+def listen(folder: Path, thread: ThreadPoolExecutor, forward: Callable[[Rows], Outputs]) -> Door | None:
+    """From now on answers calls over a socket in `folder` with `forward`, run in `thread`, until it is closed. Where
+    the folder cannot be had for this user alone, it does not, and Ray's calls remain."""
     try:
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -32,58 +43,159 @@ def listen(folder: Path, thread: ThreadPoolExecutor, forward: Callable[[Rows], O
         name = uuid.uuid4().hex[:12]
         listener.bind(str(folder / f"{name}.new"))
         listener.listen()
-        (folder / f"{name}.new").rename(folder / f"{name}{SUFFIX}")
+        path = (folder / f"{name}.new").rename(folder / f"{name}{SUFFIX}")
     except OSError as error:
         logger.warning("no socket of its own for this replica, only Ray's calls: %s", error)
-        return
+        return None
+    return Door(listener, path, thread, forward)
 
-    def accept() -> None:
-        while True:
-            connection, _ = listener.accept()
-            threading.Thread(target=_Connection(connection, thread, forward).serve, daemon=True).start()
 
-    threading.Thread(target=accept, name="socket", daemon=True).start()
+class Door:
+    """A replica's listening socket, and the fronts that came in."""
+
+    def __init__(
+        self, listener: socket.socket, path: Path, thread: ThreadPoolExecutor, forward: Callable[[Rows], Outputs]
+    ) -> None:
+        self._listener = listener
+        self._path = path
+        self._thread = thread
+        self._forward = forward
+        self._lock = threading.Lock()
+        self._connections: set[_Connection] = set()
+        self._closed = threading.Event()
+        threading.Thread(target=self._accept, name="socket", daemon=True).start()
+
+    def close(self, within_s: float) -> None:
+        """Lets nobody in any more, asks the fronts to send nothing more, and returns when they have what they asked for
+        and have gone, or after `within_s`. To be called from another thread than the model's; once is enough."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        with suppress(OSError):
+            self._path.unlink()
+        # Closing alone would leave `accept` waiting.
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            connections = list(self._connections)
+        for one in connections:
+            one.say_closing()
+        until_s = time.monotonic() + within_s
+        for one in connections:
+            if not one.ended.wait(max(until_s - time.monotonic(), 0.0)):
+                logger.warning("a front did not take leave in %.1f s", within_s)
+                one.shut()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if self._closed.wait(ACCEPT_AGAIN_S):
+                    return
+                logger.warning("a front cannot come in; trying again: %s", error)
+                continue
+            one = _Connection(connection, self._thread, self._forward)
+            with self._lock:
+                self._connections.add(one)
+            threading.Thread(target=self._serve, args=(one,), name="front", daemon=True).start()
+
+    def _serve(self, one: _Connection) -> None:
+        try:
+            if self._closed.is_set():  # it came in while the door was being closed
+                one.say_closing()
+            one.serve()
+        finally:
+            with self._lock:
+                self._connections.discard(one)
 
 
 class _Connection:
-    """One front. Its calls are read here, and answered from the model's thread."""
+    """One front. Its calls are read in one thread, answered in the model's, and the answers sent in a third: a front
+    that does not read them keeps nobody else waiting."""
 
     def __init__(
         self, connection: socket.socket, thread: ThreadPoolExecutor, forward: Callable[[Rows], Outputs]
     ) -> None:
         self._socket = connection
+        seconds = int(SEND_WITHIN_S)
+        connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, int((SEND_WITHIN_S - seconds) * 1e6))
+        )
         self._thread = thread
         self._forward = forward
         self._waiting: dict[int, Future[None]] = {}
+        self._unsent: queue.Queue[bytes | None] = queue.Queue(MAX_UNSENT)
+        self._writer = threading.Thread(target=self._write, name="answers", daemon=True)
+        self.ended = threading.Event()
 
     def serve(self) -> None:
-        """Until the front closes it."""
+        """Until the front closes it, or sends what cannot be read."""
+        self._writer.start()
         try:
             while True:
                 call, kind, content = self._read()
                 if kind is Kind.FORWARD:
-                    self._waiting[call] = self._thread.submit(self._answer, call, content)
-                elif (future := self._waiting.pop(call, None)) is not None:
-                    # Given up; one that the model works on already is worked on to its end.
-                    future.cancel()
+                    future = self._waiting[call] = self._thread.submit(self._answer, call, content)
+                    future.add_done_callback(partial(self._forget, call))
+                # Given up; one that the model works on already is worked on to its end, and answered.
+                elif (given_up := self._waiting.get(call)) is not None and given_up.cancel():
+                    self._send(encode(Frame(call, Kind.CANCELLED, None)))
         except (EOFError, OSError):
-            for future in self._waiting.values():
+            pass
+        except Exception:
+            logger.exception("a front sent what cannot be read, or this replica takes no more; closing its connection")
+        finally:
+            for future in list(self._waiting.values()):
                 future.cancel()
+            self.shut()
+            self._writer.join()
             self._socket.close()
+            self.ended.set()
+
+    def say_closing(self) -> None:
+        """The front is to send nothing more, and to close the connection when all is answered."""
+        self._send(encode(Frame(0, Kind.CLOSING, None)))
+
+    def shut(self) -> None:
+        """Ends both threads, whatever they wait for."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with suppress(queue.Full):
+            self._unsent.put_nowait(None)
 
     def _answer(self, call: int, rows: Rows) -> None:
+        # Whatever a model raises, SystemExit too, ends its batch and not those who wait for it.
         try:
-            frame = Frame(call, Kind.OUTPUTS, self._forward(rows))
+            encoded = encode(Frame(call, Kind.OUTPUTS, self._forward(rows)))
         except MillraceError as error:
-            frame = Frame(call, Kind.ERROR, error)
-        except Exception as error:
+            encoded = encode(Frame(call, Kind.ERROR, error))
+        except BaseException as error:
             logger.exception("a batch failed")
-            frame = Frame(call, Kind.ERROR, Internal(f"the model failed: {type(error).__name__}: {error}"))
+            told = Internal(f"the model failed: {type(error).__name__}: {error}")
+            encoded = encode(Frame(call, Kind.ERROR, told))
+        self._send(encoded)
+
+    def _forget(self, call: int, _: Future[None]) -> None:
         self._waiting.pop(call, None)
+
+    def _send(self, encoded: bytes) -> None:
+        """Never waits."""
         try:
-            self._socket.sendall(encode(frame))
-        except OSError:  # the front has gone, and with it those who wait
-            logger.info("nobody takes the answer of a batch")
+            self._unsent.put_nowait(encoded)
+        except queue.Full:
+            logger.warning("a front does not take its answers; closing its connection")
+            self.shut()
+
+    def _write(self) -> None:
+        try:
+            while (encoded := self._unsent.get()) is not None:
+                self._socket.sendall(encoded)
+        except OSError as error:  # the front has gone, and with it those who wait, or it does not read
+            logger.info("nobody takes the answers of batches: %s", error)
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def _read(self) -> Frame:
         header = self._exactly(HEADER.size)

@@ -26,8 +26,10 @@ class BatchTimes:
     def learn(self, rows: int, seconds: float) -> None:
         key = bucket(rows)
         before = self._mean_s.get(key, seconds)
+        # The largest size has no larger one to put it right: one hiccup must not make it look too slow to be tried.
+        seconds = min(seconds, before * (1 + MAX_DEVIATION)) if before else seconds
         self._mean_s[key] = before + WEIGHT * (seconds - before)
-        deviation = min(abs(seconds - before) / before, MAX_DEVIATION) if before else 0.0
+        deviation = abs(seconds - before) / before if before else 0.0
         self._deviation += WEIGHT * (deviation - self._deviation)
 
     def copy(self) -> BatchTimes:

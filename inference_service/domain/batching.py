@@ -97,18 +97,20 @@ def decide(
     limits: Limits,
     free_s: float = 0.0,
     company: int = 0,
+    bound_s: float = 0.0,
 ) -> Decision:
     """What to do with the queue, the most urgent first and the older of two that are as urgent, now.
 
     `free_s` is when a batch should be on its way, so that it arrives as a replica becomes free; it gathers until then,
     however long its rows have waited. `company` are the rows that an idle replica's batch waits for, `max_delay_s` at
-    most. It looks no further than one batch, so its cost does not grow with the queue.
+    most, and no longer than leaves `bound_s` to each of its rows. It looks no further than one batch, so its cost does
+    not grow with the queue.
     """
     if in_flight >= limits.max_in_flight:
         return Decision()
     late: list[int] = []
     batch: list[int] = []
-    rows, form, oldest_s, full = 0, "", math.inf, False
+    rows, form, oldest_s, earliest_s, full = 0, "", math.inf, math.inf, False
     for position, waiting in enumerate(queue):
         if _hopeless(waiting.deadline_s, now_s, in_flight, batch_s):
             late.append(position)
@@ -119,13 +121,15 @@ def decide(
         batch.append(position)
         rows, form = rows + waiting.rows, waiting.form
         oldest_s = min(oldest_s, waiting.arrived_s)
+        earliest_s = min(earliest_s, waiting.deadline_s)
         full = rows >= limits.max_rows
         if full:
             break
     # An idle replica takes what there is, where no company is expected: waiting would only add to the latency. A busy
     # one would not take it any earlier.
     idle = in_flight < limits.at_work
-    due_s = oldest_s + limits.max_delay_s if idle else max(oldest_s + limits.max_delay_s, free_s)
+    delayed_s = oldest_s + limits.max_delay_s
+    due_s = min(delayed_s, earliest_s - bound_s) if idle else max(delayed_s, free_s)
     if batch and not full and not (idle and rows >= company) and due_s > now_s:
         return Decision(tuple(late), (), due_s)
     return Decision(tuple(late), tuple(batch), None)

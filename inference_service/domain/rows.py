@@ -58,13 +58,15 @@ class Outputs:
     """What a model gives for some rows: one array an output, rows along the first axis.
 
     `refused` says of single rows what is wrong with them, by their place; what the arrays hold there means nothing.
-    `input_s` and `infer_s` are how long the preprocessing and the model took for all of the batch.
+    `input_s` and `infer_s` are how long the preprocessing and the model took for all of the batch; `sent_again` where a
+    first replica had died with it, so that the way there tells nothing of others'.
     """
 
     arrays: Sequence[Array]
     refused: Mapping[int, str] = field(default_factory=dict)
     input_s: float = 0.0
     infer_s: float = 0.0
+    sent_again: bool = False
 
     def slice(self, start: int, stop: int) -> Outputs:
         return Outputs(

@@ -7,6 +7,7 @@ sends at its own times, whatever comes back, as the world does: only it shows wh
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -64,7 +65,8 @@ def closed_loop(plan: Plan, in_flight: int) -> Measured:
 
 def open_loop(plan: Plan, rate: float, seed: int = 0) -> Measured:
     """Sends `rate` calls a second on average, at times of a Poisson process that is fixed beforehand. A client that
-    falls behind sends at once what is due, and `Measured` says by how much. Raises `TimeoutError` like `closed_loop`.
+    falls behind sends at once what is due, and `Measured` says by how much: deadlines count from when calls were due,
+    and an answer that comes later is `LATE`. Raises `TimeoutError` like `closed_loop`.
     """
     with _Calls(plan) as calls:
         ended = threading.Semaphore(0)
@@ -73,7 +75,7 @@ def open_loop(plan: Plan, rate: float, seed: int = 0) -> Measured:
             pause_s = due_s - time.perf_counter()
             if pause_s > 0:
                 time.sleep(pause_s)
-            calls.send(float(due_s), ended.release)
+            calls.send(float(due_s), ended.release, due_s + plan.deadline_s)
             sent += 1
         calls.wait(ended, sent, 0.0)
         return calls.measured()
@@ -113,11 +115,17 @@ class _Calls:
     def __exit__(self, *_: object) -> None:
         self._channel.close()
 
-    def send(self, due_s: float, then: Callable[[], None]) -> None:
-        """Calls, and calls `then` when the call has ended."""
+    def send(self, due_s: float, then: Callable[[], None], deadline_s: float = math.inf) -> None:
+        """Calls, and calls `then` when the call has ended. It is given up after the plan's time, or at `deadline_s`."""
+        request = next(self._requests)
         sent_s = time.perf_counter()
-        call = self._infer.future(next(self._requests), timeout=self._plan.deadline_s, metadata=self._plan.metadata)
-        call.add_done_callback(partial(self._ended, due_s, sent_s, then))
+        timeout_s = min(self._plan.deadline_s, deadline_s - sent_s)
+        if timeout_s <= 0:  # it has no time left, and the server never hears of it
+            self._outcomes.append(Outcome(LATE, due_s, sent_s, sent_s))
+            then()
+            return
+        call = self._infer.future(request, timeout=timeout_s, metadata=self._plan.metadata)
+        call.add_done_callback(partial(self._ended, due_s, sent_s, deadline_s, then))
 
     def wait(self, ended: threading.Semaphore, count: int, within_s: float) -> None:
         until_s = time.perf_counter() + within_s + self._plan.deadline_s + END_WITHIN_S
@@ -132,10 +140,12 @@ class _Calls:
         counted = [one for one in self._outcomes if one.due_s >= first_s]
         return Measured(self._plan.seconds, self._plan.rows_per_request, counted)
 
-    def _ended(self, due_s: float, sent_s: float, then: Callable[[], None], call: Any) -> None:
+    def _ended(self, due_s: float, sent_s: float, deadline_s: float, then: Callable[[], None], call: Any) -> None:
         ended_s = time.perf_counter()
         code = call.code()
-        status = LATE if code is grpc.StatusCode.DEADLINE_EXCEEDED and not _told(call) else code.name
+        timed_out = code is grpc.StatusCode.DEADLINE_EXCEEDED and not _told(call)
+        too_late = code is grpc.StatusCode.OK and ended_s > deadline_s
+        status = LATE if timed_out or too_late else code.name
         self._outcomes.append(Outcome(status, due_s, sent_s, ended_s))
         then()
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 OK = "OK"
-# The client's own timer ended it: the server had neither answered nor refused by then.
+# The server had neither answered nor refused by its deadline: the client's own timer ended it, or the answer was later.
 LATE = "LATE"
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from PIL import Image
 from safetensors.torch import save
 
 from inference_service.domain.rows import PREPARED, RAW, Rows
+from inference_service.local_replicas import LocalReplicas
 from inference_service.replica import Loaded, ModelReplica, ReplicaSpec
 from inference_service.served_model import ServedModel
 from shared.checkpoint import load_checkpoint
@@ -34,7 +36,7 @@ def store(file_store: StoreSettings) -> ObjectStore:
     return open_store(file_store)
 
 
-def replica(settings: StoreSettings, written: Written) -> ModelReplica:
+def replica(settings: StoreSettings, written: Written, sockets: Path | None = None) -> ModelReplica:
     return ModelReplica(
         ReplicaSpec(
             store=settings,
@@ -42,7 +44,8 @@ def replica(settings: StoreSettings, written: Written) -> ModelReplica:
             manifest_sha256=written.entry.manifest_sha256,
             threads=1,
             max_batch_size=4,
-        )
+        ),
+        sockets,
     )
 
 
@@ -139,3 +142,22 @@ def test_a_builder_that_is_unknown_does_not_load(store: ObjectStore) -> None:
     strange = replace(written.content, model=replace(MODEL, builder="torchvision.resnet17"))
     with pytest.raises(FailedPrecondition, match="resnet17"):
         ServedModel(strange, save(make_module().state_dict()))
+
+
+def test_a_replica_answers_over_its_socket_until_serve_stops_it(
+    store: ObjectStore, file_store: StoreSettings, tmp_path: Path
+) -> None:
+    folder = tmp_path / "private" / "sockets"
+    one = replica(file_store, write(store), folder)
+    assert describe(one).sockets == folder
+
+    async def scenario() -> None:
+        local = LocalReplicas(folder)
+        door = await local.free()
+        assert door is not None
+        assert len((await door.forward(RAW_ROWS)).arrays[0]) == len(IMAGES)
+        await asyncio.to_thread(one.__del__)  # as Serve does
+        assert await local.free() is None
+
+    asyncio.run(scenario())
+    assert list(folder.iterdir()) == []

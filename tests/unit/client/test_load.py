@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,30 @@ def test_a_call_that_this_client_gave_up_is_late_and_one_that_was_refused_is_not
     assert set(measured.statuses) == {LATE, "DEADLINE_EXCEEDED"}
     assert measured.latency_ms(LATE)["p50"] >= 100.0
     assert measured.latency_ms("DEADLINE_EXCEEDED")["p50"] < 100.0
+
+
+def test_in_an_open_loop_the_deadline_counts_from_when_a_call_was_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are due at once, and a client takes a while to send them."""
+    monkeypatch.setattr("millrace_client.load.generator.arrivals", lambda *_: np.zeros(3))
+    left_s: list[float] = []
+
+    def answer(_: int, context: grpc.ServicerContext) -> pb.ModelInferResponse:
+        left_s.append(context.time_remaining())
+        return pb.ModelInferResponse()
+
+    def slowly() -> Iterator[bytes]:
+        for request in itertools.cycle(requests_of("m", made_up_rows(metadata(IMAGE), 1))):
+            yield request
+            time.sleep(0.2)
+
+    class Slow(list[bytes]):
+        def __iter__(self) -> Iterator[bytes]:
+            return slowly()
+
+    with serving(Server(answer).register) as address:
+        measured = open_loop(plan(address, requests=Slow(), warm_up_s=0.0, deadline_s=0.3), rate=1.0)
+    assert measured.statuses == {OK: 2, LATE: 1}
+    assert left_s[1] < 0.15
 
 
 def test_every_status_is_counted_and_nothing_is_tried_again() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference_service.batcher import Batcher
+from inference_service.batcher import Batcher, Model
 from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits
 from inference_service.domain.rows import Outputs, Rows
@@ -42,11 +42,23 @@ class Doubler:
         return Outputs([values * 2, -values], refused)
 
 
+class PiecesInTurn:
+    """Each batch comes back when it is told to."""
+
+    def __init__(self) -> None:
+        self.done: list[asyncio.Event] = []
+
+    async def forward(self, given: Rows) -> Outputs:
+        self.done.append(asyncio.Event())
+        await self.done[-1].wait()
+        return Outputs([given.values["x"]])
+
+
 def rows(*values: int, form: str = "raw") -> Rows:
     return Rows(form, {"x": np.array(values)})
 
 
-def batcher(model: Doubler, **limits: Any) -> Batcher:
+def batcher(model: Model, **limits: Any) -> Batcher:
     defaults: dict[str, Any] = {"max_rows": 4, "max_delay_s": 0.0, "max_queued_rows": 100, "max_in_flight": 1}
     return Batcher(model, Limits(**{**defaults, **limits}), BatchTimes(), Statistics())
 
@@ -364,5 +376,35 @@ def test_draining_gives_up_what_takes_too_long() -> None:
         await one.drain(0.02)
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [Unavailable, Unavailable]
+
+    on_a_loop(scenario)
+
+
+def test_a_batch_that_was_sent_again_tells_nothing_of_how_long_others_take() -> None:
+    async def scenario() -> None:
+        class Again:
+            async def forward(self, given: Rows) -> Outputs:
+                await asyncio.sleep(0.02)
+                return Outputs([given.values["x"]], sent_again=True)
+
+        times = BatchTimes({1: 0.001})
+        limits = Limits(max_rows=4, max_delay_s=0, max_queued_rows=9, max_in_flight=1)
+        await Batcher(Again(), limits, times, Statistics()).submit(rows(1), None)
+        assert times.bound_s(1) == 0.001
+
+    on_a_loop(scenario)
+
+
+def test_the_way_back_of_a_request_in_pieces_counts_from_the_last_of_them_to_come() -> None:
+    async def scenario() -> None:
+        model = PiecesInTurn()
+        one = batcher(model, max_rows=1, max_in_flight=2)
+        task = submit(one, rows(1, 2))
+        await settle()
+        model.done[1].set()
+        await asyncio.sleep(0.1)
+        model.done[0].set()
+        await task
+        assert one._answer_s() < 0.1
 
     on_a_loop(scenario)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from inference_service.domain.rows import Outputs, Rows
-from inference_service.local_replicas import LocalReplicas, ReplicaLost
+from inference_service.local_replicas import SETTLED_NS, LocalReplicas, ReplicaLost
 from inference_service.replica_socket import SUFFIX, listen
 from shared.errors import FailedPrecondition, Internal
 
@@ -145,6 +145,8 @@ def test_a_batch_given_up_while_it_waits_never_reaches_the_model(folder: Path) -
         second.cancel()
         with pytest.raises(asyncio.CancelledError):
             await second
+        while (await local.free()) is None:  # noqa: ASYNC110 - until the replica has said that it gave it up
+            await asyncio.sleep(0.001)
         third = asyncio.create_task(call(local, rows(3)))
         await asyncio.sleep(0)
         model.may_work.set()
@@ -216,7 +218,9 @@ def test_a_replica_that_is_killed_loses_its_batches_and_its_socket_goes(folder: 
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(ReplicaLost):
             await task
-        assert await LocalReplicas(folder).free() is None
+        # A process that ends closes its connections and its listener one after the other.
+        while (await LocalReplicas(folder).free()) is not None:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.05)
         assert names(folder) == []
 
     try:
@@ -245,5 +249,112 @@ def test_a_folder_that_others_may_enter_is_not_used(folder: Path) -> None:
 def test_without_a_folder_there_is_none() -> None:
     async def scenario() -> None:
         assert await LocalReplicas(None).free() is None
+
+    on_a_loop(scenario)
+
+
+def test_a_search_that_was_cancelled_is_made_again_by_the_next(folder: Path) -> None:
+    async def scenario() -> None:
+        replica(folder)
+        await asyncio.sleep(SETTLED_NS / 1e9 * 2)
+        local = LocalReplicas(folder)
+        search = asyncio.create_task(local.free())
+        await asyncio.sleep(0)
+        search.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await search
+        assert await local.free() is not None
+
+    on_a_loop(scenario)
+
+
+def test_a_connection_that_is_lost_is_opened_again_while_its_replica_lives(folder: Path) -> None:
+    async def scenario() -> None:
+        replica(folder)
+        await asyncio.sleep(SETTLED_NS / 1e9 * 2)
+        local = LocalReplicas(folder)
+        one = await local.free()
+        assert one is not None
+        assert one._transport is not None
+        one._transport.abort()
+        await asyncio.sleep(0)
+        assert (await call(local, rows(3))).arrays[0].tolist() == [6]
+
+    on_a_loop(scenario)
+
+
+def test_a_call_that_was_given_up_counts_until_the_replica_has_answered_it(folder: Path) -> None:
+    async def scenario() -> None:
+        model = replica(folder)
+        local = LocalReplicas(folder)
+        first = await begin(local, model, rows(1))
+        second = asyncio.create_task(call(local, rows(2)))
+        await asyncio.sleep(0)
+        first.cancel()
+        second.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+        while (one := await local.free()) is None:  # noqa: ASYNC110 - until the replica is heard of
+            await asyncio.sleep(0.001)
+        # The second, which never ran, is acknowledged; the model is at work on the first.
+        assert one.in_flight == 1
+        model.may_work.set()
+        while one.in_flight:  # noqa: ASYNC110 - until its answer is here
+            await asyncio.sleep(0.001)
+        assert model.seen == [1]
+
+    on_a_loop(scenario)
+
+
+def test_a_replica_that_owes_an_answer_for_long_gets_no_more_batches(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        hung = replica(folder)
+        local = LocalReplicas(folder)
+        task = await begin(local, hung, rows(1))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        monkeypatch.setattr("inference_service.local_replicas.OWED_S", 0.0)
+        assert await local.free() is None
+        monkeypatch.setattr("inference_service.local_replicas.OWED_S", 20.0)
+        assert await local.free() is not None
+        hung.may_work.set()
+
+    on_a_loop(scenario)
+
+
+def test_a_replica_that_does_not_read_gets_no_more_than_one_large_batch(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / f"stopped{SUFFIX}"))
+    listener.listen()
+
+    async def scenario() -> None:
+        local = LocalReplicas(folder)
+        one = await local.free()
+        assert one is not None
+        task = asyncio.create_task(one.forward(Rows("raw", {"x": np.zeros(1_000_000)})))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert await local.free(busy_too=True) is None
+
+    on_a_loop(scenario)
+    listener.close()
+
+
+def test_sockets_are_of_no_use_where_other_machines_have_replicas_too(folder: Path) -> None:
+    async def scenario() -> None:
+        replica(folder)
+        local = LocalReplicas(folder, replicas=2)
+        assert await local.free() is None
+        assert await local.free(busy_too=True) is not None  # a batch whose replica died
+        replica(folder)
+        while (one := await local.free()) is None:  # noqa: ASYNC110 - until the replica is heard of
+            await asyncio.sleep(0.001)
+        assert one._transport is not None
+        one._transport.abort()  # one that dies is started again, and the other goes on meanwhile
+        await asyncio.sleep(0)
+        assert await local.free() is not None
 
     on_a_loop(scenario)

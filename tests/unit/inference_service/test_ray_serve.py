@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from ray import serve
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.signature import Signature, TensorSpec
 from inference_service.ray_serve import ServeApplications
 from inference_service.replica import Loaded, ReplicaSpec
 from inference_service.settings import settings_from
+from shared.errors import Unavailable
 from shared.settings import SettingsError, StoreSettings
 
 ENVIRON = {"MILLRACE_STORE": "file:///store", "RAY_ADDRESS": "127.0.0.1:6379"}
@@ -69,10 +72,10 @@ def asked_folder(monkeypatch: pytest.MonkeyPatch, *, replica_sockets: bool) -> P
     """The folder that replicas are told to listen in."""
     targets: list[Any] = []
     monkeypatch.setattr(serve, "run_many", lambda given, **_: targets.extend(given))
-    ServeApplications(STORE, replica_sockets=replica_sockets).deploy("d-v1", SPEC, 1)
+    ServeApplications(STORE, replica_sockets=replica_sockets).deploy("d-v1", SPEC, 2)
     (target,) = targets
-    spec, folder = target.target._bound_deployment.init_args
-    assert spec == SPEC
+    spec, folder, replicas = target.target._bound_deployment.init_args
+    assert (spec, replicas) == (SPEC, 2)
     assert folder is None or isinstance(folder, Path)
     return folder
 
@@ -102,6 +105,20 @@ def test_where_they_are_off_a_replica_that_listens_is_called_through_serve(
     applications = ServeApplications(STORE, replica_sockets=True)
     assert asyncio.run(called()).infer_s == 7.0
     assert looked == [folder]
+
+
+def test_an_application_without_a_replica_that_is_well_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoReplica:
+        describe = Handle(None).describe
+
+        @property
+        def forward(self) -> Method:
+            raise DeploymentUnavailableError(DeploymentID(name="model", app_name="d-v1"))
+
+    monkeypatch.setattr(serve, "get_app_handle", lambda _: NoReplica())
+    model, _ = ServeApplications(STORE, replica_sockets=False).describe("d-v1")
+    with pytest.raises(Unavailable, match="try again"):
+        asyncio.run(model.forward(Rows("raw", {"x": np.array([1])})))
 
 
 @pytest.mark.parametrize(("text", "expected"), [(None, False), ("", False), ("0", False), ("1", True)])

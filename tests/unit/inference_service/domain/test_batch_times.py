@@ -63,3 +63,12 @@ def test_a_copy_learns_by_itself() -> None:
     other.learn(8, 0.020)
     assert times.expected_s(8) == 0.010
     assert other.expected_s(8) > 0.010
+
+
+def test_one_hiccup_of_the_largest_size_does_not_make_it_look_too_slow_to_be_tried() -> None:
+    times = BatchTimes({1: 0.005, 32: 0.020})
+    times.learn(32, 5.0)
+    assert times.expected_s(32) == pytest.approx(0.024)
+    for _ in range(20):
+        times.learn(32, 0.2)  # and what lasts is believed
+    assert times.expected_s(32) > 0.15

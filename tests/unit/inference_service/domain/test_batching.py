@@ -148,3 +148,13 @@ def test_a_deadline_in_the_past_is_refused_even_by_an_idle_model() -> None:
 
 def test_rows_that_are_less_urgent_keep_nobody_from_a_deadline() -> None:
     enter(deadline_s=1.6, queued_rows=4, rows_ahead=0)
+
+
+def test_an_idle_model_does_not_wait_for_company_past_what_a_deadline_leaves() -> None:
+    limits = Limits(max_rows=8, max_delay_s=0.1, max_queued_rows=100, max_in_flight=2)
+    queue = [Waiting(1, "raw", 0.0, 1.0), Waiting(1, "raw", 0.0, 0.08)]
+    alone = decide(queue, in_flight=0, now_s=0.0, batch_s=0.01, bound_s=0.02, limits=limits, company=8)
+    assert alone.batch == ()
+    assert alone.wake_s == pytest.approx(0.06)
+    due = decide(queue, in_flight=0, now_s=0.06, batch_s=0.01, bound_s=0.02, limits=limits, company=8)
+    assert due.batch == (0, 1)
