@@ -110,13 +110,14 @@ def test_where_they_are_off_a_replica_that_listens_is_called_through_serve(
 def test_an_application_without_a_replica_that_is_well_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoReplica:
         describe = Handle(None).describe
+        broadcast = Handle(None).broadcast
 
         @property
         def forward(self) -> Method:
             raise DeploymentUnavailableError(DeploymentID(name="model", app_name="d-v1"))
 
     monkeypatch.setattr(serve, "get_app_handle", lambda _: NoReplica())
-    model, _ = ServeApplications(STORE, replica_sockets=False).describe("d-v1")
+    model, _ = ServeApplications(STORE, replica_sockets=False).describe("d-v1", 1)
     with pytest.raises(Unavailable, match="try again"):
         asyncio.run(model.forward(Rows("raw", {"x": np.array([1])})))
 
