@@ -10,6 +10,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 from google.longrunning import operations_pb2, operations_pb2_grpc
+from google.protobuf import duration_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from inference import grpc_service_pb2 as oip
@@ -83,7 +84,9 @@ class Client:
         """The operation when it is done."""
 
         def done() -> operations_pb2.Operation | None:
-            now = self.operations.WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name), timeout=30)
+            # Much shorter than the call's own deadline, which a busy machine may miss by seconds.
+            asked = operations_pb2.WaitOperationRequest(name=operation.name, timeout=duration_pb2.Duration(seconds=10))
+            now = self.operations.WaitOperation(asked, timeout=30)
             return now if now.done else None
 
         return eventually(done, LOADED_WITHIN_S, f"{operation.name} is done")
