@@ -1,8 +1,8 @@
 """`make bench-data`: ingest, transforms and reading of the data service, over pyarrow and plain Ray Data.
 
 All work on the same MNIST digits (MNIST_ROOT, or ../shared/data/mnist), repeated, on one store and one Ray head: real
-service processes, the client in its own process, Ray's peers in another. Runs are interleaved, on a machine at rest; ratios are of medians.
-The last line is one JSON object; it says which bars are met.
+service processes, the client in its own process, Ray's peers in another. Runs are interleaved, each on a machine at
+rest; ratios are of medians. The last line is one JSON object; it says which bars are met.
 
     python -m benchmarks.data [--store file|s3] [--rows 200000] [--repeats 3] [--only ingest transform read memory]
 """

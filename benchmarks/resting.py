@@ -1,5 +1,5 @@
-"""Between two runs the machine comes to rest: what a contender leaves to be done behind its back, such as processes that
-start for the next one, is no part of the run that follows, be it ours or a peer's."""
+"""Between two runs the machine comes to rest: what a contender leaves to be done behind its back, such as processes
+that start for the next one, is no part of the run that follows, be it ours or a peer's."""
 
 from __future__ import annotations
 
