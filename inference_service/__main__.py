@@ -13,9 +13,11 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 from grpc import aio
 
 from inference import grpc_service_pb2, grpc_service_pb2_grpc
+from inference_service.cluster import Cluster
 from inference_service.deployment_servicer import DeploymentServicer
 from inference_service.domain.deployment import Deployment
 from inference_service.front import Front
+from inference_service.load_reports import LoadReports
 from inference_service.manager import DeploymentManager
 from inference_service.metrics import metrics_served
 from inference_service.models import Models
@@ -46,7 +48,8 @@ async def run(settings: InferenceSettings, store: ObjectStore) -> int:
     operations = DeploymentOperations(store, deployments)
     applications = ServeApplications(settings.service.store.url, replica_sockets=settings.replica_sockets)
     models, health, stop = Models(), Health(), asyncio.Event()
-    reconciler = Reconciler(deployments, applications, models, settings)
+    cluster = Cluster(settings.cluster_max)
+    reconciler = Reconciler(deployments, applications, models, cluster, settings)
     front = Front(settings, applications, reconciler, models, health, stop)
 
     def changed(deployment: Deployment) -> None:
@@ -56,9 +59,10 @@ async def run(settings: InferenceSettings, store: ObjectStore) -> int:
     roll_outs = RollOuts(store, deployments, models, settings, changed)
 
     def register(server: aio.Server) -> Sequence[str]:
-        manager = DeploymentManager(store, deployments, operations)
+        manager = DeploymentManager(store, deployments, operations, cluster)
+        wishes = RollOutManager(store, deployments, operations)
         deployment_service_pb2_grpc.add_DeploymentServiceServicer_to_server(
-            DeploymentServicer(manager, RollOutManager(store, deployments, operations), changed), server
+            DeploymentServicer(manager, wishes, changed, models.replicas), server
         )
         grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(OpenInferenceServicer(models), server)
         operations_pb2_grpc.add_OperationsServicer_to_server(OperationsServicer(operations), server)
@@ -72,7 +76,7 @@ async def run(settings: InferenceSettings, store: ObjectStore) -> int:
     with metrics_served(settings.metrics_listen, models):
         serving = serve(settings.service.listen, register, health=health, ready=False, stop=stop)
         async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(front.run()), tasks.create_task(roll_outs.run())]
+            background = [tasks.create_task(one.run()) for one in (front, roll_outs, LoadReports(applications, models))]
             await serving
             for task in background:
                 task.cancel()

@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from inference_service.batcher import Batcher
+from inference_service.batcher import BATCHES_PER_REPLICA, Batcher
+from inference_service.cluster import Cluster
 from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits
 from inference_service.domain.deployment import (
@@ -24,6 +25,7 @@ from inference_service.domain.deployment import (
     with_removal,
 )
 from inference_service.domain.rolling import with_version_failed, with_version_loaded
+from inference_service.domain.routing import find_version
 from inference_service.models import Models, application_name
 from inference_service.ray_serve import Application, ServeApplications
 from inference_service.registry import Deployments
@@ -37,7 +39,6 @@ logger = logging.getLogger(__name__)
 SERVE_WITHIN_S = 30.0
 # A version that was READY before and does not start now is tried again so often.
 AGAIN_AFTER_S = 15.0
-BATCHES_PER_REPLICA = 2  # one at work, one on its way: the replica never waits for the wire
 
 T = TypeVar("T")
 
@@ -48,11 +49,17 @@ class RayLost(Exception):
 
 class Reconciler:
     def __init__(
-        self, deployments: Deployments, applications: ServeApplications, models: Models, settings: InferenceSettings
+        self,
+        deployments: Deployments,
+        applications: ServeApplications,
+        models: Models,
+        cluster: Cluster,
+        settings: InferenceSettings,
     ) -> None:
         self._deployments = deployments
         self._applications = applications
         self._models = models
+        self._cluster = cluster
         self._settings = settings
         self._changed = asyncio.Event()
         self._removing: dict[str, asyncio.Task[None]] = {}  # by uid, and applications that no log names by theirs
@@ -90,6 +97,8 @@ class Reconciler:
         """One comparison of the logs with Serve, and the steps that follow from it."""
         # Serve first: what it runs was in a log before, so a log read later names it unless it is to go.
         running = await self._serve(self._applications.statuses)
+        self._cluster.note(await self._serve(self._applications.nodes))
+        self._models.scaled({name: one.replicas for name, one in running.items()})
         self._models.begin_reading()
         deployments = await asyncio.to_thread(self._deployments.all)
         self._models.replace(deployments)
@@ -155,19 +164,33 @@ class Reconciler:
                 threads=deployment.spec.threads_per_replica,
                 max_batch_size=deployment.spec.max_batch_size,
             )
-            await self._serve(self._applications.deploy, name, spec, deployment.spec.num_replicas)
+            self._warn_if_it_never_fits(deployment)
+            scale = deployment.spec.scale(self._replicas_of_the_main(deployment))
+            await self._serve(self._applications.deploy, name, spec, scale)
         elif application.running and (version.signature is None or not self._models.has_batcher(name)):
-            await self._attach(name, deployment, version)
+            await self._attach(name, deployment, version, application.replicas)
         elif application.failed:
             why = application.message.strip().splitlines()[-1:] or ["Ray Serve gives no reason"]
             failure = FailedPrecondition(f"the model does not start: {why[0]}", reason="MODEL_DOES_NOT_START")
             await self._fail(name, deployment, version, failure)
 
-    async def _attach(self, name: str, deployment: Deployment, version: ModelVersion) -> None:
-        # Before it gets any traffic, all of them; where it was loaded before, any that there is does.
-        replicas = deployment.spec.num_replicas if version.signature is None else 1
+    def _warn_if_it_never_fits(self, deployment: Deployment) -> None:
+        """It was let in when the cluster was not known yet, or was another; nodes may come that hold it."""
         try:
-            model, loaded = await self._serve(self._applications.describe, name, replicas)
+            self._cluster.check_fits(deployment.spec)
+        except FailedPrecondition as error:
+            logger.warning("%s waits for a node: %s", deployment.name, error.message)
+
+    def _replicas_of_the_main(self, deployment: Deployment) -> int:
+        """Those of the version with the most traffic: another that is to take it over begins with as many."""
+        main = find_version(deployment, "")
+        return (self._models.replicas(deployment, main) or 0) if main is not None else 0
+
+    async def _attach(self, name: str, deployment: Deployment, version: ModelVersion, replicas: int) -> None:
+        # Before it gets any traffic, all of them; where it was loaded before, any that there is does.
+        wanted = max(replicas, deployment.spec.num_replicas) if version.signature is None else 1
+        try:
+            model, loaded = await self._serve(self._applications.describe, name, wanted)
         except (DataLoss, FailedPrecondition) as error:
             await self._fail(name, deployment, version, error)
             return
@@ -176,7 +199,7 @@ class Reconciler:
             max_rows=spec.max_batch_size,
             max_delay_s=spec.max_batch_delay_s,
             max_queued_rows=spec.max_queued_rows,
-            max_in_flight=BATCHES_PER_REPLICA * spec.num_replicas,
+            max_in_flight=BATCHES_PER_REPLICA * max(replicas, 1),
         )
         statistics = self._models.statistics(deployment, version)
         self._models.attach(name, Batcher(model, limits, BatchTimes(loaded.batch_s), statistics))

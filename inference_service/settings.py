@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shared.cluster_max import largest_cluster
 from shared.settings import ServiceSettings, SettingsError, is_on, service_settings
 
 DEFAULT_LISTEN = "127.0.0.1:50053"
@@ -17,6 +18,8 @@ class InferenceSettings:
     metrics_listen: str = ""
     # Whether batches go to the replicas on this machine over sockets of theirs, or all through Ray Serve's handle.
     replica_sockets: bool = False
+    # What the cluster has at most, when it has grown; None: what it has now is all that is known.
+    cluster_max: Mapping[str, float] | None = None
     # How often the logs are compared with what Ray Serve runs, in seconds.
     reconcile_every_s: float = 2.0
     # Ray is given up, and this process with it, after so many seconds in which its head's port is closed,
@@ -40,6 +43,7 @@ def settings_from(environ: Mapping[str, str]) -> InferenceSettings:
     return InferenceSettings(
         service=service,
         metrics_listen=_metrics_listen(environ),
+        cluster_max=largest_cluster(environ),
         replica_sockets=is_on(environ, "MILLRACE_REPLICA_SOCKETS", default=False),
     )
 

@@ -42,6 +42,15 @@ def environment(store: StoreSettings, ray_address: str) -> dict[str, str]:
     return {**store_environ(store), "RAY_ADDRESS": ray_address, "MILLRACE_LOG_LEVEL": "WARNING"}
 
 
+def durable(deployment: pb.Deployment) -> pb.Deployment:
+    """What the log says: without how many replicas run at this moment."""
+    kept = pb.Deployment()
+    kept.CopyFrom(deployment)
+    for version in kept.versions:
+        version.ClearField("replicas")
+    return kept
+
+
 class Client:
     """Stubs over one channel."""
 

@@ -48,7 +48,7 @@ def served(
     def run(scenario: Scenario) -> None:
         def register(server: aio.Server) -> list[str]:
             roll_outs = RollOutManager(store, deployments, operations)
-            servicer = DeploymentServicer(manager, roll_outs, lambda _deployment: None)
+            servicer = DeploymentServicer(manager, roll_outs, lambda _deployment: None, lambda *_: 2)
             pb_grpc.add_DeploymentServiceServicer_to_server(servicer, server)
             return ["millrace.inference.v1.DeploymentService"]
 

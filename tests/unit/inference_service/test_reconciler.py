@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from inference_service.cluster import Cluster
 from inference_service.domain.deployment import Deployment, State
 from inference_service.manager import DeploymentManager
 from inference_service.models import Models, application_name
@@ -30,7 +31,10 @@ class Running:
         self.wanted: list[int] = []
 
     def statuses(self) -> dict[str, Application]:
-        return dict.fromkeys(self._names, Application(running=True, failed=False, message=""))
+        return dict.fromkeys(self._names, Application(running=True, failed=False, message="", replicas=3))
+
+    def nodes(self) -> dict[str, dict[str, float]]:
+        return {"a": {"CPU": 8.0}}
 
     def describe(self, _name: str, replicas: int) -> tuple[Classifier, Loaded]:
         self.wanted.append(replicas)
@@ -41,7 +45,7 @@ def reconciling(deployments: Deployments, made: Deployment) -> tuple[Reconciler,
     service = ServiceSettings(listen="", store=StoreSettings(url="file:///nowhere"))
     models, running = Models(), Running(application_name(made, made.versions[0]))
     serve: Any = running
-    return Reconciler(deployments, serve, models, InferenceSettings(service=service)), models, running
+    return Reconciler(deployments, serve, models, Cluster(None), InferenceSettings(service=service)), models, running
 
 
 def test_a_version_whose_loading_could_not_be_written_down_is_written_down_later(
