@@ -228,6 +228,10 @@ class Models:
         batcher = self._batchers.get(application)
         return batcher.load() if batcher is not None else None
 
+    def attached(self) -> list[str]:
+        """The applications that requests are sent to."""
+        return list(self._batchers)
+
     def has_batcher(self, application: str) -> bool:
         return application in self._batchers
 

@@ -1,7 +1,7 @@
 """Makes Ray Serve run what the resource logs say, on start-up and every few seconds.
 
 So a restarted service finds its replicas, a new Ray head gets all deployments back, and an application that no log
-names goes.
+names goes. Of several front processes the first does so; the others take over what there is, and let go of what goes.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from inference_service.ray_serve import Application, ServeApplications
 from inference_service.registry import Deployments
 from inference_service.replica import Loaded, ReplicaSpec
 from inference_service.settings import InferenceSettings
+from inference_service.siblings import Siblings
 from shared.errors import DataLoss, FailedPrecondition, MillraceError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -55,18 +56,25 @@ class Reconciler:
         models: Models,
         cluster: Cluster,
         settings: InferenceSettings,
+        siblings: Siblings,
     ) -> None:
         self._deployments = deployments
         self._applications = applications
         self._models = models
         self._cluster = cluster
         self._settings = settings
+        self._siblings = siblings
         self._changed = asyncio.Event()
         self._removing: dict[str, asyncio.Task[None]] = {}  # by uid, and applications that no log names by theirs
+        self._draining: set[str] = set()
         self._not_before: dict[str, float] = {}
         # The applications whose checkpoints, and whose dataset versions, this process has marked as used.
         self._kept: set[str] = set()
         self._marked: set[str] = set()
+
+    def holds(self) -> list[str]:
+        """The applications that this process may still send a batch to."""
+        return [*self._models.attached(), *self._draining]
 
     def nudge(self) -> None:
         """Something changed: look now."""
@@ -120,9 +128,11 @@ class Reconciler:
             for version in deployment.versions
         }
         for name in running.keys() - wanted.keys() - going - self._removing.keys():
-            logger.info("deleting application %s, which no log names", name)
+            if self._siblings.leads:
+                logger.info("deleting application %s, which no log names", name)
             self._removing[name] = asyncio.create_task(self._retire(name))
-        await self._mark_used(deployments)
+        if self._siblings.leads:
+            await self._mark_used(deployments)
         for name, (deployment, version) in wanted.items():
             try:
                 await self._keep(name, deployment, version, running.get(name))
@@ -155,8 +165,10 @@ class Reconciler:
         if application is None:
             if version.retired_at is not None or time.monotonic() < self._not_before.get(name, 0.0):
                 return
-            logger.info("%s: starting version %s as %s", deployment.name, version.number, name)
             self._models.detach(name)
+            if not self._siblings.leads:
+                return
+            logger.info("%s: starting version %s as %s", deployment.name, version.number, name)
             spec = ReplicaSpec(
                 store=self._settings.service.store,
                 folder=version.folder,
@@ -215,6 +227,11 @@ class Reconciler:
 
         Serve itself has given up by then: an application of which no replica ever started never gets another.
         """
+        if not self._siblings.leads:
+            batcher = self._models.detach(name)
+            if batcher is not None:
+                batcher.close("its replicas are gone")
+            return
         logger.error("%s: version %s: %s", deployment.name, version.number, error.message)
         newest = await asyncio.to_thread(
             self._deployments.transition,
@@ -241,16 +258,22 @@ class Reconciler:
 
     async def _take_out(self, name: str) -> None:
         """Answers what is in flight, then takes the application out of Serve."""
+        self._draining.add(name)
         batcher = self._models.detach(name)
         if batcher is not None:
             await batcher.drain(self._settings.drain_silent_after_s)
-        await self._serve(self._applications.delete, name)
+        self._draining.discard(name)
+        if self._siblings.leads:
+            await self._siblings.let_go(name, self._settings.drain_silent_after_s)
+            await self._serve(self._applications.delete, name)
 
     async def _remove(self, deployment: Deployment) -> None:
         """Answers what is in flight, then takes all its versions out of Serve and ends its log."""
         try:
             for version in deployment.versions:
                 await self._take_out(application_name(deployment, version))
+            if not self._siblings.leads:
+                return
             # Before its log ends, or nobody would come back to do it.
             await asyncio.to_thread(self._deployments.release, deployment, deployment.versions)
             await asyncio.to_thread(

@@ -52,10 +52,14 @@ def durable(deployment: pb.Deployment) -> pb.Deployment:
 
 
 class Client:
-    """Stubs over one channel."""
+    """Stubs over one channel, with a connection of its own: of several fronts one answers it."""
 
     def __init__(self, target: str) -> None:
-        options = [("grpc.max_reconnect_backoff_ms", 500), ("grpc.initial_reconnect_backoff_ms", 100)]
+        options = [
+            ("grpc.max_reconnect_backoff_ms", 500),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
         self.channel = grpc.insecure_channel(target, options=options)
         self.inference = oip_grpc.GRPCInferenceServiceStub(self.channel)
         self.deployments = pb_grpc.DeploymentServiceStub(self.channel)

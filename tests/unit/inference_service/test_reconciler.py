@@ -17,6 +17,7 @@ from inference_service.reconciler import Reconciler
 from inference_service.registry import Deployments
 from inference_service.replica import Loaded
 from inference_service.settings import InferenceSettings
+from inference_service.siblings import Siblings
 from shared.errors import Unavailable
 from shared.settings import ServiceSettings, StoreSettings
 from tests.support.inference_server import IMAGES, Classifier
@@ -45,7 +46,11 @@ def reconciling(deployments: Deployments, made: Deployment) -> tuple[Reconciler,
     service = ServiceSettings(listen="", store=StoreSettings(url="file:///nowhere"))
     models, running = Models(), Running(application_name(made, made.versions[0]))
     serve: Any = running
-    return Reconciler(deployments, serve, models, Cluster(None), InferenceSettings(service=service)), models, running
+    return (
+        Reconciler(deployments, serve, models, Cluster(None), InferenceSettings(service=service), Siblings()),
+        models,
+        running,
+    )
 
 
 def test_a_version_whose_loading_could_not_be_written_down_is_written_down_later(
