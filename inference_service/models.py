@@ -54,7 +54,7 @@ class Listed:
 class Models:
     """Read by the servicers, kept up to date by the reconciler; all on one event loop.
 
-    `unchosen` counts the requests that no version was found for.
+    `unchosen` counts the requests that no version was found for, `written` the logs that this process has written.
     """
 
     def __init__(self) -> None:
@@ -66,6 +66,7 @@ class Models:
         self._changed = asyncio.Event()
         self._shadowing = Shadowing()
         self.unchosen = Statistics()
+        self.written = 0
 
     def choose(
         self, model_name: str, model_version: str, headers: Callable[[], Mapping[str, str]] = dict
@@ -208,6 +209,7 @@ class Models:
 
     def put(self, deployment: Deployment) -> None:
         """Takes over one deployment whose log was written just now."""
+        self.written += 1
         self._puts.append(deployment)
         if self._deployments is not None:
             _take_over(self._deployments, deployment)

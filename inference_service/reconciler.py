@@ -179,7 +179,7 @@ class Reconciler:
             self._warn_if_it_never_fits(deployment)
             scale = deployment.spec.scale(self._replicas_of_the_main(deployment))
             await self._serve(self._applications.deploy, name, spec, scale)
-        elif application.running and (version.signature is None or not self._models.has_batcher(name)):
+        elif application.running and self._is_to_attach(name, version):
             await self._attach(name, deployment, version, application.replicas)
         elif application.failed:
             why = application.message.strip().splitlines()[-1:] or ["Ray Serve gives no reason"]
@@ -215,12 +215,23 @@ class Reconciler:
         )
         statistics = self._models.statistics(deployment, version)
         self._models.attach(name, Batcher(model, limits, BatchTimes(loaded.batch_s), statistics))
+        if version.signature is None and not self._may_say_loaded(name):
+            return
         newest = await asyncio.to_thread(
             self._deployments.transition, deployment.name, deployment.uid, _loaded(version, loaded)
         )
         if newest is not None:
             self._models.put(newest)
             logger.info("%s: version %s is loaded", deployment.name, version.number)
+
+    def _is_to_attach(self, name: str, version: ModelVersion) -> bool:
+        if not self._models.has_batcher(name):
+            return True
+        return version.signature is None and self._siblings.leads
+
+    def _may_say_loaded(self, name: str) -> bool:
+        """From then on requests come, to any of the fronts."""
+        return self._siblings.leads and self._siblings.all_hold(name, self._settings.drain_silent_after_s)
 
     async def _fail(self, name: str, deployment: Deployment, version: ModelVersion, error: MillraceError) -> None:
         """Fails a new deployment, or ends a roll-out, for good. A version that was loaded before is tried again.

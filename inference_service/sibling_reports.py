@@ -25,9 +25,13 @@ class SiblingReports:
         self._listens = False
 
     async def run(self) -> None:
-        """Until cancelled; returns at once where there are no others."""
+        """Until cancelled; returns at once where there are no others. What they have written or loaded is seen soon."""
+        news: dict[int, tuple[int, list[str]]] = {}
         while self._siblings.are_there:
             self.tell()
+            before, news = news, self._siblings.news()
+            if news != before:
+                self._reconciler.nudge()
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def turn_to_listen(self) -> None:
@@ -45,6 +49,7 @@ class SiblingReports:
                 listens=self._listens,
                 ready=self._ready.is_set(),
                 holds=self._reconciler.holds(),
+                written=self._models.written,
                 counts=counts,
             )
         )

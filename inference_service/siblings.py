@@ -26,13 +26,15 @@ LOOK_EVERY_S = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """By one process: whether it listens on the port, whether it is ready to answer, the applications that it may still
-    send batches to, and its own requests of versions that a roll-out is about, by application."""
+    """By one process: whether it listens on the port, whether it is ready to answer, the applications that it may send
+    batches to, how many logs it has written, and its own requests of versions that a roll-out is about, by application.
+    """
 
     pid: int
     listens: bool
     ready: bool
     holds: list[str]
+    written: int = 0
     counts: Mapping[str, Counts] = field(default_factory=dict)
 
     @staticmethod
@@ -80,6 +82,19 @@ class Siblings:
         if self.leads and not listening:
             return True
         return ready and all(told.ready for told in listening)
+
+    def all_hold(self, application: str, silent_s: float) -> bool:
+        """Whether every other process that has the port can send batches there; one that has told nothing for
+        `silent_s` does not count."""
+        return all(
+            application in told.holds
+            for told_at, told in self._others()
+            if told.listens and time.time() - told_at < silent_s
+        )
+
+    def news(self) -> dict[int, tuple[int, list[str]]]:
+        """How many logs each other process has written, and what it holds, by pid."""
+        return {told.pid: (told.written, told.holds) for _, told in self._others()}
 
     async def let_go(self, application: str, silent_s: float) -> None:
         """Returns once no other process sends batches there any more; one that has told nothing for `silent_s` is not

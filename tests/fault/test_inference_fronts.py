@@ -89,11 +89,27 @@ class Asking:
                     self.errors.append(error)
 
 
+def wait_until_all_know(service: ServiceProcess) -> None:
+    """A front reads what another has written within half a second."""
+
+    def all_answer() -> bool:
+        for _ in range(10):
+            with Client(service.address) as client:
+                try:
+                    client.infer("digits", IMAGE)
+                except grpc.RpcError:
+                    return False
+        return True
+
+    eventually(lambda: len(fronts(service)) == 2 and all_answer(), 60, "both fronts answer")
+
+
 @pytest.mark.parametrize("victim", [1, 0])
 def test_a_front_killed_under_load_costs_only_the_calls_that_it_had(
     head: RayHead, service: ServiceProcess, victim: int
 ) -> None:
-    before = eventually(lambda: fronts(service) if len(fronts(service)) == 2 else None, 60, "two fronts")
+    wait_until_all_know(service)
+    before = fronts(service)
     replicas = set(head.processes("ray::ServeReplica"))
     with Asking(service.address) as asking:
         asking.wait_for(200)
@@ -110,7 +126,7 @@ def test_a_front_killed_under_load_costs_only_the_calls_that_it_had(
 
 
 def test_a_roll_out_moves_the_traffic_of_all_fronts_and_no_request_is_dropped(service: ServiceProcess) -> None:
-    eventually(lambda: len(fronts(service)) == 2, 60, "two fronts")
+    wait_until_all_know(service)
     with Client(service.address) as client, Asking(service.address) as asking:
         asking.wait_for(50)
         spec = roll_out_pb2.RollOutSpec(checkpoint="trainingJobs/digits/checkpoints/c2")

@@ -146,25 +146,35 @@ def test_the_version_of_a_roll_out_begins_with_as_many_replicas_as_the_old_one_h
     asyncio.run(scenario())
 
 
-def test_only_the_first_of_several_fronts_starts_a_version_and_takes_it_away(
+def test_a_version_gets_traffic_once_all_fronts_reach_it_and_goes_once_none_does(
     deployments: Deployments, manager: DeploymentManager, tmp_path: Path
 ) -> None:
     made = manager.create(creation())
     name = application_name(made, made.versions[0])
 
+    def tell(second: Reconciler) -> None:
+        Siblings(tmp_path, 1).tell(Told(pid=os.getpid(), listens=True, ready=True, holds=second.holds()))
+
     async def scenario() -> None:
         first, _, its = reconciling(deployments, made, Siblings(tmp_path, 0))
         second, models, others = reconciling(deployments, made, Siblings(tmp_path, 1))
+        tell(second)
+        await first.reconcile()
+        assert deployments.get(made.name).state is State.LOADING  # the second has not met its replicas
+        await second.reconcile()
+        tell(second)
+        assert deployments.get(made.name).state is State.LOADING
+        await first.reconcile()
+        assert deployments.get(made.name).state is State.READY
         await second.reconcile()
         assert models.is_ready("digits", "")
-        Siblings(tmp_path, 1).tell(Told(pid=os.getpid(), listens=True, ready=True, holds=second.holds()))
         manager.delete(made.name, "")
         await first.reconcile()
         await asyncio.sleep(0.4)
         assert its.deleted == []  # the second may still send a batch there
         await second.reconcile()
         await until(lambda: second.holds() == [], "the second has let it go")
-        Siblings(tmp_path, 1).tell(Told(pid=os.getpid(), listens=True, ready=True, holds=second.holds()))
+        tell(second)
         await until(lambda: its.deleted == [name], "the first takes it away")
         await until(lambda: not deployments.exists(made.name), "its log ends")
         assert (others.deleted, others.deployed) == ([], {})
