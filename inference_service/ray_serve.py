@@ -161,8 +161,11 @@ class ServeModel:
         self._local.replicas = max(replicas, 1)
 
     def tell_load(self, front: str, load: Load) -> None:
-        """Blocking."""
-        self._handle.broadcast("tell_load", front, load).results(timeout_s=ANSWER_WITHIN_S, return_exceptions=True)
+        """Blocking. Raises what one of them raises, or why it was not reached; the others have been told."""
+        told = self._handle.broadcast("tell_load", front, load)
+        for answer in told.results(timeout_s=ANSWER_WITHIN_S, return_exceptions=True):
+            if isinstance(answer, Exception):
+                raise answer
 
     async def forward(self, rows: Rows) -> Outputs:
         """Raises `Unavailable` when the second replica dies as well, or none is well, and what the replica raises."""

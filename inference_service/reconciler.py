@@ -67,6 +67,8 @@ class Reconciler:
         self._changed = asyncio.Event()
         self._removing: dict[str, asyncio.Task[None]] = {}  # by uid, and applications that no log names by theirs
         self._draining: set[str] = set()
+        # What the replicas of those that requests are sent to have said of themselves.
+        self._loaded: dict[str, Loaded] = {}
         self._not_before: dict[str, float] = {}
         # The applications whose checkpoints, and whose dataset versions, this process has marked as used.
         self._kept: set[str] = set()
@@ -133,6 +135,7 @@ class Reconciler:
             self._removing[name] = asyncio.create_task(self._retire(name))
         if self._siblings.leads:
             await self._mark_used(deployments)
+        self._loaded = {name: loaded for name, loaded in self._loaded.items() if name in wanted}
         for name, (deployment, version) in wanted.items():
             try:
                 await self._keep(name, deployment, version, running.get(name))
@@ -179,8 +182,11 @@ class Reconciler:
             self._warn_if_it_never_fits(deployment)
             scale = deployment.spec.scale(self._replicas_of_the_main(deployment))
             await self._serve(self._applications.deploy, name, spec, scale)
-        elif application.running and self._is_to_attach(name, version):
-            await self._attach(name, deployment, version, application.replicas)
+        elif application.running:
+            if not self._models.has_batcher(name) and not await self._attach(name, deployment, version, application):
+                return
+            if version.signature is None and self._may_say_loaded(name):
+                await self._say_loaded(name, deployment, version)
         elif application.failed:
             why = application.message.strip().splitlines()[-1:] or ["Ray Serve gives no reason"]
             failure = FailedPrecondition(f"the model does not start: {why[0]}", reason="MODEL_DOES_NOT_START")
@@ -198,14 +204,16 @@ class Reconciler:
         main = find_version(deployment, "")
         return (self._models.replicas(deployment, main) or 0) if main is not None else 0
 
-    async def _attach(self, name: str, deployment: Deployment, version: ModelVersion, replicas: int) -> None:
+    async def _attach(self, name: str, deployment: Deployment, version: ModelVersion, application: Application) -> bool:
+        """False where its replicas say that they never will answer."""
+        replicas = application.replicas
         # Before it gets any traffic, all of them; where it was loaded before, any that there is does.
         wanted = max(replicas, deployment.spec.num_replicas) if version.signature is None else 1
         try:
             model, loaded = await self._serve(self._applications.describe, name, wanted)
         except (DataLoss, FailedPrecondition) as error:
             await self._fail(name, deployment, version, error)
-            return
+            return False
         spec = deployment.spec
         limits = Limits(
             max_rows=spec.max_batch_size,
@@ -215,19 +223,16 @@ class Reconciler:
         )
         statistics = self._models.statistics(deployment, version)
         self._models.attach(name, Batcher(model, limits, BatchTimes(loaded.batch_s), statistics))
-        if version.signature is None and not self._may_say_loaded(name):
-            return
+        self._loaded[name] = loaded
+        return True
+
+    async def _say_loaded(self, name: str, deployment: Deployment, version: ModelVersion) -> None:
         newest = await asyncio.to_thread(
-            self._deployments.transition, deployment.name, deployment.uid, _loaded(version, loaded)
+            self._deployments.transition, deployment.name, deployment.uid, _loaded(version, self._loaded[name])
         )
         if newest is not None:
             self._models.put(newest)
             logger.info("%s: version %s is loaded", deployment.name, version.number)
-
-    def _is_to_attach(self, name: str, version: ModelVersion) -> bool:
-        if not self._models.has_batcher(name):
-            return True
-        return version.signature is None and self._siblings.leads
 
     def _may_say_loaded(self, name: str) -> bool:
         """From then on requests come, to any of the fronts."""

@@ -20,12 +20,15 @@ class ToldLoads:
         self._loads: dict[str, tuple[Load, float]] = {}  # by front
 
     def tell(self, front: str, load: Load) -> None:
-        self._loads[front] = (load, self._clock())
+        self._loads = {**self._present(), front: (load, self._clock())}
 
     def in_all(self) -> dict[str, float]:
         """Of all fronts together; empty before the first has told anything."""
         if not self._loads:
             return {}
-        since_s = self._clock() - FORGOTTEN_AFTER_S
-        present = [load for load, at_s in self._loads.values() if at_s >= since_s]
+        present = [load for load, _ in self._present().values()]
         return {ROWS: sum(load.rows for load in present), REFUSED: float(sum(load.refused for load in present))}
+
+    def _present(self) -> dict[str, tuple[Load, float]]:
+        since_s = self._clock() - FORGOTTEN_AFTER_S
+        return {front: (load, at_s) for front, (load, at_s) in self._loads.items() if at_s >= since_s}
