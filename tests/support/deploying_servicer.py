@@ -11,7 +11,7 @@ from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import deployment_service_pb2_grpc as pb_grpc
 
 
-class Deploying(pb_grpc.DeploymentServiceServicer):  # type: ignore[misc]
+class Deploying(pb_grpc.DeploymentServiceServicer):
     """Remembers what is to be deployed."""
 
     def __init__(self) -> None:
