@@ -1,4 +1,7 @@
-"""The composition root: settings → store → domain → servicers → server, and the bond with Ray beside it."""
+"""The composition root: settings → store → domain → servicers → server, and the bond with Ray beside it.
+
+With several fronts this is their parent, which starts each as `python -m inference_service NUMBER FOLDER`.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,21 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from google.longrunning import operations_pb2, operations_pb2_grpc
 from grpc import aio
 
 from inference import grpc_service_pb2, grpc_service_pb2_grpc
+from inference_service.cluster import Cluster
 from inference_service.deployment_servicer import DeploymentServicer
 from inference_service.domain.deployment import Deployment
 from inference_service.front import Front
+from inference_service.fronts import parent_gone, run_fronts
+from inference_service.load_reports import LoadReports
 from inference_service.manager import DeploymentManager
 from inference_service.metrics import metrics_served
 from inference_service.models import Models
@@ -26,7 +35,9 @@ from inference_service.reconciler import Reconciler
 from inference_service.registry import Deployments
 from inference_service.roll_out_manager import RollOutManager
 from inference_service.roll_outs import RollOuts
-from inference_service.settings import InferenceSettings, settings_from
+from inference_service.settings import InferenceSettings, metrics_of, settings_from
+from inference_service.sibling_reports import SiblingReports
+from inference_service.siblings import Siblings
 from millrace.inference.v1 import deployment_service_pb2, deployment_service_pb2_grpc
 from shared.errors import MillraceError
 from shared.grpc_server import Health, serve
@@ -40,25 +51,28 @@ from shared.telemetry import configure_logging
 logger = logging.getLogger("inference_service")
 
 
-async def run(settings: InferenceSettings, store: ObjectStore) -> int:
+async def run(settings: InferenceSettings, store: ObjectStore, siblings: Siblings) -> int:
     """Serves until told to stop. Returns the process's exit status."""
     deployments = Deployments(store)
     operations = DeploymentOperations(store, deployments)
     applications = ServeApplications(settings.service.store.url, replica_sockets=settings.replica_sockets)
     models, health, stop = Models(), Health(), asyncio.Event()
-    reconciler = Reconciler(deployments, applications, models, settings)
+    cluster = Cluster(settings.cluster_max)
+    reconciler = Reconciler(deployments, applications, models, cluster, settings, siblings)
     front = Front(settings, applications, reconciler, models, health, stop)
 
     def changed(deployment: Deployment) -> None:
         models.put(deployment)
         reconciler.nudge()
 
-    roll_outs = RollOuts(store, deployments, models, settings, changed)
+    roll_outs = RollOuts(store, deployments, models, settings, changed, siblings)
+    reports = SiblingReports(siblings, reconciler, models, front.ready)
 
     def register(server: aio.Server) -> Sequence[str]:
-        manager = DeploymentManager(store, deployments, operations)
+        manager = DeploymentManager(store, deployments, operations, cluster)
+        wishes = RollOutManager(store, deployments, operations)
         deployment_service_pb2_grpc.add_DeploymentServiceServicer_to_server(
-            DeploymentServicer(manager, RollOutManager(store, deployments, operations), changed), server
+            DeploymentServicer(manager, wishes, changed, models.replicas), server
         )
         grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(OpenInferenceServicer(models), server)
         operations_pb2_grpc.add_OperationsServicer_to_server(OperationsServicer(operations), server)
@@ -70,13 +84,38 @@ async def run(settings: InferenceSettings, store: ObjectStore) -> int:
 
     await health.set(False)  # until Ray is joined
     with metrics_served(settings.metrics_listen, models):
-        serving = serve(settings.service.listen, register, health=health, ready=False, stop=stop)
         async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(front.run()), tasks.create_task(roll_outs.run())]
-            await serving
+            background = [tasks.create_task(part.run()) for part in (front, LoadReports(applications, models), reports)]
+            if siblings.leads:
+                background.append(tasks.create_task(roll_outs.run()))
+            if siblings.are_there:
+                background.append(tasks.create_task(_stop_without_parent(stop)))
+            if await _first_of(reports.turn_to_listen(), stop.wait()):
+                await serve(
+                    settings.service.listen,
+                    register,
+                    health=health,
+                    ready=front.ready.is_set(),
+                    stop=stop,
+                    shared_port=siblings.are_there,
+                )
             for task in background:
                 task.cancel()
     return front.exit_status
+
+
+async def _stop_without_parent(stop: asyncio.Event) -> None:
+    await parent_gone()
+    stop.set()
+
+
+async def _first_of(wanted: Coroutine[Any, Any, None], other: Coroutine[Any, Any, object]) -> bool:
+    """Whether the wanted one ended first; the one that did not is cancelled."""
+    first, second = asyncio.create_task(wanted), asyncio.create_task(other)
+    done, left = await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+    for task in left:
+        task.cancel()
+    return first in done
 
 
 def main() -> None:
@@ -86,11 +125,19 @@ def main() -> None:
         ensure_bucket(settings.service.store)
         store = open_store(settings.service.store)
         probe(store)
+        if settings.fronts > 1 and len(sys.argv) == 1:
+            asyncio.run(run_fronts("inference_service", settings.service.listen, settings.fronts))
+            return
+        siblings = Siblings()
+        if len(sys.argv) > 1:
+            number, folder = sys.argv[1:]
+            siblings = Siblings(Path(folder), int(number))
+            settings = replace(settings, metrics_listen=metrics_of(settings.metrics_listen, int(number)))
         # What is loaded by now stays: the collector need not look through it while requests are answered.
         gc.collect()
         gc.freeze()
         # Neither asyncio.run nor sys.exit: both would wait for threads that wait for a Ray that is gone.
-        status = asyncio.new_event_loop().run_until_complete(run(settings, store))
+        status = asyncio.new_event_loop().run_until_complete(run(settings, store, siblings))
     except (SettingsError, StoreRefused, MillraceError) as error:
         print(f"inference_service: {error}", file=sys.stderr)
         sys.exit(2)

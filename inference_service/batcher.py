@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, Protocol
 
@@ -16,14 +17,16 @@ import numpy as np
 
 from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits, Waiting, admit, decide, pieces, too_late
+from inference_service.domain.load import Load, LoadMeter
 from inference_service.domain.request_parameters import DEFAULT_PRIORITY, PRIORITY_LEVELS
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.statistics import Statistics
 from inference_service.domain.tensors import Array
-from shared.errors import InvalidArgument, Unavailable
+from shared.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
 
 logger = logging.getLogger(__name__)
 
+BATCHES_PER_REPLICA = 2  # one at work, one on its way: the replica never waits for the wire
 # A batch is sent so long before its replica is expected to be free: the way there takes some of it, and estimates are
 # wrong by the rest.
 LEAD_S = 0.003
@@ -74,6 +77,7 @@ class Batcher:
         # Where the last batch had many rows, the first of the next ones does not go alone: as many come again, most
         # often, and one row costs a model a quarter of what 32 do.
         self._last_rows = 0
+        self._load = LoadMeter(self._loop.time())
         self._timer: asyncio.TimerHandle | None = None
         self._closed: str | None = None
         self._apart: Batcher | None = None
@@ -97,21 +101,12 @@ class Batcher:
             raise _draining(self._closed)
         now_s = self._loop.time()
         deadline_s = now_s + remaining_s if remaining_s is not None else float("inf")
-        admit(
-            len(rows),
-            deadline_s,
-            queued_rows=self.queued_rows,
-            rows_ahead=sum(self._rows_at[:priority]),
-            in_flight=len(self._batches),
-            now_s=now_s,
-            batch_s=self._batch_s(self.queued_rows + len(rows)),
-            bound_s=self._bound_s(self.queued_rows + len(rows)),
-            limits=self._limits,
-        )
+        self._admit(len(rows), deadline_s, priority, now_s)
         entries = [
             self._enqueue(rows.slice(start, stop), start, priority - 1, now_s, deadline_s)
             for start, stop in pieces(len(rows), self._limits.max_rows)
         ]
+        self._load.add(len(rows), now_s)
         if len(self._batches) < self._limits.max_in_flight:
             self._pump()
         try:
@@ -123,6 +118,7 @@ class Batcher:
             for entry in entries:
                 self._leave(entry)
                 entry.future.cancel()
+            self._load.add(-len(rows), self._loop.time())
         self._answering.learn(1, self._loop.time() - max(entry.back_s for entry in entries))
         return Outputs(
             answers[0] if len(answers) == 1 else [np.concatenate(parts) for parts in zip(*answers, strict=True)],
@@ -137,6 +133,22 @@ class Batcher:
             self._apart = Batcher(self._model, self._limits, self._times, Statistics())
             self._apart._closed = self._closed
         return self._apart
+
+    def scale(self, replicas: int) -> None:
+        """The model has so many replicas now. While it has none, one batch at a time finds out when it has again."""
+        limits = replace(self._limits, max_in_flight=BATCHES_PER_REPLICA * max(replicas, 1))
+        if limits == self._limits:
+            return
+        more = limits.max_in_flight > self._limits.max_in_flight
+        self._limits = limits
+        if self._apart is not None:
+            self._apart.scale(replicas)
+        if more:
+            self._pump()
+
+    def load(self) -> Load:
+        """What it had to do since this was last asked."""
+        return self._load.read(self._loop.time())
 
     async def drain(self, silent_s: float) -> None:
         """Takes no more rows and returns when all that it has are answered, however long that takes; gives up what is
@@ -160,6 +172,25 @@ class Batcher:
         self._closed = why
         if self._apart is not None:
             self._apart.close(why)
+
+    def _admit(self, rows: int, deadline_s: float, priority: int, now_s: float) -> None:
+        try:
+            admit(
+                rows,
+                deadline_s,
+                queued_rows=self.queued_rows,
+                rows_ahead=sum(self._rows_at[:priority]),
+                in_flight=len(self._batches),
+                now_s=now_s,
+                batch_s=self._batch_s(self.queued_rows + rows),
+                bound_s=self._bound_s(self.queued_rows + rows),
+                limits=self._limits,
+            )
+        except (ResourceExhausted, DeadlineExceeded):
+            # Where a replica of its own would have been too slow as well, more of them are no help.
+            if deadline_s - now_s > self._bound_s(rows):
+                self._load.refuse(rows)
+            raise
 
     def _work(self) -> set[asyncio.Future[Any]]:
         return {*self._batches, *(entry.future for entry in self._queue())}
@@ -222,6 +253,7 @@ class Batcher:
             for position in decision.late:
                 late = chosen[position]
                 if not late.future.done():
+                    self._load.refuse(late.waiting.rows)
                     late.future.set_exception(too_late(late.waiting.deadline_s - now_s))
             if decision.batch:
                 self._send([chosen[position] for position in decision.batch])

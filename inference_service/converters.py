@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from inference_service.domain.deployment import Creation, Deployment, ModelVersion, Spec, State, check_spec
 from inference_service.domain.routing import find_version
+from inference_service.domain.scaling import DEFAULT_DOWN_S, DEFAULT_UP_S, Autoscaling
 from inference_service.roll_out_converters import (
     policy_from_proto,
     policy_to_proto,
@@ -35,6 +38,9 @@ def creation_from_proto(request: pb.CreateDeploymentRequest) -> Creation:
             max_batch_delay_s=delay_s,
             max_queued_rows=spec.max_queued_rows,
             version_policy=policy_from_proto("spec.version_policy", spec.version_policy),
+            autoscaling=_autoscaling_from_proto(spec.autoscaling) if spec.HasField("autoscaling") else None,
+            cpus_per_replica=spec.cpus_per_replica if spec.HasField("cpus_per_replica") else None,
+            gpus_per_replica=spec.gpus_per_replica,
         ),
         request_id=request.request_id,
         digest=body_digest(request),
@@ -42,7 +48,10 @@ def creation_from_proto(request: pb.CreateDeploymentRequest) -> Creation:
     )
 
 
-def deployment_to_proto(deployment: Deployment) -> pb.Deployment:
+def deployment_to_proto(
+    deployment: Deployment, replicas: Callable[[Deployment, ModelVersion], int | None] = lambda *_: None
+) -> pb.Deployment:
+    """`replicas` are those of a version now, None where nobody knows."""
     version = find_version(deployment, "")
     assert version is not None
     message = pb.Deployment(
@@ -55,7 +64,7 @@ def deployment_to_proto(deployment: Deployment) -> pb.Deployment:
         create_time=timestamp(deployment.create_time),
         update_time=timestamp(deployment.update_time),
         etag=deployment.etag,
-        versions=[_version_to_proto(deployment, one) for one in deployment.versions],
+        versions=[_version_to_proto(deployment, one, replicas(deployment, one)) for one in deployment.versions],
         roll_out=roll_out_to_proto(deployment.roll_out) if deployment.roll_out else None,
         traffic=traffic_to_proto(deployment),
     )
@@ -82,12 +91,16 @@ def lineage_to_proto(deployment: Deployment, version: ModelVersion) -> lineage_p
     )
 
 
-def _version_to_proto(deployment: Deployment, version: ModelVersion) -> pb.ModelVersion:
+def _version_to_proto(deployment: Deployment, version: ModelVersion, replicas: int | None) -> pb.ModelVersion:
     state = pb.ModelVersion.STATE_READY if version.signature else pb.ModelVersion.STATE_LOADING
     if version.retired_at is not None:
         state = pb.ModelVersion.STATE_RETIRING
     return pb.ModelVersion(
-        number=version.number, state=state, weight=version.weight, lineage=lineage_to_proto(deployment, version)
+        number=version.number,
+        state=state,
+        weight=version.weight,
+        lineage=lineage_to_proto(deployment, version),
+        replicas=replicas,
     )
 
 
@@ -100,14 +113,39 @@ def metadata_to_proto(deployment: Deployment) -> pb.DeploymentMetadata:
     return pb.DeploymentMetadata(deployment=deployment.name, create_time=timestamp(deployment.create_time))
 
 
+def _autoscaling_from_proto(message: pb.Autoscaling) -> Autoscaling:
+    up, down = message.HasField("scale_up_after"), message.HasField("scale_down_after")
+    return Autoscaling(
+        min_replicas=message.min_replicas,
+        max_replicas=message.max_replicas,
+        rows_per_replica=message.rows_per_replica,
+        up_after_s=seconds_of(message.scale_up_after) if up else DEFAULT_UP_S,
+        down_after_s=seconds_of(message.scale_down_after) if down else DEFAULT_DOWN_S,
+    )
+
+
+def _autoscaling_to_proto(autoscaling: Autoscaling) -> pb.Autoscaling:
+    message = pb.Autoscaling(
+        min_replicas=autoscaling.min_replicas,
+        max_replicas=autoscaling.max_replicas,
+        rows_per_replica=autoscaling.rows_per_replica,
+    )
+    message.scale_up_after.FromMicroseconds(round(autoscaling.up_after_s * 1e6))
+    message.scale_down_after.FromMicroseconds(round(autoscaling.down_after_s * 1e6))
+    return message
+
+
 def _spec_to_proto(spec: Spec) -> pb.DeploymentSpec:
     message = pb.DeploymentSpec(
         checkpoint=spec.checkpoint,
-        num_replicas=spec.num_replicas,
+        num_replicas=0 if spec.autoscaling else spec.num_replicas,
         threads_per_replica=spec.threads_per_replica,
         max_batch_size=spec.max_batch_size,
         max_queued_rows=spec.max_queued_rows,
         version_policy=policy_to_proto(spec.version_policy),
+        autoscaling=_autoscaling_to_proto(spec.autoscaling) if spec.autoscaling else None,
+        cpus_per_replica=spec.cpus_per_replica,
+        gpus_per_replica=spec.gpus_per_replica,
     )
     message.max_batch_delay.FromMicroseconds(round(spec.max_batch_delay_s * 1e6))
     return message

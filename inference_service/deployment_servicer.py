@@ -10,7 +10,7 @@ from google.longrunning import operations_pb2
 from grpc import aio
 
 from inference_service.converters import creation_from_proto, deployment_to_proto
-from inference_service.domain.deployment import Deployment
+from inference_service.domain.deployment import Deployment, ModelVersion
 from inference_service.manager import DeploymentManager
 from inference_service.operations import (
     checked_operation,
@@ -30,14 +30,20 @@ Context = aio.ServicerContext[Any, Any]
 
 
 class DeploymentServicer(pb_grpc.DeploymentServiceServicer):
-    """`changed` is told each deployment whose log was written, so that it takes effect at once."""
+    """`changed` is told each deployment whose log was written, so that it takes effect at once; `replicas` says how
+    many a version has now, None where that is not known."""
 
     def __init__(
-        self, manager: DeploymentManager, roll_outs: RollOutManager, changed: Callable[[Deployment], None]
+        self,
+        manager: DeploymentManager,
+        roll_outs: RollOutManager,
+        changed: Callable[[Deployment], None],
+        replicas: Callable[[Deployment, ModelVersion], int | None],
     ) -> None:
         self._manager = manager
         self._roll_outs = roll_outs
         self._changed = changed
+        self._replicas = replicas
 
     async def CreateDeployment(self, request: pb.CreateDeploymentRequest, context: Context) -> operations_pb2.Operation:
         deployment = await asyncio.to_thread(self._manager.create, creation_from_proto(request))
@@ -47,7 +53,7 @@ class DeploymentServicer(pb_grpc.DeploymentServiceServicer):
         return operation_of(deployment)
 
     async def GetDeployment(self, request: pb.GetDeploymentRequest, context: Context) -> pb.Deployment:
-        return deployment_to_proto(await asyncio.to_thread(self._manager.get, request.name))
+        return self._told(await asyncio.to_thread(self._manager.get, request.name))
 
     async def WatchDeployment(
         self, request: pb.WatchDeploymentRequest, context: Context
@@ -55,14 +61,15 @@ class DeploymentServicer(pb_grpc.DeploymentServiceServicer):
         look = await asyncio.to_thread(self._manager.follow, request.name)
         told = None
         while (now := await asyncio.to_thread(look)) is not None:
-            if now != told:
-                told = now
-                yield deployment_to_proto(now)
+            message = self._told(now)
+            if message != told:
+                told = message
+                yield message
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def ListDeployments(self, request: pb.ListDeploymentsRequest, context: Context) -> pb.ListDeploymentsResponse:
         found, token = await asyncio.to_thread(self._manager.page, request.page_size, request.page_token)
-        return pb.ListDeploymentsResponse(deployments=map(deployment_to_proto, found), next_page_token=token)
+        return pb.ListDeploymentsResponse(deployments=map(self._told, found), next_page_token=token)
 
     async def DeleteDeployment(
         self, request: pb.DeleteDeploymentRequest, context: Context
@@ -82,9 +89,12 @@ class DeploymentServicer(pb_grpc.DeploymentServiceServicer):
     async def UpdateDeployment(self, request: pb.UpdateDeploymentRequest, context: Context) -> pb.Deployment:
         deployment = await asyncio.to_thread(self._roll_outs.change, *change_from_proto(request))
         self._changed(deployment)
-        return deployment_to_proto(deployment)
+        return self._told(deployment)
 
     async def RollBack(self, request: pb.RollBackRequest, context: Context) -> pb.Deployment:
         deployment = await asyncio.to_thread(self._roll_outs.back, request.name, request.etag)
         self._changed(deployment)
-        return deployment_to_proto(deployment)
+        return self._told(deployment)
+
+    def _told(self, deployment: Deployment) -> pb.Deployment:
+        return deployment_to_proto(deployment, self._replicas)

@@ -27,7 +27,7 @@ CONNECT_WITHIN_S = 60.0
 
 
 class Front:
-    """`exit_status` is the process's, once `run` has ended."""
+    """`exit_status` is the process's, once `run` has ended; `ready` is set once it has seen what there is to serve."""
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class Front:
         self._health = health
         self._stop = stop
         self.exit_status = 0
+        self.ready = asyncio.Event()
 
     async def run(self) -> None:
         """Serves Ray's side until cancelled; when Ray is lost it sets `exit_status` and stops the server."""
@@ -89,6 +90,7 @@ class Front:
 
     async def _serving(self) -> None:
         await self._health.set(True)
+        self.ready.set()
 
 
 async def _listens(address: str) -> bool:

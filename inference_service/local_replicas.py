@@ -39,11 +39,11 @@ class ReplicaLost(Exception):
 
 class LocalReplicas:
     """Finds them by the sockets in `folder`, and is of use where all `replicas` of the application are there: else
-    those on other machines would have little to do. Lives on one event loop."""
+    those on other machines would have little to do. Lives on one event loop; any thread may set `replicas`."""
 
     def __init__(self, folder: Path | None, replicas: int = 1) -> None:
         self._folder = folder
-        self._replicas = replicas
+        self.replicas = replicas
         self._all_here_s = -math.inf  # when they were, last
         # When the folder had last changed as it was looked through to its end.
         self._seen_ns: int | None = None
@@ -56,7 +56,7 @@ class LocalReplicas:
         replicas, too. With `busy_too`, any that takes batches."""
         await self._search()
         now_s = time.monotonic()
-        if len(self._connections) >= self._replicas:
+        if len(self._connections) >= self.replicas:
             self._all_here_s = now_s
         if now_s - self._all_here_s > STARTS_WITHIN_S and not busy_too:
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from inference_service.cluster import Cluster
 from inference_service.domain.deployment import FIRST_VERSION, Creation, Deployment, ModelVersion, Spec, State
 from inference_service.operations import DeploymentOperations, operation_name
 from inference_service.registry import USER_KIND, Deployments, new_uid
@@ -22,22 +23,26 @@ FIELD = "spec.checkpoint"
 class DeploymentManager:
     """Blocking; safe to call from several threads."""
 
-    def __init__(self, store: ObjectStore, deployments: Deployments, operations: DeploymentOperations) -> None:
+    def __init__(
+        self, store: ObjectStore, deployments: Deployments, operations: DeploymentOperations, cluster: Cluster
+    ) -> None:
         self._store = store
         self._deployments = deployments
         self._operations = operations
+        self._cluster = cluster
 
     def create(self, creation: Creation) -> Deployment:
         """The durable deployment, LOADING; or, for a `request_id` seen before, what its first call made.
 
-        Raises `InvalidArgument`, `NotFound` (job or checkpoint), `FailedPrecondition` (the job has no checkpoint) and
-        `AlreadyExists`.
+        Raises `InvalidArgument`, `NotFound` (job or checkpoint), `FailedPrecondition` (the job has no checkpoint; the
+        cluster could never hold it) and `AlreadyExists`.
         """
         wanted_name = f"deployments/{names.check_id('deployment_id', creation.deployment_id)}"
         request_id = names.check_request_id("request_id", creation.request_id)
         if creation.validate_only:
             if self._deployments.exists(wanted_name):
                 raise already_exists(wanted_name)
+            self._cluster.check_fits(creation.spec)
             entry = resolve(self._store, FIELD, creation.spec.checkpoint)
             return _new(wanted_name, new_uid(), request_id, creation.spec, entry)
         with claimed(self._store, SERVICE, request_id, creation.digest, wanted_name) as claim:
@@ -72,6 +77,7 @@ class DeploymentManager:
         return self._deployments.page(size, token)
 
     def _make(self, name: str, request_id: str, spec: Spec) -> Deployment:
+        self._cluster.check_fits(spec)
         uid = new_uid()
         # Its mark keeps the checkpoint from the first moment on; should this process die, it counts until it is plain
         # that no deployment of this uid comes.

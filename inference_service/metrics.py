@@ -61,11 +61,14 @@ class ModelCollector(Collector):
             yield family
         rows = GaugeMetricFamily(f"{PREFIX}_queued_rows", "rows that wait for the model", labels=LABELS)
         ready = GaugeMetricFamily(f"{PREFIX}_ready", "1: requests are answered", labels=LABELS)
+        replicas = GaugeMetricFamily(f"{PREFIX}_replicas", "replicas that run", labels=LABELS)
         for one in listed:
+            replicas.add_metric(_labels(one), one.replicas or 0)
             rows.add_metric(_labels(one), one.queued_rows)
             ready.add_metric(_labels(one), int(one.answers))
         yield rows
         yield ready
+        yield replicas
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from inference_service.batcher import Batcher
 from inference_service.domain.classification import check_classifiable
 from inference_service.domain.deployment import Deployment, ModelVersion, State
+from inference_service.domain.load import Load
 from inference_service.domain.request_parameters import DEFAULT_PRIORITY, PRIORITY_LEVELS, RequestedOutput
 from inference_service.domain.routing import choose_version, find_version, no_version, weighed_answering
 from inference_service.domain.rows import Rows
@@ -47,12 +48,13 @@ class Listed:
     answers: bool
     statistics: Statistics
     queued_rows: int
+    replicas: int | None
 
 
 class Models:
     """Read by the servicers, kept up to date by the reconciler; all on one event loop.
 
-    `unchosen` counts the requests that no version was found for.
+    `unchosen` counts the requests that no version was found for, `written` the logs that this process has written.
     """
 
     def __init__(self) -> None:
@@ -60,9 +62,11 @@ class Models:
         self._puts: list[Deployment] = []
         self._batchers: dict[str, Batcher] = {}
         self._statistics: dict[str, Statistics] = {}
+        self._replicas: Mapping[str, int] | None = None
         self._changed = asyncio.Event()
         self._shadowing = Shadowing()
         self.unchosen = Statistics()
+        self.written = 0
 
     def choose(
         self, model_name: str, model_version: str, headers: Callable[[], Mapping[str, str]] = dict
@@ -205,10 +209,30 @@ class Models:
 
     def put(self, deployment: Deployment) -> None:
         """Takes over one deployment whose log was written just now."""
+        self.written += 1
         self._puts.append(deployment)
         if self._deployments is not None:
             _take_over(self._deployments, deployment)
         self._tell()
+
+    def scaled(self, replicas: Mapping[str, int]) -> None:
+        """Takes over how many replicas run now, by application; batchers fill those that there are."""
+        self._replicas = replicas
+        for name, batcher in self._batchers.items():
+            batcher.scale(replicas.get(name, 0))
+
+    def replicas(self, deployment: Deployment, version: ModelVersion) -> int | None:
+        """That run now; None before anybody told."""
+        return None if self._replicas is None else self._replicas.get(application_name(deployment, version), 0)
+
+    def load_of(self, application: str) -> Load | None:
+        """What it had to do since this was last asked; None where it does not answer."""
+        batcher = self._batchers.get(application)
+        return batcher.load() if batcher is not None else None
+
+    def attached(self) -> list[str]:
+        """The applications that requests are sent to."""
+        return list(self._batchers)
 
     def has_batcher(self, application: str) -> bool:
         return application in self._batchers
@@ -256,6 +280,7 @@ class Models:
                 self.answers(deployment, version),
                 self.statistics(deployment, version),
                 batcher.queued_rows if batcher else 0,
+                self.replicas(deployment, version),
             )
 
     def _tell(self) -> None:

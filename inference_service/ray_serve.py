@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,12 +20,16 @@ from typing import Any
 import ray
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.config import ProxyLocation
+from ray.serve._private.common import ReplicaState
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
+from inference_service.autoscaling import by_rows
+from inference_service.domain.load import Load
 from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.scaling import Autoscaling, Scale
 from inference_service.local_replicas import LocalReplicas, ReplicaLost
 from inference_service.replica import Loaded, ModelReplica, ReplicaSpec
 from shared.errors import MillraceError, Unavailable
@@ -34,16 +39,22 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "millrace"
 ANSWER_WITHIN_S = 10.0
 CONSTRUCTOR_RETRIES = 3
-CALLS_PER_REPLICA = 6  # more than the front sends, copies for a shadow included, so that Serve never queues
+RUNNING = ReplicaState.RUNNING
+# More than several fronts send, copies for a shadow included, so that Serve never queues.
+CALLS_PER_REPLICA = 100
+# How often a replica hands on what it was told; what the fronts tell is a mean already.
+RECORD_EVERY_S = 2.0
 
 
 @dataclass(frozen=True)
 class Application:
-    """`running`: every replica is up. `failed`: Serve has given up; `message` says why."""
+    """`running`: all that it should have when it was deployed are up, if not for ever. `failed`: Serve has given up;
+    `message` says why. `replicas` run now."""
 
     running: bool
     failed: bool
     message: str
+    replicas: int = 0
 
 
 class ServeApplications:
@@ -56,31 +67,42 @@ class ServeApplications:
     def __init__(self, store_url: str, *, replica_sockets: bool) -> None:
         self._replica_sockets = replica_sockets
         self._prefix = f"millrace-{hashlib.sha256(store_url.encode()).hexdigest()[:8]}-"
+        self._models: dict[str, ServeModel] = {}
 
     def connect(self, address: str) -> None:
         """Joins the cluster at host:port, and starts Serve there if it is not running."""
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
         serve.start(proxy_location=ProxyLocation.Disabled)
 
+    def nodes(self) -> dict[str, dict[str, float]]:
+        """What each node of the cluster has in all, by its id."""
+        return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
+
     def statuses(self) -> dict[str, Application]:
         """Our applications by name, the prefix left out here and everywhere."""
-        return {
+        found = {
             name.removeprefix(self._prefix): Application(
                 running=app.status is ApplicationStatus.RUNNING,
                 failed=app.status is ApplicationStatus.DEPLOY_FAILED,
                 message="\n".join([app.message, *(one.message for one in app.deployments.values())]),
+                replicas=sum(one.replica_states.get(RUNNING, 0) for one in app.deployments.values()),
             )
             for name, app in serve.status().applications.items()
             if name.startswith(self._prefix)
         }
+        for name, model in list(self._models.items()):
+            if name in found:
+                model.scaled(found[name].replicas)
+        return found
 
-    def deploy(self, name: str, spec: ReplicaSpec, num_replicas: int) -> None:
+    def deploy(self, name: str, spec: ReplicaSpec, scale: Scale) -> None:
         """Asks for an application and returns without waiting for its replicas."""
         deployment = serve.deployment(
             name="model",
-            num_replicas=num_replicas,
+            num_replicas=scale.initial if scale.autoscaling is None else None,
+            autoscaling_config=_autoscaling(scale.autoscaling, scale.initial) if scale.autoscaling else None,
             max_ongoing_requests=CALLS_PER_REPLICA,
-            ray_actor_options={"num_cpus": spec.threads},
+            ray_actor_options={"num_cpus": scale.cpus, "num_gpus": scale.gpus},
             max_constructor_retry_count=CONSTRUCTOR_RETRIES,
             health_check_period_s=2.0,
             # The front drains before it deletes.
@@ -89,13 +111,12 @@ class ServeApplications:
             logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
         )(ModelReplica)
         sockets = _socket_folder(self._prefix + name) if self._replica_sockets else None
-        target = serve.RunTarget(
-            target=deployment.bind(spec, sockets, num_replicas), name=self._prefix + name, route_prefix=None
-        )
+        target = serve.RunTarget(target=deployment.bind(spec, sockets), name=self._prefix + name, route_prefix=None)
         serve.run_many([target], wait_for_applications_running=False)
 
     def delete(self, name: str) -> None:
         """Returns when it is gone; no error if it was not there."""
+        self._models.pop(name, None)
         serve.delete(self._prefix + name)
         shutil.rmtree(_socket_folder(self._prefix + name), ignore_errors=True)
 
@@ -117,7 +138,14 @@ class ServeApplications:
             raise Unavailable(f"{len(loaded)} of {replicas} replicas of {name} are known", reason="MODEL_NOT_READY")
         # The application may have been deployed when the setting was another one.
         sockets = loaded[0].sockets if self._replica_sockets else None
-        return ServeModel(handle, LocalReplicas(sockets, loaded[0].replicas)), loaded[0]
+        model = self._models[name] = ServeModel(handle, LocalReplicas(sockets, len(loaded)))
+        return model, loaded[0]
+
+    def tell_load(self, name: str, front: str, load: Load) -> None:
+        """Tells all replicas of a described application what this front has for them to do."""
+        model = self._models.get(name)
+        if model is not None:
+            model.tell_load(front, load)
 
 
 class ServeModel:
@@ -127,6 +155,17 @@ class ServeModel:
     def __init__(self, handle: DeploymentHandle[Any], local: LocalReplicas) -> None:
         self._handle = handle
         self._local = local
+
+    def scaled(self, replicas: int) -> None:
+        """So many run now; any thread may say so."""
+        self._local.replicas = max(replicas, 1)
+
+    def tell_load(self, front: str, load: Load) -> None:
+        """Blocking. Raises what one of them raises, or why it was not reached; the others have been told."""
+        told = self._handle.broadcast("tell_load", front, load)
+        for answer in told.results(timeout_s=ANSWER_WITHIN_S, return_exceptions=True):
+            if isinstance(answer, Exception):
+                raise answer
 
     async def forward(self, rows: Rows) -> Outputs:
         """Raises `Unavailable` when the second replica dies as well, or none is well, and what the replica raises."""
@@ -158,6 +197,22 @@ class ServeModel:
                 "no replica of this model is well; try again", reason="MODEL_NOT_READY", retry_after_s=1.0
             ) from None
         return outputs
+
+
+def _autoscaling(wanted: Autoscaling, initial: int) -> AutoscalingConfig:
+    with warnings.catch_warnings():
+        # Ray means to replace it by an environment variable of the replicas' nodes, whose default is 10 s.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return AutoscalingConfig(
+            min_replicas=wanted.min_replicas,
+            initial_replicas=initial,
+            max_replicas=wanted.max_replicas,
+            target_ongoing_requests=wanted.rows_per_replica,
+            upscale_delay_s=wanted.up_after_s,
+            downscale_delay_s=wanted.down_after_s,
+            metrics_interval_s=RECORD_EVERY_S,
+            policy=AutoscalingPolicy(policy_function=by_rows),  # type: ignore[no-untyped-call]
+        )
 
 
 def _socket_folder(application: str) -> Path:

@@ -1,7 +1,7 @@
 """Makes Ray Serve run what the resource logs say, on start-up and every few seconds.
 
 So a restarted service finds its replicas, a new Ray head gets all deployments back, and an application that no log
-names goes.
+names goes. Of several front processes the first does so; the others take over what there is, and let go of what goes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from inference_service.batcher import Batcher
+from inference_service.batcher import BATCHES_PER_REPLICA, Batcher
+from inference_service.cluster import Cluster
 from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits
 from inference_service.domain.deployment import (
@@ -24,11 +25,13 @@ from inference_service.domain.deployment import (
     with_removal,
 )
 from inference_service.domain.rolling import with_version_failed, with_version_loaded
+from inference_service.domain.routing import find_version
 from inference_service.models import Models, application_name
 from inference_service.ray_serve import Application, ServeApplications
 from inference_service.registry import Deployments
 from inference_service.replica import Loaded, ReplicaSpec
 from inference_service.settings import InferenceSettings
+from inference_service.siblings import Siblings
 from shared.errors import DataLoss, FailedPrecondition, MillraceError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -37,7 +40,6 @@ logger = logging.getLogger(__name__)
 SERVE_WITHIN_S = 30.0
 # A version that was READY before and does not start now is tried again so often.
 AGAIN_AFTER_S = 15.0
-BATCHES_PER_REPLICA = 2  # one at work, one on its way: the replica never waits for the wire
 
 T = TypeVar("T")
 
@@ -48,18 +50,33 @@ class RayLost(Exception):
 
 class Reconciler:
     def __init__(
-        self, deployments: Deployments, applications: ServeApplications, models: Models, settings: InferenceSettings
+        self,
+        deployments: Deployments,
+        applications: ServeApplications,
+        models: Models,
+        cluster: Cluster,
+        settings: InferenceSettings,
+        siblings: Siblings,
     ) -> None:
         self._deployments = deployments
         self._applications = applications
         self._models = models
+        self._cluster = cluster
         self._settings = settings
+        self._siblings = siblings
         self._changed = asyncio.Event()
         self._removing: dict[str, asyncio.Task[None]] = {}  # by uid, and applications that no log names by theirs
+        self._draining: set[str] = set()
+        # What the replicas of those that requests are sent to have said of themselves.
+        self._loaded: dict[str, Loaded] = {}
         self._not_before: dict[str, float] = {}
         # The applications whose checkpoints, and whose dataset versions, this process has marked as used.
         self._kept: set[str] = set()
         self._marked: set[str] = set()
+
+    def holds(self) -> list[str]:
+        """The applications that this process may still send a batch to."""
+        return [*self._models.attached(), *self._draining]
 
     def nudge(self) -> None:
         """Something changed: look now."""
@@ -90,6 +107,8 @@ class Reconciler:
         """One comparison of the logs with Serve, and the steps that follow from it."""
         # Serve first: what it runs was in a log before, so a log read later names it unless it is to go.
         running = await self._serve(self._applications.statuses)
+        self._cluster.note(await self._serve(self._applications.nodes))
+        self._models.scaled({name: one.replicas for name, one in running.items()})
         self._models.begin_reading()
         deployments = await asyncio.to_thread(self._deployments.all)
         self._models.replace(deployments)
@@ -111,9 +130,12 @@ class Reconciler:
             for version in deployment.versions
         }
         for name in running.keys() - wanted.keys() - going - self._removing.keys():
-            logger.info("deleting application %s, which no log names", name)
+            if self._siblings.leads:
+                logger.info("deleting application %s, which no log names", name)
             self._removing[name] = asyncio.create_task(self._retire(name))
-        await self._mark_used(deployments)
+        if self._siblings.leads:
+            await self._mark_used(deployments)
+        self._loaded = {name: loaded for name, loaded in self._loaded.items() if name in wanted}
         for name, (deployment, version) in wanted.items():
             try:
                 await self._keep(name, deployment, version, running.get(name))
@@ -146,8 +168,10 @@ class Reconciler:
         if application is None:
             if version.retired_at is not None or time.monotonic() < self._not_before.get(name, 0.0):
                 return
-            logger.info("%s: starting version %s as %s", deployment.name, version.number, name)
             self._models.detach(name)
+            if not self._siblings.leads:
+                return
+            logger.info("%s: starting version %s as %s", deployment.name, version.number, name)
             spec = ReplicaSpec(
                 store=self._settings.service.store,
                 folder=version.folder,
@@ -155,43 +179,75 @@ class Reconciler:
                 threads=deployment.spec.threads_per_replica,
                 max_batch_size=deployment.spec.max_batch_size,
             )
-            await self._serve(self._applications.deploy, name, spec, deployment.spec.num_replicas)
-        elif application.running and (version.signature is None or not self._models.has_batcher(name)):
-            await self._attach(name, deployment, version)
+            self._warn_if_it_never_fits(deployment)
+            scale = deployment.spec.scale(self._replicas_of_the_main(deployment))
+            await self._serve(self._applications.deploy, name, spec, scale)
+        elif application.running:
+            if not self._models.has_batcher(name) and not await self._attach(name, deployment, version, application):
+                return
+            if version.signature is None and self._may_say_loaded(name):
+                await self._say_loaded(name, deployment, version)
         elif application.failed:
             why = application.message.strip().splitlines()[-1:] or ["Ray Serve gives no reason"]
             failure = FailedPrecondition(f"the model does not start: {why[0]}", reason="MODEL_DOES_NOT_START")
             await self._fail(name, deployment, version, failure)
 
-    async def _attach(self, name: str, deployment: Deployment, version: ModelVersion) -> None:
-        # Before it gets any traffic, all of them; where it was loaded before, any that there is does.
-        replicas = deployment.spec.num_replicas if version.signature is None else 1
+    def _warn_if_it_never_fits(self, deployment: Deployment) -> None:
+        """It was let in when the cluster was not known yet, or was another; nodes may come that hold it."""
         try:
-            model, loaded = await self._serve(self._applications.describe, name, replicas)
+            self._cluster.check_fits(deployment.spec)
+        except FailedPrecondition as error:
+            logger.warning("%s waits for a node: %s", deployment.name, error.message)
+
+    def _replicas_of_the_main(self, deployment: Deployment) -> int:
+        """Those of the version with the most traffic: another that is to take it over begins with as many."""
+        main = find_version(deployment, "")
+        return (self._models.replicas(deployment, main) or 0) if main is not None else 0
+
+    async def _attach(self, name: str, deployment: Deployment, version: ModelVersion, application: Application) -> bool:
+        """False where its replicas say that they never will answer."""
+        replicas = application.replicas
+        # Before it gets any traffic, all of them; where it was loaded before, any that there is does.
+        wanted = max(replicas, deployment.spec.num_replicas) if version.signature is None else 1
+        try:
+            model, loaded = await self._serve(self._applications.describe, name, wanted)
         except (DataLoss, FailedPrecondition) as error:
             await self._fail(name, deployment, version, error)
-            return
+            return False
         spec = deployment.spec
         limits = Limits(
             max_rows=spec.max_batch_size,
             max_delay_s=spec.max_batch_delay_s,
             max_queued_rows=spec.max_queued_rows,
-            max_in_flight=BATCHES_PER_REPLICA * spec.num_replicas,
+            max_in_flight=BATCHES_PER_REPLICA * max(replicas, 1),
         )
         statistics = self._models.statistics(deployment, version)
         self._models.attach(name, Batcher(model, limits, BatchTimes(loaded.batch_s), statistics))
+        self._loaded[name] = loaded
+        return True
+
+    async def _say_loaded(self, name: str, deployment: Deployment, version: ModelVersion) -> None:
         newest = await asyncio.to_thread(
-            self._deployments.transition, deployment.name, deployment.uid, _loaded(version, loaded)
+            self._deployments.transition, deployment.name, deployment.uid, _loaded(version, self._loaded[name])
         )
         if newest is not None:
             self._models.put(newest)
             logger.info("%s: version %s is loaded", deployment.name, version.number)
+
+    def _may_say_loaded(self, name: str) -> bool:
+        """From then on requests come, to any of the fronts."""
+        return self._siblings.leads and self._siblings.all_hold(name, self._settings.drain_silent_after_s)
 
     async def _fail(self, name: str, deployment: Deployment, version: ModelVersion, error: MillraceError) -> None:
         """Fails a new deployment, or ends a roll-out, for good. A version that was loaded before is tried again.
 
         Serve itself has given up by then: an application of which no replica ever started never gets another.
         """
+        if not self._siblings.leads:
+            batcher = self._models.detach(name)
+            if batcher is not None:
+                batcher.close("its replicas are gone")
+            return
         logger.error("%s: version %s: %s", deployment.name, version.number, error.message)
         newest = await asyncio.to_thread(
             self._deployments.transition,
@@ -218,16 +274,22 @@ class Reconciler:
 
     async def _take_out(self, name: str) -> None:
         """Answers what is in flight, then takes the application out of Serve."""
+        self._draining.add(name)
         batcher = self._models.detach(name)
         if batcher is not None:
             await batcher.drain(self._settings.drain_silent_after_s)
-        await self._serve(self._applications.delete, name)
+        self._draining.discard(name)
+        if self._siblings.leads:
+            await self._siblings.let_go(name, self._settings.drain_silent_after_s)
+            await self._serve(self._applications.delete, name)
 
     async def _remove(self, deployment: Deployment) -> None:
         """Answers what is in flight, then takes all its versions out of Serve and ends its log."""
         try:
             for version in deployment.versions:
                 await self._take_out(application_name(deployment, version))
+            if not self._siblings.leads:
+                return
             # Before its log ends, or nobody would come back to do it.
             await asyncio.to_thread(self._deployments.release, deployment, deployment.versions)
             await asyncio.to_thread(

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inference_service.domain.load import Load
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.signature import Signature
 from inference_service.replica_socket import Door, listen
+from inference_service.told_loads import ToldLoads
 from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.format import WEIGHTS
 from shared.custom_transforms import allowed_functions
@@ -47,13 +49,12 @@ class ReplicaSpec:
 @dataclass(frozen=True)
 class Loaded:
     """What a replica says of the checkpoint that it serves. `batch_s`: rows → seconds. `sockets` is the folder in which
-    it listens for a front on its machine, as do the others there, of `replicas` in all."""
+    it listens for a front on its machine, as do the others there."""
 
     signature: Signature
     dataset_version: str
     batch_s: dict[int, float]
     sockets: Path | None = None
-    replicas: int = 1
 
 
 class ModelReplica:
@@ -63,7 +64,7 @@ class ModelReplica:
     `forward` raise it instead. A store that does not answer does raise, and Serve tries again.
     """
 
-    def __init__(self, spec: ReplicaSpec, sockets: Path | None = None, replicas: int = 1) -> None:
+    def __init__(self, spec: ReplicaSpec, sockets: Path | None = None) -> None:
         self._door: Door | None = None
         # One thread: torch works on one batch while the event loop unpacks the next. Threads of torch's own are set
         # inside it, since OpenMP keeps their number per calling thread.
@@ -71,9 +72,10 @@ class ModelReplica:
         self._model: ServedModel | None = None
         self._loaded: Loaded | None = None
         self._failure: MillraceError | None = None
+        self._loads = ToldLoads()
         try:
             self._model, loaded = self._thread.submit(_load, spec).result()
-            self._loaded = replace(loaded, sockets=sockets, replicas=replicas)
+            self._loaded = replace(loaded, sockets=sockets)
         except Unavailable:
             raise
         except MillraceError as error:
@@ -92,6 +94,14 @@ class ModelReplica:
             raise self._why()
         return self._loaded
 
+    async def tell_load(self, front: str, load: Load) -> None:
+        """What this front has for all replicas of this version together."""
+        self._loads.tell(front, load)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Asked by Ray Serve, where the version scales."""
+        return self._loads.in_all()
+
     async def forward(self, rows: Rows) -> Outputs:
         """The model's outputs for one batch, in the order of the signature."""
         if self._model is None:
@@ -109,11 +119,12 @@ def _load(spec: ReplicaSpec) -> tuple[Any, Loaded]:
     content, weights = _read(spec)
     import torch
 
+    from inference_service.device import assigned_device
     from inference_service.served_model import ServedModel
 
     torch.set_num_threads(spec.threads)
     # This node's own environment decides: what runs here is its operator's business.
-    model = ServedModel(content, weights, allowed_functions(os.environ))
+    model = ServedModel(content, weights, allowed_functions(os.environ), assigned_device())
     batch_s = model.warm_up(spec.max_batch_size)
     return model, Loaded(model.signature, content.dataset_version, batch_s)
 

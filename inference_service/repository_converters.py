@@ -20,7 +20,7 @@ STATES = {State.LOADING: "LOADING", State.READY: "LOADING", State.DELETING: "UNL
 
 
 def config_to_proto(deployment: Deployment, version: ModelVersion, signature: Signature) -> config_pb.ModelConfig:
-    spec = deployment.spec
+    spec, group = deployment.spec, config_pb.ModelInstanceGroup
     config = config_pb.ModelConfig(
         name=deployment.model_name,
         platform=PLATFORM,
@@ -33,8 +33,10 @@ def config_to_proto(deployment: Deployment, version: ModelVersion, signature: Si
             default_queue_policy=config_pb.ModelQueuePolicy(allow_timeout_override=True),
         ),
         instance_group=[
-            config_pb.ModelInstanceGroup(
-                name=deployment.model_name, count=spec.num_replicas, kind=config_pb.ModelInstanceGroup.KIND_CPU
+            group(
+                name=deployment.model_name,
+                count=spec.num_replicas,
+                kind=group.KIND_GPU if spec.gpus_per_replica else group.KIND_CPU,
             )
         ],
     )

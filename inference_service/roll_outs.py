@@ -1,7 +1,8 @@
 """Takes roll-outs from step to step, back when a limit is passed, and versions that have retired out of the logs.
 
-It decides by what this process itself has seen since it began; where a roll-out stands is in the log, so whichever
-process comes next goes on from there. Several may drive one roll-out: of those that take the same step, one does.
+It decides by what this process and its siblings have seen since they began; where a roll-out stands is in the log, so
+whichever process comes next goes on from there. Several may drive one roll-out: of those that take the same step, one
+does; of the front processes of one service only the first tries.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from inference_service.domain.rolling import (
     with_unlike,
 )
 from inference_service.held_rows import held_rows
-from inference_service.models import Models
+from inference_service.models import Models, application_name
 from inference_service.registry import Deployments, Step
 from inference_service.settings import InferenceSettings
+from inference_service.siblings import Siblings
 from inference_service.watching import PREPARING, SILENT, Watching
 from shared.errors import DeadlineExceeded, FailedPrecondition, MillraceError, ResourceExhausted, Unavailable
 from shared.storage import ObjectStore
@@ -47,12 +49,14 @@ class RollOuts:
         models: Models,
         settings: InferenceSettings,
         changed: Callable[[Deployment], None],
+        siblings: Siblings,
     ) -> None:
         self._store = store
         self._deployments = deployments
         self._models = models
         self._settings = settings
         self._changed = changed
+        self._siblings = siblings
         self._watching = Watching()
         self._comparing: dict[str, asyncio.Task[None]] = {}  # by uid
 
@@ -160,13 +164,14 @@ class RollOuts:
         return passed_limit(
             limits,
             self._seen(deployment, roll_out.version, limits.window_s),
-            self._seen(deployment, _main(roll_out), limits.window_s),
+            self._seen(deployment, roll_out.main, limits.window_s),
         )
 
     def _seen(self, deployment: Deployment, number: str, window_s: float) -> Seen:
         for version in deployment.versions:
             if version.number == number:
-                return self._models.statistics(deployment, version).recent.seen(time.time(), window_s)
+                own = self._models.statistics(deployment, version).recent.counts(time.time(), window_s)
+                return sum(self._siblings.counts(application_name(deployment, version)), own).seen()
         return Seen(0, 0, 0.0)
 
     def _answers(self, deployment: Deployment, roll_out: RollOut) -> bool:
@@ -211,12 +216,7 @@ def _sharing(newest: Deployment, going: Sequence[ModelVersion], field: str) -> l
     return [one for one in newest.versions if one.number not in numbers and getattr(one, field) in shared]
 
 
-def _main(roll_out: RollOut) -> str:
-    """The old version with the most traffic."""
-    return max(roll_out.before, key=lambda number: roll_out.before[number])
-
-
 def _compared_versions(deployment: Deployment, roll_out: RollOut) -> tuple[ModelVersion, ModelVersion]:
     """The old one and the new one."""
     by_number = {version.number: version for version in deployment.versions}
-    return by_number[_main(roll_out)], by_number[roll_out.version]
+    return by_number[roll_out.main], by_number[roll_out.version]

@@ -23,6 +23,7 @@ from shared.errors import FailedPrecondition, InvalidArgument
 from shared.model_spec import REGRESSION, ModelSpec
 from shared.models import build_model, load_weights
 
+CPU = torch.device("cpu")
 WARM_UP_RUNS = 2  # the first pays for what the kernels prepare once per shape; the last is measured
 
 
@@ -30,9 +31,15 @@ class ServedModel:
     """Raises `FailedPrecondition` when the weights do not fit the model, or when a column that the model's input is
     made of cannot be sent. Not for several threads at once."""
 
-    def __init__(self, content: CheckpointContent, weights: bytes, custom_allowed: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        content: CheckpointContent,
+        weights: bytes,
+        custom_allowed: Collection[str] = (),
+        device: torch.device = CPU,
+    ) -> None:
         """`weights` are the bytes of a safetensors file, verified; `custom_allowed` the functions that custom steps may
-        name."""
+        name. The model is on `device`, the preprocessing always on the CPU, as in training."""
         try:
             self.preprocessing = Preprocessing(content, custom_allowed)
             self.module = build_model(content.model)
@@ -41,7 +48,8 @@ class ServedModel:
             raise FailedPrecondition(
                 f"the model of {content.training_job} does not load: {error}", reason="MODEL_DOES_NOT_LOAD"
             ) from error
-        self.module.eval()
+        self._device = device
+        self.module.to(device).eval()
         self.signature = Signature(
             raw=self.preprocessing.raw,
             prepared=self.preprocessing.prepared,
@@ -58,9 +66,9 @@ class ServedModel:
         inputs = torch.from_numpy(np.require(prepared, np.float32, ["C", "W"]))
         prepared_s = time.perf_counter()
         with torch.inference_mode():
-            given = self.module(inputs)
+            given = self.module(inputs.to(self._device))
             outputs = (given,) if self._task == REGRESSION else (given, given.softmax(dim=1), given.argmax(dim=1))
-        arrays = [output.numpy() for output in outputs]
+        arrays = [output.cpu().numpy() for output in outputs]  # which waits until the device has them
         return Outputs(arrays, refused, prepared_s - started_s, time.perf_counter() - prepared_s)
 
     def warm_up(self, max_rows: int) -> dict[int, float]:

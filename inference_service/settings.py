@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shared.cluster_max import largest_cluster
 from shared.settings import ServiceSettings, SettingsError, is_on, service_settings
 
 DEFAULT_LISTEN = "127.0.0.1:50053"
+MAX_FRONTS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceSettings:
     service: ServiceSettings
-    # host:port of the metrics for Prometheus; empty: none. Whoever reaches it reads the models' names and load.
+    # host:port of the metrics for Prometheus; empty: none. Whoever reaches it reads the models' names and load. Of
+    # several fronts each has its own, on the ports from this one on.
     metrics_listen: str = ""
+    # How many processes answer on the service's port.
+    fronts: int = 1
     # Whether batches go to the replicas on this machine over sockets of theirs, or all through Ray Serve's handle.
     replica_sockets: bool = False
+    # What the cluster has at most, when it has grown; None: what it has now is all that is known.
+    cluster_max: Mapping[str, float] | None = None
     # How often the logs are compared with what Ray Serve runs, in seconds.
     reconcile_every_s: float = 2.0
     # Ray is given up, and this process with it, after so many seconds in which its head's port is closed,
@@ -39,12 +46,27 @@ def settings_from(environ: Mapping[str, str]) -> InferenceSettings:
         raise SettingsError(f"RAY_ADDRESS={service.ray_address!r}: use host:port of a running Ray head")
     return InferenceSettings(
         service=service,
-        metrics_listen=_metrics_listen(environ),
+        metrics_listen=_metrics_listen(environ, _fronts(environ)),
+        fronts=_fronts(environ),
+        cluster_max=largest_cluster(environ),
         replica_sockets=is_on(environ, "MILLRACE_REPLICA_SOCKETS", default=False),
     )
 
 
-def _metrics_listen(environ: Mapping[str, str]) -> str:
+def metrics_of(listen: str, front: int) -> str:
+    """Where a front's own metrics are."""
+    host, _, port = listen.rpartition(":")
+    return f"{host}:{int(port) + front}" if listen else ""
+
+
+def _fronts(environ: Mapping[str, str]) -> int:
+    text = environ.get("MILLRACE_FRONTS") or "1"
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= MAX_FRONTS):
+        raise SettingsError(f"MILLRACE_FRONTS={text!r}: use 1 to {MAX_FRONTS} processes")
+    return int(text)
+
+
+def _metrics_listen(environ: Mapping[str, str], fronts: int) -> str:
     listen = environ.get("MILLRACE_METRICS_LISTEN", "")
     host, _, port = listen.rpartition(":")
     whole_host = host and (":" in host) == (host.startswith("[") and host.endswith("]"))
@@ -53,4 +75,6 @@ def _metrics_listen(environ: Mapping[str, str]) -> str:
             f"MILLRACE_METRICS_LISTEN={listen!r}: use host:port or [IPv6 address]:port, e.g. 127.0.0.1:9400 or "
             "[::1]:9400, or leave it out for no metrics"
         )
+    if listen and int(port) + fronts - 1 > 65535:
+        raise SettingsError(f"MILLRACE_METRICS_LISTEN={listen!r}: leave ports above it for {fronts} fronts")
     return listen

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from grpc import aio
 
 from millrace.train.v1 import train_service_pb2, train_service_pb2_grpc
+from shared.cluster_max import largest_cluster
 from shared.custom_transforms import allowed_functions
 from shared.errors import MillraceError
 from shared.grpc_server import serve
@@ -22,7 +23,6 @@ from shared.storage.opening import ensure_bucket
 from shared.storage.probe import StoreRefused
 from shared.sweeping import sweep_periodically
 from shared.telemetry import configure_logging
-from train_service.cluster_memory import largest_cluster
 from train_service.lifecycle import Deletions
 from train_service.run_records import RunRecords
 from train_service.servicer import TrainServicer

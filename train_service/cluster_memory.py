@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from shared.cluster_max import VARIABLE
 from shared.errors import FailedPrecondition
-from shared.settings import SettingsError
 from shared.storage import ObjectMissing, ObjectStore
 from train_service.domain.bundles import beyond, bundle_of, lasts, never_fits
 from train_service.domain.sizing import Resources, told
@@ -30,7 +30,6 @@ REMEMBERED_S = 24 * 3600.0
 REFRESHED_S = 600.0
 AS_LATE_S = 3600.0
 MOST_REMEMBERED = 100
-VARIABLE = "MILLRACE_CLUSTER_MAX"
 
 
 class ClusterMemory:
@@ -89,22 +88,6 @@ def check_ever_fits(spec: TrainingSpec, memory: ClusterMemory, most: Mapping[str
             reason="NEVER_FITS",
             fields=[(field, f"{known}; {remedy}") for field in fields],
         )
-
-
-def largest_cluster(environ: Mapping[str, str]) -> dict[str, float] | None:
-    """Reads MILLRACE_CLUSTER_MAX, e.g. `CPU=512,GPU=64`; None where it is not set."""
-    text = environ.get(VARIABLE, "")
-    if not text:
-        return None
-    try:
-        pairs = [part.partition("=") for part in text.split(",")]
-        most = {name.strip(): float(amount) for name, _, amount in pairs}
-    except ValueError:
-        most = {"": -1.0}
-    # Ray's own are CPU and GPU; a bound on another spelling would bound nothing.
-    if not all(name and name not in ("cpu", "gpu") and amount >= 0 for name, amount in most.items()):
-        raise SettingsError(f"{VARIABLE}={text!r}: use names of Ray's resources and amounts, e.g. CPU=512,GPU=64")
-    return most
 
 
 def _largest(clusters: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

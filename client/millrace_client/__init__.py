@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from millrace_client.addresses import Addresses
     from millrace_client.connection import Millrace, connect
+    from millrace_client.deployments import autoscaling
     from millrace_client.errors import MillraceError
     from millrace_client.operations import Operation
     from millrace_client.specs import (
@@ -50,6 +51,7 @@ _HOMES = {
     "append_to": "specs",
     "arrow_source": "specs",
     "asha": "sweeps",
+    "autoscaling": "deployments",
     "choice": "sweeps",
     "column_split": "specs",
     "connect": "connection",
@@ -85,6 +87,7 @@ __all__ = [
     "append_to",
     "arrow_source",
     "asha",
+    "autoscaling",
     "choice",
     "column_split",
     "connect",

@@ -27,7 +27,8 @@ class DeploymentClient:
     def create_deployment(self, deployment_id: str, checkpoint: str, **fields: Any) -> Operation[pb.Deployment]:
         """Starts to serve `trainingJobs/{j}/checkpoints/{c}`, or the best one of `trainingJobs/{j}`.
 
-        `fields` are further fields of `DeploymentSpec`, e.g. `num_replicas=2`, `max_batch_size=64`.
+        `fields` are further fields of `DeploymentSpec`, e.g. `num_replicas=2`, `max_batch_size=64`, or
+        `autoscaling=mc.autoscaling(1, 4)`.
         """
         request = pb.CreateDeploymentRequest(
             deployment_id=deployment_id,
@@ -143,6 +144,25 @@ class DeploymentClient:
         """Takes it out of service; requests in flight are answered first."""
         request = pb.DeleteDeploymentRequest(name=name)
         self._caller.unary(self._stub.DeleteDeployment, request, pb.DeleteDeploymentResponse)
+
+
+def autoscaling(
+    min_replicas: int,
+    max_replicas: int,
+    *,
+    rows_per_replica: int = 0,
+    scale_up_after_s: float | None = None,
+    scale_down_after_s: float | None = None,
+) -> pb.Autoscaling:
+    """As many replicas as the load asks for: one for each `rows_per_replica` that wait or are at work. What is left out
+    is the server's default."""
+    return pb.Autoscaling(
+        min_replicas=min_replicas,
+        max_replicas=max_replicas,
+        rows_per_replica=rows_per_replica,
+        scale_up_after=None if scale_up_after_s is None else _duration(scale_up_after_s),
+        scale_down_after=None if scale_down_after_s is None else _duration(scale_down_after_s),
+    )
 
 
 def _duration(seconds: float) -> Duration:

@@ -8,12 +8,12 @@ from enum import StrEnum
 from typing import Any
 
 from inference_service.domain.roll_out import RollOut, RollOutState
+from inference_service.domain.scaling import MAX_REPLICAS, Autoscaling, Scale, autoscaling_problems, share_problems
 from inference_service.domain.signature import Signature
 from inference_service.domain.traffic import HeaderRoute, Shadow
 from inference_service.domain.version_policy import LATEST, VersionPolicy
 from shared.errors import Cancelled, Conflict, MillraceError, invalid_fields, not_found
 
-MAX_REPLICAS = 64
 MAX_THREADS = 256
 MAX_BATCH_SIZE = 1024
 MAX_BATCH_DELAY_S = 1.0
@@ -43,7 +43,8 @@ LIVE = frozenset({State.LOADING, State.READY})  # these have an application in R
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """`checkpoint` is as the client named it, a job or a checkpoint; everything else has its default filled in."""
+    """`checkpoint` is as the client named it, a job or a checkpoint; everything else has its default filled in. With
+    `autoscaling` `num_replicas` are the fewest; of a replica whose `cpus_per_replica` are None, its threads count."""
 
     checkpoint: str
     num_replicas: int
@@ -52,11 +53,29 @@ class Spec:
     max_batch_delay_s: float
     max_queued_rows: int
     version_policy: VersionPolicy = LATEST
+    autoscaling: Autoscaling | None = None
+    cpus_per_replica: float | None = None
+    gpus_per_replica: float = 0.0
+
+    def scale(self, replicas: int = 0) -> Scale:
+        """What a version of it asks of Ray, with so many replicas to begin with where their number may change."""
+        return Scale(
+            initial=self.autoscaling.within(replicas) if self.autoscaling else self.num_replicas,
+            cpus=self.threads_per_replica if self.cpus_per_replica is None else self.cpus_per_replica,
+            gpus=self.gpus_per_replica,
+            autoscaling=self.autoscaling,
+        )
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> Spec:
         policy = record.get("version_policy")
-        return Spec(**{**record, "version_policy": VersionPolicy.from_record(policy) if policy else LATEST})
+        return Spec(
+            **{
+                **record,
+                "version_policy": VersionPolicy.from_record(policy) if policy else LATEST,
+                "autoscaling": Autoscaling.from_record(record.get("autoscaling")),
+            }
+        )
 
 
 def check_spec(
@@ -68,16 +87,32 @@ def check_spec(
     max_batch_delay_s: float | None,
     max_queued_rows: int,
     version_policy: VersionPolicy = LATEST,
+    autoscaling: Autoscaling | None = None,
+    cpus_per_replica: float | None = None,
+    gpus_per_replica: float = 0.0,
 ) -> Spec:
-    """The spec with its defaults, or `InvalidArgument` naming every number that is out of range."""
+    """The spec with its defaults, or `InvalidArgument` naming every number that is out of range.
+
+    Of `autoscaling`, 0 `min_replicas` mean 1, and 0 `rows_per_replica` a full batch.
+    """
+    batch_size = max_batch_size or DEFAULT_BATCH_SIZE
+    if autoscaling is not None:
+        autoscaling = replace(
+            autoscaling,
+            min_replicas=autoscaling.min_replicas or 1,
+            rows_per_replica=autoscaling.rows_per_replica or batch_size,
+        )
     spec = Spec(
         checkpoint=checkpoint,
         num_replicas=num_replicas or 1,
         threads_per_replica=threads_per_replica or 1,
-        max_batch_size=max_batch_size or DEFAULT_BATCH_SIZE,
+        max_batch_size=batch_size,
         max_batch_delay_s=DEFAULT_BATCH_DELAY_S if max_batch_delay_s is None else max_batch_delay_s,
         max_queued_rows=max_queued_rows or DEFAULT_QUEUED_ROWS,
         version_policy=version_policy,
+        autoscaling=autoscaling,
+        cpus_per_replica=cpus_per_replica,
+        gpus_per_replica=gpus_per_replica,
     )
     problems: list[tuple[str, object, str]] = [
         (f"spec.{field}", value, f"use {low} to {high}{unit}")
@@ -90,9 +125,14 @@ def check_spec(
         )
         if not low <= value <= high
     ]
+    problems += share_problems(cpus_per_replica, gpus_per_replica)
+    if autoscaling is not None:
+        problems += autoscaling_problems(autoscaling)
+        if num_replicas:
+            problems.append(("spec.num_replicas", num_replicas, "leave it out: autoscaling has min_replicas"))
     if problems:
         raise invalid_fields(problems)
-    return spec
+    return replace(spec, num_replicas=autoscaling.min_replicas) if autoscaling is not None else spec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from inference_service.domain.roll_out import MAX_WINDOW_S, RollOutLimits
 
@@ -26,6 +26,24 @@ class Seen:
     requests: int
     faults: int
     p99_s: float
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The same, so that those of several processes can be added up: `took` counts by place in `BOUNDS_S`."""
+
+    answered: int = 0
+    faults: int = 0
+    took: Mapping[int, int] = field(default_factory=dict)
+
+    def __add__(self, other: Counts) -> Counts:
+        took = dict(self.took)
+        for place, count in other.took.items():
+            took[place] = took.get(place, 0) + count
+        return Counts(self.answered + other.answered, self.faults + other.faults, took)
+
+    def seen(self) -> Seen:
+        return Seen(self.answered + self.faults, self.faults, _p99_s(self.took))
 
 
 class _Second:
@@ -61,8 +79,8 @@ class Recent:
         if status == LATE:  # otherwise a version that hangs would have the latencies of what it answers
             second.took_s(total_s)
 
-    def seen(self, now_s: float, window_s: float) -> Seen:
-        """The last `window_s`, to a second."""
+    def counts(self, now_s: float, window_s: float) -> Counts:
+        """Of the last `window_s`, to a second."""
         took: dict[int, int] = {}
         answered = faults = 0
         for one in self._seconds:
@@ -71,7 +89,10 @@ class Recent:
                 faults += one.faults
                 for place, count in one.took.items():
                     took[place] = took.get(place, 0) + count
-        return Seen(answered + faults, faults, _p99_s(took))
+        return Counts(answered, faults, took)
+
+    def seen(self, now_s: float, window_s: float) -> Seen:
+        return self.counts(now_s, window_s).seen()
 
     def _second(self, now_s: float) -> _Second:
         second = int(now_s)

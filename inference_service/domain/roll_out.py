@@ -115,6 +115,11 @@ class RollOut:
         return self.state in UNDER_WAY
 
     @property
+    def main(self) -> str:
+        """The number of the old version with the most traffic."""
+        return max(self.before, key=lambda number: self.before[number])
+
+    @property
     def present(self) -> Step:
         return self.plan.steps[self.step]
 

@@ -54,11 +54,13 @@ async def serve(
     stop: asyncio.Event | None = None,
     grace_s: float = GRACE_S,
     default_deadline_s: float = DEFAULT_DEADLINE_S,
+    shared_port: bool = False,
 ) -> None:
     """Serves on `listen` (host:port) until SIGTERM, SIGINT or `stop`, then drains for at most `grace_s` seconds.
 
     `register` adds servicers to the server and returns their full names for reflection. With `ready=False` the caller
-    says through `health` when it serves. Raises `RuntimeError` where the port cannot be bound.
+    says through `health` when it serves. With `shared_port` others that say so may serve on the same one, and the
+    kernel shares out the connections. Raises `RuntimeError` where the port cannot be bound.
     """
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(BLOCKING_THREADS, thread_name_prefix="blocking"))
@@ -73,7 +75,7 @@ async def serve(
             # Not grpc.keepalive_timeout_ms: a peer whose kernel still acknowledges is given up by this one alone.
             ("grpc.http2.ping_timeout_ms", round(KEEPALIVE_WITHIN_S * 1000)),
             # Two services by mistake on one port would each get half of the calls.
-            ("grpc.so_reuseport", 0),
+            ("grpc.so_reuseport", int(shared_port)),
         ],
     )
     names = list(register(CallInterceptor(default_deadline_s).around(server)))

@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +38,20 @@ class Nudge:
             self._child.stdin.write(b"\n")
 
 
-async def supervise(module: str, stop: asyncio.Event, nudge: Nudge | None = None) -> None:
-    """Runs `python -m module` until `stop`. The child reads its standard input: a byte is a `nudge`, and its end tells
-    that we are gone."""
+async def supervise(
+    module: str,
+    stop: asyncio.Event,
+    nudge: Nudge | None = None,
+    *,
+    arguments: Sequence[str] = (),
+    stop_within_s: float = STOP_WITHIN_S,
+) -> None:
+    """Runs `python -m module` with `arguments` until `stop`, then has it killed after `stop_within_s`. The child reads
+    its standard input: a byte is a `nudge`, and its end tells that we are gone."""
     delay_s = FIRST_DELAY_S
     while not stop.is_set():
         started = time.monotonic()
-        child = await asyncio.create_subprocess_exec(sys.executable, "-m", module, stdin=PIPE)
+        child = await asyncio.create_subprocess_exec(sys.executable, "-m", module, *arguments, stdin=PIPE)
         if nudge is not None:
             nudge.aim_at(child)
         ended = asyncio.create_task(child.wait())
@@ -53,7 +61,7 @@ async def supervise(module: str, stop: asyncio.Event, nudge: Nudge | None = None
         if nudge is not None:
             nudge.aim_at(None)
         if stop.is_set():
-            await _end(child)
+            await _end(child, stop_within_s)
             return
         if time.monotonic() - started > WELL_AFTER_S:
             delay_s = FIRST_DELAY_S
@@ -65,12 +73,12 @@ async def supervise(module: str, stop: asyncio.Event, nudge: Nudge | None = None
             delay_s = min(delay_s * 2, LONGEST_DELAY_S)
 
 
-async def _end(child: Process) -> None:
+async def _end(child: Process, within_s: float) -> None:
     if child.returncode is not None:
         return
     child.terminate()
     try:
-        async with asyncio.timeout(STOP_WITHIN_S):
+        async with asyncio.timeout(within_s):
             await child.wait()
     except TimeoutError:
         child.kill()

@@ -17,7 +17,15 @@ from millrace.inference.v1 import roll_out_pb2
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from tests.integration.inference_service.checkpoints import write
-from tests.integration.inference_service.client import Array, Client, environment, eventually, infer_request, outputs
+from tests.integration.inference_service.client import (
+    Array,
+    Client,
+    durable,
+    environment,
+    eventually,
+    infer_request,
+    outputs,
+)
 from tests.support.asking import Load
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.service_process import ServiceProcess
@@ -131,12 +139,12 @@ def test_a_replica_killed_under_load_costs_no_client_an_answer(head: RayHead, cl
 def test_a_killed_service_started_again_serves_the_same_replicas(
     head: RayHead, service: Process, client: Client
 ) -> None:
-    before, expected = client.get("deployments/digits"), wait_until_served(client)
+    before, expected = durable(client.get("deployments/digits")), wait_until_served(client)
     replicas = head.processes("ray::ServeReplica")
     service.kill()
     service.start()
     assert wait_until_served(client).tobytes() == expected.tobytes()
-    assert client.get("deployments/digits") == before
+    assert durable(client.get("deployments/digits")) == before
     assert set(head.processes("ray::ServeReplica")) == set(replicas)
 
 
@@ -161,19 +169,19 @@ def test_all_of_ray_killed_half_way_through_a_roll_out_ends_the_service_and_a_ne
     spec.steps.add(percent=100)
     client.deployments.RollOut(pb.RollOutRequest(name="deployments/digits", spec=spec), timeout=10)
     eventually(lambda: is_shifting(client), 120, "version 2 has half of the traffic")
-    before = client.get("deployments/digits")
+    before = durable(client.get("deployments/digits"))
     head.kill()
     assert service.exit_status(within_s=90) == EXIT_RAY_LOST
     with supervised(service):
         eventually(lambda: _answers(client), 60, "Get is answered without Ray")
-        assert client.get("deployments/digits") == before
+        assert durable(client.get("deployments/digits")) == before
         assert not client.is_healthy()
         with ray_head(num_cpus=4, port=int(head.address.rpartition(":")[2])):
             # Both are of the same weights, so either answers alike.
             assert wait_until_served(client).tobytes() == expected.tobytes()
-            assert client.get("deployments/digits") == before
+            assert durable(client.get("deployments/digits")) == before
             eventually(lambda: {ask(client) for _ in range(20)} == {"1", "2"}, 120, "both versions answer again")
-            assert client.get("deployments/digits") == before
+            assert durable(client.get("deployments/digits")) == before
 
 
 def _answers(client: Client) -> bool:

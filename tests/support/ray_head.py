@@ -105,14 +105,18 @@ def ray_node(head: RayHead, name: str, *, num_cpus: int = 1) -> Iterator[RayNode
 
 @contextmanager
 def ray_head(
-    *, num_cpus: int = 4, port: int | None = None, environ: Mapping[str, str] = MappingProxyType({})
+    *,
+    num_cpus: int = 4,
+    num_gpus: int = 0,
+    port: int | None = None,
+    environ: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[RayHead]:
-    """Runs a head with so many logical CPUs; on `port`, where another one lived before. Its workers have `environ`
-    besides ours. The dashboard is kept, since Ray Train's cleaner asks it."""
+    """Runs a head with so many logical CPUs and GPUs; on `port`, where another one lived before. Its workers have
+    `environ` besides ours. The dashboard is kept, since Ray Train's cleaner asks it."""
     # Not below pytest's folder: Ray's unix sockets lie in here, and their paths may have 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     try:
-        head = _started(folder, num_cpus, port, environ)
+        head = _started(folder, {"num-cpus": num_cpus, "num-gpus": num_gpus}, port, environ)
         try:
             yield head
         finally:
@@ -121,20 +125,20 @@ def ray_head(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _started(folder: Path, num_cpus: int, port: int | None, environ: Mapping[str, str]) -> RayHead:
+def _started(folder: Path, resources: Mapping[str, int], port: int | None, environ: Mapping[str, str]) -> RayHead:
     for _ in range(STARTS - 1):
         with suppress(RuntimeError):
-            return _start(folder, num_cpus, port, environ)
-    return _start(folder, num_cpus, port, environ)
+            return _start(folder, resources, port, environ)
+    return _start(folder, resources, port, environ)
 
 
-def _start(folder: Path, num_cpus: int, port: int | None, environ: Mapping[str, str]) -> RayHead:
+def _start(folder: Path, resources: Mapping[str, int], port: int | None, environ: Mapping[str, str]) -> RayHead:
     free, dashboard_port, agent_port, client_port = free_ports(4)
     port = port or free
     options = {
         "node-ip-address": HOST,
         "port": port,
-        "num-cpus": num_cpus,
+        **resources,
         "temp-dir": folder,
         "dashboard-host": HOST,
         "dashboard-port": dashboard_port,

@@ -12,16 +12,42 @@ from millrace_client.cli.options import address_options, connected, full_name, j
 from millrace_client.cli.output import console, print_json
 
 
+def _fewest_and_most(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[int, int] | None:
+    """The same twice for a plain number."""
+    if value is None:
+        return None
+    least, dots, most = value.partition("..")
+    try:
+        return int(least), int(most if dots else least)
+    except ValueError:
+        raise click.BadParameter(f"{value!r}: use a number, or MIN..MAX, e.g. 1..4") from None
+
+
 @click.command(cls=PlainCommand)
 @click.argument("deployment")
 @click.argument("checkpoint")
-@click.option("--replicas", default=0, help="Default: 1.")
+@click.option(
+    "--replicas",
+    callback=_fewest_and_most,
+    metavar="N|MIN..MAX",
+    help="So many, or as many as the load asks for, e.g. 1..4. Default: 1.",
+)
+@click.option("--cpus", type=float, help="CPUs that Ray keeps free for each replica, e.g. 0.5. Default: its threads.")
+@click.option("--gpus", default=0.0, help="GPUs for each replica, e.g. 0.25, or 1. Default: 0.")
 @click.option("--max-batch-size", default=0, help="Rows in one call of the model. Default: 32.")
 @click.option("--no-wait", is_flag=True, help="Return once it is durable; it loads meanwhile.")
 @address_options
 @json_option
 def deploy(
-    deployment: str, checkpoint: str, replicas: int, max_batch_size: int, no_wait: bool, as_json: bool, **values: Any
+    deployment: str,
+    checkpoint: str,
+    replicas: tuple[int, int] | None,
+    cpus: float | None,
+    gpus: float,
+    max_batch_size: int,
+    no_wait: bool,
+    as_json: bool,
+    **values: Any,
 ) -> None:
     """Serve CHECKPOINT as the model DEPLOYMENT (an id).
 
@@ -35,8 +61,10 @@ def deploy(
         operation = millrace.deployments.create_deployment(
             deployment.removeprefix("deployments/"),
             full_name("trainingJobs", checkpoint),
-            num_replicas=replicas,
             max_batch_size=max_batch_size,
+            cpus_per_replica=cpus,
+            gpus_per_replica=gpus,
+            **_replicas(replicas),
         )
         if no_wait:
             made = millrace.deployments.get_deployment(operation.metadata.deployment)
@@ -52,3 +80,13 @@ def deploy(
     else:
         console().print(f"[bold]{made.name}[/] answers.")
         print_lineage(made.lineage)
+
+
+def _replicas(wanted: tuple[int, int] | None) -> dict[str, Any]:
+    """The fields of the specification that say how many replicas."""
+    if wanted is None:
+        return {}
+    from millrace_client.deployments import autoscaling
+
+    least, most = wanted
+    return {"num_replicas": least} if least == most else {"autoscaling": autoscaling(least, most)}

@@ -42,11 +42,24 @@ def environment(store: StoreSettings, ray_address: str) -> dict[str, str]:
     return {**store_environ(store), "RAY_ADDRESS": ray_address, "MILLRACE_LOG_LEVEL": "WARNING"}
 
 
+def durable(deployment: pb.Deployment) -> pb.Deployment:
+    """What the log says: without how many replicas run at this moment."""
+    kept = pb.Deployment()
+    kept.CopyFrom(deployment)
+    for version in kept.versions:
+        version.ClearField("replicas")
+    return kept
+
+
 class Client:
-    """Stubs over one channel."""
+    """Stubs over one channel, with a connection of its own: of several fronts one answers it."""
 
     def __init__(self, target: str) -> None:
-        options = [("grpc.max_reconnect_backoff_ms", 500), ("grpc.initial_reconnect_backoff_ms", 100)]
+        options = [
+            ("grpc.max_reconnect_backoff_ms", 500),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
         self.channel = grpc.insecure_channel(target, options=options)
         self.inference = oip_grpc.GRPCInferenceServiceStub(self.channel)
         self.deployments = pb_grpc.DeploymentServiceStub(self.channel)

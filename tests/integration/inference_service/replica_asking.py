@@ -12,6 +12,7 @@ import time
 
 from ray.exceptions import RayError
 
+from inference_service.domain.scaling import Scale
 from inference_service.ray_serve import ServeApplications
 from inference_service.replica import ReplicaSpec
 from shared.errors import MillraceError, Unavailable
@@ -28,7 +29,7 @@ def main(address: str, store_url: str, folder: str, sha256: str) -> None:
     applications.connect(address)
     store = StoreSettings(url=store_url)
     spec = ReplicaSpec(store=store, folder=folder, manifest_sha256=sha256, threads=1, max_batch_size=2)
-    applications.deploy(NAME, spec, REPLICAS)
+    applications.deploy(NAME, spec, Scale(initial=REPLICAS, cpus=1))
     try:
         answer(told(applications, REPLICAS))
         sys.stdin.readline()

@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from shared.checkpoint.format import WEIGHTS
 from tests.integration.inference_service.checkpoints import write, write_job_without_checkpoint
-from tests.integration.inference_service.client import eventually
+from tests.integration.inference_service.client import durable, eventually
 from tests.integration.inference_service.conftest import Stack
 from tests.support.refusals import refusal_of, refused
 
@@ -47,7 +47,7 @@ def test_a_deployment_shows_its_defaults_its_lineage_and_its_operation(stack: St
     assert deployed.lineage.checkpoint == entry.name
     assert deployed.lineage.checkpoint_sha256 == entry.manifest_sha256
     assert deployed.lineage.dataset_version == "datasets/digits/versions/v1"
-    assert stack.client.get(deployed.name) == deployed
+    assert durable(stack.client.get(deployed.name)) == deployed
     operation = stack.client.wait(operations_pb2.Operation(name=deployed.operation))
     metadata = pb.DeploymentMetadata()
     assert operation.metadata.Unpack(metadata)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from inference_service.cluster import Cluster
 from inference_service.manager import DeploymentManager
 from inference_service.operations import DeploymentOperations
 from inference_service.registry import Deployments
@@ -49,4 +50,4 @@ def operations(store: ObjectStore, deployments: Deployments) -> DeploymentOperat
 
 @pytest.fixture
 def manager(store: ObjectStore, deployments: Deployments, operations: DeploymentOperations) -> DeploymentManager:
-    return DeploymentManager(store, deployments, operations)
+    return DeploymentManager(store, deployments, operations, Cluster(None))

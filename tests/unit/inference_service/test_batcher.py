@@ -408,3 +408,86 @@ def test_the_way_back_of_a_request_in_pieces_counts_from_the_last_of_them_to_com
         assert one._answer_s() < 0.1
 
     on_a_loop(scenario)
+
+
+def test_a_model_with_more_replicas_gets_more_batches_at_once_and_with_fewer_waits_for_those_it_has() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        one = batcher(model, max_rows=1, max_in_flight=2)
+        apart = one.apart()
+        tasks = [submit(one, rows(value)) for value in range(7)]
+        await settle()
+        assert len(model.sizes) == 2
+        one.scale(2)
+        await settle()
+        assert len(model.sizes) == 4
+        one.scale(1)
+        tasks.append(submit(apart, rows(9)))
+        tasks.append(submit(apart, rows(9)))
+        await settle()
+        assert len(model.sizes) == 6  # those for rows apart have a window of their own, as wide
+        model.may_work.set()
+        assert [answer.arrays[0][0] for answer in await asyncio.gather(*tasks)] == [0, 2, 4, 6, 8, 10, 12, 18, 18]
+
+    on_a_loop(scenario)
+
+
+def test_a_model_that_has_lost_its_replicas_gets_batches_one_replica_long() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        one = batcher(model, max_rows=1, max_in_flight=4)
+        one.scale(0)
+        tasks = [submit(one, rows(value)) for value in range(4)]
+        await settle()
+        assert len(model.sizes) == 2
+        model.may_work.set()
+        await asyncio.gather(*tasks)
+
+    on_a_loop(scenario)
+
+
+def test_what_waits_and_what_is_at_work_is_load_until_it_is_answered_or_left() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        one = batcher(model, max_rows=2)
+        left = submit(one, rows(1, 2))
+        tasks = [submit(one, rows(3)), submit(one, rows(4, 5))]
+        await settle()
+        one.load()
+        await asyncio.sleep(0.05)
+        assert round(one.load().rows, 6) == 5.0
+        left.cancel()
+        await settle()
+        one.load()
+        await asyncio.sleep(0.05)
+        assert round(one.load().rows, 6) == 3.0
+        model.may_work.set()
+        await asyncio.gather(*tasks)
+        one.load()
+        assert one.load().rows == 0.0
+
+    on_a_loop(scenario)
+
+
+def test_rows_refused_for_want_of_replicas_are_told_and_those_that_none_could_answer_are_not() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        times = BatchTimes({1: 0.5, 2: 0.5, 4: 0.5})
+        one = Batcher(
+            model, Limits(max_rows=4, max_delay_s=0.0, max_queued_rows=4, max_in_flight=1), times, Statistics()
+        )
+        tasks = [submit(one, rows(1)), submit(one, rows(1, 2, 3))]
+        await settle()
+        with pytest.raises(ResourceExhausted):
+            await one.submit(rows(1, 2), None)
+        assert one.load().refused == 2
+        with pytest.raises(DeadlineExceeded):
+            await one.submit(rows(4), 0.7)
+        assert one.load().refused == 1
+        with pytest.raises(DeadlineExceeded):
+            await one.submit(rows(4), 0.1)
+        assert one.load().refused == 0
+        model.may_work.set()
+        await asyncio.gather(*tasks)
+
+    on_a_loop(scenario)

@@ -22,6 +22,7 @@ from inference_service.roll_out_manager import RollOutManager
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import deployment_service_pb2_grpc as pb_grpc
 from millrace.inference.v1 import roll_out_pb2
+from millrace_client.deployments import autoscaling
 from shared.errors import DataLoss
 from shared.storage import ObjectStore
 from tests.support.grpc_kit import running, told
@@ -48,7 +49,7 @@ def served(
     def run(scenario: Scenario) -> None:
         def register(server: aio.Server) -> list[str]:
             roll_outs = RollOutManager(store, deployments, operations)
-            servicer = DeploymentServicer(manager, roll_outs, lambda _deployment: None)
+            servicer = DeploymentServicer(manager, roll_outs, lambda _deployment: None, lambda *_: 2)
             pb_grpc.add_DeploymentServiceServicer_to_server(servicer, server)
             return ["millrace.inference.v1.DeploymentService"]
 
@@ -164,5 +165,57 @@ def test_an_update_that_makes_no_sense_is_refused(
         refusal = await told(stub.UpdateDeployment(request_))
         assert refusal.code is code
         assert [name for name, _ in refusal.violations] == ([field] if field else [])
+
+    served(scenario)
+
+
+@pytest.mark.usefixtures("ready")
+def test_a_deployment_says_how_many_replicas_run(served: Callable[[Scenario], None]) -> None:
+    async def scenario(stub: Any) -> None:
+        got = await stub.GetDeployment(pb.GetDeploymentRequest(name=NAME))
+        listed = (await stub.ListDeployments(pb.ListDeploymentsRequest())).deployments
+        assert [one.versions[0].replicas for one in (got, *listed)] == [2, 2]
+
+    served(scenario)
+
+
+def test_a_specification_comes_back_with_its_defaults(served: Callable[[Scenario], None]) -> None:
+    async def checked(stub: Any, **spec: Any) -> pb.DeploymentSpec:
+        request = pb.CreateDeploymentRequest(
+            deployment_id="fresh", spec=pb.DeploymentSpec(checkpoint=JOB, **spec), validate_only=True
+        )
+        deployment = pb.Deployment()
+        assert (await stub.CreateDeployment(request)).response.Unpack(deployment)
+        assert not deployment.versions[0].HasField("replicas")
+        return deployment.spec
+
+    async def scenario(stub: Any) -> None:
+        plain = await checked(stub)
+        assert (plain.num_replicas, plain.HasField("autoscaling"), plain.HasField("cpus_per_replica")) == (
+            1,
+            False,
+            False,
+        )
+        scaled = await checked(
+            stub, autoscaling=autoscaling(0, 3, scale_down_after_s=7), max_batch_size=8, cpus_per_replica=0.5
+        )
+        assert scaled.autoscaling == autoscaling(1, 3, rows_per_replica=8, scale_up_after_s=5, scale_down_after_s=7)
+        assert (scaled.num_replicas, scaled.cpus_per_replica, scaled.gpus_per_replica) == (0, 0.5, 0)
+        again = {field.name: value for field, value in scaled.ListFields() if field.name != "checkpoint"}
+        assert await checked(stub, **again) == scaled
+
+    served(scenario)
+
+
+def test_autoscaling_out_of_range_is_refused_by_field(served: Callable[[Scenario], None]) -> None:
+    async def scenario(stub: Any) -> None:
+        spec = pb.DeploymentSpec(checkpoint=JOB, num_replicas=2, autoscaling=autoscaling(3, 2), gpus_per_replica=2)
+        refusal = await told(stub.CreateDeployment(pb.CreateDeploymentRequest(deployment_id="fresh", spec=spec)))
+        assert refusal.code is INVALID
+        assert [name for name, _ in refusal.violations] == [
+            "spec.gpus_per_replica",
+            "spec.autoscaling.max_replicas",
+            "spec.num_replicas",
+        ]
 
     served(scenario)

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from inference import grpc_service_pb2 as oip
 from inference_service.metrics import metrics_served
-from inference_service.models import Models
+from inference_service.models import Models, application_name
 from inference_service.settings import settings_from
 from shared.settings import SettingsError
 from tests.support.grpc_kit import told
@@ -113,3 +113,14 @@ def test_metrics_are_off_unless_an_address_is_set() -> None:
 def test_an_address_that_is_none_is_refused_with_examples(listen: str) -> None:
     with pytest.raises(SettingsError, match=r"MILLRACE_METRICS_LISTEN.*e\.g\. 127\.0\.0\.1:9400 or \[::1\]:9400"):
         settings_from({**ENVIRON, "MILLRACE_METRICS_LISTEN": listen})
+
+
+def test_how_many_replicas_run_is_told() -> None:
+    async def scenario(server: Server) -> None:
+        address = f"127.0.0.1:{free_ports(1)[0]}"
+        (one,) = server.models.listed()
+        server.models.scaled({application_name(one.deployment, one.version): 3})
+        with metrics_served(address, server.models):
+            assert (await asyncio.to_thread(read, address))["replicas", labels()] == 3
+
+    served(scenario)

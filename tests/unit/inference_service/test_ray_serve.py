@@ -13,6 +13,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.scaling import Scale
 from inference_service.domain.signature import Signature, TensorSpec
 from inference_service.ray_serve import ServeApplications
 from inference_service.replica import Loaded, ReplicaSpec
@@ -72,10 +73,10 @@ def asked_folder(monkeypatch: pytest.MonkeyPatch, *, replica_sockets: bool) -> P
     """The folder that replicas are told to listen in."""
     targets: list[Any] = []
     monkeypatch.setattr(serve, "run_many", lambda given, **_: targets.extend(given))
-    ServeApplications(STORE, replica_sockets=replica_sockets).deploy("d-v1", SPEC, 2)
+    ServeApplications(STORE, replica_sockets=replica_sockets).deploy("d-v1", SPEC, Scale(initial=2, cpus=1))
     (target,) = targets
-    spec, folder, replicas = target.target._bound_deployment.init_args
-    assert (spec, replicas) == (SPEC, 2)
+    spec, folder = target.target._bound_deployment.init_args
+    assert (spec, target.target._bound_deployment.num_replicas) == (SPEC, 2)
     assert folder is None or isinstance(folder, Path)
     return folder
 

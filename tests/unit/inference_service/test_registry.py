@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from inference_service.cluster import Cluster
 from inference_service.domain.deployment import (
     Creation,
     Deployment,
@@ -249,7 +250,8 @@ def test_racing_creations_of_one_id_leave_the_mark_of_the_one_that_won(store: Ob
         own = open_store(store.settings)
         deployments = Deployments(own)
         with contextlib.suppress(AlreadyExists):
-            made.append(DeploymentManager(own, deployments, DeploymentOperations(own, deployments)).create(creation()))
+            manager = DeploymentManager(own, deployments, DeploymentOperations(own, deployments), Cluster(None))
+            made.append(manager.create(creation()))
 
     threads = [threading.Thread(target=create) for _ in range(6)]
     for thread in threads:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from inference_service.batcher import Batcher
 from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits
 from inference_service.domain.deployment import Deployment, State
+from inference_service.domain.recent import Counts
 from inference_service.domain.roll_out import (
     Compared,
     Comparison,
@@ -39,6 +42,7 @@ from inference_service.registry import Deployments
 from inference_service.roll_out_manager import RollOutManager
 from inference_service.roll_outs import RollOuts
 from inference_service.settings import InferenceSettings
+from inference_service.siblings import Siblings, Told
 from shared.checkpoint import CheckpointRegistry
 from shared.checkpoint import users as checkpoint_users
 from shared.checkpoint.users import users_of_job
@@ -49,6 +53,7 @@ from tests.support.inference_server import IMAGES, Classifier, ask
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.inference_service.conftest import JOB
 from tests.unit.inference_service.test_registry import creation
+from tests.unit.inference_service.test_siblings import ended
 
 NAME = "deployments/digits"
 LONG_AFTER = 1e12
@@ -251,8 +256,9 @@ def test_cancelling_the_operation_rolls_back(
 class Driven:
     """A driver of roll-outs over models that answer; `look()` is one look of its."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, siblings: Siblings | None = None) -> None:
         self.store = store
+        self.siblings = siblings or Siblings()
         self.deployments = Deployments(store)
         self.models = Models()
         service = ServiceSettings(listen="", store=StoreSettings(url="file:///nowhere"))
@@ -263,7 +269,9 @@ class Driven:
         """A new process: it has seen nothing, and reads the log."""
         self.models = Models()
         self.models.replace(self.deployments.all())
-        self._driver = RollOuts(self.store, self.deployments, self.models, self.settings, self.models.put)
+        self._driver = RollOuts(
+            self.store, self.deployments, self.models, self.settings, self.models.put, self.siblings
+        )
 
     @property
     def now(self) -> Deployment:
@@ -485,6 +493,34 @@ def test_another_process_goes_on_from_the_step_that_the_log_names_and_watches_it
         assert weights(driven.now) == {"1": 0, "2": 100}
 
     driving(Driven(store), scenario)
+
+
+@pytest.mark.usefixtures("ready")
+def test_limits_are_of_the_requests_of_all_fronts_that_live(
+    store: ObjectStore, deployments: Deployments, roll_outs: RollOutManager, tmp_path: Path
+) -> None:
+    limits = RollOutLimits(max_error_share=0.5, min_requests=12)
+    made = load(deployments, roll_outs.begin(wish(steps=[Step(10, 60.0), Step(100, 60.0)], limits=limits)))
+    new = application_name(made, made.versions[1])
+
+    def other(number: int, pid: int) -> None:
+        told = Told(pid=pid, listens=True, ready=True, holds=[], counts={new: Counts(0, 8, {5: 8})})
+        Siblings(tmp_path, number).tell(told)
+
+    async def scenario(driven: Driven) -> None:
+        driven.answer("2")
+        driven.seen("2", 4)  # of its own too few to say anything
+        other(1, pid=ended())
+        await driven.look()
+        assert driven.state is RollOutState.SHIFTING
+        other(2, pid=os.getpid())
+        await driven.look()
+        assert (driven.state, weights(driven.now)) == (RollOutState.ROLLED_BACK, {"1": 100, "2": 0})
+        assert driven.now.roll_out is not None
+        assert driven.now.roll_out.error is not None
+        assert "66.7% of its last 12 requests failed" in driven.now.roll_out.error["message"]
+
+    driving(Driven(store, Siblings(tmp_path, 0)), scenario)
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from shared.cluster_max import largest_cluster
 from shared.errors import FailedPrecondition
 from shared.settings import SettingsError
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION
 from tests.unit.train_service.test_training_jobs import SPEC
-from train_service.cluster_memory import REFRESHED_S, REMEMBERED_S, ClusterMemory, largest_cluster
+from train_service.cluster_memory import REFRESHED_S, REMEMBERED_S, ClusterMemory
 from train_service.training_jobs import TrainingJobs
 
 NODE = {"CPU": 2.0, "memory": 8.3 * 2**30, "node:127.0.0.1": 1.0, "object_store_memory": 4e9}

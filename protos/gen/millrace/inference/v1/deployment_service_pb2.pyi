@@ -94,7 +94,7 @@ class Shadow(_message.Message):
     def __init__(self, version: _Optional[str] = ..., percent: _Optional[int] = ...) -> None: ...
 
 class ModelVersion(_message.Message):
-    __slots__ = ("number", "state", "weight", "lineage")
+    __slots__ = ("number", "state", "weight", "lineage", "replicas")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[ModelVersion.State]
@@ -109,11 +109,13 @@ class ModelVersion(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     number: str
     state: ModelVersion.State
     weight: int
     lineage: _lineage_pb2.Lineage
-    def __init__(self, number: _Optional[str] = ..., state: _Optional[_Union[ModelVersion.State, str]] = ..., weight: _Optional[int] = ..., lineage: _Optional[_Union[_lineage_pb2.Lineage, _Mapping]] = ...) -> None: ...
+    replicas: int
+    def __init__(self, number: _Optional[str] = ..., state: _Optional[_Union[ModelVersion.State, str]] = ..., weight: _Optional[int] = ..., lineage: _Optional[_Union[_lineage_pb2.Lineage, _Mapping]] = ..., replicas: _Optional[int] = ...) -> None: ...
 
 class VersionPolicy(_message.Message):
     __slots__ = ("latest", "all", "named")
@@ -139,7 +141,7 @@ class VersionPolicy(_message.Message):
     def __init__(self, latest: _Optional[_Union[VersionPolicy.Latest, _Mapping]] = ..., all: _Optional[_Union[VersionPolicy.All, _Mapping]] = ..., named: _Optional[_Union[VersionPolicy.Named, _Mapping]] = ...) -> None: ...
 
 class DeploymentSpec(_message.Message):
-    __slots__ = ("checkpoint", "num_replicas", "threads_per_replica", "max_batch_size", "max_batch_delay", "max_queued_rows", "version_policy")
+    __slots__ = ("checkpoint", "num_replicas", "threads_per_replica", "max_batch_size", "max_batch_delay", "max_queued_rows", "version_policy", "autoscaling", "cpus_per_replica", "gpus_per_replica")
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     NUM_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     THREADS_PER_REPLICA_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +149,9 @@ class DeploymentSpec(_message.Message):
     MAX_BATCH_DELAY_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUED_ROWS_FIELD_NUMBER: _ClassVar[int]
     VERSION_POLICY_FIELD_NUMBER: _ClassVar[int]
+    AUTOSCALING_FIELD_NUMBER: _ClassVar[int]
+    CPUS_PER_REPLICA_FIELD_NUMBER: _ClassVar[int]
+    GPUS_PER_REPLICA_FIELD_NUMBER: _ClassVar[int]
     checkpoint: str
     num_replicas: int
     threads_per_replica: int
@@ -154,7 +159,24 @@ class DeploymentSpec(_message.Message):
     max_batch_delay: _duration_pb2.Duration
     max_queued_rows: int
     version_policy: VersionPolicy
-    def __init__(self, checkpoint: _Optional[str] = ..., num_replicas: _Optional[int] = ..., threads_per_replica: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_batch_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_queued_rows: _Optional[int] = ..., version_policy: _Optional[_Union[VersionPolicy, _Mapping]] = ...) -> None: ...
+    autoscaling: Autoscaling
+    cpus_per_replica: float
+    gpus_per_replica: float
+    def __init__(self, checkpoint: _Optional[str] = ..., num_replicas: _Optional[int] = ..., threads_per_replica: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_batch_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_queued_rows: _Optional[int] = ..., version_policy: _Optional[_Union[VersionPolicy, _Mapping]] = ..., autoscaling: _Optional[_Union[Autoscaling, _Mapping]] = ..., cpus_per_replica: _Optional[float] = ..., gpus_per_replica: _Optional[float] = ...) -> None: ...
+
+class Autoscaling(_message.Message):
+    __slots__ = ("min_replicas", "max_replicas", "rows_per_replica", "scale_up_after", "scale_down_after")
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    MAX_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_PER_REPLICA_FIELD_NUMBER: _ClassVar[int]
+    SCALE_UP_AFTER_FIELD_NUMBER: _ClassVar[int]
+    SCALE_DOWN_AFTER_FIELD_NUMBER: _ClassVar[int]
+    min_replicas: int
+    max_replicas: int
+    rows_per_replica: int
+    scale_up_after: _duration_pb2.Duration
+    scale_down_after: _duration_pb2.Duration
+    def __init__(self, min_replicas: _Optional[int] = ..., max_replicas: _Optional[int] = ..., rows_per_replica: _Optional[int] = ..., scale_up_after: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., scale_down_after: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class CreateDeploymentRequest(_message.Message):
     __slots__ = ("deployment_id", "spec", "request_id", "validate_only")

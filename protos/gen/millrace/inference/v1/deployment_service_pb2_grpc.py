@@ -92,8 +92,9 @@ class DeploymentServiceServicer:
 
     def CreateDeployment(self, request, context):
         """The operation's `metadata` is a DeploymentMetadata, its `response` the READY Deployment.
-        Fails with INVALID_ARGUMENT, NOT_FOUND (the job or checkpoint), FAILED_PRECONDITION (the job has no checkpoint) and
-        ALREADY_EXISTS (the id is taken, or `request_id` was used with another body). The operation fails with DATA_LOSS (a
+        Fails with INVALID_ARGUMENT, NOT_FOUND (the job or checkpoint), FAILED_PRECONDITION (the job has no checkpoint; or,
+        `reason` NEVER_FITS, no node of Ray's could hold a replica, or all of them not the fewest) and ALREADY_EXISTS (the id
+        is taken, or `request_id` was used with another body). The operation fails with DATA_LOSS (a
         file of the checkpoint does not have the digest that its manifest names) or FAILED_PRECONDITION (the model does not
         load).
         """

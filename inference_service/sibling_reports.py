@@ -1,0 +1,69 @@
+"""Tells the other front processes of this service, several times a second, what they must know of this one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+from inference_service.domain.deployment import Deployment
+from inference_service.domain.recent import Counts
+from inference_service.domain.roll_out import RollOutState
+from inference_service.models import Models, application_name
+from inference_service.reconciler import Reconciler
+from inference_service.siblings import LOOK_EVERY_S, Siblings, Told
+
+
+class SiblingReports:
+    """Lives on the event loop of `models`. `ready` is set once this process answers."""
+
+    def __init__(self, siblings: Siblings, reconciler: Reconciler, models: Models, ready: asyncio.Event) -> None:
+        self._siblings = siblings
+        self._ready = ready
+        self._reconciler = reconciler
+        self._models = models
+        self._listens = False
+
+    async def run(self) -> None:
+        """Until cancelled; returns at once where there are no others. What they have written or loaded is seen soon."""
+        news: dict[int, tuple[int, list[str]]] = {}
+        while self._siblings.are_there:
+            self.tell()
+            before, news = news, self._siblings.news()
+            if news != before:
+                self._reconciler.nudge()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def turn_to_listen(self) -> None:
+        """Returns when this process may open the port, and tells the others that it does."""
+        while not self._siblings.may_listen(self._ready.is_set()):  # noqa: ASYNC110 - files tell nobody
+            await asyncio.sleep(LOOK_EVERY_S)
+        self._listens = True
+        self.tell()
+
+    def tell(self) -> None:
+        counts = {name: one for deployment in self._models.deployments() for name, one in self._counts(deployment)}
+        self._siblings.tell(
+            Told(
+                pid=os.getpid(),
+                listens=self._listens,
+                ready=self._ready.is_set(),
+                holds=self._reconciler.holds(),
+                written=self._models.written,
+                counts=counts,
+            )
+        )
+
+    def _counts(self, deployment: Deployment) -> list[tuple[str, Counts]]:
+        """Of the versions that limits compare, as long as they do."""
+        roll_out = deployment.roll_out
+        if roll_out is None or roll_out.state is not RollOutState.SHIFTING:
+            return []
+        return [
+            (
+                application_name(deployment, version),
+                self._models.statistics(deployment, version).recent.counts(time.time(), roll_out.plan.limits.window_s),
+            )
+            for version in deployment.versions
+            if version.number in (roll_out.version, roll_out.main)
+        ]

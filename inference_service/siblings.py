@@ -1,0 +1,129 @@
+"""What the front processes of one service, which share its port, know of each other: a file of each, in one folder.
+
+The first of them leads: it alone asks Ray Serve for applications and takes them away, and drives roll-outs, by what all
+have seen. Should it die, the parent process starts it again; meanwhile the others go on answering.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from inference_service.domain.recent import Counts
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """By one process: whether it listens on the port, whether it is ready to answer, the applications that it may send
+    batches to, how many logs it has written, and its own requests of versions that a roll-out is about, by application.
+    """
+
+    pid: int
+    listens: bool
+    ready: bool
+    holds: list[str]
+    written: int = 0
+    counts: Mapping[str, Counts] = field(default_factory=dict)
+
+    @staticmethod
+    def from_json(text: str) -> Told:
+        found: dict[str, Any] = json.loads(text)
+        counts = {
+            name: Counts(one["answered"], one["faults"], {int(place): count for place, count in one["took"].items()})
+            for name, one in found.pop("counts").items()
+        }
+        return Told(**found, counts=counts)
+
+
+class Siblings:
+    """Without a `folder` there are none. `number` counts from 0."""
+
+    def __init__(self, folder: Path | None = None, number: int = 0) -> None:
+        self._folder = folder
+        self._number = number
+
+    @property
+    def leads(self) -> bool:
+        return self._number == 0
+
+    @property
+    def are_there(self) -> bool:
+        """Whether there may be any."""
+        return self._folder is not None
+
+    def tell(self, told: Told) -> None:
+        """Replaces what this process told before; who reads meanwhile reads one or the other."""
+        if self._folder is not None:
+            path = self._path(self._number)
+            new = path.with_suffix(".new")
+            new.write_text(json.dumps(asdict(told)))
+            new.replace(path)
+
+    def counts(self, application: str) -> Iterable[Counts]:
+        """Of each other process."""
+        return [told.counts[application] for _, told in self._others() if application in told.counts]
+
+    def may_listen(self, ready: bool) -> bool:
+        """Whether this process may open the port: what the kernel gives it is then answered as well as by those that
+        have it. So while nobody has, the first does, to say that the service starts; the others once all are ready."""
+        listening = [told for _, told in self._others() if told.listens]
+        if self.leads and not listening:
+            return True
+        return ready and all(told.ready for told in listening)
+
+    def all_hold(self, application: str, silent_s: float) -> bool:
+        """Whether every other process that has the port can send batches there; one that has told nothing for
+        `silent_s` does not count."""
+        return all(
+            application in told.holds
+            for told_at, told in self._others()
+            if told.listens and time.time() - told_at < silent_s
+        )
+
+    def news(self) -> dict[int, tuple[int, list[str]]]:
+        """How many logs each other process has written, and what it holds, by pid."""
+        return {told.pid: (told.written, told.holds) for _, told in self._others()}
+
+    async def let_go(self, application: str, silent_s: float) -> None:
+        """Returns once no other process sends batches there any more; one that has told nothing for `silent_s` is not
+        waited for."""
+        while any(application in told.holds and time.time() - told_at < silent_s for told_at, told in self._others()):  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _others(self) -> Iterator[tuple[float, Told]]:
+        """What those that live told last, and when, in seconds since the epoch."""
+        if self._folder is None:
+            return
+        for path in self._folder.glob("*.json"):
+            if path == self._path(self._number):
+                continue
+            with suppress(FileNotFoundError):
+                told_at, told = path.stat().st_mtime, Told.from_json(path.read_text())
+                if _lives(told.pid):
+                    yield told_at, told
+
+    def _path(self, number: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{number}.json"
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's by now
+        return False
+    return True

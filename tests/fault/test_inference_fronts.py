@@ -1,0 +1,152 @@
+"""Two front processes on one port: each is killed under load, and the other goes on answering."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from millrace.inference.v1 import deployment_service_pb2 as pb
+from millrace.inference.v1 import roll_out_pb2
+from shared.settings import StoreSettings
+from shared.storage import open_store
+from tests.integration.inference_service.checkpoints import write
+from tests.integration.inference_service.client import Client, environment, eventually, infer_request
+from tests.support.ray_head import RayHead, ray_head
+from tests.support.service_process import ServiceProcess, running_service
+
+pytestmark = pytest.mark.timeout(600)
+
+IMAGE = np.random.default_rng(4).integers(0, 256, (1, 28, 28), dtype=np.uint8)
+DEADLINE_S = 10.0
+CLIENTS = 8
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[RayHead]:
+    with ray_head(num_cpus=4) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def service(head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    folder = tmp_path_factory.mktemp("inference-fronts")
+    settings = StoreSettings(url=(folder / "store").as_uri())
+    for checkpoint in ("c1", "c2"):
+        write(open_store(settings), checkpoint)
+    environ = {**environment(settings, head.address), "MILLRACE_FRONTS": "2"}
+    with running_service("inference_service", environ, folder / "service.log") as running:
+        with Client(running.address) as client:
+            client.deploy("digits", "trainingJobs/digits/checkpoints/c1")
+        yield running
+
+
+def fronts(service: ServiceProcess) -> dict[int, int]:
+    """The pids of the parent's children, by their numbers."""
+    children = Path(f"/proc/{service.pid}/task/{service.pid}/children").read_text().split()
+    return {int(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[3]): int(pid) for pid in children}
+
+
+class Asking:
+    """Each client has a connection of its own, so that the kernel gives some to each front; a new one now and then."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._stop = threading.Event()
+        self.answers: Counter[str] = Counter()
+        self.errors: list[grpc.RpcError] = []
+        self._threads = [threading.Thread(target=self._run) for _ in range(CLIENTS)]
+
+    def __enter__(self) -> Asking:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def wait_for(self, more: int) -> None:
+        wanted = self.answers.total() + more
+        eventually(lambda: self.answers.total() >= wanted, 120, f"{more} more answers")
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            with Client(self._address) as client:
+                try:
+                    for _ in range(20):
+                        answer = client.inference.ModelInfer(infer_request("digits", IMAGE), timeout=DEADLINE_S)
+                        self.answers[str(answer.model_version)] += 1
+                except grpc.RpcError as error:
+                    self.errors.append(error)
+
+
+def wait_until_all_know(service: ServiceProcess) -> None:
+    """A front reads what another has written within half a second."""
+
+    def all_answer() -> bool:
+        for _ in range(10):
+            with Client(service.address) as client:
+                try:
+                    client.infer("digits", IMAGE)
+                except grpc.RpcError:
+                    return False
+        return True
+
+    eventually(lambda: len(fronts(service)) == 2 and all_answer(), 60, "both fronts answer")
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_front_killed_under_load_costs_only_the_calls_that_it_had(
+    head: RayHead, service: ServiceProcess, victim: int
+) -> None:
+    wait_until_all_know(service)
+    before = fronts(service)
+    replicas = set(head.processes("ray::ServeReplica"))
+    with Asking(service.address) as asking:
+        asking.wait_for(200)
+        assert asking.errors == []
+        os.kill(before[victim], signal.SIGKILL)
+        eventually(lambda: fronts(service).get(victim) not in (None, before[victim]), 60, "another is started")
+        asking.wait_for(400)
+    # What it was at work on breaks with its connections, one call a client at most, and each can tell and ask again.
+    assert {error.code() for error in asking.errors} <= {grpc.StatusCode.UNAVAILABLE}
+    assert len(asking.errors) <= CLIENTS
+    assert fronts(service)[1 - victim] == before[1 - victim]
+    # The one that comes reconciles again, and takes nothing away.
+    assert set(head.processes("ray::ServeReplica")) == replicas
+
+
+def test_a_roll_out_moves_the_traffic_of_all_fronts_and_no_request_is_dropped(service: ServiceProcess) -> None:
+    wait_until_all_know(service)
+    with Client(service.address) as client, Asking(service.address) as asking:
+        asking.wait_for(50)
+        spec = roll_out_pb2.RollOutSpec(checkpoint="trainingJobs/digits/checkpoints/c2")
+        spec.steps.add(percent=50).interval.seconds = 3
+        spec.steps.add(percent=100)
+        request = pb.RollOutRequest(name="deployments/digits", spec=spec)
+        assert client.wait(client.deployments.RollOut(request, timeout=10)).HasField("response")
+        eventually(lambda: [one.number for one in client.get("deployments/digits").versions] == ["2"], 60, "1 is gone")
+        asking.answers.clear()
+        asking.wait_for(200)
+        assert set(asking.answers) == {"2"}
+    assert asking.errors == []
+
+
+def test_all_fronts_end_with_the_service_however_it_ends(service: ServiceProcess) -> None:
+    before = fronts(service)
+    assert service.stop() == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in before.values())
+    service.start()
+    before = eventually(lambda: fronts(service) if len(fronts(service)) == 2 else None, 60, "two fronts")
+    service.kill()
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in before.values()), 30, "no front is left")
+    service.start()
