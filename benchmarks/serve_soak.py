@@ -33,6 +33,7 @@ from tests.support.waiting import wait_until
 
 REPLICAS, RAY_CPUS = 2, 3
 REPLICA = "ray::ServeReplica"
+QUEUED = "millrace_inference_queued_rows"
 LOADED_WITHIN_S = 180.0
 EVERY_S = 1.0
 # What a process loads and caches in its first requests is no leak.
@@ -84,7 +85,7 @@ def _soaked(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
             load = clients.submit(soak, service.address, seconds, seed)
             held = _watch(load, head, service)
             counted: Counted = load.result()
-            wait_until(lambda: metric(metrics, "millrace_inference_queued_rows") == 0, "empty queues", SETTLED_WITHIN_S)
+            wait_until(lambda: metric(metrics, QUEUED, MODEL) == 0, "an empty queue", SETTLED_WITHIN_S)
             wait_until(
                 lambda: ProcessMemory(service.pid).open_files() <= files + MOST_MORE_FILES,
                 f"no more than {files} open files and sockets",

@@ -36,6 +36,7 @@ from shared.storage import ObjectStore, open_store, probe
 from shared.storage.opening import ensure_bucket
 from shared.storage.probe import StoreRefused
 from shared.telemetry import configure_logging
+from shared.tracing import configure_tracing, tracing
 
 logger = logging.getLogger("inference_service")
 
@@ -83,6 +84,7 @@ def main() -> None:
     try:
         settings = settings_from(os.environ)
         configure_logging("inference", settings.service.log_level)
+        configure_tracing("inference", os.environ)
         ensure_bucket(settings.service.store)
         store = open_store(settings.service.store)
         probe(store)
@@ -94,6 +96,7 @@ def main() -> None:
     except (SettingsError, StoreRefused, MillraceError) as error:
         print(f"inference_service: {error}", file=sys.stderr)
         sys.exit(2)
+    tracing().close()
     logging.shutdown()
     os._exit(status)
 

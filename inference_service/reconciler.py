@@ -156,6 +156,7 @@ class Reconciler:
                 manifest_sha256=version.checkpoint_sha256,
                 threads=deployment.spec.threads_per_replica,
                 max_batch_size=deployment.spec.max_batch_size,
+                tracing=self._settings.tracing,
             )
             await self._serve(self._applications.deploy, name, spec, deployment.spec.num_replicas)
         elif application.running and (version.signature is None or not self._models.has_batcher(name)):
