@@ -91,23 +91,44 @@ def test_a_batch_is_a_part_of_its_first_request_and_linked_with_all_that_are_rec
     served(scenario)
 
 
-def test_what_is_not_recorded_is_no_part_of_what_was_recorded_before_it(receiver: OtlpReceiver) -> None:
+class Handle:
+    """Of Ray Serve: the replicas of `model`, of which the first `deaths` die. It remembers the spans that it got."""
+
+    def __init__(self, model: Classifier, deaths: int = 0) -> None:
+        self._model = model
+        self._deaths = deaths
+        self.traces: list[Any] = []
+        self.forward = self
+
+    async def remote(self, rows: Rows) -> Outputs:
+        self.traces.append(rows.trace)
+        if len(self.traces) <= self._deaths:
+            raise ReplicaLost
+        return await self._model.forward(rows)
+
+
+def test_what_is_not_recorded_is_no_part_of_what_is(receiver: OtlpReceiver) -> None:
+    model = Classifier()
+    handle: Any = Handle(model)
+
     async def scenario(server: Server) -> None:
-        server.model.may_work.clear()
-        recorded = server.stub.ModelInfer(ask(1), **traced("a"))
-        await until(lambda: server.model.at_work == 1, "the model works")
-        # Its batch is sent by the end of the first one.
-        other = server.stub.ModelInfer(ask(2), **traced("b", "00"))
-        await until(lambda: sum(one.queued_rows for one in server.models.listed()) == 1, "it waits")
-        server.model.may_work.set()
+        model.may_work.clear()
+        recorded = server.stub.ModelInfer(ask(*range(16)), **traced("a"))  # two batches
+        await until(lambda: model.at_work == 1, "the model works")
+        # It goes between them, so its batch is sent by the end of a recorded one whose request still waits.
+        urgent = ask(99, parameters={"priority": {"uint64_param": 1}})
+        other = server.stub.ModelInfer(urgent, **traced("b", "00"))
+        await until(lambda: sum(one.queued_rows for one in server.models.listed()) == 9, "it waits")
+        model.may_work.set()
         await recorded
         await other
-        await server.stub.ModelInfer(ask(3), **traced("c"))
-        await arrived(receiver, "c" * 32, CALL)
-        assert sorted(one.name for one in receiver.spans("a" * 32)) == ["batch", CALL, "queue"]
+        assert [batch[0] for batch in model.batches] == [0, 99, 8]
+        assert [one is None for one in handle.traces] == [False, True, False]
+        await arrived(receiver, "a" * 32, CALL)
+        assert [one.name for one in receiver.spans("a" * 32)].count("replica") == 2
         assert receiver.spans("b" * 32) == []
 
-    served(scenario)
+    served(scenario, model=ServeModel(handle, LocalReplicas(None)))
 
 
 def test_each_request_of_a_stream_has_a_span_in_that_of_the_stream(receiver: OtlpReceiver) -> None:
@@ -141,20 +162,7 @@ def test_a_request_that_leaves_the_queue_ends_its_span(receiver: OtlpReceiver) -
 
 
 def test_a_batch_that_is_sent_again_has_a_span_for_each_replica(receiver: OtlpReceiver) -> None:
-    class Handle:
-        """Of Ray Serve; the first replica dies."""
-
-        def __init__(self) -> None:
-            self.traces: list[Any] = []
-            self.forward = self
-
-        async def remote(self, rows: Rows) -> Outputs:
-            self.traces.append(rows.trace)
-            if len(self.traces) == 1:
-                raise ReplicaLost
-            return await Classifier().forward(rows)
-
-    handle: Any = Handle()
+    handle: Any = Handle(Classifier(), deaths=1)
 
     async def scenario(server: Server) -> None:
         await server.stub.ModelInfer(ask(1), **traced("a"))
