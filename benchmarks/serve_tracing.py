@@ -66,7 +66,7 @@ def _turn(mode: str, seconds: float) -> float:
             ours.send("end")
             spent_s: float = ours.recv()
         finally:
-            server.terminate()
+            server.kill()  # SIGTERM would only have its server stop
             server.join()
     return spent_s / answered * 1e6
 
