@@ -16,6 +16,7 @@ from inference import grpc_service_pb2, grpc_service_pb2_grpc
 from inference_service.deployment_servicer import DeploymentServicer
 from inference_service.domain.deployment import Deployment
 from inference_service.front import Front
+from inference_service.large_buffers import give_back_large_buffers
 from inference_service.manager import DeploymentManager
 from inference_service.metrics import metrics_served
 from inference_service.models import Models
@@ -85,6 +86,7 @@ def main() -> None:
         settings = settings_from(os.environ)
         configure_logging("inference", settings.service.log_level)
         configure_tracing("inference", os.environ)
+        give_back_large_buffers()
         ensure_bucket(settings.service.store)
         store = open_store(settings.service.store)
         probe(store)

@@ -16,7 +16,6 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from shared.grpc_server.interceptor import DEFAULT_DEADLINE_S, CallInterceptor
-from shared.grpc_server.memory import give_back_large_buffers
 from shared.grpc_server.registering import Registering
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,6 @@ async def serve(
     """
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(BLOCKING_THREADS, thread_name_prefix="blocking"))
-    give_back_large_buffers()
     health = health or Health()
     stop = stop or asyncio.Event()
     server = aio.server(

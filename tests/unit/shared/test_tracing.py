@@ -103,7 +103,12 @@ def parent_of(exporting: OtlpTracing, receiver: OtlpReceiver, *metadata: tuple[s
 
 
 def test_a_call_goes_on_in_its_clients_trace(exporting: OtlpTracing, receiver: OtlpReceiver) -> None:
-    metadata = [("traceparent", CLIENT), ("tracestate", "one=1"), ("tracestate", "two=2"), ("x-bin", b"\0")]
+    metadata: list[tuple[str, str | bytes]] = [
+        ("traceparent", CLIENT),
+        ("tracestate", "one=1"),
+        ("tracestate", "two=2"),
+        ("x-bin", b"\0"),
+    ]
     assert parent_of(exporting, receiver, *metadata) == ("a" * 32, "b" * 16)
     (span,) = receiver.spans("a" * 32)
     assert (span.kind, span.state) == ("SERVER", "one=1,two=2")
