@@ -89,6 +89,17 @@ test: install ## all tests but the long ones of make chaos; without an S3 server
 chaos: install ## the long fault tests: whole runs under blow after blow, Ray heads killed and replaced
 	MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest -m chaos
 
+.PHONY: fuzz soak
+# Which messages: of another seed each day, unless it is given. What fails names its seed and its number.
+FUZZ_SECONDS ?= 120
+FUZZ_SEED ?= $(shell date +%F)
+fuzz: install ## requests that nobody thought of, at the inference front: FUZZ_SECONDS=120, FUZZ_SEED=; counts at its end
+	MILLRACE_FUZZ_SECONDS=$(FUZZ_SECONDS) MILLRACE_FUZZ_SEED=$(FUZZ_SEED) $(BIN)/pytest tests/unit/inference_service/test_fuzz.py
+
+SOAK_MINUTES ?= 4
+soak: install ## good, bad, cancelled, late and left requests at a real service: SOAK_MINUTES=4; fails where its memory grows
+	$(BIN)/python -m benchmarks.serve_soak --minutes $(SOAK_MINUTES)
+
 # --- the S3 server of the tests ---------------------------------------------------------------------------------
 
 # RELEASE.2025-10-15T17-29-55Z: MinIO is distributed as source, and Go modules name a release by its commit.

@@ -5,7 +5,7 @@ All serve the same ResNet-18 with the same weights, on one thread, in batches of
 process of their own, all on loopback. Contenders take turns, the first turn warms up; ratios are of medians. The last
 line is one JSON object; it says which bars are met.
 
-    python -m benchmarks.serve [--repeats 3] [--seconds 5] [--only peers model alone overload kills profile]
+    python -m benchmarks.serve [--repeats 3] [--seconds 5] [--only peers model alone overload swaps profile]
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks import serve_load, serve_mlserver, serve_ray
-from benchmarks.serve_kills import kills
 from benchmarks.serve_place import MAX_BATCH, Place, mlserver, our_place, ray_serve
 from benchmarks.serve_profile import profile
 from benchmarks.serve_report import report, spread
 from benchmarks.serve_statistics import ServiceStatistics
+from benchmarks.serve_swaps import KILLS, ROLL_OUTS, swaps
 from inference_service.domain.batch_times import buckets
 from millrace_client.load.measured import LATE, OK, Measured
 
-PARTS = ("model", "alone", "overload", "profile", "peers", "kills")
+PARTS = ("model", "alone", "overload", "profile", "peers", "swaps")
 IN_FLIGHT = 64
 # Arrivals over what can be sustained, and how long each may take.
 OVERLOAD, OVERLOAD_DEADLINE_S = 2.0, 0.2
@@ -53,6 +53,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench-serve")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each turn")
+    parser.add_argument("--roll-outs", type=int, default=ROLL_OUTS, help="of the part swaps")
+    parser.add_argument("--kills", type=int, default=KILLS, help="of the part swaps")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     given = parser.parse_args()
     # So that all that was started ends, too, when this is ended.
@@ -72,8 +74,8 @@ def main() -> None:
             figures["profile"] = profiled
         if "peers" in given.only:
             figures |= _peers(place, given.repeats, given.seconds)
-        if "kills" in given.only:
-            figures |= kills(place)
+        if "swaps" in given.only:
+            figures |= swaps(place, given.roll_outs, given.kills)
     print(json.dumps(report(figures, {"repeats": given.repeats, "seconds": given.seconds, "in_flight": IN_FLIGHT})))
 
 

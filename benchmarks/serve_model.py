@@ -15,16 +15,19 @@ from benchmarks.serve_load import images
 from shared.checkpoint.format import WEIGHTS
 from shared.settings import StoreSettings
 from shared.storage import open_store
-from tests.integration.inference_service.checkpoints import JOB, make_module, write
+from tests.integration.inference_service.checkpoints import make_module, write
 
 # Of each batch size, after as many runs that are not counted as there are in `WARM_UP_RUNS`.
 RUNS, WARM_UP_RUNS = 7, 2
 
 
-def write_checkpoint(settings: StoreSettings) -> tuple[str, Path]:
-    """Commits the checkpoint to a store in a folder. Returns the job to deploy, and the file of its weights."""
-    written = write(open_store(settings))
-    return JOB, Path(settings.url.removeprefix("file://")) / written.entry.folder / WEIGHTS
+def write_checkpoints(settings: StoreSettings) -> tuple[tuple[str, ...], Path]:
+    """Commits two checkpoints, of the same weights, to a store in a folder. Returns their names, and the file of the
+    weights of the first."""
+    store = open_store(settings)
+    written = [write(store, name) for name in ("c1", "c2")]
+    weights = Path(settings.url.removeprefix("file://")) / written[0].entry.folder / WEIGHTS
+    return tuple(one.entry.name for one in written), weights
 
 
 class BareModel:

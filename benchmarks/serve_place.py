@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 from unittest import mock
 
 import millrace_client
-from benchmarks import serve_mlserver, serve_ray
+from benchmarks import serve_load, serve_mlserver, serve_ray
 from benchmarks.serve_load import MODEL
-from benchmarks.serve_model import BareModel, write_checkpoint
+from benchmarks.serve_model import BareModel, write_checkpoints
+from millrace_client.load.measured import Measured
 from shared.settings import StoreSettings
 from tests.support.ports import free_ports
 from tests.support.ray_head import RayHead, ray_head
@@ -26,17 +28,19 @@ LOADED_WITHIN_S = 180.0
 THREADS, MAX_BATCH = 1, 32
 # Tickets, not cores: the replicas of a roll-out fit beside those before it.
 RAY_CPUS = 4
+# Of the load on a deployment that is changed.
+SWAP_IN_FLIGHT, SWAP_DEADLINE_S = 8, 5.0
 
 
 @dataclass(frozen=True)
 class Place:
-    """Our service on a Ray head of its own with a checkpoint in its store; clients, and the bare model, in processes of
-    their own."""
+    """Our service on a Ray head of its own with two checkpoints in its store; clients, and the bare model, in processes
+    of their own."""
 
     head: RayHead
     service: ServiceProcess
     metrics: str
-    job: str
+    checkpoints: tuple[str, ...]
     weights: Path
     folder: Path
     clients: ProcessPoolExecutor
@@ -49,8 +53,19 @@ class Place:
     def in_clients(self, task: Callable[..., Any], *arguments: Any) -> Any:
         return self.clients.submit(task, *arguments).result()
 
-    def begin_in_clients(self, task: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        return self.clients.submit(task, *arguments)
+    def asked_meanwhile(self, work: Callable[[], None], within_s: float) -> Measured:
+        """What clients that ask without a pause, each request with `SWAP_DEADLINE_S`, are answered while `work` does
+        what it does to the deployment."""
+        stop = self.folder / f"stop-{uuid.uuid4().hex}"
+        load = self.clients.submit(
+            serve_load.closed_until, self.address, SWAP_IN_FLIGHT, SWAP_DEADLINE_S, stop, within_s
+        )
+        try:
+            work()
+        finally:
+            stop.touch()
+            measured: Measured = load.result(within_s)
+        return measured
 
     def bare(self, method: str, *arguments: Any) -> Any:
         """A method of `BareModel`."""
@@ -64,7 +79,7 @@ class Place:
                 client.deployments.delete_deployment(name)
                 _wait_until_gone(client, name)
             operation = client.deployments.create_deployment(
-                MODEL, self.job, num_replicas=replicas, threads_per_replica=THREADS, max_batch_size=MAX_BATCH
+                MODEL, self.checkpoints[0], num_replicas=replicas, threads_per_replica=THREADS, max_batch_size=MAX_BATCH
             )
             operation.wait(timeout_s=LOADED_WITHIN_S)
 
@@ -72,7 +87,7 @@ class Place:
 @contextmanager
 def our_place(folder: Path) -> Iterator[Place]:
     settings = StoreSettings(url=(folder / "store").as_uri())
-    job, weights = write_checkpoint(settings)
+    checkpoints, weights = write_checkpoints(settings)
     metrics = f"127.0.0.1:{free_ports(1)[0]}"
     spawn = multiprocessing.get_context("spawn")
     with ray_head(num_cpus=RAY_CPUS) as head:
@@ -88,7 +103,7 @@ def our_place(folder: Path) -> Iterator[Place]:
             ProcessPoolExecutor(1, mp_context=spawn) as clients,
             ProcessPoolExecutor(1, mp_context=spawn, initializer=_make_bare) as model,
         ):
-            place = Place(head, service, metrics, job, weights, folder, clients, model)
+            place = Place(head, service, metrics, checkpoints, weights, folder, clients, model)
             place.deploy()
             yield place
 

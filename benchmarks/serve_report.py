@@ -16,7 +16,7 @@ BARS = {
     "late_share": (0.001, "at most"),
     "refusal_p99_ms": (50.0, "at most"),
     "goodput_share": (0.8, "at least"),
-    "kill_errors": (0, "at most"),
+    "swap_errors": (0, "at most"),
 }
 
 

@@ -59,12 +59,14 @@ class ServiceStatistics:
             found[f"size {batch.batch_size}"] = batch.compute_infer.count
         for part in ("input", "infer"):
             found[f"batch {part}"] = sum(getattr(batch, f"compute_{part}").ns for batch in one.batch_stats)
-        found["round trip s"] = self._metric("millrace_inference_batch_seconds_sum")
+        found["round trip s"] = metric(self._metrics, "millrace_inference_batch_seconds_sum", self._model)
         return found
 
-    def _metric(self, name: str) -> float:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"http://{self._metrics}/metrics", timeout=10.0) as answer:
-            lines = answer.read().decode().splitlines()
-        wanted = [line for line in lines if line.startswith(f"{name}{{") and f'model="{self._model}"' in line]
-        return sum(float(line.rpartition(" ")[2]) for line in wanted)
+
+def metric(address: str, name: str, model: str) -> float:
+    """What Prometheus reads at host:port of that model, its versions added up."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://{address}/metrics", timeout=10.0) as answer:
+        lines = answer.read().decode().splitlines()
+    wanted = [line for line in lines if line.startswith(f"{name}{{") and f'model="{model}"' in line]
+    return sum(float(line.rpartition(" ")[2]) for line in wanted)

@@ -34,6 +34,7 @@ from shared.storage.presigning import presigner
 from shared.storage.probe import StoreRefused
 from shared.sweeping import sweep_periodically
 from shared.telemetry import configure_logging
+from shared.tracing import configure_tracing, tracing
 
 logger = logging.getLogger("data_service")
 
@@ -85,6 +86,7 @@ def main() -> int:
     try:
         settings = data_settings(os.environ)
         configure_logging("data", settings.service.log_level)
+        configure_tracing("data", os.environ)
         ensure_bucket(settings.service.store)
         store = open_store(settings.service.store)
         probe(store)
@@ -92,6 +94,7 @@ def main() -> int:
         print(f"data_service: {error}", file=sys.stderr)
         return 2
     asyncio.run(run(settings, store))
+    tracing().close()
     return 0
 
 

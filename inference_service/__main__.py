@@ -24,6 +24,7 @@ from inference_service.deployment_servicer import DeploymentServicer
 from inference_service.domain.deployment import Deployment
 from inference_service.front import Front
 from inference_service.fronts import parent_gone, run_fronts
+from inference_service.large_buffers import give_back_large_buffers
 from inference_service.load_reports import LoadReports
 from inference_service.manager import DeploymentManager
 from inference_service.metrics import metrics_served
@@ -47,6 +48,7 @@ from shared.storage import ObjectStore, open_store, probe
 from shared.storage.opening import ensure_bucket
 from shared.storage.probe import StoreRefused
 from shared.telemetry import configure_logging
+from shared.tracing import configure_tracing, tracing
 
 logger = logging.getLogger("inference_service")
 
@@ -128,6 +130,8 @@ def main() -> None:
         if settings.fronts > 1 and len(sys.argv) == 1:
             asyncio.run(run_fronts("inference_service", settings.service.listen, settings.fronts))
             return
+        configure_tracing("inference", os.environ)
+        give_back_large_buffers()
         siblings = Siblings()
         if len(sys.argv) > 1:
             number, folder = sys.argv[1:]
@@ -141,6 +145,7 @@ def main() -> None:
     except (SettingsError, StoreRefused, MillraceError) as error:
         print(f"inference_service: {error}", file=sys.stderr)
         sys.exit(2)
+    tracing().close()
     logging.shutdown()
     os._exit(status)
 

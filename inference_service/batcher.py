@@ -23,6 +23,7 @@ from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.statistics import Statistics
 from inference_service.domain.tensors import Array
 from shared.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
+from shared.tracing import tracing
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class _Entry:
         self.future = future
         self.input_s = self.infer_s = 0.0
         self.back_s = 0.0
+        self.traced = tracing().waiting(waiting.rows)
 
 
 class Batcher:
@@ -224,6 +226,8 @@ class Batcher:
         if entry in self._levels[entry.level]:
             del self._levels[entry.level][entry]
             self._rows_at[entry.level] -= entry.waiting.rows
+            if entry.traced is not None:
+                entry.traced.end()
 
     def _pump(self) -> None:
         """Sends and refuses whatever is due, until the policy says to wait."""
@@ -287,7 +291,8 @@ class Batcher:
         rows = Rows.joined([entry.rows for entry in entries])
         started_s = self._loop.time()
         try:
-            outputs = await self._model.forward(rows)
+            with tracing().batch((entry.traced for entry in entries), len(rows)):
+                outputs = await self._model.forward(rows)
             back_s = self._loop.time()
             if not outputs.sent_again:
                 self._times.learn(len(rows), back_s - started_s)

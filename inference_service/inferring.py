@@ -22,6 +22,7 @@ from inference_service.open_inference_converters import (
 )
 from shared.errors import DeadlineExceeded, MillraceError
 from shared.grpc_errors import status_code
+from shared.tracing import tracing
 from shared.unexpected import hidden
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Inference:
                 lambda: headers_of(metadata() or (), parameters_from_proto(request.parameters)),
             )
             statistics = self._models.statistics(deployment, version)
+            tracing().describe(model=deployment.model_name, model_version=version.number)
             was_there = version.signature is not None and self._models.answers(deployment, version)
             wishes = wishes_of(parameters_from_proto(request.parameters))
             inputs, requested = inputs_from_proto(request), outputs_from_proto(request)
@@ -105,7 +107,8 @@ class Inference:
     ) -> pb.ModelStreamInferResponse:
         """The same for a request of a stream, which goes on whatever is wrong with this one."""
         try:
-            return streamed_answer(await self.answer(request, remaining_s, metadata))
+            with tracing().span("request"):
+                return streamed_answer(await self.answer(request, remaining_s, metadata))
         except MillraceError as error:
             return streamed_error(request, error)
         except Exception as unexpected:

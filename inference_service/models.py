@@ -131,7 +131,11 @@ class Models:
 
     def statistics(self, deployment: Deployment, version: ModelVersion) -> Statistics:
         """Of a version, from the first time that it is asked for until its deployment is gone."""
-        return self._statistics.setdefault(application_name(deployment, version), Statistics())
+        name = application_name(deployment, version)
+        found = self._statistics.get(name)
+        if found is None:  # not setdefault, which would make one for every request
+            found = self._statistics[name] = Statistics()
+        return found
 
     def listed(self) -> Iterator[Listed]:
         """Every version of every deployment, by name. Nothing before the logs are read."""

@@ -33,6 +33,7 @@ from inference_service.domain.scaling import Autoscaling, Scale
 from inference_service.local_replicas import LocalReplicas, ReplicaLost
 from inference_service.replica import Loaded, ModelReplica, ReplicaSpec
 from shared.errors import MillraceError, Unavailable
+from shared.tracing import tracing
 
 logger = logging.getLogger(__name__)
 
@@ -186,8 +187,13 @@ class ServeModel:
 
     async def _call(self, rows: Rows, *, busy_too: bool = False) -> Outputs:
         replica = await self._local.free(busy_too=busy_too)
-        if replica is not None:
-            return await replica.forward(rows)
+        with tracing().span("replica", outgoing=True, way="handle" if replica is None else "socket"):
+            headers = tracing().headers()
+            if headers is not None:
+                rows = replace(rows, trace=headers)
+            return await (self._through_handle(rows) if replica is None else replica.forward(rows))
+
+    async def _through_handle(self, rows: Rows) -> Outputs:
         try:
             outputs: Outputs = await self._handle.forward.remote(rows)
         except RayTaskError as error:

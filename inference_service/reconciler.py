@@ -32,7 +32,7 @@ from inference_service.registry import Deployments
 from inference_service.replica import Loaded, ReplicaSpec
 from inference_service.settings import InferenceSettings
 from inference_service.siblings import Siblings
-from shared.errors import DataLoss, FailedPrecondition, MillraceError, Unavailable
+from shared.errors import DataLoss, FailedPrecondition, MillraceError
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +94,10 @@ class Reconciler:
                 if first:
                     await on_first()
                     first = False
-            except Unavailable as error:  # the store; what is served goes on being served
-                logger.warning("%s", error.message)
+            # The store, which does not answer, is full, or has a log that cannot be read: Ray, which was asked before,
+            # has nothing to do with it, and what is served goes on being served.
+            except MillraceError as error:
+                logger.warning("%s; trying again", error.message)
                 well_at = time.monotonic()
             except Exception as error:
                 logger.warning("Ray Serve does not answer: %s", repr(error).partition("\\n")[0])
@@ -178,6 +180,7 @@ class Reconciler:
                 manifest_sha256=version.checkpoint_sha256,
                 threads=deployment.spec.threads_per_replica,
                 max_batch_size=deployment.spec.max_batch_size,
+                tracing=self._settings.tracing,
             )
             self._warn_if_it_never_fits(deployment)
             scale = deployment.spec.scale(self._replicas_of_the_main(deployment))

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,9 @@ from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.format import WEIGHTS
 from shared.custom_transforms import allowed_functions
 from shared.errors import Internal, MillraceError, Unavailable
-from shared.settings import StoreSettings
+from shared.settings import SettingsError, StoreSettings
 from shared.storage import open_store
+from shared.tracing import configure_tracing, tracing
 
 if TYPE_CHECKING:
     from inference_service.served_model import ServedModel
@@ -33,6 +35,7 @@ STORE_PATIENCE_S = 120.0
 STORE_RETRY_S = 2.0
 # When Serve stops a replica: within the 5 s after which it kills it.
 TAKE_LEAVE_WITHIN_S = 4.0
+EXPORT_WITHIN_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,8 @@ class ReplicaSpec:
     manifest_sha256: str
     threads: int
     max_batch_size: int
+    # OpenTelemetry's variables of the service; those of the replica's own node go before them.
+    tracing: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ class ModelReplica:
         self._loaded: Loaded | None = None
         self._failure: MillraceError | None = None
         self._loads = ToldLoads()
+        _trace(spec.tracing)
         try:
             self._model, loaded = self._thread.submit(_load, spec).result()
             self._loaded = replace(loaded, sockets=sockets)
@@ -81,12 +87,13 @@ class ModelReplica:
         except MillraceError as error:
             self._failure = error
         if self._model is not None and sockets is not None:
-            self._door = listen(sockets, self._thread, self._model.forward)
+            self._door = listen(sockets, self._thread, self._compute)
 
     def __del__(self) -> None:
         """Serve calls it when it stops the replica, and knows nothing of what comes over the socket."""
         if self._door is not None:
             self._door.close(TAKE_LEAVE_WITHIN_S)
+        tracing().close(EXPORT_WITHIN_S)
 
     async def describe(self) -> Loaded:
         """Raises `DataLoss` or `FailedPrecondition` when the checkpoint cannot be served."""
@@ -108,10 +115,29 @@ class ModelReplica:
             raise self._why()
         loop = asyncio.get_running_loop()
         # A batch that was cancelled while it waited for the thread is never run.
-        return await loop.run_in_executor(self._thread, self._model.forward, rows)
+        return await loop.run_in_executor(self._thread, self._compute, rows)
+
+    def _compute(self, rows: Rows) -> Outputs:
+        assert self._model is not None
+        with tracing().received("model", rows.trace, rows=len(rows)):
+            began_ns = time.time_ns()
+            outputs = self._model.forward(rows)
+            tracing().parts(began_ns, preprocess=outputs.input_s, infer=outputs.infer_s)
+        return outputs
 
     def _why(self) -> MillraceError:
         return self._failure or Internal("the model is not loaded")
+
+
+def _trace(variables: Mapping[str, str]) -> None:
+    """Exports spans where the service does. What its node says otherwise goes first, and is no reason not to serve."""
+    if not variables:
+        return
+    os.environ.update({**variables, **os.environ})
+    try:
+        configure_tracing("inference", os.environ)
+    except SettingsError as error:
+        logger.warning("this replica exports no spans: %s", error)
 
 
 def _load(spec: ReplicaSpec) -> tuple[Any, Loaded]:

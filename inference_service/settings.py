@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shared.cluster_max import largest_cluster
 from shared.settings import ServiceSettings, SettingsError, is_on, service_settings
+from shared.tracing import tracing_environ
 
 DEFAULT_LISTEN = "127.0.0.1:50053"
 MAX_FRONTS = 64
@@ -36,6 +37,8 @@ class InferenceSettings:
     retired_for_s: float = 6.0
     # How long the replicas of a roll-out's version may take to start, and to be compared, in seconds.
     roll_out_loads_within_s: float = 600.0
+    # OpenTelemetry's variables, which replicas get, too; none where no spans are exported.
+    tracing: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 def settings_from(environ: Mapping[str, str]) -> InferenceSettings:
@@ -50,6 +53,7 @@ def settings_from(environ: Mapping[str, str]) -> InferenceSettings:
         fronts=_fronts(environ),
         cluster_max=largest_cluster(environ),
         replica_sockets=is_on(environ, "MILLRACE_REPLICA_SOCKETS", default=False),
+        tracing=tracing_environ(environ),
     )
 
 

@@ -32,6 +32,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> BySuite:
     return BySuite(config, log)
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What tests counted, whichever process ran them: `record_property("counted", text)`."""
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", "") == "call":
+                for name, text in report.user_properties:
+                    if name == "counted":
+                        terminalreporter.write_line(text)
+
+
 @pytest.fixture(scope="session")
 def s3_program() -> S3Program:
     """MinIO, or versitygw. Without either: fails if the environment demands one, as CI does, else skips."""

@@ -23,6 +23,7 @@ from shared.storage.opening import ensure_bucket
 from shared.storage.probe import StoreRefused
 from shared.sweeping import sweep_periodically
 from shared.telemetry import configure_logging
+from shared.tracing import configure_tracing, tracing
 from train_service.lifecycle import Deletions
 from train_service.run_records import RunRecords
 from train_service.servicer import TrainServicer
@@ -69,6 +70,7 @@ def main() -> int:
         custom_allowed = allowed_functions(os.environ)
         cluster_max = largest_cluster(os.environ)
         configure_logging("train", settings.log_level)
+        configure_tracing("train", os.environ)
         ensure_bucket(settings.store)
         store = open_store(settings.store)
         probe(store)
@@ -76,6 +78,7 @@ def main() -> int:
         print(f"train_service: {error}", file=sys.stderr)
         return 2
     asyncio.run(run(settings, store, custom_allowed, cluster_max))
+    tracing().close()
     return 0
 
 

@@ -19,12 +19,14 @@ MAX_SHOWN_ROWS = 10
 class Rows:
     """`values` has each input tensor's rows along its first axis; `form` is `RAW` or `PREPARED`.
 
-    `nulls` says of some tensors where they are null: bool (rows,). What `values` holds there means nothing.
+    `nulls` says of some tensors where they are null: bool (rows,). What `values` holds there means nothing. `trace` are
+    the W3C's headers of the span that rows on their way to a replica are computed for, if that is recorded.
     """
 
     form: str
     values: Mapping[str, Array]
     nulls: Mapping[str, Array] = field(default_factory=dict)
+    trace: Mapping[str, str] | None = None
 
     def __len__(self) -> int:
         return len(next(iter(self.values.values())))

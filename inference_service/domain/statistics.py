@@ -95,10 +95,15 @@ class Statistics:
     def batch_ran(self, *, rows: int, round_trip_s: float, input_s: float, infer_s: float, output_s: float) -> None:
         self.batch_rows.observe(rows)
         self.batch_round_trip.observe(round_trip_s)
-        batch = self.batches.setdefault(rows, Computing())
+        batch = self.batches.get(rows)
+        if batch is None:
+            batch = self.batches[rows] = Computing()
         batch.input.observe(input_s)
         batch.infer.observe(infer_s)
         batch.output.observe(output_s)
 
     def _ended(self, status: str, total_s: float) -> None:
-        self.requests.setdefault(status, Histogram()).observe(total_s)
+        histogram = self.requests.get(status)
+        if histogram is None:
+            histogram = self.requests[status] = Histogram()
+        histogram.observe(total_s)

@@ -1,4 +1,4 @@
-"""The one interceptor: identity, deadline, malformed bytes, errors and the access log of every call."""
+"""The one interceptor: identity, span, deadline, malformed bytes, errors and the access log of every call."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from shared.grpc_errors import status_code
 from shared.grpc_server.registering import Handler, Registering
 from shared.grpc_server.trailers import details_and_status
 from shared.telemetry import identity
+from shared.tracing import tracing
 from shared.unexpected import hidden
 
 logger = logging.getLogger(__name__)
@@ -108,9 +109,11 @@ async def _send(context: Context, response: Any) -> None:
 async def _call(context: Context, method: str) -> AsyncIterator[None]:
     """One call's identity, access log, and the translation of whatever it raises."""
     started = time.perf_counter()
-    request_id = _request_id(dict(context.invocation_metadata() or ()).get(REQUEST_ID))
+    metadata = context.invocation_metadata() or ()
+    request_id = _request_id(dict(metadata).get(REQUEST_ID))
     context.set_trailing_metadata(((REQUEST_ID, request_id),))
-    with identity(request_id=request_id, method=method):
+    span = tracing().call(method, metadata)
+    with identity(request_id=request_id, method=method, **(span.ids if span is not None else {})):
         error: MillraceError | None = None
         outcome = "CANCELLED"
         try:
@@ -131,6 +134,8 @@ async def _call(context: Context, method: str) -> AsyncIterator[None]:
                 outcome = status_code(error).name
             duration_ms = (time.perf_counter() - started) * 1000
             logger.info("%s %s %.1f ms%s", method, outcome, duration_ms, f": {error.message}" if error else "")
+            if span is not None:
+                span.end(outcome, error.message if error is not None else "")
         if error is not None:
             message, status = details_and_status(error)
             trailers = ((REQUEST_ID, request_id), ("grpc-status-details-bin", status))

@@ -45,9 +45,6 @@ class Process(ServiceProcess):
         assert self._process is not None
         return self._process.wait(within_s)
 
-    def is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[RayHead]:

@@ -120,11 +120,17 @@ async def inference_server(one: Deployment | None = None, model: Any = None, **l
         classifier.may_work.set()
 
 
-def served(scenario: Callable[[Server], Awaitable[None]], one: Deployment | None = None, **options: Any) -> None:
+def served(
+    scenario: Callable[[Server], Awaitable[None]],
+    one: Deployment | None = None,
+    *,
+    within_s: float = 60.0,
+    **options: Any,
+) -> None:
     """Runs the scenario against a fresh server."""
 
     async def main() -> None:
-        async with asyncio.timeout(60), inference_server(one, **options) as server:
+        async with asyncio.timeout(within_s), inference_server(one, **options) as server:
             await scenario(server)
 
     asyncio.run(main())

@@ -63,6 +63,9 @@ class ServiceProcess:
                 raise RuntimeError(f"{self._module} did not start:\n{self.log.read_text(errors='replace')}")
             time.sleep(0.05)
 
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def kill(self) -> None:
         """SIGKILL: no process of ours gets to say goodbye."""
         assert self._process is not None
@@ -96,5 +99,5 @@ def running_service(module: str, environ: Mapping[str, str], log: Path) -> Itera
         service.start()
         yield service
     finally:
-        if service._process is not None and service._process.poll() is None:
+        if service.is_running():
             service.stop()

@@ -58,11 +58,12 @@ def s3_stack(inference_ray: RayHead, s3_server: S3Server, tmp_path_factory: pyte
 
 
 @contextmanager
-def running_stack(head: RayHead, settings: StoreSettings, folder: Path) -> Iterator[Stack]:
+def running_stack(head: RayHead, settings: StoreSettings, folder: Path, **variables: str) -> Iterator[Stack]:
+    """With further `variables` in the service's environment."""
     store = open_store(settings)
     checkpoint = write(store)
     metrics = f"127.0.0.1:{free_ports(1)[0]}"
-    environ = {**environment(settings, head.address), "MILLRACE_METRICS_LISTEN": metrics}
+    environ = {**environment(settings, head.address), "MILLRACE_METRICS_LISTEN": metrics, **variables}
     with (
         running_service("inference_service", environ, folder / "service.log") as service,
         Client(service.address) as client,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +37,7 @@ JOB = "trainingJobs/moving"
 IMAGE = np.random.default_rng(4).integers(0, 256, (1, 28, 28), dtype=np.uint8)
 CLIENTS = 4
 DEADLINE_S = 20.0
+REPLICA = "ray::ServeReplica"
 
 
 def prepared_bias(shift: float) -> bytes:
@@ -200,6 +203,43 @@ def test_a_version_that_is_damaged_too_slow_or_too_unlike_rolls_back_and_the_old
     assert load.errors == []
     assert load.answers["3"] >= 5
     assert "4" not in load.answers
+
+
+def test_a_version_whose_requests_fail_rolls_back_by_its_error_limit_under_load(
+    stack: Stack, logits: dict[str, Array]
+) -> None:
+    written = write(stack.store, "c9", job=JOB, weights=prepared_bias(1.0))
+    with moving(stack.client, "failing", {**logits, "c9": logits["c2"]}) as one:
+        before = set(stack.head.processes(REPLICA))
+
+        def ask() -> str:
+            try:
+                return one.ask()
+            except grpc.RpcError as error:
+                return str(error.code().name)
+
+        with Load(ask, CLIENTS) as load:
+            limits = {"max_error_share": 0.2, "min_requests": 20}
+            operation = one.roll_out("c9", (50, 3600.0), (100, 0.0), **limits)
+            one.wait_for_step(0)
+            # Well within its limit, and so many that a replica's death alone, which fails what it has, stays within it.
+            load.wait_for(200)
+            assert load.answers.keys() == {"1", "2"}
+            assert one.get().roll_out.state == roll_out_pb2.RollOut.STATE_SHIFTING
+            # From now on its replicas do not load: Serve goes on sending requests to the one that comes next.
+            stack.store.put(f"{written.entry.folder}/{WEIGHTS}", b"damaged")
+            (replica,) = set(stack.head.processes(REPLICA)) - before
+            os.kill(replica, signal.SIGKILL)
+            error = refusal_of(stack.client.wait(operation).error)
+            assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "ROLL_OUT_LIMIT")
+            assert error.metadata["model_version"] == "2"
+            assert "requests" in error.message
+            assert one.get().roll_out.state == roll_out_pb2.RollOut.STATE_ROLLED_BACK
+            load.wait_for(CLIENTS)  # what was asked before
+            assert load.wait_for(50).keys() == {"1"}
+        assert load.errors == []
+        assert load.answers["DATA_LOSS"] >= 20
+        assert {number: weight for number, weight in one.weights().items() if weight} == {"1": 100}
 
 
 @pytest.mark.usefixtures("deployed")

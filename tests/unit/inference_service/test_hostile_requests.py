@@ -4,66 +4,16 @@ goes on."""
 from __future__ import annotations
 
 import logging
-import random
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 
 from inference import grpc_service_pb2 as oip
-from inference_service.domain.datatypes import DATATYPES
 from inference_service.domain.deployment import State
-from inference_service.domain.rows import Outputs, Rows
-from inference_service.domain.signature import Signature, TensorSpec
 from tests.support.grpc_kit import told
-from tests.support.hostile_messages import hostile
 from tests.support.inference_server import Server, deployment, served
-
-INFER = "/inference.GRPCInferenceService/ModelInfer"
-SIGNATURE = Signature(
-    (
-        TensorSpec("text", "BYTES", (-1,), nullable=True),
-        TensorSpec("age", "FP32", (-1,), nullable=True),
-        TensorSpec("grid", "INT64", (-1, 2, 2)),
-        TensorSpec("small", "INT8", (-1,)),
-        TensorSpec("half", "FP16", (-1,)),
-    ),
-    TensorSpec("x", "FP32", (-1, 3)),
-    (TensorSpec("logits", "FP32", (-1, 4)), TensorSpec("label", "INT64", (-1,))),
-)
-TABLE = deployment("t", SIGNATURE)
-RAW = {
-    "text": b"\1\0\0\0a\2\0\0\0bc",
-    "age": np.array([1, np.nan], "<f4").tobytes(),
-    "grid": np.arange(8, dtype="<i8").tobytes(),
-    "small": b"\1\2",
-    "half": np.array([1, 2], "<f2").tobytes(),
-}
-DOCUMENTED = {
-    grpc.StatusCode.OK,
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.NOT_FOUND,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-}
-
-
-class Zeros:
-    async def forward(self, rows: Rows) -> Outputs:
-        return Outputs([np.zeros((len(rows), 4), np.float32), np.zeros(len(rows), np.int64)])
-
-
-def request() -> oip.ModelInferRequest:
-    """Two rows, one of them with a NaN, which is a number like any other."""
-    shapes = {"grid": (2, 2, 2)}
-    return oip.ModelInferRequest(
-        model_name="t",
-        inputs=[
-            {"name": spec.name, "datatype": spec.datatype, "shape": shapes.get(spec.name, (2,))}
-            for spec in SIGNATURE.raw
-        ],
-        raw_input_contents=[RAW[spec.name] for spec in SIGNATURE.raw],
-    )
+from tests.support.table_model import SIGNATURE, TABLE, Zeros, request, still_serves
 
 
 def changed(index: int, raw: bytes | None = None, **fields: Any) -> oip.ModelInferRequest:
@@ -169,11 +119,6 @@ def no_fault_of_ours(caplog: pytest.LogCaptureFixture) -> Any:
     assert "unexpected exception" not in caplog.text
 
 
-async def still_serves(server: Server) -> None:
-    assert len((await server.stub.ModelInfer(request())).outputs) == 2
-    assert sum(one.queued_rows for one in server.models.listed()) == 0
-
-
 def test_every_malformed_tensor_is_refused_by_its_name_and_field() -> None:
     async def scenario(server: Server) -> None:
         await still_serves(server)
@@ -218,81 +163,6 @@ def test_a_message_over_the_limit_and_a_flood_of_metadata_are_refused_and_the_se
         flood = tuple((f"x-{number}", "y" * 1000) for number in range(200))
         refusal = await told(server.stub.ModelInfer(request(), metadata=flood))
         assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        await still_serves(server)
-
-    served(scenario, TABLE, model=Zeros())
-
-
-async def outcome(call: Any) -> grpc.StatusCode:
-    """Fails where a refusal does not say what it refuses."""
-    code: grpc.StatusCode = await call.code()
-    if code is grpc.StatusCode.INVALID_ARGUMENT:
-        refusal = await told(call)
-        assert refusal.violations or refusal.info.reason == "MALFORMED_MESSAGE", refusal
-    return code
-
-
-def mutated(random_: random.Random) -> oip.ModelInferRequest:
-    """A good request with some things wrong."""
-    made = request()
-    for _ in range(random_.choice((1, 1, 2, 3))):
-        if not made.inputs:
-            break
-        index = random_.randrange(len(made.inputs))
-        tensor = made.inputs[index]
-        raw = made.raw_input_contents
-        match random_.randrange(8):
-            case 0:
-                tensor.shape[:] = [
-                    random_.choice((-1, 0, 1, 2, 3, 2**31, 2**63 - 1)) for _ in range(random_.randrange(5))
-                ]
-            case 1:
-                tensor.datatype = random_.choice((*DATATYPES, "", "FP8", "bool"))
-            case 2 if index < len(raw):
-                raw[index] = random_.randbytes(random_.choice((0, 1, 4, 8, len(raw[index]), 1000)))
-            case 3:
-                tensor.name = random_.choice(("text", "age", "grid", "x", "text.null", "age.null", "small.null", "y"))
-            case 4 if index < len(raw):
-                del made.inputs[index], raw[index]
-            case 5:
-                hostile(tensor.contents, random_)
-            case 6:
-                hostile(made.parameters[random_.choice(("priority", "timeout", "mine"))], random_)
-            case _:
-                output = made.outputs.add(name=random_.choice(("logits", "label", "y")))
-                hostile(output.parameters["classification"], random_)
-    return made
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_whatever_is_wrong_with_a_request_it_is_answered_or_refused_as_documented(seed: int) -> None:
-    async def scenario(server: Server) -> None:
-        random_ = random.Random(seed)
-        seen = set()
-        for _ in range(800):
-            code = await outcome(server.stub.ModelInfer(mutated(random_), timeout=30))
-            assert code in DOCUMENTED
-            seen.add(code)
-            anything = hostile(oip.ModelInferRequest(), random_)
-            if random_.random() < 0.9:
-                anything.model_name = "t"
-            assert await outcome(server.stub.ModelInfer(anything, timeout=30)) in DOCUMENTED
-        assert {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT} <= seen
-        await still_serves(server)
-
-    served(scenario, TABLE, model=Zeros())
-
-
-def test_whatever_bytes_come_they_are_answered_or_refused_as_documented() -> None:
-    async def scenario(server: Server) -> None:
-        random_ = random.Random(7)
-        call = server.kit.raw.unary_unary(INFER)
-        for _ in range(300):
-            data = bytearray(request().SerializeToString())
-            for _ in range(random_.choice((1, 2, 8))):
-                data[random_.randrange(len(data))] = random_.randrange(256)
-            cut = bytes(data[: random_.randrange(len(data))]) if random_.random() < 0.2 else bytes(data)
-            assert await outcome(call(cut, timeout=30)) in DOCUMENTED
         await still_serves(server)
 
     served(scenario, TABLE, model=Zeros())

@@ -101,6 +101,7 @@ def test_strings_nulls_and_large_batches_arrive_as_they_are(folder: Path) -> Non
         "raw",
         {"x": np.arange(1, 1_000_001).reshape(2, -1), "town": np.array([b"Ulm", b""], object)},
         {"town": np.array([False, True])},
+        {"traceparent": "t"},
     )
     seen: list[Rows] = []
 
@@ -116,6 +117,7 @@ def test_strings_nulls_and_large_batches_arrive_as_they_are(folder: Path) -> Non
         assert what.form == "raw"
         assert what.values["town"].tolist() == [b"Ulm", b""]
         assert what.nulls["town"].tolist() == [False, True]
+        assert what.trace == {"traceparent": "t"}
 
     on_a_loop(scenario)
 

@@ -153,3 +153,23 @@ def test_a_request_larger_than_a_batch_is_answered_whole() -> None:
         assert answer.outputs[0][1].tolist() == (values * 2).tolist()
 
     asyncio.run(scenario())
+
+
+def test_the_statistics_of_a_version_are_made_once_however_often_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Statistics] = []
+
+    def make() -> Statistics:
+        made.append(Statistics())
+        return made[-1]
+
+    monkeypatch.setattr("inference_service.models.Statistics", make)
+
+    async def scenario() -> None:
+        models = Models()
+        made.clear()  # what is not of any version
+        assert {id(models.statistics(READY, VERSION)) for _ in range(3)} == {id(made[0])}
+        assert len(made) == 1
+
+    asyncio.run(scenario())

@@ -17,13 +17,13 @@ from inference_service.manager import DeploymentManager
 from inference_service.models import Models, application_name
 from inference_service.operations import DeploymentOperations
 from inference_service.ray_serve import Application
-from inference_service.reconciler import Reconciler
+from inference_service.reconciler import RayLost, Reconciler
 from inference_service.registry import Deployments
 from inference_service.replica import Loaded, ReplicaSpec
 from inference_service.roll_out_manager import RollOutManager
 from inference_service.settings import InferenceSettings
 from inference_service.siblings import Siblings, Told
-from shared.errors import Unavailable
+from shared.errors import DataLoss, MillraceError, ResourceExhausted, Unavailable
 from shared.settings import ServiceSettings, StoreSettings
 from shared.storage import ObjectStore
 from tests.support.inference_server import IMAGES, Classifier, until
@@ -65,7 +65,7 @@ def reconciling(
     service = ServiceSettings(listen="", store=StoreSettings(url="file:///nowhere"))
     models, running = Models(), Running(application_name(made, made.versions[0]))
     serve: Any = running
-    settings = InferenceSettings(service=service)
+    settings = InferenceSettings(service=service, reconcile_every_s=0.01, ray_silent_after_s=0.05)
     reconciler = Reconciler(deployments, serve, models, Cluster(None), settings, siblings or Siblings())
     return reconciler, models, running
 
@@ -124,6 +124,46 @@ def test_batches_are_made_for_the_replicas_that_there_are_now(
             assert batcher is not None
             models.attach(application_name(made, version), batcher)
             assert batcher._limits.max_in_flight == 2 * running.replicas
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        Unavailable("the store does not answer"),
+        ResourceExhausted("the store is full", reason="STORE_FULL"),
+        DataLoss("a log cannot be read"),
+    ],
+    ids=lambda trouble: type(trouble).__name__,
+)
+def test_a_store_in_trouble_is_not_taken_for_a_ray_that_is_silent(
+    deployments: Deployments, manager: DeploymentManager, monkeypatch: pytest.MonkeyPatch, trouble: MillraceError
+) -> None:
+    made = manager.create(creation())
+    tried = 0
+
+    def out(*_: Any) -> None:
+        nonlocal tried
+        tried += 1
+        raise trouble
+
+    async def scenario() -> None:
+        reconciler, models, _ = reconciling(deployments, made)
+        first = asyncio.Event()
+
+        async def on_first() -> None:
+            first.set()
+
+        running = asyncio.create_task(reconciler.run(on_first))
+        with monkeypatch.context() as outage:
+            outage.setattr(deployments, "all", out)
+            # Ten times the pause, twice the silence that ends the process.
+            await until(lambda: tried > 10 or running.done(), "it tries again and again")
+        await until(lambda: first.is_set() or running.done(), "it goes on")
+        assert models.is_ready("digits", "")
+        assert not running.done()
+        running.cancel()
 
     asyncio.run(scenario())
 
@@ -193,3 +233,24 @@ def test_a_front_that_does_not_lead_starts_nothing(deployments: Deployments, man
 
     assert asyncio.run(scenario(1)) == {}
     assert list(asyncio.run(scenario(0))) == [application_name(made, made.versions[0])]
+
+
+def test_a_ray_that_is_silent_ends_the_process(
+    deployments: Deployments, manager: DeploymentManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = manager.create(creation())
+
+    def silent() -> None:
+        raise TimeoutError
+
+    async def on_first() -> None:
+        raise AssertionError("it has reconciled")
+
+    async def scenario() -> None:
+        reconciler, _, running = reconciling(deployments, made)
+        monkeypatch.setattr(running, "statuses", silent)
+        async with asyncio.timeout(20):
+            with pytest.raises(RayLost):
+                await reconciler.run(on_first)
+
+    asyncio.run(scenario())

@@ -1,0 +1,136 @@
+"""`make soak`: minutes of good, malformed, cancelled, late, oversized and abandoned requests at a real service with two
+replicas on a Ray of its own. Memory must be flat, no good request may fail, and nothing may be left over.
+
+The last line is one JSON object: requests by kind and status, and of each process what it held. Exit status 1 where
+something is wrong; `wrong` says what.
+
+    python -m benchmarks.serve_soak [--minutes 4] [--seed 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import signal
+import sys
+import tempfile
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serve_load import MODEL
+from benchmarks.serve_memory import Held, ProcessMemory
+from benchmarks.serve_model import write_checkpoints
+from benchmarks.serve_soak_clients import EXPECTED, Counted, soak
+from benchmarks.serve_statistics import metric
+from millrace_client import connect
+from shared.settings import StoreSettings
+from tests.support.ports import free_ports
+from tests.support.ray_head import RayHead, ray_head
+from tests.support.service_process import ServiceProcess, running_service, store_environ
+from tests.support.waiting import wait_until
+
+REPLICAS, RAY_CPUS = 2, 3
+REPLICA = "ray::ServeReplica"
+QUEUED = "millrace_inference_queued_rows"
+LOADED_WITHIN_S = 180.0
+EVERY_S = 1.0
+# What a process loads and caches in its first requests is no leak.
+WARM_UP_SHARE, MIN_WARM_UP_S = 0.2, 20.0
+# The last quarter's memory over the first one's; allocators move by a few per cent.
+MOST_GROWTH = 1.05
+# Connections of clients that have gone are closed within this, and all rows have left the queue.
+SETTLED_WITHIN_S = 30.0
+MOST_MORE_FILES = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="soak")
+    parser.add_argument("--minutes", type=float, default=4.0)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    # So that all that was started ends, too, when this is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
+        found = _soaked(Path(scratch), given.minutes * 60, given.seed)
+    for kind, statuses in found["requests"].items():
+        print(f"{kind:>10}: {sum(statuses.values()):>9,}  {statuses}")
+    print(json.dumps(found))
+    sys.exit(1 if found["wrong"] else 0)
+
+
+def _soaked(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
+    settings = StoreSettings(url=(folder / "store").as_uri())
+    checkpoints, _ = write_checkpoints(settings)
+    metrics = f"127.0.0.1:{free_ports(1)[0]}"
+    spawn = multiprocessing.get_context("spawn")
+    with ray_head(num_cpus=RAY_CPUS) as head:
+        environ = {
+            **store_environ(settings),
+            "RAY_ADDRESS": head.address,
+            "MILLRACE_METRICS_LISTEN": metrics,
+            "MILLRACE_LOG_LEVEL": "WARNING",
+        }
+        with (
+            running_service("inference_service", environ, folder / "service.log") as service,
+            ProcessPoolExecutor(1, mp_context=spawn) as clients,
+        ):
+            with connect(inference=service.address) as client:
+                operation = client.deployments.create_deployment(
+                    MODEL, checkpoints[0], num_replicas=REPLICAS, threads_per_replica=1
+                )
+                operation.wait(timeout_s=LOADED_WITHIN_S)
+            files = ProcessMemory(service.pid).open_files()
+            load = clients.submit(soak, service.address, seconds, seed)
+            held = _watch(load, head, service)
+            counted: Counted = load.result()
+            wait_until(lambda: metric(metrics, QUEUED, MODEL) == 0, "an empty queue", SETTLED_WITHIN_S)
+            wait_until(
+                lambda: ProcessMemory(service.pid).open_files() <= files + MOST_MORE_FILES,
+                f"no more than {files} open files and sockets",
+                SETTLED_WITHIN_S,
+            )
+            return _report(seconds, counted, held, (files, ProcessMemory(service.pid).open_files()))
+
+
+def _watch(load: Future[Counted], head: RayHead, service: ServiceProcess) -> dict[str, Held]:
+    """Of the service, and of each replica, until the load ends."""
+    pids = {"service": service.pid, **{f"replica {pid}": pid for pid in head.processes(REPLICA)}}
+    assert len(pids) == 1 + REPLICAS, pids
+    watched = {name: ProcessMemory(pid) for name, pid in pids.items()}
+    while not load.done():
+        for one in watched.values():
+            one.sample()
+        try:
+            load.result(timeout=EVERY_S)
+        except TimeoutError:
+            continue
+    return {name: one.held(WARM_UP_SHARE, MIN_WARM_UP_S / EVERY_S) for name, one in watched.items()}
+
+
+def _report(seconds: float, counted: Counted, held: dict[str, Held], files: tuple[int, int]) -> dict[str, Any]:
+    wrong = [
+        f"{kind}: {count} times {status}"
+        for kind, statuses in counted.items()
+        for status, count in statuses.items()
+        if status not in EXPECTED[kind]
+    ]
+    wrong += [f"no request of kind {kind} was sent" for kind in EXPECTED if not counted.get(kind)]
+    wrong += [
+        f"the memory of {name} grew {one.ratio:.3f} times" for name, one in held.items() if one.ratio > MOST_GROWTH
+    ]
+    return {
+        "minutes": round(seconds / 60, 2),
+        "requests": {kind: dict(sorted(statuses.items())) for kind, statuses in counted.items()},
+        "requests_in_all": sum(sum(statuses.values()) for statuses in counted.values()),
+        "memory_ratio": {name: round(one.ratio, 4) for name, one in held.items()},
+        "memory_mib": {name: [round(one.first_mib, 1), round(one.last_mib, 1)] for name, one in held.items()},
+        "memory_bar": f"at most {MOST_GROWTH}: the last quarter's over the first one's, after the warm-up",
+        "open_files": {"before": files[0], "after": files[1]},
+        "wrong": wrong,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""What clients notice of a deployment that changes under them: roll-outs, and replicas that are killed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import millrace_client
+from benchmarks.serve_kills import kills
+from benchmarks.serve_load import MODEL
+from benchmarks.serve_place import LOADED_WITHIN_S, Place
+from millrace_client.load.measured import OK, Measured
+
+REPLICAS, ROLL_OUTS, KILLS = 2, 20, 10
+# Percent of the traffic, and seconds of it.
+STEPS = ((50, 1.0), (100, 1.0))
+ROLL_OUTS_WITHIN_S = 3000.0
+
+
+def swaps(place: Place, roll_outs: int = ROLL_OUTS, killed: int = KILLS) -> dict[str, Any]:
+    """`swap_errors` are all requests, of both parts, that were not answered in time."""
+    place.deploy(replicas=REPLICAS)
+    moved = place.asked_meanwhile(lambda: _roll_out_each(place, roll_outs), ROLL_OUTS_WITHIN_S)
+    print(f"{roll_outs} roll-outs: {moved.as_dict()}", flush=True)
+    hit = kills(place, killed, REPLICAS)
+    print(f"{killed} killed replicas: {hit.as_dict()}", flush=True)
+    return {
+        "swap_errors": _errors(moved) + _errors(hit),
+        "roll_outs": roll_outs,
+        "kills": killed,
+        **_told("roll_out", moved),
+        **_told("kill", hit),
+    }
+
+
+def _roll_out_each(place: Place, count: int) -> None:
+    """From one checkpoint to the other and back. `wait` raises where one of them is rolled back."""
+    with millrace_client.connect(inference=place.address) as client:
+        for number in range(count):
+            checkpoint = place.checkpoints[(number + 1) % len(place.checkpoints)]
+            operation = client.deployments.roll_out(f"deployments/{MODEL}", checkpoint, steps=STEPS)
+            operation.wait(timeout_s=LOADED_WITHIN_S)
+            print(f"roll-out {number + 1} of {count} is done", flush=True)
+
+
+def _errors(measured: Measured) -> int:
+    return sum(count for status, count in Counter(measured.statuses).items() if status != OK)
+
+
+def _told(part: str, measured: Measured) -> dict[str, Any]:
+    return {
+        f"{part}_errors": _errors(measured),
+        f"{part}_statuses": measured.statuses,
+        f"{part}_latency_ms": measured.latency_ms(OK),
+        f"{part}_answers_per_s": round(measured.answered_per_s, 1),
+    }

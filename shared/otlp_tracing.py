@@ -1,0 +1,152 @@
+"""Tracing that exports: OpenTelemetry's SDK, with OTLP over HTTP in a thread of its own.
+
+A receiver that is down or hangs costs spans and nothing else: they wait in a queue of bounded length and the oldest are
+dropped. `shared.tracing` says when any of this is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import grpc
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import INVALID_SPAN, Link, Span, SpanKind, Status, StatusCode, use_span
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from shared import tracing
+from shared.tracing import Headers
+
+W3C = TraceContextTextMapPropagator()
+TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
+# By OpenTelemetry's conventions only these say that a server failed: the others are the client's.
+FAULTS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
+
+
+class OtlpTracing(tracing.Tracing):
+    def __init__(self, service: str) -> None:
+        # A provider of our own, never the process's: Ray and FastAPI would find that one and trace themselves.
+        self._provider = TracerProvider(resource=_resource(service), shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._tracer = self._provider.get_tracer("millrace")
+
+    def call(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> tracing.Call:
+        service, _, name = method.strip("/").rpartition("/")
+        attributes = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name}
+        parent = W3C.extract(_carrier(metadata))
+        return _Call(self._tracer.start_span(f"{service}/{name}", parent, SpanKind.SERVER, attributes))
+
+    def span(self, name: str, *, outgoing: bool = False, **attributes: str | int) -> AbstractContextManager[object]:
+        if not trace.get_current_span().is_recording():
+            return nullcontext()
+        kind = SpanKind.CLIENT if outgoing else SpanKind.INTERNAL
+        return use_span(self._tracer.start_span(name, kind=kind, attributes=_named(attributes)), end_on_exit=True)
+
+    def describe(self, **attributes: str | int) -> None:
+        trace.get_current_span().set_attributes(_named(attributes))
+
+    def waiting(self, rows: int) -> tracing.Waiting | None:
+        asking = trace.get_current_span()
+        if not asking.is_recording():
+            return None
+        return _Waiting(asking, self._tracer.start_span("queue", attributes=_named({"rows": rows})))
+
+    @contextmanager
+    def batch(self, served: Iterable[tracing.Waiting | None], rows: int) -> Iterator[None]:
+        asking = [one.asking for one in served if isinstance(one, _Waiting)]
+        if not asking:  # whatever is the present span here, it is none of theirs
+            with use_span(INVALID_SPAN):
+                yield
+            return
+        links = [Link(one.get_span_context()) for one in asking]
+        attributes = _named({"rows": rows, "requests": len(asking)})
+        parent = trace.set_span_in_context(asking[0], otel_context.Context())
+        span = self._tracer.start_span("batch", parent, attributes=attributes, links=links)
+        for one in asking:
+            one.add_link(span.get_span_context())
+        with use_span(span, end_on_exit=True):
+            yield
+
+    def headers(self) -> Headers | None:
+        if not trace.get_current_span().is_recording():
+            return None
+        made: dict[str, str] = {}
+        W3C.inject(made)
+        return made
+
+    def received(self, name: str, headers: Headers | None, **attributes: str | int) -> AbstractContextManager[object]:
+        if headers is None:
+            return nullcontext()
+        span = self._tracer.start_span(name, W3C.extract(headers), SpanKind.SERVER, _named(attributes))
+        return use_span(span, end_on_exit=True)
+
+    def parts(self, began_ns: int, **seconds: float) -> None:
+        if not trace.get_current_span().is_recording():
+            return
+        for name, took_s in seconds.items():
+            span = self._tracer.start_span(name, start_time=began_ns)
+            began_ns += round(took_s * 1e9)
+            span.end(began_ns)
+
+    def close(self, within_s: float = tracing.EXPORT_WITHIN_S) -> None:
+        # In a thread, since the exporter's own bounds are of each attempt and not of all.
+        closing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
+        closing.start()
+        closing.join(within_s)
+
+
+class _Call:
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        self._token = otel_context.attach(trace.set_span_in_context(span, otel_context.Context()))
+        ids = span.get_span_context()
+        self.ids = {"trace_id": trace.format_trace_id(ids.trace_id), "span_id": trace.format_span_id(ids.span_id)}
+
+    def end(self, status: str, message: str = "") -> None:
+        self._span.set_attribute("rpc.grpc.status_code", grpc.StatusCode[status].value[0])
+        if status in FAULTS:
+            self._span.set_status(Status(StatusCode.ERROR, message))
+        self._span.end()
+        otel_context.detach(self._token)
+
+
+class _Waiting:
+    """`asking` is the span that waits for an answer."""
+
+    def __init__(self, asking: Span, span: Span) -> None:
+        self.asking = asking
+        self._span = span
+
+    def end(self) -> None:
+        self._span.end()
+
+
+def _carrier(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
+    """The W3C's headers of a call. Two parents are none; states that came in several headers are one list."""
+    parents: list[str] = []
+    states: list[str] = []
+    for key, value in metadata:
+        if isinstance(value, str) and key in (TRACEPARENT, TRACESTATE):
+            (parents if key == TRACEPARENT else states).append(value)
+    if len(parents) != 1:
+        return {}
+    return {TRACEPARENT: parents[0], **({TRACESTATE: ",".join(states)} if states else {})}
+
+
+def _resource(service: str) -> Resource:
+    attributes: dict[str, str | int] = {"process.pid": os.getpid()}
+    named = os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    if not named:
+        attributes["service.name"] = f"millrace-{service}"
+    return Resource.create(attributes)
+
+
+def _named(attributes: Mapping[str, str | int]) -> dict[str, str | int]:
+    return {f"millrace.{name}": value for name, value in attributes.items()}

@@ -1,0 +1,127 @@
+"""A request's trace, from its client through the real service to Ray Serve's replica, at a real receiver."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from shared.settings import StoreSettings
+from tests.integration.inference_service.checkpoints import JOB
+from tests.integration.inference_service.client import eventually, infer_request
+from tests.integration.inference_service.conftest import Stack, running_stack
+from tests.support.otlp_receiver import OtlpReceiver, Seen, otlp_receiver
+from tests.support.ray_head import RayHead
+
+IMAGE = np.zeros((1, 28, 28), np.uint8)
+CALL = "inference.GRPCInferenceService/ModelInfer"
+PARTS = ("queue", "batch", "replica", "model", "preprocess", "infer")
+CLIENT = "b" * 16
+AT_ONCE = 16
+# A request takes milliseconds, and an export that hangs, 2 s (`ENVIRON`).
+SOON_S = 1.5
+STOPPED_WITHIN_S = 15.0
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[OtlpReceiver]:
+    with otlp_receiver() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def exporting(
+    inference_ray: RayHead, receiver: OtlpReceiver, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stack]:
+    """With a deployment `traced`."""
+    folder = tmp_path_factory.mktemp("tracing")
+    settings = StoreSettings(url=(folder / "store").as_uri())
+    with running_stack(inference_ray, settings, folder, OTEL_SERVICE_NAME="shop", **receiver.environ) as running:
+        running.client.deploy("traced", JOB)
+        yield running
+        if running.service.is_running():
+            running.client.delete("deployments/traced")
+
+
+def ask(stack: Stack, flags: str = "01") -> str:
+    """Asks as a client with a trace of its own, whose id this is."""
+    trace = secrets.token_hex(16)
+    metadata = (("traceparent", f"00-{trace}-{CLIENT}-{flags}"), ("tracestate", "vendor=1"))
+    stack.client.inference.ModelInfer(infer_request("traced", IMAGE), timeout=20, metadata=metadata)
+    return trace
+
+
+def test_one_trace_goes_from_the_client_to_the_model_in_the_replica(exporting: Stack, receiver: OtlpReceiver) -> None:
+    spans = receiver.wait_for(ask(exporting), CALL, *PARTS)
+    parents = {name: next((one.name for one in spans.values() if one.id == spans[name].parent), "") for name in PARTS}
+    assert spans[CALL].parent == CLIENT
+    assert parents == {
+        "queue": CALL,
+        "batch": CALL,
+        "replica": "batch",
+        "model": "replica",
+        "preprocess": "model",
+        "infer": "model",
+    }
+    assert (spans["batch"].links, spans[CALL].links) == ((spans[CALL].id,), (spans["batch"].id,))
+    assert {one.resource["service.name"] for one in spans.values()} == {"shop"}
+    assert {one.state for one in spans.values()} == {"vendor=1"}
+    pids = {name: one.resource["process.pid"] for name, one in spans.items()}
+    assert {pids[name] for name in (CALL, "queue", "batch", "replica")} == {exporting.service.pid}
+    (replica,) = {pids[name] for name in ("model", "preprocess", "infer")}
+    assert replica in exporting.head.processes("ray::ServeReplica")
+    order = (CALL, "batch", "replica", "model", "preprocess", "infer")
+    began = [spans[name].began_ns for name in order]
+    assert began == sorted(began)
+    assert spans["infer"].ended_ns <= spans["replica"].ended_ns <= spans["batch"].ended_ns <= spans[CALL].ended_ns
+
+
+def test_requests_that_share_a_batch_are_linked_with_it(exporting: Stack, receiver: OtlpReceiver) -> None:
+    def shared() -> list[str]:
+        """The traces of requests that were asked at once, of which some must have shared a batch."""
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            return list(threads.map(lambda _: ask(exporting), range(AT_ONCE)))
+
+    traces = shared()
+    calls = {trace: receiver.wait_for(trace, CALL)[CALL] for trace in traces}
+
+    def batches() -> list[Seen] | None:
+        seen = [one for trace in traces for one in receiver.spans(trace) if one.name == "batch"]
+        return seen if sum(len(one.links) for one in seen) == AT_ONCE else None
+
+    found = eventually(batches, 30, "the batches of all requests")
+    assert len(found) < AT_ONCE
+    for batch in found:
+        served = [call for call in calls.values() if call.id in batch.links]
+        assert len(served) == len(batch.links) == batch.attributes["millrace.requests"]
+        assert all(call.links == (batch.id,) for call in served)
+        assert batch.parent == batch.links[0]
+        assert receiver.wait_for(batch.trace, "model")["model"].attributes["millrace.rows"] == len(served)
+
+
+def test_who_is_not_recorded_by_its_client_is_not_recorded_here(exporting: Stack, receiver: OtlpReceiver) -> None:
+    unseen = ask(exporting, "00")
+    receiver.wait_for(ask(exporting), CALL, *PARTS)  # exported later, from the same processes
+    assert receiver.spans(unseen) == []
+
+
+def test_a_receiver_that_hangs_or_is_gone_delays_no_request_and_no_stop(
+    exporting: Stack, receiver: OtlpReceiver
+) -> None:
+    receiver.may_answer.clear()
+    slowest_s = 0.0
+    until_s = time.monotonic() + 4.0  # longer than it takes until an export is given up
+    while time.monotonic() < until_s:
+        began_s = time.monotonic()
+        ask(exporting)
+        slowest_s = max(slowest_s, time.monotonic() - began_s)
+    assert slowest_s < SOON_S
+    receiver.stop()
+    ask(exporting)
+    began_s = time.monotonic()
+    assert exporting.service.stop() == 0
+    assert time.monotonic() - began_s < STOPPED_WITHIN_S
