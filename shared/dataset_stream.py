@@ -34,7 +34,7 @@ class _RememberExecutor(ExecutionCallback):
     def before_execution_starts(self, executor: StreamingExecutor) -> None:
         _started.get().append(executor)
         # It learns of its share of the cluster by asking twice, and works with one task until then.
-        executor._resource_manager.GLOBAL_LIMITS_UPDATE_INTERVAL_S = SHARE_ASKED_EVERY_S
+        executor._resource_manager.GLOBAL_LIMITS_UPDATE_INTERVAL_S = SHARE_ASKED_EVERY_S  # type: ignore[assignment]
 
 
 class RayFailed(Exception):
