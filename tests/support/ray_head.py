@@ -111,8 +111,8 @@ def ray_head(
     port: int | None = None,
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[RayHead]:
-    """Runs a head with so many logical CPUs and GPUs; on `port`, where another one lived before. Its workers have `environ`
-    besides ours. The dashboard is kept, since Ray Train's cleaner asks it."""
+    """Runs a head with so many logical CPUs and GPUs; on `port`, where another one lived before. Its workers have
+    `environ` besides ours. The dashboard is kept, since Ray Train's cleaner asks it."""
     # Not below pytest's folder: Ray's unix sockets lie in here, and their paths may have 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     try:
