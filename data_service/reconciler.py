@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from data_service.predicting.room import lacks
 from data_service.settings import data_settings
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs.reconciler import JobKind, run_reconciler
@@ -17,7 +18,7 @@ def main() -> None:
     settings = data_settings(os.environ)
     configure_logging("data-reconciler", settings.service.log_level)
     prepare = PREPARE if settings.spare_attempt else ""
-    run_reconciler(settings.service, JobKind(name=IMPORT_KIND, entry=ENTRY, prepare=prepare))
+    run_reconciler(settings.service, JobKind(name=IMPORT_KIND, entry=ENTRY, prepare=prepare, lacks=lacks))
 
 
 if __name__ == "__main__":

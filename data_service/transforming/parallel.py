@@ -11,6 +11,7 @@ import logging
 import pickle
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -50,28 +51,53 @@ Work = Callable[[Part], Any]
 Results = Generator[tuple[Part, Any], None, None]
 
 
+@dataclass(frozen=True)
+class Pool:
+    """At most so many processes (0: as many as the cluster has room for) that stay for all parts which they are given,
+    each with so many CPUs and GPUs: for work that keeps what it has loaded."""
+
+    most: int
+    cpus: int
+    gpus: float
+
+
 class PartRunner(Protocol):
     def __call__(
-        self, context: AttemptContext, folder: str, work: Work, parts: Sequence[Part], *, foreign_code: bool
+        self,
+        context: AttemptContext,
+        folder: str,
+        work: Work,
+        parts: Sequence[Part],
+        *,
+        foreign_code: bool,
+        pool: Pool | None = None,
     ) -> Results:
         """Every part with its result, as they come. Raises what the work raised, and what `raise_if_stopped` does; once
         it has, or is closed, no part is being worked on any more.
 
-        `folder` is the attempt's own; `foreign_code` says that the work calls functions that may crash.
+        `folder` is the attempt's own; `foreign_code` says that the work calls functions that may crash. Without a pool
+        each part is a task of its own, of one CPU.
         """
 
 
 def run_on_ray(
-    context: AttemptContext, folder: str, work: Work, parts: Sequence[Part], *, foreign_code: bool
+    context: AttemptContext,
+    folder: str,
+    work: Work,
+    parts: Sequence[Part],
+    *,
+    foreign_code: bool,
+    pool: Pool | None = None,
 ) -> Results:
     """The `PartRunner` on the Ray cluster of this process."""
-    _warm_up(len(parts))
+    if pool is None:
+        _warm_up(len(parts))
     from shared.dataset_stream import DatasetStream, RayFailed  # ray.data: slow, and only the job needs it
 
     by_number = {part.number: part for part in parts}
     begun = Begun(f"{folder}/begun")
     task = _Task(work, context.store.settings, begun)
-    stream = DatasetStream(_dataset(task, parts)).tables(context.raise_if_stopped, POLL_S)
+    stream = DatasetStream(_dataset(task, parts, pool)).tables(context.raise_if_stopped, POLL_S)
     try:
         for record in chain.from_iterable(table.to_pylist() for table in stream):
             if record["error"]:
@@ -144,7 +170,17 @@ def _told(error: Exception, part: Part) -> MillraceError:
     return hidden(error, logger, f"part {part.number} failed")
 
 
-def _dataset(task: _Task, parts: Sequence[Part]) -> Dataset:
+class _Worker:
+    """What an actor of a pool calls: its work stays from part to part."""
+
+    def __init__(self, task: _Task) -> None:
+        self._task = task
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        return self._task(row)
+
+
+def _dataset(task: _Task, parts: Sequence[Part], pool: Pool | None) -> Dataset:
     import ray.data
 
     from shared.dataset_stream import quiet_context
@@ -152,7 +188,35 @@ def _dataset(task: _Task, parts: Sequence[Part]) -> Dataset:
     # Records are small; the first one should not wait for a block to be full.
     with ray.data.DataContext.current(quiet_context(block_bytes=RECORD_BYTES)):
         given = ray.data.from_items([{"part": pickle.dumps(part)} for part in parts], override_num_blocks=len(parts))
-        return given.map(task, num_cpus=1, max_retries=MAX_RETRIES)
+        if pool is None:
+            return given.map(task, num_cpus=1, max_retries=MAX_RETRIES)
+        return given.map(
+            _Worker,  # type: ignore[arg-type]  # of a class Ray makes one in each actor
+            fn_constructor_args=(task,),
+            # Those for which there is no room yet wait, and the others work meanwhile.
+            compute=ray.data.ActorPoolStrategy(
+                size=min(len(parts), pool.most or _room(pool)), max_tasks_in_flight_per_actor=1
+            ),
+            num_cpus=pool.cpus,
+            num_gpus=pool.gpus or None,
+            # One that died is started again, for all other parts; the part that it died over is tried once more.
+            max_restarts=-1,
+            max_task_retries=MAX_RETRIES,
+        )
+
+
+def _room(pool: Pool) -> int:
+    """How many of its processes the nodes could hold if they were empty; 1 where none could."""
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    return max(1, sum(pool_fits(pool, node) for node in nodes))
+
+
+def pool_fits(pool: Pool, node: Mapping[str, float]) -> int:
+    """How many of its processes a node with these resources in all has room for."""
+    fits = int(node.get("CPU", 0.0) // pool.cpus)
+    return min(fits, int(node.get("GPU", 0.0) / pool.gpus)) if pool.gpus else fits
 
 
 def _lost(
@@ -162,7 +226,7 @@ def _lost(
     from ray import exceptions
 
     logger.warning("Ray gave the work up: %r", cause)
-    if isinstance(cause, exceptions.WorkerCrashedError):
+    if isinstance(cause, exceptions.WorkerCrashedError | exceptions.RayActorError):
         return crash_error(tries, parts, foreign_code=foreign_code)
     if isinstance(cause, exceptions.OutOfMemoryError):
         return Unavailable("Ray ended a worker for want of memory", reason="WORKER_OUT_OF_MEMORY")
