@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from google.longrunning import operations_pb2
 from google.protobuf import json_format
@@ -90,20 +90,29 @@ def _metadata_type(job: JobRecord) -> type[_ImportMetadata | _TransformMetadata 
 def _metadata(
     job: JobRecord, progress: Mapping[str, Any], waiting_for: str
 ) -> _ImportMetadata | _TransformMetadata | _PredictMetadata:
-    kind = _metadata_type(job)
-    phase = {} if kind is _ImportMetadata else {"phase": f"PHASE_{progress.get('phase', 'UNSPECIFIED')}"}
-    made = kind(version=job.name, attempt=job.attempts_made, create_time=timestamp(job.create_time), **phase)
-    if isinstance(made, _ImportMetadata):
-        made.rows_read = int(progress.get("rows_read", 0))
-        made.rows_quarantined = int(progress.get("rows_quarantined", 0))
-        return made
-    made.rows_done = int(progress.get("rows_done", 0))
-    made.rows_total = int(progress.get("rows_total", 0))
-    made.rows_per_second = float(progress.get("rows_per_second", 0.0))
-    if isinstance(made, _PredictMetadata):
+    create_time = timestamp(job.create_time)
+    kind: Any = _metadata_type(job)
+    if kind is _ImportMetadata:
+        return _ImportMetadata(
+            version=job.name,
+            rows_read=int(progress.get("rows_read", 0)),
+            rows_quarantined=int(progress.get("rows_quarantined", 0)),
+            attempt=job.attempts_made,
+            create_time=create_time,
+        )
+    made = kind(
+        version=job.name,
+        phase=f"PHASE_{progress.get('phase', 'UNSPECIFIED')}",
+        rows_done=int(progress.get("rows_done", 0)),
+        rows_total=int(progress.get("rows_total", 0)),
+        rows_per_second=float(progress.get("rows_per_second", 0.0)),
+        attempt=job.attempts_made,
+        create_time=create_time,
+    )
+    if kind is _PredictMetadata:
         made.checkpoint = job.spec["predict"]["checkpoint"]["name"]
         made.waiting_for = waiting_for
-    return made
+    return cast(_TransformMetadata | _PredictMetadata, made)
 
 
 def _add_manifest(message: resources_pb2.DatasetVersion, manifest: Manifest) -> None:

@@ -68,8 +68,8 @@ def _place_behind(chain: Sequence[Step], gone: Sequence[Step], source_name: str)
 
 def _prepared_otherwise(step: Step, source_name: str) -> FailedPrecondition:
     return FailedPrecondition(
-        f"source: the rows of {source_name} went through {step.op}, and those of the checkpoint did not at that place, or "
-        "with other values learnt; name a version of raw rows, or the one that it was trained on",
+        f"source: the rows of {source_name} went through {step.op}, and those of the checkpoint did not at that "
+        "place, or with other values learnt; name a version of raw rows, or the one that it was trained on",
         reason="PREPARED_OTHERWISE",
         metadata={"resource": source_name, "step": step.op},
         fields=[("source", f"{step.op} is not the checkpoint's")],

@@ -81,7 +81,7 @@ class _Predict:
         self._new = new_columns(spec, source.manifest, content)
         # As the source stores them: a manifest does not tell which columns have no nulls.
         kept = self._reader.select(self._new.kept)
-        self._schema = pa.schema([*kept, *self._new.schema[len(kept) :]])
+        self._schema = pa.schema([*kept, *list(self._new.schema)[len(kept) :]])
 
     def run(self) -> dict[str, Any]:
         splits = [self._spec.split] if self._spec.split else []

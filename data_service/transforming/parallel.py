@@ -104,7 +104,7 @@ def run_on_ray(
                 raise error_from_record(pickle.loads(record["error"]))
             yield by_number[record["part"]], pickle.loads(record["result"])
     except RayFailed as failure:
-        raise _lost(failure.__cause__, begun.tries(context.store), by_number, foreign_code) from failure.__cause__
+        raise _lost(failure.__cause__, begun.tries(context.store), by_number, foreign_code, pool) from failure.__cause__
     finally:
         stream.close()
         with suppress(*STORE_OUTAGES):  # what is left of them goes with the attempt's folder
@@ -220,13 +220,18 @@ def pool_fits(pool: Pool, node: Mapping[str, float]) -> int:
 
 
 def _lost(
-    cause: BaseException | None, tries: Mapping[int, int], parts: Mapping[int, Part], foreign_code: bool
+    cause: BaseException | None,
+    tries: Mapping[int, int],
+    parts: Mapping[int, Part],
+    foreign_code: bool,
+    pool: Pool | None = None,
 ) -> MillraceError:
     """What Ray says of work that it gave up; only what the work itself did wrong ends the job."""
     from ray import exceptions
 
     logger.warning("Ray gave the work up: %r", cause)
-    if isinstance(cause, exceptions.WorkerCrashedError | exceptions.RayActorError):
+    # An actor of a pool was started again, and died again over the same part.
+    if isinstance(cause, exceptions.WorkerCrashedError) or (pool and isinstance(cause, exceptions.RayActorError)):
         return crash_error(tries, parts, foreign_code=foreign_code)
     if isinstance(cause, exceptions.OutOfMemoryError):
         return Unavailable("Ray ended a worker for want of memory", reason="WORKER_OUT_OF_MEMORY")

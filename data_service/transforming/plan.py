@@ -46,10 +46,10 @@ class Part:
 
 
 def plan_parts(
-    reader: VersionReader, output: pa.Schema, splits: Sequence[str] = (), least_bytes: int = MIN_PART_BYTES
+    reader: VersionReader, output: pa.Schema, splits: Sequence[str] = (), least_bytes: int = 0
 ) -> list[Part]:
     """`output` has the columns that the work makes; `splits` empty: all. `least_bytes` are those that make a part worth
-    its start."""
+    its start, 0 those of a transform."""
     widths = _work_bytes_per_row(reader, output)
     manifest = reader.version.manifest
     wanted = [split for split in manifest.splits if not splits or split.name in splits]
@@ -58,7 +58,7 @@ def plan_parts(
         for file, width in zip(manifest.files, widths, strict=True)
         if not splits or file.split in splits
     )
-    most_bytes = min(MAX_PART_BYTES, max(least_bytes, total_bytes // WANTED_PARTS))
+    most_bytes = min(MAX_PART_BYTES, max(least_bytes or MIN_PART_BYTES, total_bytes // WANTED_PARTS))
     parts: list[Part] = []
     for split in wanted:
         for groups in _packed(reader.row_groups(split.name), widths, most_bytes):

@@ -55,6 +55,10 @@ def _print_header(version: resources_pb2.DatasetVersion) -> None:
 def _print_origin(profile: Profile) -> None:
     for parent in profile.version.parents:
         console().print(f"  [dim]from[/] [cyan]{parent.version}[/]", soft_wrap=True)
+    if profile.version.HasField("prediction"):
+        made = profile.version.prediction
+        by = f"{made.checkpoint}  sha256:{made.checkpoint_sha256}"
+        console().print(f"  [dim]predicted by[/] [cyan]{by}[/]", soft_wrap=True)
     for index, step in enumerate(profile.steps):
         console().print("  [dim]then[/]" if index else "  [dim]by[/]  ", _plain(step), soft_wrap=True)
 

@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, WorkerCrashedError
 
 from data_service.transforming.crashes import Begun
-from data_service.transforming.parallel import _lost, _Task
+from data_service.transforming.parallel import Pool, _lost, _Task, pool_fits
 from data_service.transforming.plan import Part
 from shared.dataset_version import RowGroup
 from shared.errors import (
@@ -25,6 +25,7 @@ from shared.errors import (
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore
 
+POOL = Pool(most=2, cpus=1, gpus=0.0)
 PART = Part(3, "train", (RowGroup(0, 0, 700, 100),))
 
 
@@ -68,16 +69,36 @@ def test_an_error_is_an_answer_too(
 
 
 @pytest.mark.parametrize(
-    ("cause", "foreign", "kind"),
+    ("cause", "foreign", "pool", "kind"),
     [
-        (WorkerCrashedError(), True, FailedPrecondition),
-        (WorkerCrashedError(), False, Unavailable),
-        (OutOfMemoryError("oom"), True, Unavailable),  # type: ignore[no-untyped-call]
-        (ActorDiedError(), True, Unavailable),
-        (None, True, Unavailable),
+        (WorkerCrashedError(), True, None, FailedPrecondition),
+        (WorkerCrashedError(), False, None, Unavailable),
+        (OutOfMemoryError("oom"), True, None, Unavailable),  # type: ignore[no-untyped-call]
+        (ActorDiedError(), True, None, Unavailable),
+        (ActorDiedError(), True, POOL, FailedPrecondition),
+        (ActorDiedError(), False, POOL, Unavailable),
+        (None, True, None, Unavailable),
     ],
 )
 def test_only_foreign_code_that_kills_its_workers_ends_the_job(
-    cause: BaseException | None, foreign: bool, kind: type[MillraceError]
+    cause: BaseException | None, foreign: bool, pool: Pool | None, kind: type[MillraceError]
 ) -> None:
-    assert type(_lost(cause, {3: 2}, {3: PART}, foreign)) is kind
+    assert type(_lost(cause, {3: 2}, {3: PART}, foreign, pool)) is kind
+
+
+@pytest.mark.parametrize(
+    ("resources", "cpus", "gpus", "fits"),
+    [
+        ({"CPU": 4.0}, 1, 0.0, 4),
+        ({"CPU": 4.0}, 3, 0.0, 1),
+        ({"CPU": 4.0}, 8, 0.0, 0),
+        ({"CPU": 16.0}, 1, 1.0, 0),
+        ({"CPU": 16.0, "GPU": 2.0}, 1, 0.5, 4),
+        ({"CPU": 2.0, "GPU": 2.0}, 1, 0.5, 2),
+        ({}, 1, 0.0, 0),
+    ],
+)
+def test_a_node_has_room_for_as_many_of_a_pool_as_both_kinds_of_processors_allow(
+    resources: dict[str, float], cpus: int, gpus: float, fits: int
+) -> None:
+    assert pool_fits(Pool(most=0, cpus=cpus, gpus=gpus), resources) == fits
