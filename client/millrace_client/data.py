@@ -225,9 +225,9 @@ class DataClient:
         cpus: int = 0,
         gpus: float = 0.0,
     ) -> Operation[resources_pb2.DatasetVersion]:
-        """Starts running the model of `trainingJobs/{j}/checkpoints/{c}`, or of the best one of `trainingJobs/{j}`, over
-        `datasets/{d}/versions/{v}`, into a new version of `dataset` (unset: the source's own) with columns of
-        predictions.
+        """Starts running a model over `datasets/{d}/versions/{v}`, into a new version of `dataset` (unset: the source's
+        own) with columns of predictions. The model is that of `trainingJobs/{j}/checkpoints/{c}`, or of the best one of
+        `trainingJobs/{j}`.
 
         `split` and `columns` empty: all; `outputs` empty: all but the logits. `batch_size` are rows in one call of the
         model; `cpus` and `gpus` are those of each worker. What is 0 has the server's default.

@@ -11,7 +11,7 @@ from millrace_client import specs
 from millrace_client.cli.exits import CommandFailed, PlainCommand
 from millrace_client.cli.options import address_options, connected, full_name, json_option
 from millrace_client.cli.output import console, print_json
-from millrace_client.cli.show import print_version
+from millrace_client.cli.show import print_prediction, print_version
 from millrace_client.connection import Millrace
 from millrace_client.operations import Operation
 
@@ -91,10 +91,7 @@ def predict(
         print_json(version)
         return
     print_version(version)
-    made = version.prediction
-    console().print(
-        f"  [dim]predicted by[/] [cyan]{made.checkpoint}[/]  sha256:{made.checkpoint_sha256}", soft_wrap=True
-    )
+    print_prediction(version)
 
 
 def _named(millrace: Millrace, checkpoint: str) -> str:
@@ -107,7 +104,7 @@ def _named(millrace: Millrace, checkpoint: str) -> str:
 
 
 def _served(millrace: Millrace, deployment: str) -> tuple[str, str]:
-    """The checkpoint that a version of a deployment serves, and its digest; without a version that with most traffic."""
+    """The checkpoint that a version of a deployment serves, and its digest; by itself that with most traffic."""
     name, _, number = deployment.partition("@")
     found = millrace.deployments.get_deployment(full_name("deployments", name))
     versions = [one for one in found.versions if number in ("", one.number)]

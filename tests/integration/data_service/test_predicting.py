@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -106,7 +107,7 @@ def test_a_cluster_makes_the_same_bytes_as_one_process_and_loads_the_model_once_
 
 @pytest.mark.usefixtures("signs")
 def test_what_is_left_out_is_counted_before_anything_is_written(store: ObjectStore, jobs: Jobs) -> None:
-    spec = {"bad_rows": BadRows(action="quarantine"), "workers": TWO, "columns": ["id"]}
+    spec: dict[str, Any] = {"bad_rows": BadRows(action="quarantine"), "workers": TWO, "columns": ["id"]}
     assert digest(store, over(jobs, create_prediction(store, **spec))) == digest(store, predict_here(store, **spec))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ import pytest
 from data_service.domain.import_spec import BadRows
 from data_service.domain.predict_spec import Workers
 from data_service.predicting.checking import chained
+from data_service.transforming.parallel import Results, Work
+from data_service.transforming.plan import Part
 from inference_service.held_rows import held_rows
 from inference_service.served_model import ServedModel
 from shared.checkpoint import CheckpointEntry, load_checkpoint
@@ -18,8 +22,9 @@ from shared.checkpoint.format import WEIGHTS
 from shared.dataset_version import load_version
 from shared.dataset_version.attachments import read_attachment
 from shared.dataset_version.manifest import QUARANTINE, Prediction
-from shared.jobs import JobRecord, JobState
+from shared.jobs import AttemptContext, JobRecord, JobState
 from shared.model_spec import REGRESSION, ModelSpec
+from shared.models.loaded import LoadedModel
 from shared.storage import ObjectStore
 from shared.transforms import schema_of_columns
 from tests.support.predicting import (
@@ -104,6 +109,32 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers_and_the_digest_neither
         load_version(store, done(predict_here(store, workers=Workers(most=most)))).manifest_sha256 for most in (0, 1, 3)
     }
     assert len(digests) == 1
+
+
+@pytest.mark.usefixtures("tables")
+def test_a_worker_loads_the_model_once_for_all_of_its_parts(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_service.predicting.job.LEAST_PART_BYTES", 1000)
+    loads, parts_done = [], []
+
+    class Counted(LoadedModel):
+        def __init__(self, *arguments: Any) -> None:
+            loads.append(arguments)
+            super().__init__(*arguments)
+
+    def one_worker(context: AttemptContext, folder: str, work: Work, parts: Sequence[Part], **_: object) -> Results:  # noqa: ARG001
+        kept = pickle.loads(pickle.dumps(work))
+        for part in parts:
+            parts_done.append(part)
+            yield part, kept(part)
+
+    monkeypatch.setattr("shared.models.loaded.LoadedModel", Counted)
+    monkeypatch.setattr("tests.support.predicting.run_here", one_worker)
+    write(store)
+    done(predict_here(store))
+    assert len(parts_done) > 4
+    assert len(loads) == 1
 
 
 @pytest.mark.usefixtures("tables")
