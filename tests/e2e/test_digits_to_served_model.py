@@ -136,7 +136,7 @@ def test_predictions_over_a_split_are_what_the_deployment_answers_for_its_rows(r
     assert made.returncode == 0, made.stderr
     version = json.loads(made.stdout)
     assert version["prediction"]["checkpoint"] == run.job.best_checkpoint
-    assert version["prediction"]["checkpointSha256"] == run.deployment.lineage.checkpoint_sha256
+    assert version["prediction"]["checkpoint_sha256"] == run.deployment.lineage.checkpoint_sha256
     assert [parent["version"] for parent in version["parents"]] == [run.version.name]
     table = run.millrace.data.read_table(version["name"])
     answer = run.millrace.inference.infer("patterns", {"image": run.test_images})
