@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import numpy as np
 import pytest
@@ -34,8 +36,8 @@ def sha256(stack: DataStack) -> str:
     return entry.manifest_sha256
 
 
-def asking(digits: Digits, dataset: str, **fields: object) -> pb.PredictVersionRequest:
-    wanted = {"parent": dataset, "source": digits.version.name, "checkpoint": CHECKPOINT, **fields}
+def asking(digits: Digits, dataset: str, **fields: Any) -> pb.PredictVersionRequest:
+    wanted: dict[str, Any] = {"parent": dataset, "source": digits.version.name, "checkpoint": CHECKPOINT, **fields}
     return pb.PredictVersionRequest(**wanted)
 
 
