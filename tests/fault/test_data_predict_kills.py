@@ -18,7 +18,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
-ROWS = 24_000
+ROWS = 16_000
 WITHIN_S = 300.0
 # Ray Data's actors while they have a part.
 WORKER = "ray::MapWorker(Map(_Worker)).submit"
