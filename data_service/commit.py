@@ -20,6 +20,7 @@ from shared.dataset_version.manifest import (
     DataFile,
     Manifest,
     Parent,
+    Prediction,
     Split,
     sha256_hex,
 )
@@ -52,6 +53,7 @@ def commit_version(
     parents: Sequence[Parent] = (),
     ingested: Sequence[Column] | None = None,
     transforms: Sequence[dict[str, Any]] = (),
+    prediction: Prediction | None = None,
 ) -> dict[str, Any]:
     """Writes report, quarantined rows and manifest below `folder`, and returns the job's result, which names the
     manifest: only that makes the version. `report` is a QualityReport as JSON, `quarantine` a local file of JSON lines.
@@ -68,6 +70,7 @@ def commit_version(
         transforms=list(transforms),
         attachments=attachments,
         quarantined_row_count=quarantined_row_count,
+        prediction=prediction,
     )
     data = manifest.to_json()
     key = f"{folder}/manifest.json"

@@ -20,16 +20,21 @@ def run(context: AttemptContext) -> dict[str, Any]:
             return run_transform(context)
         finally:
             start_for_the_next()
+    if "predict" in context.job.spec:
+        from data_service.predicting.job import run_predict
+
+        return run_predict(context)
     from data_service.ingest.job import run_import
 
     return run_import(context)
 
 
 def prepare() -> None:
-    """Imports what imports and transforms need, in a process that has nothing to do yet."""
+    """Imports what imports, transforms and predictions need, in a process that has nothing to do yet."""
     import ray.data  # noqa: F401
 
     import data_service.ingest.job
+    import data_service.predicting.job
     import data_service.transforming.job  # noqa: F401
 
     # Arrow imports pandas with the first array that it makes of Python's values, and only then.

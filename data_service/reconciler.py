@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from data_service.predicting.room import lacks
 from data_service.settings import data_settings
 from data_service.transforming.warm_workers import start_for_the_first
 from shared.dataset_version.version import IMPORT_KIND
@@ -18,7 +19,7 @@ def main() -> None:
     settings = data_settings(os.environ)
     configure_logging("data-reconciler", settings.service.log_level)
     prepare = PREPARE if settings.spare_attempt else ""
-    kind = JobKind(name=IMPORT_KIND, entry=ENTRY, prepare=prepare, looks=lambda _: start_for_the_first())
+    kind = JobKind(name=IMPORT_KIND, entry=ENTRY, prepare=prepare, lacks=lacks, looks=lambda _: start_for_the_first())
     run_reconciler(settings.service, kind)
 
 

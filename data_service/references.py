@@ -1,4 +1,5 @@
-"""What a job that makes a version refers to: versions and uploads that it reads, and the version that it follows."""
+"""What a job that makes a version refers to: versions, uploads and checkpoints that it reads, and the version that it
+follows."""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 from data_service.domain.import_spec import ImportSpec
+from data_service.domain.predict_spec import CheckpointRef, PredictSpec
 from data_service.domain.transform_spec import TransformSpec
 from data_service.domain.uris import UploadSource, parse_uri
 from data_service.successors import following
 from data_service.uploads.users import mark_used, unmark
 from data_service.versions import ActiveVersion, Versions
+from shared.checkpoint import users as checkpoint_users
 from shared.dataset_version.users import using
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import FailedPrecondition, MillraceError, Unavailable, invalid_field, invalid_fields
@@ -46,6 +49,10 @@ def referring(store: ObjectStore, job: JobRecord) -> Iterator[None]:
         if "transform" in job.spec:
             source = TransformSpec.from_record(job.spec["transform"]).source
             marks.enter_context(using(store, source, IMPORT_KIND, job.uid, job.name))
+        elif "predict" in job.spec:
+            predict = PredictSpec.from_record(job.spec["predict"])
+            marks.enter_context(using(store, predict.source, IMPORT_KIND, job.uid, job.name))
+            marks.enter_context(_using_checkpoint(store, predict.checkpoint, job))
         else:
             spec = ImportSpec.from_record(job.spec["import"])
             if spec.base:
@@ -55,6 +62,18 @@ def referring(store: ObjectStore, job: JobRecord) -> Iterator[None]:
             if spec.base:
                 base = Jobs(store, IMPORT_KIND).get(spec.base.version, spec.base.version)
                 marks.enter_context(following(store, base, job))
+        yield
+
+
+@contextmanager
+def _using_checkpoint(store: ObjectStore, checkpoint: CheckpointRef, job: JobRecord) -> Iterator[None]:
+    with checkpoint_users.using(store, "checkpoint", checkpoint.name, IMPORT_KIND, job.uid, job.name) as entry:
+        if entry.folder != checkpoint.folder:
+            raise FailedPrecondition(
+                f"checkpoint: {checkpoint.name} was written again just now; ask again",
+                reason="CHECKPOINT_REPLACED",
+                metadata={"resource": checkpoint.name},
+            )
         yield
 
 

@@ -15,6 +15,7 @@ from data_service import reading, verification
 from data_service.bounded_report import bound_report
 from data_service.converters.datasets import dataset_message, retention_from
 from data_service.converters.imports import import_spec_from
+from data_service.converters.predictions import predict_spec_from
 from data_service.converters.transforms import selection_from, transform_spec_from
 from data_service.converters.versions import checked_operation, version_message
 from data_service.datasets import Datasets
@@ -122,6 +123,20 @@ class DataServicer(UploadServicerPart):
             request.parent,
             request.version_id,
             transform_spec_from(request),
+            request_id=request.request_id,
+            body_sha256=body_digest(request),
+            validate_only=request.validate_only,
+        )
+        return await self._operation(job, request.validate_only)
+
+    async def PredictVersion(
+        self, request: data_service_pb2.PredictVersionRequest, context: Context
+    ) -> operations_pb2.Operation:
+        job = await asyncio.to_thread(
+            self._version_jobs.start_predict,
+            request.parent,
+            request.version_id,
+            predict_spec_from(request),
             request_id=request.request_id,
             body_sha256=body_digest(request),
             validate_only=request.validate_only,

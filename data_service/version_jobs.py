@@ -1,4 +1,4 @@
-"""Starting the durable jobs that make versions: imports and transforms."""
+"""Starting the durable jobs that make versions: imports, transforms and predictions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from data_service.datasets import SERVICE, Datasets
-from data_service.domain import import_spec, transform_spec
+from data_service.domain import import_spec, predict_spec, transform_spec
 from data_service.domain.dataset import Dataset
 from data_service.domain.import_spec import ImportSpec
+from data_service.domain.predict_spec import PredictSpec
 from data_service.domain.transform_spec import TransformSpec
 from data_service.operation_pointers import record_operation, withdraw_operation
+from data_service.predicting.asking import check_predict, found_checkpoint
 from data_service.references import referring, with_base
 from data_service.sources.source_files import s3_of
 from data_service.transforming.checking import check_transform
@@ -91,6 +93,25 @@ class VersionJobs:
         check_transform(spec, source.manifest, self._custom_allowed)
         spec = replace(spec, source_sha256=source.manifest_sha256)
         return self._start(parent, version_id, {"transform": spec.as_record()}, request_id, body_sha256, validate_only)
+
+    def start_predict(
+        self,
+        parent: str,
+        version_id: str,
+        spec: PredictSpec,
+        *,
+        request_id: str,
+        body_sha256: str,
+        validate_only: bool,
+    ) -> JobRecord:
+        """As `start_import`. Raises `InvalidArgument` naming the column or field, `NotFound`, `FailedPrecondition`
+        (source or checkpoint), `DataLoss` (the checkpoint's manifest) and `AlreadyExists`."""
+        predict_spec.check(spec)
+        source = self._versions.active(spec.source, "source").reader.version
+        checkpoint = found_checkpoint(self._store, spec.checkpoint)
+        check_predict(self._store, spec, source, checkpoint, self._custom_allowed)
+        spec = replace(spec, source_sha256=source.manifest_sha256, checkpoint=checkpoint)
+        return self._start(parent, version_id, {"predict": spec.as_record()}, request_id, body_sha256, validate_only)
 
     def _start(
         self,

@@ -1,4 +1,4 @@
-"""Imports and transforms as `google.longrunning.Operation`s."""
+"""Imports, transforms and predictions as `google.longrunning.Operation`s."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from google.longrunning import operations_pb2
 from data_service.converters.versions import operation_message
 from data_service.operation_pointers import job_of_operation, operation_ids
 from data_service.versions import Versions
-from shared.jobs import JobRecord, Jobs
+from shared.jobs import JobRecord, Jobs, JobState
 from shared.storage import ObjectStore
+
+# The states in which an attempt may be held back for want of room.
+WAITING = (JobState.PENDING, JobState.RECOVERING)
 
 
 class VersionOperations:
@@ -24,7 +27,8 @@ class VersionOperations:
         return self.of(job_of_operation(self._store, self._jobs, name))
 
     def of(self, job: JobRecord) -> operations_pb2.Operation:
-        return operation_message(self._versions.of(job), self._jobs.progress(job.name))
+        waiting_for = self._jobs.waiting_for(job.name) if job.state in WAITING else ""
+        return operation_message(self._versions.of(job), self._jobs.progress(job.name), waiting_for)
 
     def list_ids(self) -> list[str]:
         return operation_ids(self._store)

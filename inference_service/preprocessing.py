@@ -15,7 +15,7 @@ from inference_service.domain.signature import FREE, TensorSpec
 from inference_service.domain.tensors import Array
 from inference_service.raw_columns import column_of_tensor, tensor_of_column
 from shared.checkpoint import CheckpointContent
-from shared.custom_transforms import VARIABLE
+from shared.custom_transforms import check_functions
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.transforms import Pipeline, RowError, TensorType
 
@@ -31,7 +31,7 @@ class Preprocessing:
         Raises `InvalidArgument` where the steps do not fit, and `FailedPrecondition` for a column that cannot be sent
         or a function that is not allowed.
         """
-        _check_custom(content, custom_allowed)
+        check_functions(content.transforms, custom_allowed, "on the nodes that serve")
         self._pipeline = content.serving()
         self._input_column = content.input_column
         ingested = content.ingested_schema
@@ -92,17 +92,3 @@ class Preprocessing:
             before = Pipeline(self._pipeline.steps[: int(place.group(1))])
             names = before.reads(self._pipeline.steps[int(place.group(1))].reads, self._columns)
         return f"tensor {', '.join(map(repr, names))}: {error.problem}"
-
-
-def _check_custom(content: CheckpointContent, allowed: Collection[str]) -> None:
-    """Whoever can write a checkpoint must not be able to have any function called."""
-    for transform in content.transforms:
-        for step in transform.get("steps", []):
-            function = step.get("custom", {}).get("function")
-            if function and function not in allowed:
-                raise FailedPrecondition(
-                    f"the checkpoint's preprocessing calls {function}, which {VARIABLE} does not allow on the nodes "
-                    "that serve; set it there",
-                    reason="CUSTOM_FUNCTION_NOT_ALLOWED",
-                    metadata={"function": function},
-                )

@@ -1,6 +1,6 @@
 """A checkpoint, loaded to be served: its preprocessing, its model, and both together as one function of rows.
 
-Only replicas import this: torch takes seconds, and the front does without it.
+Only replicas import this: `shared.models.loaded` brings torch, which takes seconds, and the front does without it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import Collection
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_safetensors
 
 from inference_service.domain.batch_times import buckets
 from inference_service.domain.datatypes import DATATYPES
@@ -19,9 +17,9 @@ from inference_service.domain.rows import PREPARED, RAW, Outputs, Rows
 from inference_service.domain.signature import FREE, Signature, TensorSpec
 from inference_service.preprocessing import Preprocessing
 from shared.checkpoint import CheckpointContent
-from shared.errors import FailedPrecondition, InvalidArgument
+from shared.errors import InvalidArgument
 from shared.model_spec import REGRESSION, ModelSpec
-from shared.models import build_model, load_weights
+from shared.models.loaded import LoadedModel, does_not_load
 
 CPU = torch.device("cpu")
 WARM_UP_RUNS = 2  # the first pays for what the kernels prepare once per shape; the last is measured
@@ -42,33 +40,23 @@ class ServedModel:
         name. The model is on `device`, the preprocessing always on the CPU, as in training."""
         try:
             self.preprocessing = Preprocessing(content, custom_allowed)
-            self.module = build_model(content.model)
-            load_weights(self.module, load_safetensors(weights))
-        except (InvalidArgument, RuntimeError, SafetensorError, ValueError) as error:
-            raise FailedPrecondition(
-                f"the model of {content.training_job} does not load: {error}", reason="MODEL_DOES_NOT_LOAD"
-            ) from error
-        self._device = device
-        self.module.to(device).eval()
+        except (InvalidArgument, ValueError) as error:
+            raise does_not_load(content, error) from error
+        self._run = LoadedModel(content, weights, device)
+        self.module = self._run.module
         self.signature = Signature(
             raw=self.preprocessing.raw,
             prepared=self.preprocessing.prepared,
             outputs=_outputs(content.model, tuple(content.class_names)),
         )
-        self._task = content.model.task
 
     def forward(self, rows: Rows) -> Outputs:
         """Of B rows, without those that the preprocessing refuses: logits (B, classes) float32, probabilities
         (B, classes) float32 and label (B,) int64 of a classifier, values (B, numbers) float32 of a regression."""
         started_s = time.perf_counter()
         prepared, refused = self.preprocessing.prepare(rows)
-        # torch wants memory that it may write to; rows that came by wire lie in memory that it may not.
-        inputs = torch.from_numpy(np.require(prepared, np.float32, ["C", "W"]))
         prepared_s = time.perf_counter()
-        with torch.inference_mode():
-            given = self.module(inputs.to(self._device))
-            outputs = (given,) if self._task == REGRESSION else (given, given.softmax(dim=1), given.argmax(dim=1))
-        arrays = [output.cpu().numpy() for output in outputs]  # which waits until the device has them
+        arrays = self._run(prepared)
         return Outputs(arrays, refused, prepared_s - started_s, time.perf_counter() - prepared_s)
 
     def warm_up(self, max_rows: int) -> dict[int, float]:

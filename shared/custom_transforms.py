@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
+from shared.errors import FailedPrecondition
 from shared.settings import SettingsError
 
 VARIABLE = "MILLRACE_CUSTOM_TRANSFORMS"
@@ -18,3 +20,21 @@ def allowed_functions(environ: Mapping[str, str]) -> frozenset[str]:
         if not _FUNCTION.fullmatch(function):
             raise SettingsError(f"{VARIABLE}: {function!r}: use module:function, separated by commas")
     return frozenset(functions)
+
+
+def check_functions(transforms: Iterable[Mapping[str, Any]], allowed: Collection[str], where: str) -> None:
+    """Whoever can write a checkpoint must not be able to have any function called.
+
+    `transforms` are a checkpoint's, `where` says whose environment allows. Raises `FailedPrecondition` naming the
+    first function that is not `allowed`.
+    """
+    for transform in transforms:
+        for step in transform.get("steps", []):
+            function = step.get("custom", {}).get("function")
+            if function and function not in allowed:
+                raise FailedPrecondition(
+                    f"the checkpoint's preprocessing calls {function}, which {VARIABLE} does not allow {where}; "
+                    "set it there",
+                    reason="CUSTOM_FUNCTION_NOT_ALLOWED",
+                    metadata={"function": function},
+                )

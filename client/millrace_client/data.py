@@ -207,6 +207,48 @@ class DataClient:
         operation = self._caller.unary(self._stub.TransformVersion, request, operations_pb2.Operation)
         return Operation(self._caller, operation, resources_pb2.DatasetVersion, pb.TransformVersionMetadata)
 
+    def predict_version(
+        self,
+        source: str,
+        checkpoint: str,
+        *,
+        checkpoint_sha256: str = "",
+        dataset: str = "",
+        version_id: str = "",
+        split: str = "",
+        columns: Iterable[str] = (),
+        outputs: Iterable[str] = (),
+        column_prefix: str = "",
+        bad_rows: pb.BadRows | None = None,
+        max_workers: int = 0,
+        batch_size: int = 0,
+        cpus: int = 0,
+        gpus: float = 0.0,
+    ) -> Operation[resources_pb2.DatasetVersion]:
+        """Starts running a model over `datasets/{d}/versions/{v}`, into a new version of `dataset` (unset: the source's
+        own) with columns of predictions. The model is that of `trainingJobs/{j}/checkpoints/{c}`, or of the best one of
+        `trainingJobs/{j}`.
+
+        `split` and `columns` empty: all; `outputs` empty: all but the logits. `batch_size` are rows in one call of the
+        model; `cpus` and `gpus` are those of each worker. What is 0 has the server's default.
+        """
+        request = pb.PredictVersionRequest(
+            parent=dataset or source.partition("/versions/")[0],
+            version_id=version_id,
+            source=source,
+            split=split,
+            checkpoint=checkpoint,
+            checkpoint_sha256=checkpoint_sha256,
+            columns=columns,
+            outputs=outputs,
+            column_prefix=column_prefix,
+            bad_rows=bad_rows,
+            workers=pb.PredictionWorkers(max_workers=max_workers, batch_size=batch_size, cpus=cpus, gpus=gpus),
+            request_id=new_request_id(),
+        )
+        operation = self._caller.unary(self._stub.PredictVersion, request, operations_pb2.Operation)
+        return Operation(self._caller, operation, resources_pb2.DatasetVersion, pb.PredictVersionMetadata)
+
     def delete_version(self, name: str, *, etag: str = "") -> None:
         """With its files. Raises `FailedPrecondition` while it is being made, or somebody uses it."""
         request = pb.DeleteVersionRequest(name=name, etag=etag)

@@ -22,7 +22,7 @@ def import_spec_from(request: data_service_pb2.ImportVersionRequest) -> ImportSp
         column_types=[
             import_spec.ColumnType(column=one.column, arrow_type=one.arrow_type) for one in request.column_types
         ],
-        bad_rows=_bad_rows(request.bad_rows),
+        bad_rows=bad_rows_from(request.bad_rows),
         checks=[json_format.MessageToDict(check) for check in request.checks],
         base=_base(request.base) if request.HasField("base") else None,
     )
@@ -49,7 +49,7 @@ def _csv_options(csv: data_service_pb2.CsvSource) -> import_spec.CsvOptions:
     )
 
 
-def _bad_rows(bad_rows: data_service_pb2.BadRows) -> import_spec.BadRows:
+def bad_rows_from(bad_rows: data_service_pb2.BadRows) -> import_spec.BadRows:
     quarantine = bad_rows.action == data_service_pb2.BadRows.ACTION_QUARANTINE
     return import_spec.BadRows(action="quarantine" if quarantine else "fail", max_rows=bad_rows.max_rows)
 

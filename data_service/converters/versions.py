@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from google.longrunning import operations_pb2
 from google.protobuf import json_format
@@ -52,10 +52,11 @@ def version_message(version: Version) -> resources_pb2.DatasetVersion:
     return message
 
 
-def operation_message(version: Version, progress: Mapping[str, Any]) -> operations_pb2.Operation:
+def operation_message(version: Version, progress: Mapping[str, Any], waiting_for: str = "") -> operations_pb2.Operation:
+    """`waiting_for`: what the cluster lacks for it."""
     job = version.job
     operation = operations_pb2.Operation(name=f"operations/{operation_id(job)}", done=job.state.final)
-    operation.metadata.Pack(_metadata(job, progress))
+    operation.metadata.Pack(_metadata(job, progress, waiting_for))
     if isinstance(version, ActiveVersion):
         operation.response.Pack(version_message(version))
     elif job.state is JobState.FAILED and job.error:
@@ -71,27 +72,35 @@ def operation_message(version: Version, progress: Mapping[str, Any]) -> operatio
 def checked_operation(job: JobRecord) -> operations_pb2.Operation:
     """What `validate_only` answers: which version would be made."""
     operation = operations_pb2.Operation()
-    made_by = data_service_pb2.TransformVersionMetadata if "transform" in job.spec else _ImportMetadata
-    operation.metadata.Pack(made_by(version=job.name))
+    operation.metadata.Pack(_metadata_type(job)(version=job.name))
     return operation
 
 
 _ImportMetadata = data_service_pb2.ImportVersionMetadata
+_TransformMetadata = data_service_pb2.TransformVersionMetadata
+_PredictMetadata = data_service_pb2.PredictVersionMetadata
+
+
+def _metadata_type(job: JobRecord) -> type[_ImportMetadata | _TransformMetadata | _PredictMetadata]:
+    if "predict" in job.spec:
+        return _PredictMetadata
+    return _TransformMetadata if "transform" in job.spec else _ImportMetadata
 
 
 def _metadata(
-    job: JobRecord, progress: Mapping[str, Any]
-) -> data_service_pb2.ImportVersionMetadata | data_service_pb2.TransformVersionMetadata:
+    job: JobRecord, progress: Mapping[str, Any], waiting_for: str
+) -> _ImportMetadata | _TransformMetadata | _PredictMetadata:
     create_time = timestamp(job.create_time)
-    if "transform" not in job.spec:
-        return data_service_pb2.ImportVersionMetadata(
+    kind: Any = _metadata_type(job)
+    if kind is _ImportMetadata:
+        return _ImportMetadata(
             version=job.name,
             rows_read=int(progress.get("rows_read", 0)),
             rows_quarantined=int(progress.get("rows_quarantined", 0)),
             attempt=job.attempts_made,
             create_time=create_time,
         )
-    return data_service_pb2.TransformVersionMetadata(
+    made = kind(
         version=job.name,
         phase=f"PHASE_{progress.get('phase', 'UNSPECIFIED')}",
         rows_done=int(progress.get("rows_done", 0)),
@@ -100,6 +109,10 @@ def _metadata(
         attempt=job.attempts_made,
         create_time=create_time,
     )
+    if kind is _PredictMetadata:
+        made.checkpoint = job.spec["predict"]["checkpoint"]["name"]
+        made.waiting_for = waiting_for
+    return cast(_TransformMetadata | _PredictMetadata, made)
 
 
 def _add_manifest(message: resources_pb2.DatasetVersion, manifest: Manifest) -> None:
@@ -122,5 +135,10 @@ def _add_manifest(message: resources_pb2.DatasetVersion, manifest: Manifest) -> 
             size_bytes=file.size_bytes,
             sha256=file.sha256,
         )
-    if manifest.transforms:
+    if manifest.prediction:
+        one = manifest.prediction
+        message.prediction.checkpoint, message.prediction.checkpoint_sha256 = one.checkpoint, one.checkpoint_sha256
+        message.prediction.trained_on = one.trained_on
+        message.prediction.columns.extend(one.columns)
+    elif manifest.transforms:
         json_format.ParseDict(manifest.transforms[-1], message.transform)

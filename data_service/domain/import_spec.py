@@ -79,6 +79,10 @@ class BadRows:
     action: str = "fail"
     max_rows: int = 0
 
+    @property
+    def are_left_out(self) -> bool:
+        return self.action == "quarantine"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
@@ -139,7 +143,7 @@ def check(spec: ImportSpec, roots: Sequence[PurePosixPath], *, s3: bool) -> None
         *_source_problems(spec, roots, s3),
         *_hold_out_problems(spec),
         *_column_type_problems(spec.column_types),
-        *_bad_rows_problems(spec.bad_rows),
+        *bad_rows_problems(spec.bad_rows),
         *_base_problems(spec.base),
     ]
     if problems:
@@ -220,7 +224,7 @@ def _column_type_problems(column_types: Sequence[ColumnType]) -> Iterator[Proble
             yield f"{path}.arrow_type", one.arrow_type, str(refused)
 
 
-def _bad_rows_problems(bad_rows: BadRows) -> Iterator[Problem]:
+def bad_rows_problems(bad_rows: BadRows) -> Iterator[Problem]:
     if bad_rows.action not in ("fail", "quarantine"):
         yield "bad_rows.action", bad_rows.action, "use ACTION_FAIL or ACTION_QUARANTINE"
     if bad_rows.max_rows < 0:

@@ -24,7 +24,8 @@ from data_service.transforming.chain import Chain
 from data_service.transforming.checking import output_schema, remaining
 from data_service.transforming.layout import lay_out
 from data_service.transforming.outcome import Outcome
-from data_service.transforming.parallel import PartRunner, Results, Work, run_on_ray
+from data_service.transforming.parallel import PartRunner, Results, run_on_ray
+from data_service.transforming.parts_task import Work
 from data_service.transforming.plan import Part, plan_parts
 from data_service.transforming.progress import Progress
 from data_service.transforming.rows import RowSource, batch_rows
@@ -34,6 +35,7 @@ from shared.dataset_version.columns import ROW_ID
 from shared.dataset_version.version import DatasetVersion
 from shared.errors import FailedPrecondition
 from shared.jobs import AttemptContext
+from shared.storage import ObjectStore
 from shared.transforms.fitting import Fitter
 from shared.transforms.pipeline import Pipeline
 from shared.transforms.schema import schema_of
@@ -47,15 +49,22 @@ def run_transform(context: AttemptContext, run_parts: PartRunner = run_on_ray) -
     `Unavailable` (the cluster lost the work).
     """
     spec = TransformSpec.from_record(context.job.spec["transform"])
-    source = load_version(context.store, spec.source)
-    if spec.source_sha256 and source.manifest_sha256 != spec.source_sha256:
-        raise FailedPrecondition(
-            f"source: {spec.source} was deleted and made again since the transform was asked for; ask again",
-            reason="SOURCE_REPLACED",
-            metadata={"resource": spec.source},
-        )
+    source = load_source(context.store, spec.source, spec.source_sha256)
     with attempt_folder(context) as (folder, scratch):
         return _Transform(context, spec, source, folder, scratch, run_parts).run()
+
+
+def load_source(store: ObjectStore, name: str, sha256: str) -> DatasetVersion:
+    """The version that a job reads, whose manifest must have this digest (empty: any). Raises as `load_version`, and
+    `FailedPrecondition` for another one of that name."""
+    source = load_version(store, name)
+    if sha256 and source.manifest_sha256 != sha256:
+        raise FailedPrecondition(
+            f"source: {name} was deleted and made again since the job was asked for; ask again",
+            reason="SOURCE_REPLACED",
+            metadata={"resource": name},
+        )
+    return source
 
 
 class _Transform:
@@ -95,7 +104,7 @@ class _Transform:
             for part, written in results:
                 # Rows that a failing check met are not written, and all parts are looked at before the first is told.
                 if written.rows != counts[part.number] and written.checks.failure is None:
-                    raise _impure(part)
+                    raise impure(part)
                 outcome.add(part, written)
         self._context.raise_if_stopped(fresh=True)
         return outcome.commit(self._context.store, self._folder)
@@ -187,7 +196,7 @@ def _drawn(drawn: RatioDivider, part: Part) -> Counter[str]:
     return Counter({split: count for split, count in zip(assigned.splits, counts, strict=True) if count})
 
 
-def _impure(part: Part) -> FailedPrecondition:
+def impure(part: Part) -> FailedPrecondition:
     rows = f"{part.first_row_id} to {part.first_row_id + part.row_count - 1}"
     return FailedPrecondition(
         f"of the rows {rows} other ones were left when they were made again; a custom function must be pure",

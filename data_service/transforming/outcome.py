@@ -31,8 +31,35 @@ from shared.storage import ObjectMissing, ObjectStore
 from shared.transforms.pipeline import Pipeline
 
 
+class Gathered:
+    """What was written, part by part in any order. Rows that were left out wait in `scratch`, so that memory does not
+    grow with them."""
+
+    def __init__(self, schema: pa.Schema, ranges: Sequence[SplitRange], scratch: Path) -> None:
+        self.statistics = {one.name: SplitStatistics(schema) for one in ranges}
+        self.files: list[DataFile] = []
+        self._scratch = scratch
+        self._bad_rows: dict[int, Path] = {}
+
+    def add(self, part: Part, written: Written) -> None:
+        self.files += written.files
+        for split, statistics in written.statistics.items():
+            self.statistics[split].merge(statistics)
+        if written.bad_rows.reasons:
+            path = self._scratch / f"bad-rows-{part.number}"
+            path.write_bytes(pickle.dumps(written.bad_rows))
+            self._bad_rows[part.number] = path
+
+    def bad_rows(self) -> BadRowLog:
+        """Of all parts, in the order of rows."""
+        with BadRowLog(self._scratch / "quarantine.jsonl", BadRowPolicy(quarantines=True)) as bad_rows:
+            for number in sorted(self._bad_rows):
+                bad_rows.merge(pickle.loads(self._bad_rows[number].read_bytes()))
+        return bad_rows
+
+
 class Outcome:
-    """Takes parts in any order. Rows that were left out wait in `scratch`, so that memory does not grow with them."""
+    """Takes parts in any order."""
 
     def __init__(
         self,
@@ -48,30 +75,20 @@ class Outcome:
         self._pipeline = pipeline
         self._schema = schema
         self._ranges = ranges
-        self._scratch = scratch
         self._checks = parse_checks(spec.checks)
         self._found = CheckCounts(self._checks)
-        self._statistics = {one.name: SplitStatistics(schema) for one in ranges}
-        self._files: list[DataFile] = []
-        self._bad_rows: dict[int, Path] = {}
+        self._gathered = Gathered(schema, ranges, scratch)
 
     def add(self, part: Part, written: Written) -> None:
-        self._files += written.files
         self._found.merge(written.checks)
-        for split, statistics in written.statistics.items():
-            self._statistics[split].merge(statistics)
-        if written.bad_rows.reasons:
-            path = self._scratch / f"bad-rows-{part.number}"
-            path.write_bytes(pickle.dumps(written.bad_rows))
-            self._bad_rows[part.number] = path
+        self._gathered.add(part, written)
 
     def commit(self, store: ObjectStore, folder: str) -> dict[str, Any]:
         """The job's result. Raises `FailedPrecondition` for a check that fails."""
         self._found.refuse(lambda row_id: f"row {row_id} of {self._source.name}")
-        judged = gate(self._checks, self._statistics, self._parent_report(store))
-        with BadRowLog(self._scratch / "quarantine.jsonl", BadRowPolicy(quarantines=True)) as bad_rows:
-            for number in sorted(self._bad_rows):
-                bad_rows.merge(pickle.loads(self._bad_rows[number].read_bytes()))
+        statistics = self._gathered.statistics
+        judged = gate(self._checks, statistics, self._parent_report(store))
+        bad_rows = self._gathered.bad_rows()
         manifest = self._source.manifest
         names = {column.name: column.value_names for column in manifest.columns}
         return commit_version(
@@ -79,8 +96,8 @@ class Outcome:
             folder,
             columns=columns_of(self._schema, value_names(names, self._pipeline)),
             ranges=self._ranges,
-            files=self._files,
-            report=build_report(self._statistics, {**self._found.results(), **judged}, bad_rows),
+            files=self._gathered.files,
+            report=build_report(statistics, {**self._found.results(), **judged}, bad_rows),
             quarantine=bad_rows.path,
             quarantined_row_count=bad_rows.row_count,
             parents=[Parent(version=self._source.name, manifest_sha256=self._source.manifest_sha256)],

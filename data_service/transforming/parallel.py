@@ -8,29 +8,24 @@ from __future__ import annotations
 import functools
 import logging
 import pickle
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
-import pyarrow as pa
-
-from data_service.attempt_folder import FULL
 from data_service.transforming.crashes import Begun, crash_error
+from data_service.transforming.parts_task import PartsTask, PoolWorker, Work
 from data_service.transforming.plan import Part
 from data_service.transforming.warm_workers import WARM_WORKERS
 from shared.errors import (
     STORE_OUTAGES,
     MillraceError,
-    ResourceExhausted,
     Unavailable,
     error_from_record,
     first_line,
 )
 from shared.jobs import AttemptContext
-from shared.settings import StoreSettings
-from shared.storage import ObjectStore, open_store
-from shared.unexpected import hidden
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -47,43 +42,68 @@ RECORD_BYTES = 16
 MOST_PARTS_A_TASK = 8
 TASKS_A_CPU = 4
 
-# A part's work; it must travel by pickle, and so must what it returns.
-Work = Callable[[Part], Any]
 # Parts with what their work returned.
 Results = Generator[tuple[Part, Any], None, None]
 
 
+@dataclass(frozen=True)
+class Pool:
+    """At most so many processes (0: as many as the cluster has room for) that stay for all parts which they are given,
+    each with so many CPUs and GPUs: for work that keeps what it has loaded."""
+
+    most: int
+    cpus: int
+    gpus: float
+
+
 class PartRunner(Protocol):
     def __call__(
-        self, context: AttemptContext, folder: str, work: Work, parts: Sequence[Part], *, foreign_code: bool
+        self,
+        context: AttemptContext,
+        folder: str,
+        work: Work,
+        parts: Sequence[Part],
+        *,
+        foreign_code: bool,
+        pool: Pool | None = None,
     ) -> Results:
         """Every part with its result, as they come. Raises what the work raised, and what `raise_if_stopped` does; once
         it has, or is closed, no part is being worked on any more.
 
-        `folder` is the attempt's own; `foreign_code` says that the work calls functions that may crash.
+        `folder` is the attempt's own; `foreign_code` says that the work calls functions that may crash. Without a pool
+        each part is a task of its own, of one CPU.
         """
 
 
 def run_on_ray(
-    context: AttemptContext, folder: str, work: Work, parts: Sequence[Part], *, foreign_code: bool
+    context: AttemptContext,
+    folder: str,
+    work: Work,
+    parts: Sequence[Part],
+    *,
+    foreign_code: bool,
+    pool: Pool | None = None,
 ) -> Results:
     """The `PartRunner` on the Ray cluster of this process."""
-    # Code that may crash its worker has a task for each part, so that the others are not tried again for it.
-    groups = [[part] for part in parts] if foreign_code else grouped(parts, _cpus())
-    _warm_up(len(groups))
+    # Code that may crash its worker has a task for each part, so that the others are not tried again for it; and a
+    # worker of a pool has nothing to load between two.
+    alone = foreign_code or pool is not None
+    groups = [[part] for part in parts] if alone else grouped(parts, _cpus())
+    if pool is None:
+        _warm_up(len(groups))
     from shared.dataset_stream import DatasetStream, RayFailed  # ray.data: slow, and only the job needs it
 
     by_number = {part.number: part for part in parts}
     begun = Begun(f"{folder}/begun")
-    task = _Task(work, context.store.settings, begun)
-    stream = DatasetStream(_dataset(task, groups)).tables(context.raise_if_stopped, POLL_S)
+    task = PartsTask(work, context.store.settings, begun)
+    stream = DatasetStream(_dataset(task, groups, pool)).tables(context.raise_if_stopped, POLL_S)
     try:
         for record in chain.from_iterable(table.to_pylist() for table in stream):
             if record["error"]:
                 raise error_from_record(pickle.loads(record["error"]))
             yield by_number[record["part"]], pickle.loads(record["result"])
     except RayFailed as failure:
-        raise _lost(failure.__cause__, begun.tries(context.store), by_number, foreign_code) from failure.__cause__
+        raise _lost(failure.__cause__, begun.tries(context.store), by_number, foreign_code, pool) from failure.__cause__
     finally:
         stream.close()
         with suppress(*STORE_OUTAGES):  # what is left of them goes with the attempt's folder
@@ -118,56 +138,7 @@ def grouped(parts: Sequence[Part], cpus: int) -> list[list[Part]]:
     return [list(parts[first : first + size]) for first in range(0, len(parts), size)]
 
 
-class _Task:
-    """What Ray's worker calls, once for each group of parts."""
-
-    def __init__(self, work: Work, settings: StoreSettings, begun: Begun) -> None:
-        self._work = work
-        self._settings = settings
-        self._begun = begun
-
-    def __call__(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """A record for each part, as it is done. Errors are records too: Ray would wrap them, and try some again."""
-        store = open_store(self._settings)
-        for part in pickle.loads(row["parts"]):
-            record = self._record(store, part)
-            yield record
-            if record["error"]:
-                return
-
-    def _record(self, store: ObjectStore, part: Part) -> dict[str, Any]:
-        try:
-            with _one_thread(), self._begun.working_on(store, part):
-                return {"part": part.number, "result": pickle.dumps(self._work(part)), "error": b""}
-        except Exception as error:
-            return {"part": part.number, "result": b"", "error": pickle.dumps(_told(error, part).as_record())}
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """A task has one CPU. The worker may do other things later."""
-    before = pa.cpu_count()
-    pa.set_cpu_count(1)
-    try:
-        yield
-    finally:
-        pa.set_cpu_count(before)
-
-
-def _told(error: Exception, part: Part) -> MillraceError:
-    """The error of a part as the attempt gets it; one that nobody expected without its internals."""
-    if isinstance(error, MillraceError):
-        return error
-    if isinstance(error, MemoryError):
-        return ResourceExhausted(f"a worker of Ray has too little memory for the rows of part {part.number}")
-    if isinstance(error, OSError) and error.errno in FULL:
-        return ResourceExhausted(
-            "the disk of a node of Ray is full; free some space in its temporary folder", reason="SCRATCH_FULL"
-        )
-    return hidden(error, logger, f"part {part.number} failed")
-
-
-def _dataset(task: _Task, groups: Sequence[Sequence[Part]]) -> Dataset:
+def _dataset(task: PartsTask, groups: Sequence[Sequence[Part]], pool: Pool | None) -> Dataset:
     import ray.data
 
     from shared.dataset_stream import quiet_context
@@ -176,17 +147,50 @@ def _dataset(task: _Task, groups: Sequence[Sequence[Part]]) -> Dataset:
         given = ray.data.from_items(
             [{"parts": pickle.dumps(group)} for group in groups], override_num_blocks=len(groups)
         )
-        return given.flat_map(task, num_cpus=1, max_retries=MAX_RETRIES, runtime_env=WARM_WORKERS.runtime_env)
+        if pool is None:
+            return given.flat_map(task, num_cpus=1, max_retries=MAX_RETRIES, runtime_env=WARM_WORKERS.runtime_env)
+        return given.flat_map(
+            PoolWorker,  # of a class Ray makes one in each actor
+            fn_constructor_args=(task,),
+            # Those for which there is no room yet wait, and the others work meanwhile.
+            compute=ray.data.ActorPoolStrategy(
+                size=min(len(groups), pool.most or _room(pool)), max_tasks_in_flight_per_actor=1
+            ),
+            num_cpus=pool.cpus,
+            num_gpus=pool.gpus or None,
+            # One that died is started again, for all other parts; the part that it died over is tried once more.
+            max_restarts=-1,
+            max_task_retries=MAX_RETRIES,
+        )
+
+
+def _room(pool: Pool) -> int:
+    """How many of its processes the nodes could hold if they were empty; 1 where none could."""
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    return max(1, sum(pool_fits(pool, node) for node in nodes))
+
+
+def pool_fits(pool: Pool, node: Mapping[str, float]) -> int:
+    """How many of its processes a node with these resources in all has room for."""
+    fits = int(node.get("CPU", 0.0) // pool.cpus)
+    return min(fits, int(node.get("GPU", 0.0) / pool.gpus)) if pool.gpus else fits
 
 
 def _lost(
-    cause: BaseException | None, tries: Mapping[int, int], parts: Mapping[int, Part], foreign_code: bool
+    cause: BaseException | None,
+    tries: Mapping[int, int],
+    parts: Mapping[int, Part],
+    foreign_code: bool,
+    pool: Pool | None = None,
 ) -> MillraceError:
     """What Ray says of work that it gave up; only what the work itself did wrong ends the job."""
     from ray import exceptions
 
     logger.warning("Ray gave the work up: %r", cause)
-    if isinstance(cause, exceptions.WorkerCrashedError):
+    # An actor of a pool was started again, and died again over the same part.
+    if isinstance(cause, exceptions.WorkerCrashedError) or (pool and isinstance(cause, exceptions.RayActorError)):
         return crash_error(tries, parts, foreign_code=foreign_code)
     if isinstance(cause, exceptions.OutOfMemoryError):
         return Unavailable("Ray ended a worker for want of memory", reason="WORKER_OUT_OF_MEMORY")

@@ -45,13 +45,22 @@ class Part:
         return sum(group.row_count for group in self.groups)
 
 
-def plan_parts(reader: VersionReader, output: pa.Schema) -> list[Part]:
-    """`output` has the columns that the work makes."""
+def plan_parts(
+    reader: VersionReader, output: pa.Schema, splits: Sequence[str] = (), least_bytes: int = 0
+) -> list[Part]:
+    """`output` has the columns that the work makes; `splits` empty: all. `least_bytes` are those that make a part worth
+    its start, 0 those of a transform."""
     widths = _work_bytes_per_row(reader, output)
     manifest = reader.version.manifest
-    most_bytes = _part_bytes(sum(file.row_count * width for file, width in zip(manifest.files, widths, strict=True)))
+    wanted = [split for split in manifest.splits if not splits or split.name in splits]
+    total_bytes = sum(
+        file.row_count * width
+        for file, width in zip(manifest.files, widths, strict=True)
+        if not splits or file.split in splits
+    )
+    most_bytes = min(MAX_PART_BYTES, max(least_bytes or MIN_PART_BYTES, total_bytes // WANTED_PARTS))
     parts: list[Part] = []
-    for split in manifest.splits:
+    for split in wanted:
         for groups in _packed(reader.row_groups(split.name), widths, most_bytes):
             parts.append(Part(len(parts), split.name, groups))
     return parts
@@ -69,10 +78,6 @@ def _packed(groups: Sequence[RowGroup], widths: Sequence[int], most_bytes: int) 
         size_bytes += group_bytes
     if packed:
         yield tuple(packed)
-
-
-def _part_bytes(total_bytes: int) -> int:
-    return min(MAX_PART_BYTES, max(MIN_PART_BYTES, total_bytes // WANTED_PARTS))
 
 
 def _work_bytes_per_row(reader: VersionReader, output: pa.Schema) -> list[int]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -48,17 +49,39 @@ class FitPart:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A row of the source that nothing can be made of, and its beginning as text."""
+
+    row_id: int
+    reason: str
+    excerpt: str
+
+
+@dataclass(frozen=True)
 class Made:
     """Rows of one split after the steps. `row_ids` are those that they have in the source."""
 
     split: str
     table: pa.Table
     row_ids: NDArray[np.int64]
+    left_out: Sequence[LeftOut] = ()
+
+
+class RowMaker(Protocol):
+    """Makes the columns of `schema` of the rows of `source`. It travels by pickle to where it works."""
+
+    @property
+    def source(self) -> RowSource: ...
+    @property
+    def schema(self) -> pa.Schema: ...
+
+    def rows(self, part: Part) -> Iterator[Made]:
+        """In the order of their ids. Raises as `RowSource.divided`, and `InvalidArgument` naming a row."""
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes the columns of `schema`, of the rows that filters leave."""
+    """A `RowMaker`, of the rows that filters leave."""
 
     source: RowSource
     chain: Chain
@@ -103,7 +126,7 @@ class Counted:
 class CountPart:
     """`maker` makes the columns that checks of rows look at."""
 
-    maker: Maker
+    maker: RowMaker
     checks: RowChecks
     repeats: Repeats | None
 
@@ -134,7 +157,7 @@ class Written:
 class WritePart:
     """Writes the rows below `folder`, each split into files of its own."""
 
-    maker: Maker
+    maker: RowMaker
     checks: RowChecks
     repeats: Repeats | None
     folder: str
@@ -163,6 +186,9 @@ class _Writing:
         self._rows: Counter[str] = Counter()
 
     def add(self, made: Made) -> None:
+        name = self._work.maker.source.version.name
+        for one in made.left_out:
+            self._bad_rows.add(name, f"row {one.row_id}", one.reason, one.excerpt)
         table = made.table if self._work.checks.are_none else self._passing(made)
         if not table.num_rows:
             return

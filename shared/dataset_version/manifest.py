@@ -66,6 +66,16 @@ class Parent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The checkpoint that made `columns`, as it was then, and the version that it was `trained_on`."""
+
+    checkpoint: str
+    checkpoint_sha256: str
+    trained_on: str
+    columns: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Attachment:
     """A file beside the rows: `REPORT` or `QUARANTINE`. `path` is relative to the manifest's folder."""
 
@@ -87,6 +97,8 @@ class Manifest:
     transforms: list[dict[str, Any]] = field(default_factory=list)
     attachments: list[Attachment] = field(default_factory=list)
     quarantined_row_count: int = 0
+    # Only of a version that a model has predicted on.
+    prediction: Prediction | None = None
 
     def attachment(self, path: str) -> Attachment | None:
         return next((one for one in self.attachments if one.path == path), None)
@@ -102,6 +114,8 @@ class Manifest:
 
     def to_json(self) -> bytes:
         record = {**asdict(self), "format": FORMAT, "row_count": self.row_count, "size_bytes": self.size_bytes}
+        if self.prediction is None:
+            del record["prediction"]  # so that other versions have the digests that they had before there were any
         return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
@@ -125,6 +139,7 @@ class Manifest:
             transforms=record["transforms"],
             attachments=[Attachment(**attachment) for attachment in record["attachments"]],
             quarantined_row_count=record["quarantined_row_count"],
+            prediction=Prediction(**record["prediction"]) if "prediction" in record else None,
         )
 
 

@@ -126,6 +126,28 @@ def test_raw_images_are_classified_far_better_than_by_chance(run: Run) -> None:
     np.testing.assert_array_equal(probabilities.argmax(axis=1), labels)
 
 
+def test_predictions_over_a_split_are_what_the_deployment_answers_for_its_rows(run: Run, home: Path) -> None:
+    run.millrace.data.create_dataset("scores")
+    made = run_millrace(
+        home,
+        *("data", "predict", run.version.name, "--deployment", "patterns", "--split", "test"),
+        *("--to", "scores", "--column", "label", "--batch-size", "50", "--workers", "2", "--json"),
+    )
+    assert made.returncode == 0, made.stderr
+    version = json.loads(made.stdout)
+    assert version["prediction"]["checkpoint"] == run.job.best_checkpoint
+    assert version["prediction"]["checkpoint_sha256"] == run.deployment.lineage.checkpoint_sha256
+    assert [parent["version"] for parent in version["parents"]] == [run.version.name]
+    table = run.millrace.data.read_table(version["name"])
+    answer = run.millrace.inference.infer("patterns", {"image": run.test_images})
+    np.testing.assert_array_equal(table["label"].to_numpy(), run.test_labels)
+    np.testing.assert_array_equal(table["prediction"].to_numpy(), answer.outputs["label"])
+    probabilities = table["probabilities"].combine_chunks().to_numpy_ndarray()
+    # The model's kernels differ in the last bits between batch sizes.
+    np.testing.assert_allclose(probabilities, answer.outputs["probabilities"], atol=1e-5)
+    np.testing.assert_allclose(table["score"].to_numpy(), answer.outputs["probabilities"].max(axis=1), atol=1e-5)
+
+
 def test_every_answer_carries_the_lineage_that_the_services_tell(run: Run) -> None:
     checkpoints = {one.name: one for one in run.millrace.train.list_checkpoints(run.job.name)}
     answer = run.millrace.inference.infer("patterns", {"image": run.test_images[:3]})

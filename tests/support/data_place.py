@@ -136,6 +136,12 @@ class DataPlace:
         )
         return patiently(lambda: self.client.data.TransformVersion(request, timeout=30))
 
+    def start_prediction(self, source: str, checkpoint: str, **fields: Any) -> operations_pb2.Operation:
+        request = pb.PredictVersionRequest(
+            parent=self.dataset, source=source, checkpoint=checkpoint, request_id=str(uuid.uuid4()), **fields
+        )
+        return patiently(lambda: self.client.data.PredictVersion(request, timeout=30))
+
     def operation(self, name: str) -> operations_pb2.Operation:
         request = operations_pb2.GetOperationRequest(name=name)
         return patiently(lambda: self.client.operations.GetOperation(request, timeout=30))
@@ -159,7 +165,7 @@ class DataPlace:
         return self.assert_made_once(done, self.get(self.version_of(done)).manifest_sha256)
 
     def version_of(self, started: operations_pb2.Operation) -> str:
-        for metadata in (pb.ImportVersionMetadata(), pb.TransformVersionMetadata()):
+        for metadata in (pb.ImportVersionMetadata(), pb.TransformVersionMetadata(), pb.PredictVersionMetadata()):
             if started.metadata.Unpack(metadata):
                 return str(metadata.version)
         raise AssertionError(started)

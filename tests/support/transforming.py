@@ -19,7 +19,8 @@ import pyarrow.compute as pc
 from data_service.commit import columns_of
 from data_service.domain.transform_spec import TransformSpec
 from data_service.transforming.job import run_transform
-from data_service.transforming.parallel import Results, Work
+from data_service.transforming.parallel import Pool, Results
+from data_service.transforming.parts_task import Work
 from data_service.transforming.plan import Part
 from shared.dataset_version import SplitWriter, VersionReader, load_version
 from shared.dataset_version.manifest import DataFile, Manifest, Split, sha256_hex
@@ -78,6 +79,7 @@ def run_here(
     parts: Sequence[Part],
     *,
     foreign_code: bool,  # noqa: ARG001
+    pool: Pool | None = None,  # noqa: ARG001
 ) -> Results:
     """A `PartRunner` without Ray; parts come in an order that is not theirs, and everything travels by pickle."""
     for part in reversed(parts):

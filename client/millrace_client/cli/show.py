@@ -35,6 +35,13 @@ def print_version(version: resources_pb2.DatasetVersion) -> None:
         )
 
 
+def print_prediction(version: resources_pb2.DatasetVersion) -> None:
+    """Which checkpoint its predictions are from."""
+    made = version.prediction
+    by = f"[cyan]{made.checkpoint}[/]  sha256:{made.checkpoint_sha256}"
+    console().print(f"  [dim]predicted by[/] {by}", soft_wrap=True)
+
+
 def print_preview(preview: data_service_pb2.PreviewVersionResponse) -> None:
     """All that is known of a version."""
     profile = profile_of(preview)
@@ -55,6 +62,8 @@ def _print_header(version: resources_pb2.DatasetVersion) -> None:
 def _print_origin(profile: Profile) -> None:
     for parent in profile.version.parents:
         console().print(f"  [dim]from[/] [cyan]{parent.version}[/]", soft_wrap=True)
+    if profile.version.HasField("prediction"):
+        print_prediction(profile.version)
     for index, step in enumerate(profile.steps):
         console().print("  [dim]then[/]" if index else "  [dim]by[/]  ", _plain(step), soft_wrap=True)
 

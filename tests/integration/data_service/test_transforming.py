@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,16 +15,15 @@ import pytest
 from data_service.domain.split_rules import HashSplit, Share
 from shared.dataset_version import load_version
 from shared.dataset_version.version import IMPORT_KIND
-from shared.jobs import JobRecord, Jobs, JobState
+from shared.jobs import Jobs, JobState
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.ray_head import RayHead
-from tests.support.service_process import store_environ
 from tests.support.transforming import commit_tables, create_transform, transform_here
+from tests.support.version_attempts import WITHIN_S, await_worker, over, running_reconciler, title_of
 from tests.support.waiting import wait_until
 
 ROWS = 60_000
-WITHIN_S = 120.0
 CUSTOM = "tests.support.transforming"
 
 
@@ -59,32 +56,8 @@ def jobs(store: ObjectStore) -> Jobs:
 
 @pytest.fixture(scope="module", autouse=True)
 def reconciler(settings: StoreSettings, data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The data service's own, which starts the attempts."""
-    log = tmp_path_factory.mktemp("reconciler") / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "data_service.reconciler"],
-            env={**os.environ, **store_environ(settings), "RAY_ADDRESS": data_ray.address},
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-        )
-    yield
-    process.kill()
-    process.communicate()
-
-
-def over(jobs: Jobs, name: str, within_s: float = WITHIN_S) -> JobRecord:
-    wait_until(lambda: jobs.get(name, name).state.final, f"{name} to end: {jobs.get(name, name)}", within_s)
-    return jobs.get(name, name)
-
-
-def await_worker(jobs: Jobs, name: str, signs: Path) -> None:
-    def begun() -> bool:
-        assert not jobs.get(name, name).state.final, jobs.get(name, name).error
-        return any(signs.glob("working-*"))
-
-    wait_until(begun, "a worker to begin", WITHIN_S)
+    with running_reconciler(settings, data_ray, tmp_path_factory.mktemp("reconciler") / "log"):
+        yield
 
 
 def custom(function: str, *columns: str, **fields: Any) -> dict[str, Any]:
@@ -190,8 +163,4 @@ def test_a_step_that_cannot_do_its_work_fails_the_transform_at_once(
 
 def _alive_on_task(sign: Path) -> bool:
     """Whether that worker still does what it said. One that Ray keeps for other work is idle."""
-    try:
-        title = Path(f"/proc/{sign.name.split('-')[1]}/cmdline").read_bytes()
-    except OSError:
-        return False
-    return b"_Task" in title
+    return b"PartsTask" in title_of(sign)

@@ -13,7 +13,9 @@ from click.testing import CliRunner, Result
 from google.longrunning import operations_pb2
 from google.protobuf import empty_pb2
 
+from millrace.common.v1 import lineage_pb2
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc, resources_pb2
+from millrace.inference.v1 import deployment_service_pb2, deployment_service_pb2_grpc
 from millrace_client.cli import millrace
 from tests.support.grpc_answers import serving
 
@@ -34,6 +36,9 @@ class Recording(data_service_pb2_grpc.DataServiceServicer):
         return self._done(request)
 
     def TransformVersion(self, request: Any, _context: Any) -> operations_pb2.Operation:  # noqa: N802
+        return self._done(request)
+
+    def PredictVersion(self, request: Any, _context: Any) -> operations_pb2.Operation:  # noqa: N802
         return self._done(request)
 
     def DeleteVersion(self, request: Any, _context: Any) -> empty_pb2.Empty:  # noqa: N802
@@ -110,6 +115,77 @@ def test_a_transform_is_read_from_a_file_and_goes_into_the_sources_dataset(tmp_p
     assert list(request.splits.hash.key_columns) == ["id", "day"]
     assert request.splits.hash.seed == 7
     assert [(share.split, share.weight) for share in request.splits.hash.shares] == [("train", 9), ("test", 1)]
+
+
+class Serving(deployment_service_pb2_grpc.DeploymentServiceServicer):
+    """Has `deployments/digits`, with two versions."""
+
+    def GetDeployment(self, request: Any, _context: Any) -> deployment_service_pb2.Deployment:  # noqa: N802
+        versions = [
+            deployment_service_pb2.ModelVersion(
+                number=number,
+                weight=weight,
+                lineage=lineage_pb2.Lineage(
+                    checkpoint=f"trainingJobs/j/checkpoints/c{number}", checkpoint_sha256=number
+                ),
+            )
+            for number, weight in (("1", 90), ("2", 10))
+        ]
+        return deployment_service_pb2.Deployment(name=request.name, versions=versions)
+
+
+def test_a_prediction_is_asked_for_with_what_its_options_say() -> None:
+    servicer = Recording()
+    options = ("--to", "scored", "--split", "test", "--column", "id", "--column", "label", "--output", "score")
+    more = ("--prefix", "m_", "--quarantine", "--max-quarantined", "5", "--batch-size", "32", "--workers", "3")
+    result = run(
+        servicer, "predict", VERSION, "--checkpoint", "digits", *options, *more, "--cpus", "2", "--gpus", "0.5"
+    )
+    assert result.exit_code == 0, result.output
+    (request,) = servicer.asked
+    request.request_id = ""
+    assert request == data_service_pb2.PredictVersionRequest(
+        parent="datasets/scored",
+        source=VERSION,
+        split="test",
+        checkpoint="trainingJobs/digits",
+        columns=["id", "label"],
+        outputs=["score"],
+        column_prefix="m_",
+        bad_rows=data_service_pb2.BadRows(action=data_service_pb2.BadRows.ACTION_QUARANTINE, max_rows=5),
+        workers=data_service_pb2.PredictionWorkers(max_workers=3, batch_size=32, cpus=2, gpus=0.5),
+    )
+
+
+@pytest.mark.parametrize(("named", "number"), [("digits", "1"), ("deployments/digits@2", "2")])
+def test_a_deployment_stands_for_the_checkpoint_that_it_serves(named: str, number: str) -> None:
+    servicer = Recording()
+
+    def register(server: grpc.Server) -> None:
+        deployment_service_pb2_grpc.add_DeploymentServiceServicer_to_server(Serving(), server)
+
+    with serving(register) as address:
+        result = run(servicer, "predict", VERSION, "--deployment", named, "--inference-address", address)
+    assert result.exit_code == 0, result.output
+    (request,) = servicer.asked
+    assert (request.checkpoint, request.checkpoint_sha256) == (f"trainingJobs/j/checkpoints/c{number}", number)
+    assert request.parent == "datasets/d"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ((), "--checkpoint or --deployment"),
+        (("--checkpoint", "j", "--deployment", "d"), "--checkpoint or --deployment"),
+        (("--checkpoint", "j", "--max-quarantined", "3"), "needs --quarantine"),
+    ],
+)
+def test_options_of_a_prediction_that_do_not_go_together_are_refused(options: tuple[str, ...], told: str) -> None:
+    servicer = Recording()
+    result = run(servicer, "predict", VERSION, *options)
+    assert result.exit_code == 2
+    assert told in result.output
+    assert servicer.asked == []
 
 
 def test_the_options_of_an_import_become_its_sources_in_their_order() -> None:

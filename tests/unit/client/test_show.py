@@ -58,6 +58,20 @@ def test_the_terminal_shows_all_that_is_known() -> None:
         assert wanted in text, wanted
 
 
+def test_predictions_name_the_checkpoint_that_they_are_from() -> None:
+    shown = preview(with_report=True)
+    made_by = resources_pb2.Prediction(checkpoint="trainingJobs/j/checkpoints/c", checkpoint_sha256="ef" * 32)
+    shown.version.prediction.CopyFrom(made_by)
+
+    def register(server: grpc.Server) -> None:
+        data_service_pb2_grpc.add_DataServiceServicer_to_server(OnePreview(shown), server)
+
+    with serving(register) as address:
+        result = CliRunner().invoke(millrace, ("data", "show", shown.version.name, "--data-address", address))
+    assert f"predicted by trainingJobs/j/checkpoints/c  sha256:{'ef' * 32}" in result.stdout
+    assert "predicted by <code>trainingJobs/j/checkpoints/c</code>" in page(shown)
+
+
 def test_data_is_neither_markup_nor_a_control_sequence() -> None:
     text = show()
     assert "[bold]x[/]" in text

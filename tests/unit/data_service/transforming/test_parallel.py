@@ -11,7 +11,8 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, WorkerCrashedError
 
 from data_service.transforming.crashes import Begun
-from data_service.transforming.parallel import _lost, _Task, grouped
+from data_service.transforming.parallel import Pool, _lost, grouped, pool_fits
+from data_service.transforming.parts_task import PartsTask
 from data_service.transforming.plan import Part
 from shared.dataset_version import RowGroup
 from shared.errors import (
@@ -26,6 +27,7 @@ from shared.errors import (
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore
 
+POOL = Pool(most=2, cpus=1, gpus=0.0)
 PART = Part(3, "train", (RowGroup(0, 0, 700, 100),))
 
 
@@ -37,7 +39,7 @@ def record_of(settings: StoreSettings, raised: BaseException | None) -> dict[str
             raise raised
         return part.number
 
-    (record,) = _Task(work, settings, Begun("begun"))({"parts": pickle.dumps([PART])})
+    (record,) = PartsTask(work, settings, Begun("begun"))({"parts": pickle.dumps([PART])})
     return record
 
 
@@ -60,7 +62,7 @@ def test_no_part_is_worked_on_after_one_that_failed(store: ObjectStore) -> None:
             raise InvalidArgument("row 3 is bad")
 
     row = {"parts": pickle.dumps([replace(PART, number=number) for number in range(3)])}
-    records = list(_Task(work, store.settings, Begun("begun"))(row))
+    records = list(PartsTask(work, store.settings, Begun("begun"))(row))
 
     assert [(record["part"], bool(record["error"])) for record in records] == [(0, False), (1, True)]
     assert begun == [0, 1]
@@ -97,16 +99,36 @@ def test_an_error_is_an_answer_too(
 
 
 @pytest.mark.parametrize(
-    ("cause", "foreign", "kind"),
+    ("cause", "foreign", "pool", "kind"),
     [
-        (WorkerCrashedError(), True, FailedPrecondition),
-        (WorkerCrashedError(), False, Unavailable),
-        (OutOfMemoryError("oom"), True, Unavailable),  # type: ignore[no-untyped-call]
-        (ActorDiedError(), True, Unavailable),
-        (None, True, Unavailable),
+        (WorkerCrashedError(), True, None, FailedPrecondition),
+        (WorkerCrashedError(), False, None, Unavailable),
+        (OutOfMemoryError("oom"), True, None, Unavailable),  # type: ignore[no-untyped-call]
+        (ActorDiedError(), True, None, Unavailable),
+        (ActorDiedError(), True, POOL, FailedPrecondition),
+        (ActorDiedError(), False, POOL, Unavailable),
+        (None, True, None, Unavailable),
     ],
 )
 def test_only_foreign_code_that_kills_its_workers_ends_the_job(
-    cause: BaseException | None, foreign: bool, kind: type[MillraceError]
+    cause: BaseException | None, foreign: bool, pool: Pool | None, kind: type[MillraceError]
 ) -> None:
-    assert type(_lost(cause, {3: 2}, {3: PART}, foreign)) is kind
+    assert type(_lost(cause, {3: 2}, {3: PART}, foreign, pool)) is kind
+
+
+@pytest.mark.parametrize(
+    ("resources", "cpus", "gpus", "fits"),
+    [
+        ({"CPU": 4.0}, 1, 0.0, 4),
+        ({"CPU": 4.0}, 3, 0.0, 1),
+        ({"CPU": 4.0}, 8, 0.0, 0),
+        ({"CPU": 16.0}, 1, 1.0, 0),
+        ({"CPU": 16.0, "GPU": 2.0}, 1, 0.5, 4),
+        ({"CPU": 2.0, "GPU": 2.0}, 1, 0.5, 2),
+        ({}, 1, 0.0, 0),
+    ],
+)
+def test_a_node_has_room_for_as_many_of_a_pool_as_both_kinds_of_processors_allow(
+    resources: dict[str, float], cpus: int, gpus: float, fits: int
+) -> None:
+    assert pool_fits(Pool(most=0, cpus=cpus, gpus=gpus), resources) == fits

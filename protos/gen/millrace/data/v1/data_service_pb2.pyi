@@ -400,6 +400,78 @@ class TransformVersionMetadata(_message.Message):
     create_time: _timestamp_pb2.Timestamp
     def __init__(self, version: _Optional[str] = ..., phase: _Optional[_Union[TransformVersionMetadata.Phase, str]] = ..., rows_done: _Optional[int] = ..., rows_total: _Optional[int] = ..., rows_per_second: _Optional[float] = ..., attempt: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
+class PredictVersionRequest(_message.Message):
+    __slots__ = ("parent", "version_id", "source", "split", "checkpoint", "checkpoint_sha256", "columns", "outputs", "column_prefix", "bad_rows", "workers", "request_id", "validate_only")
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_SHA256_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    COLUMN_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    BAD_ROWS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    parent: str
+    version_id: str
+    source: str
+    split: str
+    checkpoint: str
+    checkpoint_sha256: str
+    columns: _containers.RepeatedScalarFieldContainer[str]
+    outputs: _containers.RepeatedScalarFieldContainer[str]
+    column_prefix: str
+    bad_rows: BadRows
+    workers: PredictionWorkers
+    request_id: str
+    validate_only: bool
+    def __init__(self, parent: _Optional[str] = ..., version_id: _Optional[str] = ..., source: _Optional[str] = ..., split: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_sha256: _Optional[str] = ..., columns: _Optional[_Iterable[str]] = ..., outputs: _Optional[_Iterable[str]] = ..., column_prefix: _Optional[str] = ..., bad_rows: _Optional[_Union[BadRows, _Mapping]] = ..., workers: _Optional[_Union[PredictionWorkers, _Mapping]] = ..., request_id: _Optional[str] = ..., validate_only: _Optional[bool] = ...) -> None: ...
+
+class PredictionWorkers(_message.Message):
+    __slots__ = ("max_workers", "batch_size", "cpus", "gpus")
+    MAX_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CPUS_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
+    max_workers: int
+    batch_size: int
+    cpus: int
+    gpus: float
+    def __init__(self, max_workers: _Optional[int] = ..., batch_size: _Optional[int] = ..., cpus: _Optional[int] = ..., gpus: _Optional[float] = ...) -> None: ...
+
+class PredictVersionMetadata(_message.Message):
+    __slots__ = ("version", "phase", "rows_done", "rows_total", "rows_per_second", "attempt", "create_time", "checkpoint", "waiting_for")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PHASE_UNSPECIFIED: _ClassVar[PredictVersionMetadata.Phase]
+        PHASE_CHECKING: _ClassVar[PredictVersionMetadata.Phase]
+        PHASE_PREDICTING: _ClassVar[PredictVersionMetadata.Phase]
+    PHASE_UNSPECIFIED: PredictVersionMetadata.Phase
+    PHASE_CHECKING: PredictVersionMetadata.Phase
+    PHASE_PREDICTING: PredictVersionMetadata.Phase
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_DONE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    ROWS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    phase: PredictVersionMetadata.Phase
+    rows_done: int
+    rows_total: int
+    rows_per_second: float
+    attempt: int
+    create_time: _timestamp_pb2.Timestamp
+    checkpoint: str
+    waiting_for: str
+    def __init__(self, version: _Optional[str] = ..., phase: _Optional[_Union[PredictVersionMetadata.Phase, str]] = ..., rows_done: _Optional[int] = ..., rows_total: _Optional[int] = ..., rows_per_second: _Optional[float] = ..., attempt: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., checkpoint: _Optional[str] = ..., waiting_for: _Optional[str] = ...) -> None: ...
+
 class GetVersionRequest(_message.Message):
     __slots__ = ("name",)
     NAME_FIELD_NUMBER: _ClassVar[int]

@@ -102,6 +102,11 @@ class DataServiceStub:
                 request_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.TransformVersionRequest.SerializeToString,
                 response_deserializer=google_dot_longrunning_dot_operations__pb2.Operation.FromString,
                 _registered_method=True)
+        self.PredictVersion = channel.unary_unary(
+                '/millrace.data.v1.DataService/PredictVersion',
+                request_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.PredictVersionRequest.SerializeToString,
+                response_deserializer=google_dot_longrunning_dot_operations__pb2.Operation.FromString,
+                _registered_method=True)
         self.GetVersion = channel.unary_unary(
                 '/millrace.data.v1.DataService/GetVersion',
                 request_serializer=millrace_dot_data_dot_v1_dot_data__service__pb2.GetVersionRequest.SerializeToString,
@@ -257,6 +262,24 @@ class DataServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PredictVersion(self, request, context):
+        """Runs a checkpoint's model over another version with Ray Data, into a new version: the same rows in the same order,
+        with columns of predictions. A row is preprocessed as a deployment would, from wherever the version is in the chain
+        of steps that the checkpoint was trained behind. The operation's `metadata` is a PredictVersionMetadata, its
+        `response` the ACTIVE DatasetVersion, whose `prediction` names the checkpoint.
+        Fails with INVALID_ARGUMENT (a field is malformed; a column that the checkpoint needs is missing or of another type;
+        a kept column has the name of a prediction), NOT_FOUND (the dataset, the source, the job or the checkpoint),
+        FAILED_PRECONDITION (the source is not ACTIVE or was transformed otherwise than the checkpoint's rows; the job is
+        being deleted, or has no checkpoint; its steps call a function that this service does not allow), DATA_LOSS (the
+        checkpoint's manifest is damaged) and ALREADY_EXISTS. The operation fails with INVALID_ARGUMENT (a row that a step
+        cannot work on: the error names step, row id and cause; or more of them than may be left out), FAILED_PRECONDITION
+        (the model does not load), DATA_LOSS, RESOURCE_EXHAUSTED or CANCELLED. While it runs neither the source nor the
+        checkpoint can be deleted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetVersion(self, request, context):
         """Fails with INVALID_ARGUMENT and NOT_FOUND.
         """
@@ -378,6 +401,11 @@ def add_DataServiceServicer_to_server(servicer, server):
             'TransformVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.TransformVersion,
                     request_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.TransformVersionRequest.FromString,
+                    response_serializer=google_dot_longrunning_dot_operations__pb2.Operation.SerializeToString,
+            ),
+            'PredictVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.PredictVersion,
+                    request_deserializer=millrace_dot_data_dot_v1_dot_data__service__pb2.PredictVersionRequest.FromString,
                     response_serializer=google_dot_longrunning_dot_operations__pb2.Operation.SerializeToString,
             ),
             'GetVersion': grpc.unary_unary_rpc_method_handler(
@@ -744,6 +772,33 @@ class DataService:
             target,
             '/millrace.data.v1.DataService/TransformVersion',
             millrace_dot_data_dot_v1_dot_data__service__pb2.TransformVersionRequest.SerializeToString,
+            google_dot_longrunning_dot_operations__pb2.Operation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PredictVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.data.v1.DataService/PredictVersion',
+            millrace_dot_data_dot_v1_dot_data__service__pb2.PredictVersionRequest.SerializeToString,
             google_dot_longrunning_dot_operations__pb2.Operation.FromString,
             options,
             channel_credentials,

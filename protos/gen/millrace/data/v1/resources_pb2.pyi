@@ -40,7 +40,7 @@ class Retention(_message.Message):
     def __init__(self, keep_newest: _Optional[int] = ..., max_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class DatasetVersion(_message.Message):
-    __slots__ = ("name", "uid", "state", "operation", "create_time", "commit_time", "columns", "splits", "files", "row_count", "size_bytes", "manifest_sha256", "error", "etag", "parents", "transform", "quarantined_row_count")
+    __slots__ = ("name", "uid", "state", "operation", "create_time", "commit_time", "columns", "splits", "files", "row_count", "size_bytes", "manifest_sha256", "error", "etag", "parents", "transform", "quarantined_row_count", "prediction")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[DatasetVersion.State]
@@ -72,6 +72,7 @@ class DatasetVersion(_message.Message):
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     TRANSFORM_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
     name: str
     uid: str
     state: DatasetVersion.State
@@ -89,7 +90,20 @@ class DatasetVersion(_message.Message):
     parents: _containers.RepeatedCompositeFieldContainer[Parent]
     transform: _transform_pb2.Transform
     quarantined_row_count: int
-    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., state: _Optional[_Union[DatasetVersion.State, str]] = ..., operation: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., commit_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., splits: _Optional[_Iterable[_Union[Split, _Mapping]]] = ..., files: _Optional[_Iterable[_Union[File, _Mapping]]] = ..., row_count: _Optional[int] = ..., size_bytes: _Optional[int] = ..., manifest_sha256: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., etag: _Optional[str] = ..., parents: _Optional[_Iterable[_Union[Parent, _Mapping]]] = ..., transform: _Optional[_Union[_transform_pb2.Transform, _Mapping]] = ..., quarantined_row_count: _Optional[int] = ...) -> None: ...
+    prediction: Prediction
+    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., state: _Optional[_Union[DatasetVersion.State, str]] = ..., operation: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., commit_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., splits: _Optional[_Iterable[_Union[Split, _Mapping]]] = ..., files: _Optional[_Iterable[_Union[File, _Mapping]]] = ..., row_count: _Optional[int] = ..., size_bytes: _Optional[int] = ..., manifest_sha256: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., etag: _Optional[str] = ..., parents: _Optional[_Iterable[_Union[Parent, _Mapping]]] = ..., transform: _Optional[_Union[_transform_pb2.Transform, _Mapping]] = ..., quarantined_row_count: _Optional[int] = ..., prediction: _Optional[_Union[Prediction, _Mapping]] = ...) -> None: ...
+
+class Prediction(_message.Message):
+    __slots__ = ("checkpoint", "checkpoint_sha256", "trained_on", "columns")
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_SHA256_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_ON_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: str
+    checkpoint_sha256: str
+    trained_on: str
+    columns: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, checkpoint: _Optional[str] = ..., checkpoint_sha256: _Optional[str] = ..., trained_on: _Optional[str] = ..., columns: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Parent(_message.Message):
     __slots__ = ("version", "manifest_sha256")

@@ -1,0 +1,107 @@
+"""What a prediction over a version is asked to do, checked as a whole: every problem is told at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from data_service.domain.import_spec import BadRows, bad_rows_problems
+from data_service.domain.split_rules import Problem
+from data_service.domain.transform_spec import SOURCE_PATTERN
+from shared.errors import MillraceError, invalid_fields
+from shared.names import parse
+
+DEFAULT_BATCH_SIZE = 64
+MAX_BATCH_SIZE = 65_536
+MAX_WORKERS = 1024
+MAX_CPUS = 1024
+MAX_PREFIX = 63
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """`most` 0: as many as the cluster has room for. `cpus` are the threads of the model, too; it runs on a GPU where
+    `gpus` is above 0."""
+
+    most: int = 0
+    batch_size: int = DEFAULT_BATCH_SIZE
+    cpus: int = 1
+    gpus: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRef:
+    """Which checkpoint. `folder` is the store's key prefix of its files, `sha256` the digest of its manifest; both are
+    empty until it was found."""
+
+    name: str
+    folder: str = ""
+    sha256: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictSpec:
+    """`split` and `columns` empty: all; `outputs` empty: all but the logits.
+
+    `source_sha256` is the digest of the source's manifest when it was asked for; `bad_rows` are those that a step
+    cannot work on.
+    """
+
+    source: str
+    checkpoint: CheckpointRef
+    source_sha256: str = ""
+    split: str = ""
+    columns: Sequence[str] = ()
+    outputs: Sequence[str] = ()
+    column_prefix: str = ""
+    bad_rows: BadRows = field(default_factory=BadRows)
+    workers: Workers = field(default_factory=Workers)
+
+    def as_record(self) -> dict[str, Any]:
+        return {**asdict(self), "columns": list(self.columns), "outputs": list(self.outputs)}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> PredictSpec:
+        parts = {"checkpoint": CheckpointRef, "bad_rows": BadRows, "workers": Workers}
+        return cls(**{**record, **{name: part(**record[name]) for name, part in parts.items()}})
+
+
+def check(spec: PredictSpec) -> None:
+    """Raises `InvalidArgument` naming every field that is wrong, as far as that is known without what it names."""
+    problems = list(_problems(spec))
+    if problems:
+        raise invalid_fields(problems)
+
+
+def _problems(spec: PredictSpec) -> Iterator[Problem]:
+    try:
+        parse("source", spec.source, SOURCE_PATTERN)
+    except MillraceError:
+        yield "source", spec.source, f"use a name of the form {SOURCE_PATTERN}"
+    if not spec.checkpoint.name:
+        yield "checkpoint", "", "name a checkpoint, or a job for its best one"
+    if spec.checkpoint.sha256 and not _SHA256.fullmatch(spec.checkpoint.sha256):
+        yield "checkpoint_sha256", spec.checkpoint.sha256, "use the SHA-256 of its manifest in hex, or leave it out"
+    for field_, names in (("columns", spec.columns), ("outputs", spec.outputs)):
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                yield f"{field_}[{index}]", name, "name each column once"
+    if len(spec.column_prefix) > MAX_PREFIX:
+        yield "column_prefix", spec.column_prefix, f"use at most {MAX_PREFIX} characters"
+    yield from bad_rows_problems(spec.bad_rows)
+    yield from _worker_problems(spec.workers)
+
+
+def _worker_problems(workers: Workers) -> Iterator[Problem]:
+    if not 0 <= workers.most <= MAX_WORKERS:
+        yield "workers.max_workers", workers.most, f"use 1 to {MAX_WORKERS:,}, or 0 for as many as there is room for"
+    if not 1 <= workers.batch_size <= MAX_BATCH_SIZE:
+        yield "workers.batch_size", workers.batch_size, f"use 1 to {MAX_BATCH_SIZE:,} rows"
+    if not 1 <= workers.cpus <= MAX_CPUS:
+        yield "workers.cpus", workers.cpus, f"use 1 to {MAX_CPUS:,}"
+    # More than one would be held, and not be used.
+    if not 0 <= workers.gpus <= 1:
+        yield "workers.gpus", workers.gpus, "use 0, part of a GPU, or 1"

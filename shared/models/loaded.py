@@ -1,0 +1,51 @@
+"""A checkpoint's model, loaded to answer: the same code for requests and for whole dataset versions.
+
+It imports torch, which takes seconds: only processes that run models import it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+
+from shared.checkpoint import CheckpointContent
+from shared.errors import FailedPrecondition, InvalidArgument
+from shared.model_spec import REGRESSION
+from shared.models.building import build_model, load_weights
+
+Outputs = list[NDArray[np.generic]]
+
+
+class LoadedModel:
+    """Raises `FailedPrecondition` when the weights do not fit the model. Not for several threads at once."""
+
+    def __init__(self, content: CheckpointContent, weights: bytes, device: torch.device | str = "cpu") -> None:
+        """`weights` are the bytes of a safetensors file, verified."""
+        try:
+            self.module = build_model(content.model)
+            load_weights(self.module, load_safetensors(weights))
+        except (InvalidArgument, RuntimeError, SafetensorError, ValueError) as error:
+            raise does_not_load(content, error) from error
+        self.module.eval()
+        self.module.to(device)
+        self._device = device
+        self._task = content.model.task
+
+    def __call__(self, prepared: NDArray[np.generic]) -> Outputs:
+        """Of the model's input for B rows, float32 (B, *shape): logits (B, classes) float32, probabilities (B, classes)
+        float32 and label (B,) int64 of a classifier, values (B, numbers) float32 of a regression."""
+        # torch wants memory that it may write to; rows that came by wire lie in memory that it may not.
+        inputs = torch.from_numpy(np.require(prepared, np.float32, ["C", "W"]))
+        with torch.inference_mode():
+            given = self.module(inputs.to(self._device))
+            outputs = (given,) if self._task == REGRESSION else (given, given.softmax(dim=1), given.argmax(dim=1))
+        return [output.cpu().numpy() for output in outputs]
+
+
+def does_not_load(content: CheckpointContent, error: Exception) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"the model of {content.training_job} does not load: {error}", reason="MODEL_DOES_NOT_LOAD"
+    )

@@ -1,0 +1,188 @@
+"""Predictions on a real Ray: the same bytes as without it, whatever happens to its workers, and prompt ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from data_service.domain.import_spec import BadRows
+from data_service.domain.predict_spec import Workers
+from shared.dataset_version import load_version
+from shared.dataset_version.version import IMPORT_KIND
+from shared.jobs import JobRecord, Jobs, JobState
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
+from tests.support.predicting import PREPARING, TABLE_SCHEMA, TRAINING, create_prediction, marks, predict_here, write
+from tests.support.ray_head import RayHead
+from tests.support.transforming import commit_tables
+from tests.support.version_attempts import WITHIN_S, await_worker, over, pid_of, running_reconciler, title_of
+from tests.support.waiting import wait_until
+
+ROWS, TEST_ROWS = 9000, 1000
+SCHEMA = TABLE_SCHEMA.append(pa.field("folder", pa.string())).append(pa.field("noise", pa.binary()))
+WAITING, CRASHING = "trainingJobs/waiting/checkpoints/c1", "trainingJobs/crashing/checkpoints/c1"
+TWO = Workers(most=2)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> StoreSettings:
+    return StoreSettings(url=(tmp_path_factory.mktemp("predictions") / "store").as_uri())
+
+
+@pytest.fixture
+def signs(store: ObjectStore, folder: Path) -> Iterator[Path]:  # noqa: ARG001
+    """Where custom functions and tests leave signs for each other; empty."""
+    yield folder
+    for path in folder.iterdir():
+        path.unlink()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("signs")
+
+
+@pytest.fixture(scope="module")
+def store(settings: StoreSettings, folder: Path) -> ObjectStore:
+    """With a source of some parts, and three checkpoints: of one the steps wait, of one they kill their worker."""
+    store = open_store(settings)
+    generator = np.random.default_rng(0)
+
+    def rows(count: int, seed: int) -> pa.Table:
+        noise = [generator.bytes(400) for _ in range(count)]
+        table = marks(count, seed).append_column("folder", [[str(folder)] * count])
+        return table.append_column("noise", pa.array(noise, pa.binary())).cast(SCHEMA)
+
+    commit_tables(store, {"train": rows(ROWS, 1), "test": rows(TEST_ROWS, 2)})
+    write(store)
+    for name, function, columns in (
+        (WAITING, "tests.support.transforming:waits_for_go", ["x", "folder"]),
+        (CRASHING, "tests.support.predicting:crashes", ["x", "id"]),
+    ):
+        steps = [{"custom": {"function": function, "columns": columns}}, *PREPARING, *TRAINING]
+        write(store, name=name, ingested=SCHEMA, transforms=[{"steps": steps}])
+    return store
+
+
+@pytest.fixture(scope="module")
+def jobs(store: ObjectStore) -> Jobs:
+    return Jobs(store, IMPORT_KIND)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reconciler(settings: StoreSettings, data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with running_reconciler(settings, data_ray, tmp_path_factory.mktemp("reconciler") / "log"):
+        yield
+
+
+def digest(store: ObjectStore, job: JobRecord) -> str:
+    assert job.state is JobState.SUCCEEDED, job.error
+    return load_version(store, job.name).manifest_sha256
+
+
+def test_a_cluster_makes_the_same_bytes_as_one_process_and_loads_the_model_once_a_worker(
+    store: ObjectStore, jobs: Jobs, signs: Path
+) -> None:
+    (signs / "go").touch()
+    done = over(jobs, create_prediction(store, WAITING, workers=TWO))
+    assert digest(store, done) == digest(store, predict_here(store, checkpoint=WAITING, workers=TWO))
+    assert len(load_version(store, done.name).manifest.files) > 4, "several parts"
+    workers = {pid_of(sign) for sign in signs.glob("working-*")} - {os.getpid()}
+    assert 1 <= len(workers) <= 2
+    progress = jobs.progress(done.name)
+    assert (progress["phase"], progress["rows_done"], progress["rows_total"]) == (
+        "PREDICTING",
+        ROWS + TEST_ROWS,
+        ROWS + TEST_ROWS,
+    )
+    assert progress["rows_per_second"] > 0
+
+
+@pytest.mark.usefixtures("signs")
+def test_what_is_left_out_is_counted_before_anything_is_written(store: ObjectStore, jobs: Jobs) -> None:
+    spec: dict[str, Any] = {"bad_rows": BadRows(action="quarantine"), "workers": TWO, "columns": ["id"]}
+    assert digest(store, over(jobs, create_prediction(store, **spec))) == digest(store, predict_here(store, **spec))
+
+
+def test_a_worker_killed_in_the_middle_of_its_part_costs_nothing_but_time(
+    store: ObjectStore, jobs: Jobs, signs: Path
+) -> None:
+    name = create_prediction(store, WAITING, workers=TWO)
+    await_worker(jobs, name, signs)
+    victim = next(signs.glob("working-*"))
+    assert b"PoolWorker" in title_of(victim), title_of(victim)
+    os.kill(pid_of(victim), signal.SIGKILL)
+    wait_until(lambda: any(one != victim for one in signs.glob("working-*")), "another worker", WITHIN_S)
+    (signs / "go").touch()
+    done = over(jobs, name)
+    assert (done.attempt, done.failures) == (1, 0), done.error
+    assert digest(store, done) == digest(store, predict_here(store, checkpoint=WAITING, workers=TWO))
+
+
+def test_an_attempt_killed_in_the_middle_is_followed_by_one_that_makes_the_same(
+    store: ObjectStore, jobs: Jobs, signs: Path, data_ray: RayHead
+) -> None:
+    name = create_prediction(store, WAITING, workers=TWO)
+    await_worker(jobs, name, signs)
+    begun = list(signs.iterdir())
+    for pid in data_ray.processes("ray::AttemptActor.run"):
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: jobs.get(name, name).attempt == 2, "the second attempt", WITHIN_S)
+    wait_until(lambda: not any(map(_at_work, begun)), "the workers of the first to end", 30.0)
+    (signs / "go").touch()
+    done = over(jobs, name)
+    assert (done.attempt, done.failures) == (2, 1), done.error
+    assert digest(store, done) == digest(store, predict_here(store, checkpoint=WAITING, workers=TWO))
+    assert [attempt[:6] for attempt in store.folders(f"{name}/data")] == ["a00002"]
+
+
+def test_a_cancelled_prediction_ends_its_workers_and_leaves_nothing(
+    store: ObjectStore, jobs: Jobs, signs: Path
+) -> None:
+    name = create_prediction(store, WAITING, workers=TWO)
+    await_worker(jobs, name, signs)
+    jobs.cancel(name, name)
+    assert over(jobs, name, 20.0).state is JobState.CANCELLED
+    wait_until(lambda: not any(map(_at_work, signs.glob("working-*"))), "the workers to end", 10.0)
+    assert list(store.list(f"{name}/data")) == []
+
+
+@pytest.mark.usefixtures("signs")
+def test_a_row_that_kills_its_worker_again_and_again_ends_it_with_the_rows_named(
+    store: ObjectStore, jobs: Jobs
+) -> None:
+    failed = over(jobs, create_prediction(store, CRASHING, workers=TWO))
+    assert (failed.state, failed.attempt) == (JobState.FAILED, 1)
+    assert failed.error is not None
+    assert failed.error["kind"] == "FailedPrecondition", failed.error
+    assert "the worker died, and died again, on rows " in failed.error["message"]
+    assert list(store.list(f"{failed.name}/data")) == []
+
+
+@pytest.mark.parametrize(
+    ("workers", "missing"),
+    [
+        (Workers(cpus=64), "a node with 64 CPU for a worker"),
+        (Workers(gpus=1.0), "a node with 1 CPU and 1 GPU for a worker"),
+    ],
+)
+@pytest.mark.usefixtures("signs")
+def test_without_room_for_one_worker_it_waits_and_says_for_what(
+    store: ObjectStore, jobs: Jobs, workers: Workers, missing: str
+) -> None:
+    name = create_prediction(store, workers=workers)
+    wait_until(lambda: jobs.waiting_for(name) == missing, "it to say so", 20.0)
+    assert jobs.get(name, name).state is JobState.PENDING
+    jobs.cancel(name, name)
+    assert over(jobs, name, 10.0).state is JobState.CANCELLED
+
+
+def _at_work(sign: Path) -> bool:
+    return b"PoolWorker" in title_of(sign)

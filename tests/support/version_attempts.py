@@ -1,0 +1,63 @@
+"""Attempts at jobs that make versions: the reconciler that starts them on Ray, and waiting for what they do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shared.jobs import JobRecord, Jobs
+from shared.settings import StoreSettings
+from tests.support.ray_head import RayHead
+from tests.support.service_process import store_environ
+from tests.support.waiting import wait_until
+
+WITHIN_S = 120.0
+
+
+@contextmanager
+def running_reconciler(settings: StoreSettings, head: RayHead, log: Path) -> Iterator[None]:
+    """The data service's own, which starts the attempts."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "data_service.reconciler"],
+            env={**os.environ, **store_environ(settings), "RAY_ADDRESS": head.address},
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def over(jobs: Jobs, name: str, within_s: float = WITHIN_S) -> JobRecord:
+    wait_until(lambda: jobs.get(name, name).state.final, f"{name} to end: {jobs.get(name, name)}", within_s)
+    return jobs.get(name, name)
+
+
+def await_worker(jobs: Jobs, name: str, signs: Path) -> None:
+    """Until a custom function has left a sign `working-{pid}`."""
+
+    def begun() -> bool:
+        assert not jobs.get(name, name).state.final, jobs.get(name, name).error
+        return any(signs.glob("working-*"))
+
+    wait_until(begun, "a worker to begin", WITHIN_S)
+
+
+def pid_of(sign: Path) -> int:
+    return int(sign.name.split("-")[1])
+
+
+def title_of(sign: Path) -> bytes:
+    """What that worker does at present; empty where it is gone."""
+    try:
+        return Path(f"/proc/{pid_of(sign)}/cmdline").read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,56 @@
+"""What is said of a request for predictions before anything is looked up."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from data_service.domain.import_spec import BadRows
+from data_service.domain.predict_spec import CheckpointRef, PredictSpec, Workers, check
+from shared.errors import InvalidArgument
+
+GOOD = PredictSpec(
+    source="datasets/d/versions/v1",
+    checkpoint=CheckpointRef(name="trainingJobs/j", folder="f", sha256="a" * 64),
+    source_sha256="b" * 64,
+    split="test",
+    columns=("id",),
+    outputs=("score",),
+    column_prefix="new_",
+    bad_rows=BadRows(action="quarantine", max_rows=3),
+    workers=Workers(most=2, batch_size=8, cpus=2, gpus=0.5),
+)
+
+
+def test_a_spec_comes_back_from_its_record() -> None:
+    again = PredictSpec.from_record(json.loads(json.dumps(GOOD.as_record())))
+    check(again)
+    assert again == PredictSpec(**{**GOOD.__dict__, "columns": ["id"], "outputs": ["score"]})
+
+
+def test_every_broken_field_is_told_at_once() -> None:
+    broken = PredictSpec(
+        source="datasets/d",
+        checkpoint=CheckpointRef(name="", sha256="xyz"),
+        columns=["a", "a"],
+        outputs=["score", "score"],
+        column_prefix="p" * 64,
+        bad_rows=BadRows(max_rows=-1),
+        workers=Workers(most=-1, batch_size=0, cpus=-2, gpus=1.5),
+    )
+    with pytest.raises(InvalidArgument) as refused:
+        check(broken)
+    assert [field for field, _ in refused.value.fields] == [
+        "source",
+        "checkpoint",
+        "checkpoint_sha256",
+        "columns[1]",
+        "outputs[1]",
+        "column_prefix",
+        "bad_rows.max_rows",
+        "workers.max_workers",
+        "workers.batch_size",
+        "workers.cpus",
+        "workers.gpus",
+    ]
