@@ -7,7 +7,6 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -19,10 +18,12 @@ from shared.settings import StoreSettings
 from shared.storage import open_store
 from tests.integration.inference_service.checkpoints import write
 from tests.integration.inference_service.client import Client, environment, eventually, infer_request
+from tests.support.fronts_of import fronts_of
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.service_process import ServiceProcess, running_service
 
-pytestmark = pytest.mark.timeout(600)
+# A Ray head, two fronts, and each of them again.
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 IMAGE = np.random.default_rng(4).integers(0, 256, (1, 28, 28), dtype=np.uint8)
 DEADLINE_S = 10.0
@@ -49,9 +50,8 @@ def service(head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def fronts(service: ServiceProcess) -> dict[int, int]:
-    """The pids of the parent's children, by their numbers."""
-    children = Path(f"/proc/{service.pid}/task/{service.pid}/children").read_text().split()
-    return {int(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[3]): int(pid) for pid in children}
+    """The pids by their numbers."""
+    return fronts_of(service.pid)
 
 
 class Asking:
@@ -139,14 +139,3 @@ def test_a_roll_out_moves_the_traffic_of_all_fronts_and_no_request_is_dropped(se
         asking.wait_for(200)
         assert set(asking.answers) == {"2"}
     assert asking.errors == []
-
-
-def test_all_fronts_end_with_the_service_however_it_ends(service: ServiceProcess) -> None:
-    before = fronts(service)
-    assert service.stop() == 0
-    assert not any(Path(f"/proc/{pid}").exists() for pid in before.values())
-    service.start()
-    before = eventually(lambda: fronts(service) if len(fronts(service)) == 2 else None, 60, "two fronts")
-    service.kill()
-    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in before.values()), 30, "no front is left")
-    service.start()

@@ -1,0 +1,95 @@
+"""Two front processes on one port, without Ray: who starts them, starts them again, and ends them.
+
+What they answer with models, and under load, is in tests/fault/test_inference_fronts.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from shared.settings import StoreSettings
+from tests.integration.inference_service.client import Client, environment, eventually
+from tests.support.fronts_of import fronts_of
+from tests.support.ports import free_ports
+
+WITHIN_S = 90.0
+
+
+@contextmanager
+def service(folder: Path, address: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A service of two fronts that waits for a Ray which never comes."""
+    environ = environment(StoreSettings(url=(folder / "store").as_uri()), f"127.0.0.1:{free_ports(1)[0]}")
+    with (folder / "service.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "inference_service"],
+            env={**os.environ, **environ, "MILLRACE_LISTEN": address, "MILLRACE_FRONTS": "2"},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def address() -> str:
+    return f"127.0.0.1:{free_ports(1)[0]}"
+
+
+def answers(address: str) -> bool:
+    """Whether somebody there reads the store."""
+    with Client(address) as client:
+        try:
+            client.get("deployments/nobody")
+        except grpc.RpcError as error:
+            return bool(error.code() is grpc.StatusCode.NOT_FOUND)
+    return False
+
+
+def both(process: subprocess.Popen[bytes]) -> dict[int, int]:
+    return eventually(
+        lambda: fronts_of(process.pid) if len(fronts_of(process.pid)) == 2 else None, WITHIN_S, "two fronts"
+    )
+
+
+def gone(pids: dict[int, int]) -> bool:
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+
+
+@pytest.mark.timeout(300)
+def test_without_ray_the_first_front_answers_and_says_that_the_service_starts(tmp_path: Path, address: str) -> None:
+    with service(tmp_path, address) as process:
+        eventually(lambda: answers(address), WITHIN_S, "the first front answers")
+        with Client(address) as client:
+            assert not client.is_healthy()
+        before = both(process)
+        os.kill(before[0], signal.SIGKILL)
+        eventually(lambda: fronts_of(process.pid).get(0) not in (None, before[0]), WITHIN_S, "it is started again")
+        eventually(lambda: answers(address), WITHIN_S, "it answers again")
+        assert fronts_of(process.pid)[1] == before[1]
+        process.terminate()
+        assert process.wait(30) == 0
+        assert gone(before)
+
+
+@pytest.mark.timeout(300)
+def test_fronts_end_with_a_parent_that_is_killed_and_the_port_is_free_again(tmp_path: Path, address: str) -> None:
+    with service(tmp_path, address) as process:
+        eventually(lambda: answers(address), WITHIN_S, "the first front answers")
+        before = both(process)
+        process.kill()
+        eventually(lambda: gone(before), 30, "no front is left")
+    with service(tmp_path, address):
+        eventually(lambda: answers(address), WITHIN_S, "the next service answers")
