@@ -1,8 +1,8 @@
 """`make bench-data`: ingest, transforms and reading of the data service, over pyarrow and plain Ray Data.
 
 All work on the same MNIST digits (MNIST_ROOT, or ../shared/data/mnist), repeated, on one store and one Ray head: real
-service processes, the client in its own process, Ray's peers in another. Runs are interleaved; ratios are of medians.
-The last line is one JSON object; it says which bars are met.
+service processes, the client in its own process, Ray's peers in another. Runs are interleaved, each on a machine at
+rest; ratios are of medians. The last line is one JSON object; it says which bars are met.
 
     python -m benchmarks.data [--store file|s3] [--rows 200000] [--repeats 3] [--only ingest transform read memory]
 """
@@ -27,6 +27,7 @@ from benchmarks import data_client, data_ray
 from benchmarks.data_memory import PeakMemory
 from benchmarks.data_report import Rates, report
 from benchmarks.data_rows import mnist_folder
+from benchmarks.resting import come_to_rest
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from shared.storage.opening import ensure_bucket
@@ -138,6 +139,7 @@ def _interleaved(bench: Bench, contenders: Mapping[str, Callable[[], float]]) ->
     rates: Rates = {name: [] for name in contenders}
     for number in range(bench.repeats + 1):
         for name, run in contenders.items():
+            come_to_rest()
             rate = bench.rows / run()
             if number:  # the first round warms up
                 rates[name].append(rate)

@@ -21,6 +21,8 @@ from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
 # So many tables wait for whoever takes them.
 TABLES_AHEAD = 16
+# Ray's own second is long where all the work takes two.
+SHARE_ASKED_EVERY_S = 0.1
 
 _started: contextvars.ContextVar[list[StreamingExecutor]] = contextvars.ContextVar("started")
 _END = object()
@@ -31,6 +33,8 @@ class _RememberExecutor(ExecutionCallback):
 
     def before_execution_starts(self, executor: StreamingExecutor) -> None:
         _started.get().append(executor)
+        # It learns of its share of the cluster by asking twice, and works with one task until then.
+        executor._resource_manager.GLOBAL_LIMITS_UPDATE_INTERVAL_S = SHARE_ASKED_EVERY_S
 
 
 class RayFailed(Exception):

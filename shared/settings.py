@@ -96,8 +96,8 @@ def spare_attempt(environ: Mapping[str, str]) -> bool:
 
 
 def warm_workers(environ: Mapping[str, str]) -> bool:
-    """Reads MILLRACE_WARM_WORKERS, of a Ray node: whether idle processes wait for the workers of a run's next attempt.
-    Each holds about half a gigabyte."""
+    """Reads MILLRACE_WARM_WORKERS: whether idle processes wait for the workers of a run's next attempt, of about half a
+    gigabyte each, and for those of the next transform, of about 200 MiB each."""
     return is_on(environ, "MILLRACE_WARM_WORKERS", default=True)
 
 

@@ -24,13 +24,15 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
+from shared.jobs.warm_workers import WarmWorkers
 from train_service.domain.sizing import ACCELERATOR
 from train_service.domain.spec import Placement
 from train_service.loop import LoopConfig
 from train_service.placement import Size, selector
 from train_service.ray_worker import work
-from train_service.warm_workers import RUNTIME_ENV
 
+# What a worker imports before its first step; torch._dynamo with the first optimizer, whether it compiles or not.
+WARM_WORKERS = WarmWorkers(("train_service.loop", "torchvision", "torch._dynamo"))
 # How often it looks after its workers; Ray's own 2 s are a tenth of a restart.
 POLL_EVERY_S = 0.25
 # The room was there a moment ago: whoever has it now keeps it for longer than that.
@@ -73,7 +75,7 @@ class RayRun(TorchTrainer):
                 name=f"{config.job_name.rpartition('/')[2]}-attempt-{config.attempt:05d}",
                 storage_path=str(self._folder),
                 # By it they take processes that wait for them. For the first attempt's there are none but Ray's own.
-                worker_runtime_env=RUNTIME_ENV if config.attempt > 1 else None,
+                worker_runtime_env=WARM_WORKERS.runtime_env if config.attempt > 1 else None,
                 # Both kinds of failure end the attempt; by default it would try to start its workers for ever.
                 failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
             ),

@@ -9,15 +9,13 @@ import time
 from collections import Counter
 from statistics import median
 
-import grpc
 import ray
 from ray.exceptions import RayError
 
 from shared.errors import MillraceError, Unavailable
-from shared.jobs import AttemptContext
+from shared.jobs import AttemptContext, warm_workers
 from shared.jobs.nodes import draining_nodes
 from shared.jobs.record import PREEMPTED, RESIZED
-from shared.settings import SettingsError, warm_workers
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.watchdog import culprits, hung, limit_s, silent_ranks
 from train_service.endings import HUNG, tell_end
@@ -26,8 +24,8 @@ from train_service.node_access import end_hard
 from train_service.patience import patient
 from train_service.placement import size_now
 from train_service.pulses import Heard, Pulses
+from train_service.ray_run import WARM_WORKERS
 from train_service.reporting import GO_ON, PREEMPT, RESIZE
-from train_service.warm_workers import start_warm_workers
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +61,7 @@ class Supervision:
         self._looked_for_room = 0.0
         self._room_since: float | None = None
         # Trials are many and short; a local attempt has no workers.
-        self._may_warm = not spec.local and "trial" not in context.job.spec and _warm_workers()
+        self._may_warm = not spec.local and "trial" not in context.job.spec and warm_workers.wanted()
         self._training_since: float | None = None
         # What the ranks were asked to stop for; see `reporting`.
         self._asked = GO_ON
@@ -184,10 +182,7 @@ class Supervision:
             return
         # Once an attempt: Ray keeps those whom nobody takes, and does not tell how many wait.
         self._may_warm = False
-        try:
-            start_warm_workers(Counter(one.node_id for one in ranks))
-        except grpc.RpcError as error:
-            logger.warning("no processes wait for the next attempt: %s", error)
+        WARM_WORKERS.start(Counter(one.node_id for one in ranks))
 
     def _pays(self) -> bool:
         return self._left_s() > WORTH_A_RESTART_S
@@ -199,12 +194,3 @@ class Supervision:
         if first is None or not seconds or not first.total_steps:
             return 0.0
         return (first.total_steps - first.step) * median(seconds)
-
-
-def _warm_workers() -> bool:
-    """A node's setting that cannot be read costs time at a restart, and no run."""
-    try:
-        return warm_workers(os.environ)
-    except SettingsError as error:
-        logger.warning("%s; no processes wait for the next attempt", error)
-        return False

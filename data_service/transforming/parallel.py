@@ -1,4 +1,4 @@
-"""Runs one function on all parts of a version with Ray Data, streaming: one row a part in, one small record out.
+"""Runs one function on all parts of a version with Ray Data, streaming: groups of parts in, a small record of each out.
 
 The whole of a part's work lies within its task, so no row ever travels through Ray's object store.
 """
@@ -6,7 +6,6 @@ The whole of a part's work lies within its task, so no row ever travels through 
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import pickle
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ import pyarrow as pa
 from data_service.attempt_folder import FULL
 from data_service.transforming.crashes import Begun, crash_error
 from data_service.transforming.plan import Part
+from data_service.transforming.warm_workers import WARM_WORKERS
 from shared.errors import (
     STORE_OUTAGES,
     MillraceError,
@@ -30,7 +30,7 @@ from shared.errors import (
 )
 from shared.jobs import AttemptContext
 from shared.settings import StoreSettings
-from shared.storage import open_store
+from shared.storage import ObjectStore, open_store
 from shared.unexpected import hidden
 
 if TYPE_CHECKING:
@@ -42,8 +42,11 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 # A worker that dies takes its part with it; the part is done again so often before the attempt gives up.
 MAX_RETRIES = 1
-# Records are small, and Ray Data reserves so much memory for each.
-RECORD_BYTES = 1024 * 1024
+# Less than any record has, so that each goes on its way as soon as it is made, and none waits for more of its task.
+RECORD_BYTES = 16
+# Of a task that is lost, so many parts are done again.
+MOST_PARTS_A_TASK = 8
+TASKS_A_CPU = 4
 
 # A part's work; it must travel by pickle, and so must what it returns.
 Work = Callable[[Part], Any]
@@ -76,7 +79,7 @@ class PartRunner(Protocol):
         it has, or is closed, no part is being worked on any more.
 
         `folder` is the attempt's own; `foreign_code` says that the work calls functions that may crash. Without a pool
-        each part is a task of its own, of one CPU.
+        they are worked on in tasks of one CPU each.
         """
 
 
@@ -90,14 +93,16 @@ def run_on_ray(
     pool: Pool | None = None,
 ) -> Results:
     """The `PartRunner` on the Ray cluster of this process."""
+    # Code that may crash its worker has a task for each part, so that the others are not tried again for it.
+    groups = [[part] for part in parts] if foreign_code or pool else grouped(parts, _cpus())
     if pool is None:
-        _warm_up(len(parts))
+        _warm_up(len(groups))
     from shared.dataset_stream import DatasetStream, RayFailed  # ray.data: slow, and only the job needs it
 
     by_number = {part.number: part for part in parts}
     begun = Begun(f"{folder}/begun")
     task = _Task(work, context.store.settings, begun)
-    stream = DatasetStream(_dataset(task, parts, pool)).tables(context.raise_if_stopped, POLL_S)
+    stream = DatasetStream(_dataset(task, groups, pool)).tables(context.raise_if_stopped, POLL_S)
     try:
         for record in chain.from_iterable(table.to_pylist() for table in stream):
             if record["error"]:
@@ -113,34 +118,52 @@ def run_on_ray(
 
 @functools.cache
 def _warm_up(tasks: int) -> None:
-    """Has the workers load what the tasks need while this process gets the first of them ready: else it does so first,
-    and then they. Once is enough: an attempt has a process of its own."""
+    """Where no workers wait, has some start while this process gets the first tasks ready: else it does so first, and
+    then they. Once is enough: an attempt has a process of its own."""
     import ray
 
-    load = ray.remote(num_cpus=1, max_retries=0)(_load)
-    cpus = ray.cluster_resources().get("CPU", 0)  # type: ignore[no-untyped-call]
-    for _ in range(min(tasks, int(cpus))):
-        load.remote()
+    meet = ray.remote(num_cpus=1, max_retries=0, runtime_env=WARM_WORKERS.runtime_env)(_meet)
+    for _ in range(min(tasks, _cpus())):
+        meet.remote()
 
 
-def _load() -> None:
-    for module in ("ray.data", "data_service.transforming.work"):
-        importlib.import_module(module)
+def _meet() -> None:
+    """The worker has imported all when it is called."""
+
+
+def _cpus() -> int:
+    import ray
+
+    return int(ray.cluster_resources().get("CPU", 0))  # type: ignore[no-untyped-call]
+
+
+def grouped(parts: Sequence[Part], cpus: int) -> list[list[Part]]:
+    """Neighbours that one task works on, one after the other: between two tasks a worker of Ray idles for a fifth of a
+    second. Whoever has few parts for each CPU gets smaller groups, so that none idles at the end."""
+    size = max(1, min(MOST_PARTS_A_TASK, len(parts) // (TASKS_A_CPU * max(cpus, 1))))
+    return [list(parts[first : first + size]) for first in range(0, len(parts), size)]
 
 
 class _Task:
-    """What Ray's worker calls, once for each part."""
+    """What Ray's worker calls, once for each group of parts."""
 
     def __init__(self, work: Work, settings: StoreSettings, begun: Begun) -> None:
         self._work = work
         self._settings = settings
         self._begun = begun
 
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Errors are records too: Ray would wrap them, and try some again."""
-        part: Part = pickle.loads(row["part"])
+    def __call__(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """A record for each part, as it is done. Errors are records too: Ray would wrap them, and try some again."""
+        store = open_store(self._settings)
+        for part in pickle.loads(row["parts"]):
+            record = self._record(store, part)
+            yield record
+            if record["error"]:
+                return
+
+    def _record(self, store: ObjectStore, part: Part) -> dict[str, Any]:
         try:
-            with _one_thread(), self._begun.working_on(open_store(self._settings), part):
+            with _one_thread(), self._begun.working_on(store, part):
                 return {"part": part.number, "result": pickle.dumps(self._work(part)), "error": b""}
         except Exception as error:
             return {"part": part.number, "result": b"", "error": pickle.dumps(_told(error, part).as_record())}
@@ -176,26 +199,27 @@ class _Worker:
     def __init__(self, task: _Task) -> None:
         self._task = task
 
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
         return self._task(row)
 
 
-def _dataset(task: _Task, parts: Sequence[Part], pool: Pool | None) -> Dataset:
+def _dataset(task: _Task, groups: Sequence[Sequence[Part]], pool: Pool | None) -> Dataset:
     import ray.data
 
     from shared.dataset_stream import quiet_context
 
-    # Records are small; the first one should not wait for a block to be full.
     with ray.data.DataContext.current(quiet_context(block_bytes=RECORD_BYTES)):
-        given = ray.data.from_items([{"part": pickle.dumps(part)} for part in parts], override_num_blocks=len(parts))
+        given = ray.data.from_items(
+            [{"parts": pickle.dumps(group)} for group in groups], override_num_blocks=len(groups)
+        )
         if pool is None:
-            return given.map(task, num_cpus=1, max_retries=MAX_RETRIES)
-        return given.map(
+            return given.flat_map(task, num_cpus=1, max_retries=MAX_RETRIES, runtime_env=WARM_WORKERS.runtime_env)
+        return given.flat_map(
             _Worker,  # type: ignore[arg-type]  # of a class Ray makes one in each actor
             fn_constructor_args=(task,),
             # Those for which there is no room yet wait, and the others work meanwhile.
             compute=ray.data.ActorPoolStrategy(
-                size=min(len(parts), pool.most or _room(pool)), max_tasks_in_flight_per_actor=1
+                size=min(len(groups), pool.most or _room(pool)), max_tasks_in_flight_per_actor=1
             ),
             num_cpus=pool.cpus,
             num_gpus=pool.gpus or None,

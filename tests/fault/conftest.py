@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.data_place import Gate
-from tests.support.ray_head import RayHead, ray_head
+from tests.support.ray_head import NONE_WARM, RayHead, ray_head
 
 
 @pytest.fixture(scope="package")
@@ -19,5 +19,5 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Gate:
 def data_head(gate: Gate) -> Iterator[RayHead]:
     """Its workers inherit where the gate is."""
     assert gate
-    with ray_head(num_cpus=4) as head:
+    with ray_head(num_cpus=4, environ=NONE_WARM) as head:
         yield head

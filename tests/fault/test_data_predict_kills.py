@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 ROWS = 8_000
 WITHIN_S = 300.0
 # Ray Data's actors while they have a part.
-WORKER = "ray::MapWorker(Map(_Worker)).submit"
+WORKER = "ray::MapWorker(FlatMap(_Worker)).submit"
 STEPS = [
     {"column": "image", "toFloat": {}},
     {"column": "image", "normalize": {"mean": [0.1307], "std": [0.3081]}},

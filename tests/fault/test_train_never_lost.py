@@ -77,7 +77,7 @@ def warm_processes(head: RayHead) -> set[int]:
     found = set()
     for pid in head.processes("ray::IDLE"):
         with suppress(OSError):
-            if b"train_service.warm_workers" in Path(f"/proc/{pid}/environ").read_bytes():
+            if b"MILLRACE_WARM_MODULES=train_service" in Path(f"/proc/{pid}/environ").read_bytes():
                 found.add(pid)
     return found
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from millrace_client.stack.plan import RAY_HEAD_ENVIRONMENT
 from tests.support.ports import free_ports
@@ -23,6 +24,8 @@ START_TIMEOUT_S = 120.0
 STARTS = 3  # Ray gives itself 30 s, too little where several suites share two cores
 STOP_TIMEOUT_S = 20.0
 STARTED = "This command will now block"
+# For data services: workers that wait for another transform cost two processors five seconds after each.
+NONE_WARM = {"MILLRACE_WARM_WORKERS": "0"}
 # A head takes the token that some `ray.init()` of this user may have left in ~/.ray; who joins by address does not.
 NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}
 # `ray start`, but for its refusal to join another node where Ray is kept on loopback: see tests/conftest.py.
@@ -101,13 +104,15 @@ def ray_node(head: RayHead, name: str, *, num_cpus: int = 1) -> Iterator[RayNode
 
 
 @contextmanager
-def ray_head(*, num_cpus: int = 4, port: int | None = None) -> Iterator[RayHead]:
-    """Runs a head with so many logical CPUs; on `port`, where another one lived before. The dashboard is kept, since
-    Ray Train's cleaner asks it."""
+def ray_head(
+    *, num_cpus: int = 4, port: int | None = None, environ: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[RayHead]:
+    """Runs a head with so many logical CPUs; on `port`, where another one lived before. Its workers have `environ`
+    besides ours. The dashboard is kept, since Ray Train's cleaner asks it."""
     # Not below pytest's folder: Ray's unix sockets lie in here, and their paths may have 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     try:
-        head = _started(folder, num_cpus, port)
+        head = _started(folder, num_cpus, port, environ)
         try:
             yield head
         finally:
@@ -116,14 +121,14 @@ def ray_head(*, num_cpus: int = 4, port: int | None = None) -> Iterator[RayHead]
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _started(folder: Path, num_cpus: int, port: int | None) -> RayHead:
+def _started(folder: Path, num_cpus: int, port: int | None, environ: Mapping[str, str]) -> RayHead:
     for _ in range(STARTS - 1):
         with suppress(RuntimeError):
-            return _start(folder, num_cpus, port)
-    return _start(folder, num_cpus, port)
+            return _start(folder, num_cpus, port, environ)
+    return _start(folder, num_cpus, port, environ)
 
 
-def _start(folder: Path, num_cpus: int, port: int | None) -> RayHead:
+def _start(folder: Path, num_cpus: int, port: int | None, environ: Mapping[str, str]) -> RayHead:
     free, dashboard_port, agent_port, client_port = free_ports(4)
     port = port or free
     options = {
@@ -136,7 +141,8 @@ def _start(folder: Path, num_cpus: int, port: int | None) -> RayHead:
         "dashboard-agent-listen-port": agent_port,
         "ray-client-server-port": client_port,
     }
-    pid = _ray_start(folder, ["-m", "ray.scripts.scripts"], ["--head", "--include-log-monitor=false"], options)
+    program, flags = ["-m", "ray.scripts.scripts"], ["--head", "--include-log-monitor=false"]
+    pid = _ray_start(folder, program, flags, options, environ)
     return RayHead(pid, folder, f"{HOST}:{port}", f"http://{HOST}:{dashboard_port}")
 
 
@@ -149,17 +155,19 @@ def _start_node(folder: Path, head: RayHead, name: str, num_cpus: int) -> RayNod
         "labels": f"name={name}",
         "dashboard-agent-listen-port": agent_port,
     }
-    return RayNode(_ray_start(folder, ["-c", JOIN_ON_LOOPBACK], [], options), folder)
+    return RayNode(_ray_start(folder, ["-c", JOIN_ON_LOOPBACK], [], options, {}), folder)
 
 
-def _ray_start(folder: Path, program: list[str], flags: list[str], options: Mapping[str, object]) -> int:
+def _ray_start(
+    folder: Path, program: list[str], flags: list[str], options: Mapping[str, object], environ: Mapping[str, str]
+) -> int:
     """The pid of a `ray start` that has come up."""
     command = [sys.executable, *program, "start", "--block", "--disable-usage-stats", *flags]
     log = folder / "start.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, *(f"--{name}={value}" for name, value in options.items())],
-            env={**os.environ, **RAY_HEAD_ENVIRONMENT, **NO_TOKEN},
+            env={**os.environ, **RAY_HEAD_ENVIRONMENT, **NO_TOKEN, **environ},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

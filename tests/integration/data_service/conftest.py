@@ -17,7 +17,7 @@ from shared.storage import ObjectStore, open_store
 from shared.storage.opening import ensure_bucket
 from tests.integration.data_service.client import DataClient, idx, imported
 from tests.support.idx import digits, write_idx
-from tests.support.ray_head import RayHead, ray_head
+from tests.support.ray_head import NONE_WARM, RayHead, ray_head
 from tests.support.s3_server import S3Server, name_under_test
 from tests.support.service_process import running_service, store_environ
 
@@ -46,7 +46,7 @@ class DataStack:
 
 @pytest.fixture(scope="package")
 def data_ray() -> Iterator[RayHead]:
-    with ray_head(num_cpus=4) as head:
+    with ray_head(num_cpus=4, environ=NONE_WARM) as head:
         yield head
 
 
@@ -67,6 +67,7 @@ def stack(
         **store_environ(settings),
         "RAY_ADDRESS": data_ray.address,
         "MILLRACE_IMPORT_ROOTS": str(inputs),
+        **NONE_WARM,
     }
     with running_service("data_service", environ, folder / "service.log") as service:
         client = DataClient(service.address)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, WorkerCrashedError
 
 from data_service.transforming.crashes import Begun
-from data_service.transforming.parallel import Pool, _lost, _Task, pool_fits
+from data_service.transforming.parallel import Pool, _lost, _Task, grouped, pool_fits
 from data_service.transforming.plan import Part
 from shared.dataset_version import RowGroup
 from shared.errors import (
@@ -37,7 +38,8 @@ def record_of(settings: StoreSettings, raised: BaseException | None) -> dict[str
             raise raised
         return part.number
 
-    return _Task(work, settings, Begun("begun"))({"part": pickle.dumps(PART)})
+    (record,) = _Task(work, settings, Begun("begun"))({"parts": pickle.dumps([PART])})
+    return record
 
 
 def error_of(record: dict[str, Any]) -> MillraceError:
@@ -48,6 +50,33 @@ def test_a_task_answers_with_its_result(store: ObjectStore) -> None:
     record = record_of(store.settings, None)
     assert (record["part"], pickle.loads(record["result"]), record["error"]) == (3, 3, b"")
     assert list(store.list()) == []
+
+
+def test_no_part_is_worked_on_after_one_that_failed(store: ObjectStore) -> None:
+    begun = []
+
+    def work(part: Part) -> None:
+        begun.append(part.number)
+        if part.number == 1:
+            raise InvalidArgument("row 3 is bad")
+
+    row = {"parts": pickle.dumps([replace(PART, number=number) for number in range(3)])}
+    records = list(_Task(work, store.settings, Begun("begun"))(row))
+
+    assert [(record["part"], bool(record["error"])) for record in records] == [(0, False), (1, True)]
+    assert begun == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("parts", "cpus", "largest", "groups"),
+    [(1, 2, 1, 1), (7, 2, 1, 7), (20, 2, 2, 10), (96, 2, 8, 12), (96, 64, 1, 96), (1000, 2, 8, 125), (5, 0, 1, 5)],
+)
+def test_tasks_are_few_and_yet_enough_for_every_cpu(parts: int, cpus: int, largest: int, groups: int) -> None:
+    given = [replace(PART, number=number) for number in range(parts)]
+    made = grouped(given, cpus)
+
+    assert [part for group in made for part in group] == given
+    assert (max(map(len, made)), len(made)) == (largest, groups)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""Processes that wait for the workers of an attempt to come, with everything imported that these will want.
+
+Of a short attempt, and of a restart, most is the start of Python processes: three to twelve seconds of a processor
+each. Ray can start some for later, by a call of its nodes that it has no public name for. An environment of their own
+says what they do first and who takes them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import ray
+from ray._private.grpc_utils import init_grpc_channel
+from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
+from ray._private.utils import get_runtime_env_info, parse_runtime_env_for_task_or_actor
+from ray.core.generated import node_manager_pb2, node_manager_pb2_grpc
+from ray.core.generated.common_pb2 import Language  # type: ignore[attr-defined]
+
+from shared import settings
+
+logger = logging.getLogger(__name__)
+
+# How long those wait whom nobody takes; where a node has free CPUs Ray keeps them beyond it.
+KEPT_FOR_S = 3600
+TOLD_WITHIN_S = 5.0
+_MODULES = "MILLRACE_WARM_MODULES"
+
+
+def load() -> None:
+    """Called by Ray in each process of a `WarmWorkers.runtime_env` as it starts."""
+    for module in os.environ[_MODULES].split(","):
+        importlib.import_module(module)
+
+
+@dataclass(frozen=True)
+class WarmWorkers:
+    """Workers that have imported `modules`, which must be installed on Ray's nodes."""
+
+    modules: tuple[str, ...]
+
+    @property
+    def runtime_env(self) -> dict[str, Any]:
+        """Of the tasks and actors that shall find such a worker. Where none waits, theirs imports the same first."""
+        hook = f"{__name__}.{load.__name__}"
+        return {"env_vars": {WORKER_PROCESS_SETUP_HOOK_ENV_VAR: hook, _MODULES: ",".join(self.modules)}}
+
+    def start(self, counts: Mapping[str, int]) -> None:
+        """Starts so many on each node, by node id, and returns at once. One that cannot start only costs time later."""
+        nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
+        for node_id, count in counts.items():
+            if node_id in nodes:
+                self._start_on(nodes[node_id], count)
+
+    def _start_on(self, node: Mapping[str, Any], count: int) -> None:
+        request = node_manager_pb2.PrestartWorkersRequest(  # type: ignore[attr-defined]
+            language=Language.Value("PYTHON"),
+            runtime_env_info=get_runtime_env_info(parse_runtime_env_for_task_or_actor(self.runtime_env)),
+            keep_alive_duration_secs=KEPT_FOR_S,
+            num_workers=count,
+        )
+        with init_grpc_channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}") as channel:
+            stub = node_manager_pb2_grpc.NodeManagerServiceStub(channel)  # type: ignore[no-untyped-call]
+            try:
+                stub.PrestartWorkers(request, timeout=TOLD_WITHIN_S)
+            except grpc.RpcError as error:
+                logger.warning("no processes of node %s wait for the next attempt: %s", node["NodeID"], error)
+                return
+        logger.info("%d processes of node %s wait for the next attempt", count, node["NodeID"])
+
+
+def wanted() -> bool:
+    """Whether this node's settings want such workers. One that cannot be read costs time at a start, and no job."""
+    try:
+        return settings.warm_workers(os.environ)
+    except settings.SettingsError as error:
+        logger.warning("%s; no processes wait for the next attempt", error)
+        return False
