@@ -57,6 +57,7 @@ def test_a_prediction_outlives_its_worker_its_attempt_and_its_service(place: Dat
     def half_way(attempt: int, files: int) -> None:
         """Waits until that attempt has written so many files, and is at work on another."""
         wait_until(lambda: _files_of(place, version, attempt) >= files, f"attempt {attempt} to write", WITHIN_S)
+        place.assert_invisible(version)
 
     half_way(1, 2)
     place.strike_pids(place.head.processes(WORKER)[:1])
