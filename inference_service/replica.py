@@ -21,7 +21,7 @@ from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.format import WEIGHTS
 from shared.custom_transforms import allowed_functions
 from shared.errors import Internal, MillraceError, Unavailable
-from shared.settings import SettingsError, StoreSettings
+from shared.settings import StoreSettings
 from shared.storage import open_store
 from shared.tracing import configure_tracing, tracing
 
@@ -47,8 +47,9 @@ class ReplicaSpec:
     manifest_sha256: str
     threads: int
     max_batch_size: int
-    # OpenTelemetry's variables of the service; those of the replica's own node go before them.
-    tracing: Mapping[str, str] = field(default_factory=dict, repr=False)
+    # OpenTelemetry's variables of the service; those of the replica's own node go before them. A default of the class,
+    # so that the specifications that Serve keeps of applications of earlier releases have it, too.
+    tracing: Mapping[str, str] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class ModelReplica:
     `forward` raise it instead. A store that does not answer does raise, and Serve tries again.
     """
 
-    def __init__(self, spec: ReplicaSpec, sockets: Path | None = None) -> None:
+    def __init__(self, spec: ReplicaSpec, sockets: Path | None = None, *_of_earlier_releases: object) -> None:
         self._door: Door | None = None
         # One thread: torch works on one batch while the event loop unpacks the next. Threads of torch's own are set
         # inside it, since OpenMP keeps their number per calling thread.
@@ -78,7 +79,7 @@ class ModelReplica:
         self._loaded: Loaded | None = None
         self._failure: MillraceError | None = None
         self._loads = ToldLoads()
-        _trace(spec.tracing)
+        _trace(spec.tracing or {})
         try:
             self._model, loaded = self._thread.submit(_load, spec).result()
             self._loaded = replace(loaded, sockets=sockets)
@@ -136,8 +137,8 @@ def _trace(variables: Mapping[str, str]) -> None:
     os.environ.update({**variables, **os.environ})
     try:
         configure_tracing("inference", os.environ)
-    except SettingsError as error:
-        logger.warning("this replica exports no spans: %s", error)
+    except Exception as error:  # its node may have another release's packages
+        logger.warning("this replica exports no spans: %r", error)
 
 
 def _load(spec: ReplicaSpec) -> tuple[Any, Loaded]:

@@ -22,6 +22,8 @@ from opentelemetry.trace import INVALID_SPAN, Link, Span, SpanKind, Status, Stat
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from shared import tracing
+from shared.errors import MillraceError
+from shared.grpc_errors import status_code
 from shared.tracing import Headers
 
 W3C = TraceContextTextMapPropagator()
@@ -47,7 +49,7 @@ class OtlpTracing(tracing.Tracing):
         if not trace.get_current_span().is_recording():
             return nullcontext()
         kind = SpanKind.CLIENT if outgoing else SpanKind.INTERNAL
-        return use_span(self._tracer.start_span(name, kind=kind, attributes=_named(attributes)), end_on_exit=True)
+        return _within(self._tracer.start_span(name, kind=kind, attributes=_named(attributes)))
 
     def describe(self, **attributes: str | int) -> None:
         trace.get_current_span().set_attributes(_named(attributes))
@@ -70,8 +72,9 @@ class OtlpTracing(tracing.Tracing):
         parent = trace.set_span_in_context(asking[0], otel_context.Context())
         span = self._tracer.start_span("batch", parent, attributes=attributes, links=links)
         for one in asking:
-            one.add_link(span.get_span_context())
-        with use_span(span, end_on_exit=True):
+            if one.is_recording():  # whoever asked may have gone
+                one.add_link(span.get_span_context())
+        with _within(span):
             yield
 
     def headers(self) -> Headers | None:
@@ -85,7 +88,7 @@ class OtlpTracing(tracing.Tracing):
         if headers is None:
             return nullcontext()
         span = self._tracer.start_span(name, W3C.extract(headers), SpanKind.SERVER, _named(attributes))
-        return use_span(span, end_on_exit=True)
+        return _within(span)
 
     def parts(self, began_ns: int, **seconds: float) -> None:
         if not trace.get_current_span().is_recording():
@@ -100,6 +103,20 @@ class OtlpTracing(tracing.Tracing):
         closing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         closing.start()
         closing.join(within_s)
+
+
+@contextmanager
+def _within(span: Span) -> Iterator[None]:
+    """The present span, until it ends. An error of the client's does not fail it, and of none are internals told."""
+    with use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, MillraceError):
+                span.set_status(Status(StatusCode.ERROR))
+            elif status_code(error).name in FAULTS:
+                span.set_status(Status(StatusCode.ERROR, error.message))
+            raise
 
 
 class _Call:

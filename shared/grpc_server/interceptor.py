@@ -121,7 +121,12 @@ async def _call(context: Context, method: str) -> AsyncIterator[None]:
             outcome = "OK"
         except MillraceError as raised:
             error = raised
-        except (aio.AbortError, asyncio.CancelledError):
+        except asyncio.CancelledError:
+            remaining_s = context.time_remaining()
+            if remaining_s is not None and remaining_s <= 0:
+                outcome = "DEADLINE_EXCEEDED"
+            raise
+        except aio.AbortError:
             raise
         except aio.InternalError:  # grpc's own: it could not send, because the call is over
             pass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +134,10 @@ def test_sockets_are_a_setting(text: str | None, expected: bool) -> None:
 def test_another_value_is_refused() -> None:
     with pytest.raises(SettingsError, match="MILLRACE_REPLICA_SOCKETS: 'yes': use 0 or 1"):
         settings_from({**ENVIRON, "MILLRACE_REPLICA_SOCKETS": "yes"})
+
+
+def test_a_specification_that_serve_keeps_of_an_earlier_release_exports_no_spans() -> None:
+    kept = copy.copy(SPEC)
+    kept.__dict__.pop("tracing")
+
+    assert pickle.loads(pickle.dumps(kept)).tracing is None
