@@ -14,12 +14,12 @@ def run(context: AttemptContext) -> dict[str, Any]:
     # Imported here: an import needs none of what a transform needs, and should not wait for it.
     if "transform" in context.job.spec:
         from data_service.transforming.job import run_transform
-        from data_service.transforming.warm_workers import start_for_the_next
+        from data_service.transforming.warm_workers import WAITING
 
         try:
             return run_transform(context)
         finally:
-            start_for_the_next()
+            WAITING.replace()
     if "predict" in context.job.spec:
         from data_service.predicting.job import run_predict
 

@@ -16,12 +16,13 @@ from data_service.domain.predict_spec import CheckpointRef, Workers
 from data_service.domain.report import excerpt
 from data_service.predicting.checking import Preparation
 from data_service.predicting.columns import Array, PredictionColumns
+from data_service.transforming.chain import ended_in_time
 from data_service.transforming.plan import Part
 from data_service.transforming.rows import RowSource, SplitRows
 from data_service.transforming.work import LeftOut, Made
 from shared.checkpoint import load_checkpoint
 from shared.checkpoint.format import WEIGHTS
-from shared.errors import FailedPrecondition, InvalidArgument
+from shared.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from shared.storage import open_store
 from shared.transforms import Batch, RowError, batch_of
 
@@ -66,9 +67,9 @@ class Preparer:
                 yield self._one_by_one(rows)
 
     def _prepare(self, batch: Batch) -> Array:
-        made: Array = self.preparation.steps({name: batch[name] for name in self.preparation.reads})[
-            self.preparation.input_column
-        ]
+        steps = self.preparation.steps
+        with ended_in_time(steps.steps):
+            made: Array = steps({name: batch[name] for name in self.preparation.reads})[self.preparation.input_column]
         return made
 
     def _one_by_one(self, rows: SplitRows) -> PreparedRows:
@@ -108,7 +109,8 @@ class Predictor:
         for one in self.preparer.prepared(part):
             table = one.rows.table.select(self.preparer.kept)
             if table.num_rows:
-                yield Made(part.split, self._with_predictions(table, run(one.prepared)), one.rows.row_ids, one.left_out)
+                outputs = _fitting(run, one.prepared)
+                yield Made(part.split, self._with_predictions(table, outputs), one.rows.row_ids, one.left_out)
             else:
                 yield Made(part.split, self.schema.empty_table(), one.rows.row_ids, one.left_out)
 
@@ -126,6 +128,19 @@ class Predictor:
         device = _device(self.workers)
         logger.info("loading %s on %s", self.checkpoint.name, device)
         return LoadedModel(found.content, weights, device)
+
+
+def _fitting(run: LoadedModel, prepared: Array) -> Sequence[NDArray[np.generic]]:
+    import torch
+
+    try:
+        return run(prepared)
+    except torch.OutOfMemoryError as error:
+        raise ResourceExhausted(
+            f"{len(prepared)} rows do not fit into the memory of a GPU; use a smaller workers.batch_size, or more of a "
+            "GPU for each worker",
+            reason="GPU_OUT_OF_MEMORY",
+        ) from error
 
 
 def _set_threads(threads: int) -> None:

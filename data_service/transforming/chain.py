@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,12 +15,28 @@ from shared.transforms.batch import Batch
 from shared.transforms.pipeline import Pipeline
 from shared.transforms.schema import Schema
 from shared.transforms.slicing import Sliced, needed_columns, sliced
+from shared.transforms.steps.step import Step
 from shared.transforms.walk import Walk
 
 # A custom function that does not let Python interrupt it is given so long beyond its own timeout.
 GRACE_S = 10.0
 # What a custom step means that names no timeout.
 DEFAULT_TIMEOUT_S = 60.0
+
+
+@contextmanager
+def ended_in_time(steps: Iterable[Step]) -> Iterator[None]:
+    """Ends this process where a custom function hangs outside Python: only then its own timeout does not."""
+    limits_s = [step.to_proto().custom.timeout_s or DEFAULT_TIMEOUT_S for step in steps if step.op == "custom"]
+    if not limits_s:
+        yield
+        return
+    # Its thread needs no lock of Python's, which the function may hold.
+    faulthandler.dump_traceback_later(sum(limits_s) + GRACE_S, exit=True, file=sys.__stderr__ or sys.stderr)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 class _Walk(Walk):
@@ -50,23 +66,7 @@ class Chain:
     def apply(self, batch: Batch) -> tuple[Batch, NDArray[np.intp] | None]:
         """The rows that are left, and their indices in `batch`, None where all are. Raises as `Pipeline` does."""
         walk = _Walk(batch)
-        with self._ended_in_time():
+        with ended_in_time(step for _, step in self.steps):
             for place, step in self.steps:
                 walk.through(step, f"{self.field}.steps[{place}]", place)
         return walk.batch, walk.left
-
-    @contextmanager
-    def _ended_in_time(self) -> Iterator[None]:
-        """Ends this process where a custom function hangs outside Python: only then its own timeout does not."""
-        limits_s = [
-            step.to_proto().custom.timeout_s or DEFAULT_TIMEOUT_S for _, step in self.steps if step.op == "custom"
-        ]
-        if not limits_s:
-            yield
-            return
-        # Its thread needs no lock of Python's, which the function may hold.
-        faulthandler.dump_traceback_later(sum(limits_s) + GRACE_S, exit=True, file=sys.__stderr__ or sys.stderr)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()

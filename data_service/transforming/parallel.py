@@ -5,7 +5,6 @@ The whole of a part's work lies within its task, so no row ever travels through 
 
 from __future__ import annotations
 
-import functools
 import logging
 import pickle
 from collections.abc import Generator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from data_service.transforming.crashes import Begun, crash_error
 from data_service.transforming.parts_task import PartsTask, PoolWorker, Work
 from data_service.transforming.plan import Part
-from data_service.transforming.warm_workers import WARM_WORKERS
+from data_service.transforming.warm_workers import WAITING, WARM_WORKERS
 from shared.errors import (
     STORE_OUTAGES,
     MillraceError,
@@ -90,39 +89,30 @@ def run_on_ray(
     alone = foreign_code or pool is not None
     groups = [[part] for part in parts] if alone else grouped(parts, _cpus())
     if pool is None:
-        _warm_up(len(groups))
+        WAITING.take(min(len(groups), _cpus()))
     from shared.dataset_stream import DatasetStream, RayFailed  # ray.data: slow, and only the job needs it
 
     by_number = {part.number: part for part in parts}
     begun = Begun(f"{folder}/begun")
     task = PartsTask(work, context.store.settings, begun)
     stream = DatasetStream(_dataset(task, groups, pool)).tables(context.raise_if_stopped, POLL_S)
+    left = set(by_number)
     try:
         for record in chain.from_iterable(table.to_pylist() for table in stream):
             if record["error"]:
                 raise error_from_record(pickle.loads(record["error"]))
+            left.remove(record["part"])
             yield by_number[record["part"]], pickle.loads(record["result"])
+        if left:
+            # A task that was tried again and failed earlier than before: Ray takes the end of the second for the
+            # task's, and its error for a record that has come already.
+            raise Unavailable(f"Ray lost the results of {len(left)} parts", reason="WORKER_LOST")
     except RayFailed as failure:
         raise _lost(failure.__cause__, begun.tries(context.store), by_number, foreign_code, pool) from failure.__cause__
     finally:
         stream.close()
         with suppress(*STORE_OUTAGES):  # what is left of them goes with the attempt's folder
             begun.forget(context.store)
-
-
-@functools.cache
-def _warm_up(tasks: int) -> None:
-    """Where no workers wait, has some start while this process gets the first tasks ready: else it does so first, and
-    then they. Once is enough: an attempt has a process of its own."""
-    import ray
-
-    meet = ray.remote(num_cpus=1, max_retries=0, runtime_env=WARM_WORKERS.runtime_env)(_meet)
-    for _ in range(min(tasks, _cpus())):
-        meet.remote()
-
-
-def _meet() -> None:
-    """The worker has imported all when it is called."""
 
 
 def _cpus() -> int:
@@ -175,7 +165,7 @@ def _room(pool: Pool) -> int:
 def pool_fits(pool: Pool, node: Mapping[str, float]) -> int:
     """How many of its processes a node with these resources in all has room for."""
     fits = int(node.get("CPU", 0.0) // pool.cpus)
-    return min(fits, int(node.get("GPU", 0.0) / pool.gpus)) if pool.gpus else fits
+    return min(fits, int(node.get("GPU", 0.0)) * int(1 / pool.gpus)) if pool.gpus else fits
 
 
 def _lost(
@@ -191,7 +181,9 @@ def _lost(
     logger.warning("Ray gave the work up: %r", cause)
     # An actor of a pool was started again, and died again over the same part.
     if isinstance(cause, exceptions.WorkerCrashedError) or (pool and isinstance(cause, exceptions.RayActorError)):
-        return crash_error(tries, parts, foreign_code=foreign_code)
+        # Actors die with their nodes, too, and that is nobody's fault; over one part twice is hardly chance.
+        twice = any(count > 1 for count in tries.values())
+        return crash_error(tries, parts, foreign_code=foreign_code and (pool is None or twice))
     if isinstance(cause, exceptions.OutOfMemoryError):
         return Unavailable("Ray ended a worker for want of memory", reason="WORKER_OUT_OF_MEMORY")
     why = first_line(cause) if cause else "no reason"

@@ -5,32 +5,65 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
+from itertools import chain, islice
 
-from ray.exceptions import RayError
+import ray
 
 from shared.jobs import warm_workers
-from shared.jobs.nodes import staying_nodes
 from shared.jobs.warm_workers import WarmWorkers
 
 logger = logging.getLogger(__name__)
 
-WARM_WORKERS = WarmWorkers(("ray.data", "data_service.transforming.work"))
+WARM_WORKERS = WarmWorkers(("ray.data", "data_service.transforming.work"), kept_for_s=900)
 # Each holds about 200 MiB.
-MOST_A_NODE = 4
+MOST = 4
 
 
-def start_for_the_next() -> None:
-    """To be called when a transform has taken those there were; returns at once. Where Ray is lost, none wait."""
-    if not warm_workers.wanted():
-        return
-    try:
-        cpus = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in staying_nodes()}
-        WARM_WORKERS.start({node_id: min(count, MOST_A_NODE) for node_id, count in cpus.items() if count})
-    except RayError as error:
-        logger.warning("no processes wait for the next transform: %s", error)
+class Waiting:
+    """Of one attempt, which has a process of its own: the workers that its tasks find waiting, and those that wait for
+    the next one's in their place. Ray does not tell how many there are, so only so many are started as were taken."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+
+    def take(self, tasks: int) -> None:
+        """Where none wait, has some start while this process gets the first tasks ready: else it does so first, and
+        then they. Once is enough."""
+        if self._taken:
+            return
+        self._taken = tasks
+        meet = ray.remote(num_cpus=1, max_retries=0, runtime_env=WARM_WORKERS.runtime_env)(_meet)
+        for _ in range(tasks):
+            meet.remote()
+
+    def replace(self) -> None:
+        """To be called when the tasks are done. A finished job must not fail of what is for the next."""
+        if not self._taken or not warm_workers.wanted():
+            return
+        try:
+            start(min(self._taken, MOST))
+        except Exception:
+            logger.warning("no processes wait for the next transform", exc_info=True)
+
+
+WAITING = Waiting()
 
 
 @functools.cache
 def start_for_the_first() -> None:
     """Once in a process that has joined a cluster."""
-    start_for_the_next()
+    if warm_workers.wanted():
+        start(MOST)
+
+
+def start(count: int) -> None:
+    """Starts at most so many, one after the other on each node that has a CPU for them."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    cpus = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in nodes}
+    rounds = ([node_id for node_id in cpus if cpus[node_id] > number] for number in range(MOST))
+    WARM_WORKERS.start(Counter(islice(chain.from_iterable(rounds), count)))
+
+
+def _meet() -> None:
+    """The worker has imported all when it is called."""

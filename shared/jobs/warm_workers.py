@@ -26,8 +26,6 @@ from shared import settings
 
 logger = logging.getLogger(__name__)
 
-# How long those wait whom nobody takes; where a node has free CPUs Ray keeps them beyond it.
-KEPT_FOR_S = 3600
 TOLD_WITHIN_S = 5.0
 _MODULES = "MILLRACE_WARM_MODULES"
 
@@ -40,9 +38,11 @@ def load() -> None:
 
 @dataclass(frozen=True)
 class WarmWorkers:
-    """Workers that have imported `modules`, which must be installed on Ray's nodes."""
+    """Workers that have imported `modules`, which must be installed on Ray's nodes. Those whom nobody takes wait for
+    `kept_for_s`; where a node has free CPUs Ray keeps them beyond it."""
 
     modules: tuple[str, ...]
+    kept_for_s: int = 3600
 
     @property
     def runtime_env(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class WarmWorkers:
         request = node_manager_pb2.PrestartWorkersRequest(  # type: ignore[attr-defined]
             language=Language.Value("PYTHON"),
             runtime_env_info=get_runtime_env_info(parse_runtime_env_for_task_or_actor(self.runtime_env)),
-            keep_alive_duration_secs=KEPT_FOR_S,
+            keep_alive_duration_secs=self.kept_for_s,
             num_workers=count,
         )
         with init_grpc_channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}") as channel:

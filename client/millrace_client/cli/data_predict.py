@@ -111,7 +111,14 @@ def _served(millrace: Millrace, deployment: str) -> tuple[str, str]:
     if not versions:
         there = ", ".join(one.number for one in found.versions) or "none yet"
         raise CommandFailed(f"{found.name} has no version {number}", remedy=f"its versions are {there}")
-    chosen = max(versions, key=lambda one: one.weight)
+    most = max(one.weight for one in versions)
+    chosen, *others = [one for one in versions if one.weight == most]
+    if others:
+        numbers = ", ".join(one.number for one in (chosen, *others))
+        raise CommandFailed(
+            f"the versions {numbers} of {found.name} get equally much traffic",
+            remedy=f"name one: {name}@{chosen.number}",
+        )
     return chosen.lineage.checkpoint, chosen.lineage.checkpoint_sha256
 
 

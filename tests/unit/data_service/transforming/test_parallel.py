@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import errno
 import pickle
+from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, WorkerCrashedError
 
+from data_service.transforming import parallel
 from data_service.transforming.crashes import Begun
 from data_service.transforming.parallel import Pool, _lost, grouped, pool_fits
 from data_service.transforming.parts_task import PartsTask
 from data_service.transforming.plan import Part
+from data_service.transforming.warm_workers import Waiting
 from shared.dataset_version import RowGroup
 from shared.errors import (
     FailedPrecondition,
@@ -116,6 +121,33 @@ def test_only_foreign_code_that_kills_its_workers_ends_the_job(
     assert type(_lost(cause, {3: 2}, {3: PART}, foreign, pool)) is kind
 
 
+def test_a_pool_that_loses_actors_over_different_parts_has_lost_nodes() -> None:
+    other = replace(PART, number=4)
+    error = _lost(ActorDiedError(), {3: 1, 4: 1}, {3: PART, 4: other}, True, POOL)
+    assert type(error) is Unavailable
+
+
+def test_results_that_ray_loses_are_missed(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended:
+        def __init__(self, _: Any) -> None: ...
+
+        def tables(self, *_: Any) -> Iterator[pa.Table]:
+            record = {"part": 3, "result": pickle.dumps("done"), "error": b""}
+            yield pa.Table.from_pylist([record])
+
+    monkeypatch.setattr("shared.dataset_stream.DatasetStream", Ended)
+    monkeypatch.setattr(parallel, "_dataset", lambda *_: None)
+    monkeypatch.setattr(parallel, "_cpus", lambda: 2)
+    monkeypatch.setattr(parallel, "WAITING", Waiting())
+    monkeypatch.setattr(Waiting, "take", lambda *_: None)
+    context: Any = SimpleNamespace(store=store, raise_if_stopped=lambda: None)
+    results = parallel.run_on_ray(context, "f", abs, [PART, replace(PART, number=4)], foreign_code=False)
+
+    assert next(results) == (PART, "done")
+    with pytest.raises(Unavailable, match="1 parts"):
+        next(results)
+
+
 @pytest.mark.parametrize(
     ("resources", "cpus", "gpus", "fits"),
     [
@@ -125,6 +157,7 @@ def test_only_foreign_code_that_kills_its_workers_ends_the_job(
         ({"CPU": 16.0}, 1, 1.0, 0),
         ({"CPU": 16.0, "GPU": 2.0}, 1, 0.5, 4),
         ({"CPU": 2.0, "GPU": 2.0}, 1, 0.5, 2),
+        ({"CPU": 16.0, "GPU": 2.0}, 1, 0.4, 4),
         ({}, 1, 0.0, 0),
     ],
 )

@@ -273,8 +273,9 @@ class DataServiceServicer:
         being deleted, or has no checkpoint; its steps call a function that this service does not allow), DATA_LOSS (the
         checkpoint's manifest is damaged) and ALREADY_EXISTS. The operation fails with INVALID_ARGUMENT (a row that a step
         cannot work on: the error names step, row id and cause; or more of them than may be left out), FAILED_PRECONDITION
-        (the model does not load), DATA_LOSS, RESOURCE_EXHAUSTED or CANCELLED. While it runs neither the source nor the
-        checkpoint can be deleted.
+        (the model does not load; torch finds no GPU; a split without rows; the source was made again meanwhile; a custom
+        function crashes), DATA_LOSS, RESOURCE_EXHAUSTED (the model or a batch does not fit into memory) or CANCELLED. While
+        it runs neither the source nor the checkpoint can be deleted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,69 @@
+"""How many workers of Ray wait for the next transform, and where."""
+
+from __future__ import annotations
+
+import pytest
+import ray
+
+from data_service.transforming import warm_workers
+from data_service.transforming.warm_workers import WARM_WORKERS, Waiting, start
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
+    """What is started on a cluster of three nodes, the last without a CPU."""
+    nodes = [{"NodeID": name, "Alive": True, "Resources": {"CPU": cpus}} for name, cpus in (("a", 8.0), ("b", 2.0))]
+    monkeypatch.setattr(ray, "nodes", lambda: [*nodes, {"NodeID": "c", "Alive": True, "Resources": {}}])
+    told: list[dict[str, int]] = []
+    monkeypatch.setattr(type(WARM_WORKERS), "start", lambda _, counts: told.append(dict(counts)))
+    return told
+
+
+class Met:
+    """Takes the place of Ray's functions that are only called."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self, _: object) -> Met:
+        return self
+
+    def remote(self) -> None:
+        self.times += 1
+
+
+@pytest.fixture
+def met(monkeypatch: pytest.MonkeyPatch) -> Met:
+    made = Met()
+    monkeypatch.setattr(ray, "remote", lambda **_: made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("count", "on"), [(1, {"a": 1}), (2, {"a": 1, "b": 1}), (4, {"a": 2, "b": 2}), (9, {"a": 4, "b": 2})]
+)
+def test_they_are_spread_over_the_nodes(started: list[dict[str, int]], count: int, on: dict[str, int]) -> None:
+    start(count)
+    assert started == [on]
+
+
+def test_only_so_many_follow_as_were_taken(started: list[dict[str, int]], met: Met) -> None:
+    waiting = Waiting()
+    waiting.replace()
+    assert started == []
+
+    waiting.take(2)
+    waiting.take(3)  # a second pass, over more parts
+    waiting.replace()
+    assert (met.times, started) == (2, [{"a": 1, "b": 1}])
+
+
+@pytest.mark.usefixtures("met")
+def test_a_job_does_not_fail_of_those_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: int) -> None:
+        raise RuntimeError("no such node")
+
+    monkeypatch.setattr(warm_workers, "start", broken)
+    waiting = Waiting()
+    waiting.take(1)
+    waiting.replace()
