@@ -6,7 +6,6 @@ import os
 
 from data_service.predicting.room import lacks
 from data_service.settings import data_settings
-from data_service.transforming.warm_workers import start_for_the_first
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs.reconciler import JobKind, run_reconciler
 from shared.telemetry import configure_logging
@@ -19,8 +18,7 @@ def main() -> None:
     settings = data_settings(os.environ)
     configure_logging("data-reconciler", settings.service.log_level)
     prepare = PREPARE if settings.spare_attempt else ""
-    kind = JobKind(name=IMPORT_KIND, entry=ENTRY, prepare=prepare, lacks=lacks, looks=lambda _: start_for_the_first())
-    run_reconciler(settings.service, kind)
+    run_reconciler(settings.service, JobKind(name=IMPORT_KIND, entry=ENTRY, prepare=prepare, lacks=lacks))
 
 
 if __name__ == "__main__":

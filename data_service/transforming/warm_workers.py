@@ -3,8 +3,8 @@ their start."""
 
 from __future__ import annotations
 
-import functools
 import logging
+import os
 from collections import Counter
 from itertools import chain, islice
 
@@ -42,19 +42,13 @@ class Waiting:
         if not self._taken or not warm_workers.wanted():
             return
         try:
-            start(min(self._taken, MOST))
+            # Ray may be told of more CPUs than there are, and a start wants a real one.
+            start(min(self._taken, MOST, os.cpu_count() or 1))
         except Exception:
             logger.warning("no processes wait for the next transform", exc_info=True)
 
 
 WAITING = Waiting()
-
-
-@functools.cache
-def start_for_the_first() -> None:
-    """Once in a process that has joined a cluster."""
-    if warm_workers.wanted():
-        start(MOST)
 
 
 def start(count: int) -> None:

@@ -27,7 +27,7 @@ from shared.storage import ObjectStore, open_store
 from tests.integration.data_service.client import DataClient, imported
 from tests.support import custom_functions
 from tests.support.chunk_sender import patiently
-from tests.support.ray_head import NONE_WARM, RayHead
+from tests.support.ray_head import RayHead
 from tests.support.refusals import refused
 from tests.support.service_process import ServiceProcess, running_service, store_environ
 from tests.support.waiting import wait_until
@@ -262,7 +262,6 @@ def data_place(
         "RAY_ADDRESS": head.address,
         "MILLRACE_IMPORT_ROOTS": str(folder),
         "MILLRACE_CUSTOM_TRANSFORMS": functions,
-        **NONE_WARM,
         **environ,
     }
     with running_service("data_service", wanted, folder / "service.log") as service:

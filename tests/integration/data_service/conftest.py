@@ -67,7 +67,6 @@ def stack(
         **store_environ(settings),
         "RAY_ADDRESS": data_ray.address,
         "MILLRACE_IMPORT_ROOTS": str(inputs),
-        **NONE_WARM,
     }
     with running_service("data_service", environ, folder / "service.log") as service:
         client = DataClient(service.address)

@@ -36,6 +36,7 @@ class Met:
 def met(monkeypatch: pytest.MonkeyPatch) -> Met:
     made = Met()
     monkeypatch.setattr(ray, "remote", lambda **_: made)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
     return made
 
 
