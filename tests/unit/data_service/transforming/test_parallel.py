@@ -141,7 +141,7 @@ def test_results_that_ray_loses_are_missed(store: ObjectStore, monkeypatch: pyte
     monkeypatch.setattr(parallel, "WAITING", Waiting())
     monkeypatch.setattr(Waiting, "take", lambda *_: None)
     context: Any = SimpleNamespace(store=store, raise_if_stopped=lambda: None)
-    results = parallel.run_on_ray(context, "f", abs, [PART, replace(PART, number=4)], foreign_code=False)
+    results = parallel.run_on_ray(context, "f", str, [PART, replace(PART, number=4)], foreign_code=False)
 
     assert next(results) == (PART, "done")
     with pytest.raises(Unavailable, match="1 parts"):
