@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 from ray import serve
+from ray.exceptions import ActorAlreadyExistsError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
@@ -132,3 +134,21 @@ def test_sockets_are_a_setting(text: str | None, expected: bool) -> None:
 def test_another_value_is_refused() -> None:
     with pytest.raises(SettingsError, match="MILLRACE_REPLICA_SOCKETS: 'yes': use 0 or 1"):
         settings_from({**ENVIRON, "MILLRACE_REPLICA_SOCKETS": "yes"})
+
+
+def test_of_several_that_start_serve_at_once_the_losers_join_the_winner(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = [ActorAlreadyExistsError("the name is taken")]
+    started = []
+
+    def start(**_: Any) -> None:
+        if refusals:
+            raise refusals.pop()
+        started.append(True)
+
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(serve, "start", start)
+    ServeApplications(STORE, replica_sockets=False).connect("127.0.0.1:6379")
+    assert started == [True]
+    refusals.extend([ActorAlreadyExistsError("the name is taken")] * 2)
+    with pytest.raises(ActorAlreadyExistsError):
+        ServeApplications(STORE, replica_sockets=False).connect("127.0.0.1:6379")
