@@ -23,7 +23,7 @@ from inference_service.cluster import Cluster
 from inference_service.deployment_servicer import DeploymentServicer
 from inference_service.domain.deployment import Deployment
 from inference_service.front import Front
-from inference_service.fronts import parent_gone, run_fronts
+from inference_service.fronts import REFUSED, parent_gone, run_fronts
 from inference_service.large_buffers import give_back_large_buffers
 from inference_service.load_reports import LoadReports
 from inference_service.manager import DeploymentManager
@@ -112,12 +112,15 @@ async def _stop_without_parent(stop: asyncio.Event) -> None:
 
 
 async def _first_of(wanted: Coroutine[Any, Any, None], other: Coroutine[Any, Any, object]) -> bool:
-    """Whether the wanted one ended first; the one that did not is cancelled."""
+    """Whether the wanted one ended first; the one that did not is cancelled. Raises what it raises."""
     first, second = asyncio.create_task(wanted), asyncio.create_task(other)
     done, left = await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
     for task in left:
         task.cancel()
-    return first in done
+    if first not in done:
+        return False
+    await first
+    return True
 
 
 def main() -> None:
@@ -128,8 +131,8 @@ def main() -> None:
         store = open_store(settings.service.store)
         probe(store)
         if settings.fronts > 1 and len(sys.argv) == 1:
-            asyncio.run(run_fronts("inference_service", settings.service.listen, settings.fronts))
-            return
+            listen = settings.service.listen
+            sys.exit(asyncio.run(run_fronts("inference_service", listen, settings.fronts, settings.metrics_listen)))
         configure_tracing("inference", os.environ)
         give_back_large_buffers()
         siblings = Siblings()
@@ -144,7 +147,10 @@ def main() -> None:
         status = asyncio.new_event_loop().run_until_complete(run(settings, store, siblings))
     except (SettingsError, StoreRefused, MillraceError) as error:
         print(f"inference_service: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(REFUSED)
+    except Exception:
+        logger.exception("ending: unexpected")
+        status = 1
     tracing().close()
     logging.shutdown()
     os._exit(status)

@@ -73,7 +73,10 @@ class ServeApplications:
     def connect(self, address: str) -> None:
         """Joins the cluster at host:port, and starts Serve there if it is not running."""
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-        serve.start(proxy_location=ProxyLocation.Disabled)
+        try:
+            serve.start(proxy_location=ProxyLocation.Disabled)
+        except ValueError:  # another process started it at the same moment: its controller has the name
+            serve.start(proxy_location=ProxyLocation.Disabled)
 
     def nodes(self) -> dict[str, dict[str, float]]:
         """What each node of the cluster has in all, by its id."""
@@ -115,9 +118,13 @@ class ServeApplications:
         target = serve.RunTarget(target=deployment.bind(spec, sockets), name=self._prefix + name, route_prefix=None)
         serve.run_many([target], wait_for_applications_running=False)
 
+    def forget(self, name: str) -> None:
+        """Another process deletes it."""
+        self._models.pop(name, None)
+
     def delete(self, name: str) -> None:
         """Returns when it is gone; no error if it was not there."""
-        self._models.pop(name, None)
+        self.forget(name)
         serve.delete(self._prefix + name)
         shutil.rmtree(_socket_folder(self._prefix + name), ignore_errors=True)
 

@@ -185,7 +185,7 @@ class Reconciler:
             self._warn_if_it_never_fits(deployment)
             scale = deployment.spec.scale(self._replicas_of_the_main(deployment))
             await self._serve(self._applications.deploy, name, spec, scale)
-        elif application.running:
+        elif application.running or _may_still_answer(version, application):
             if not self._models.has_batcher(name) and not await self._attach(name, deployment, version, application):
                 return
             if version.signature is None and self._may_say_loaded(name):
@@ -250,6 +250,7 @@ class Reconciler:
             batcher = self._models.detach(name)
             if batcher is not None:
                 batcher.close("its replicas are gone")
+            self._applications.forget(name)
             return
         logger.error("%s: version %s: %s", deployment.name, version.number, error.message)
         newest = await asyncio.to_thread(
@@ -278,13 +279,17 @@ class Reconciler:
     async def _take_out(self, name: str) -> None:
         """Answers what is in flight, then takes the application out of Serve."""
         self._draining.add(name)
-        batcher = self._models.detach(name)
-        if batcher is not None:
-            await batcher.drain(self._settings.drain_silent_after_s)
-        self._draining.discard(name)
+        try:
+            batcher = self._models.detach(name)
+            if batcher is not None:
+                await batcher.drain(self._settings.drain_silent_after_s)
+        finally:
+            self._draining.discard(name)
         if self._siblings.leads:
             await self._siblings.let_go(name, self._settings.drain_silent_after_s)
             await self._serve(self._applications.delete, name)
+        else:
+            self._applications.forget(name)
 
     async def _remove(self, deployment: Deployment) -> None:
         """Answers what is in flight, then takes all its versions out of Serve and ends its log."""
@@ -319,6 +324,12 @@ class Reconciler:
                 await self._changed.wait()
         except TimeoutError:
             return
+
+
+def _may_still_answer(version: ModelVersion, application: Application) -> bool:
+    """Serve calls an application unhealthy from a replica's death until all have been placed again: for ever where
+    there is no room. A version that was loaded before is answered by those that are left."""
+    return version.signature is not None and application.replicas > 0 and not application.failed
 
 
 def _loaded(version: ModelVersion, loaded: Loaded) -> Callable[[Deployment], Deployment | None]:

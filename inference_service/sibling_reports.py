@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 
@@ -12,6 +13,8 @@ from inference_service.domain.roll_out import RollOutState
 from inference_service.models import Models, application_name
 from inference_service.reconciler import Reconciler
 from inference_service.siblings import LOOK_EVERY_S, Siblings, Told
+
+logger = logging.getLogger(__name__)
 
 
 class SiblingReports:
@@ -23,25 +26,37 @@ class SiblingReports:
         self._reconciler = reconciler
         self._models = models
         self._listens = False
+        self._is_mute = False
+        self._news: dict[int, tuple[int, list[str]]] = {}
 
     async def run(self) -> None:
         """Until cancelled; returns at once where there are no others. What they have written or loaded is seen soon."""
-        news: dict[int, tuple[int, list[str]]] = {}
         while self._siblings.are_there:
-            self.tell()
-            before, news = news, self._siblings.news()
-            if news != before:
-                self._reconciler.nudge()
+            self._exchange()
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def turn_to_listen(self) -> None:
         """Returns when this process may open the port, and tells the others that it does."""
-        while not self._siblings.may_listen(self._ready.is_set()):  # noqa: ASYNC110 - files tell nobody
+        while not self._siblings.may_listen(self._ready.is_set(), self._reconciler.holds()):  # noqa: ASYNC110 - files tell nobody
             await asyncio.sleep(LOOK_EVERY_S)
         self._listens = True
-        self.tell()
+        self._exchange()
 
-    def tell(self) -> None:
+    def _exchange(self) -> None:
+        """A folder that is full or cannot be written or read must not end what is served: it is tried again."""
+        try:
+            self._tell()
+            before, self._news = self._news, self._siblings.news()
+        except OSError as error:
+            if not self._is_mute:
+                logger.error("the front processes do not hear of each other: %s; see to the folder's disk", error)
+            self._is_mute = True
+            return
+        self._is_mute = False
+        if self._news != before:
+            self._reconciler.nudge()
+
+    def _tell(self) -> None:
         counts = {name: one for deployment in self._models.deployments() for name, one in self._counts(deployment)}
         self._siblings.tell(
             Told(

@@ -22,6 +22,8 @@ from inference_service.domain.recent import Counts
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.25
+# One that lives, and has told nothing for so long, hangs or cannot write: what it told last may be true no more.
+SILENT_AFTER_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,16 +74,22 @@ class Siblings:
             new.replace(path)
 
     def counts(self, application: str) -> Iterable[Counts]:
-        """Of each other process."""
-        return [told.counts[application] for _, told in self._others() if application in told.counts]
+        """Of each other process that tells."""
+        return [
+            told.counts[application]
+            for told_at, told in self._others()
+            if application in told.counts and _is_recent(told_at)
+        ]
 
-    def may_listen(self, ready: bool) -> bool:
-        """Whether this process may open the port: what the kernel gives it is then answered as well as by those that
-        have it. So while nobody has, the first does, to say that the service starts; the others once all are ready."""
-        listening = [told for _, told in self._others() if told.listens]
+    def may_listen(self, ready: bool, holds: Iterable[str]) -> bool:
+        """Whether this process, which `holds` these applications, may open the port: what the kernel gives it is then
+        answered as well as by those that have it. So while nobody has, the first does, to say that the service starts;
+        the others once all are ready, and it reaches whatever those reach that still tell."""
+        listening = [(at, told) for at, told in self._others() if told.listens]
         if self.leads and not listening:
             return True
-        return ready and all(told.ready for told in listening)
+        own = set(holds)
+        return ready and all(told.ready and own.issuperset(told.holds) for at, told in listening if _is_recent(at))
 
     def all_hold(self, application: str, silent_s: float) -> bool:
         """Whether every other process that has the port can send batches there; one that has told nothing for
@@ -117,6 +125,10 @@ class Siblings:
     def _path(self, number: int) -> Path:
         assert self._folder is not None
         return self._folder / f"{number}.json"
+
+
+def _is_recent(told_at: float) -> bool:
+    return time.time() - told_at < SILENT_AFTER_S
 
 
 def _lives(pid: int) -> bool:

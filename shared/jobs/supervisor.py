@@ -45,10 +45,16 @@ async def supervise(
     *,
     arguments: Sequence[str] = (),
     stop_within_s: float = STOP_WITHIN_S,
-) -> None:
+    refusal: int | None = None,
+) -> bool:
     """Runs `python -m module` with `arguments` until `stop`, then has it killed after `stop_within_s`. The child reads
-    its standard input: a byte is a `nudge`, and its end tells that we are gone."""
+    its standard input: a byte is a `nudge`, and its end tells that we are gone.
+
+    Returns whether the first one ended with the status `refusal`: another would, too. One that ran and comes again may
+    find only for now what it refuses, and is tried again.
+    """
     delay_s = FIRST_DELAY_S
+    is_first = True
     while not stop.is_set():
         started = time.monotonic()
         child = await asyncio.create_subprocess_exec(sys.executable, "-m", module, *arguments, stdin=PIPE)
@@ -62,7 +68,10 @@ async def supervise(
             nudge.aim_at(None)
         if stop.is_set():
             await _end(child, stop_within_s)
-            return
+            return False
+        if is_first and refusal is not None and child.returncode == refusal:
+            return True
+        is_first = False
         if time.monotonic() - started > WELL_AFTER_S:
             delay_s = FIRST_DELAY_S
         logger.warning("%s ended with %s; again in %.1f s", module, child.returncode, delay_s)
@@ -71,6 +80,7 @@ async def supervise(
                 await stop.wait()
         except TimeoutError:
             delay_s = min(delay_s * 2, LONGEST_DELAY_S)
+    return False
 
 
 async def _end(child: Process, within_s: float) -> None:

@@ -18,7 +18,7 @@ from shared.settings import StoreSettings
 from shared.storage import open_store
 from tests.integration.inference_service.checkpoints import write
 from tests.integration.inference_service.client import Client, environment, eventually, infer_request
-from tests.support.fronts_of import fronts_of
+from tests.support.fronts_of import fronts_of, listens
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.service_process import ServiceProcess, running_service
 
@@ -101,7 +101,8 @@ def wait_until_all_know(service: ServiceProcess) -> None:
                     return False
         return True
 
-    eventually(lambda: len(fronts(service)) == 2 and all_answer(), 60, "both fronts answer")
+    eventually(lambda: all(listens(service.pid, number) for number in (0, 1)), 60, "both fronts listen")
+    eventually(all_answer, 60, "both fronts answer")
 
 
 @pytest.mark.parametrize("victim", [1, 0])
@@ -116,6 +117,9 @@ def test_a_front_killed_under_load_costs_only_the_calls_that_it_had(
         assert asking.errors == []
         os.kill(before[victim], signal.SIGKILL)
         eventually(lambda: fronts(service).get(victim) not in (None, before[victim]), 60, "another is started")
+        asking.wait_for(100)  # by the one that is left
+        eventually(lambda: listens(service.pid, victim), 60, "the other listens")
+        # Twenty connections that the kernel shares out among both.
         asking.wait_for(400)
     # What it was at work on breaks with its connections, one call a client at most, and each can tell and ask again.
     assert {error.code() for error in asking.errors} <= {grpc.StatusCode.UNAVAILABLE}

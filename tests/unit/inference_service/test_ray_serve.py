@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 from ray import serve
+from ray.exceptions import ActorAlreadyExistsError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
@@ -141,3 +143,21 @@ def test_a_specification_that_serve_keeps_of_an_earlier_release_exports_no_spans
     kept.__dict__.pop("tracing")
 
     assert pickle.loads(pickle.dumps(kept)).tracing is None
+
+
+def test_of_several_that_start_serve_at_once_the_losers_join_the_winner(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = [ActorAlreadyExistsError("the name is taken")]
+    started = []
+
+    def start(**_: Any) -> None:
+        if refusals:
+            raise refusals.pop()
+        started.append(True)
+
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(serve, "start", start)
+    ServeApplications(STORE, replica_sockets=False).connect("127.0.0.1:6379")
+    assert started == [True]
+    refusals.extend([ActorAlreadyExistsError("the name is taken")] * 2)
+    with pytest.raises(ActorAlreadyExistsError):
+        ServeApplications(STORE, replica_sockets=False).connect("127.0.0.1:6379")

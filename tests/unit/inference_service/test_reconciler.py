@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from inference_service.batcher import Batcher
 from inference_service.cluster import Cluster
 from inference_service.domain.deployment import Deployment, State
 from inference_service.domain.scaling import Autoscaling, Scale
@@ -22,6 +23,7 @@ from inference_service.registry import Deployments
 from inference_service.replica import Loaded, ReplicaSpec
 from inference_service.roll_out_manager import RollOutManager
 from inference_service.settings import InferenceSettings
+from inference_service.sibling_reports import SiblingReports
 from inference_service.siblings import Siblings, Told
 from shared.errors import DataLoss, MillraceError, ResourceExhausted, Unavailable
 from shared.settings import ServiceSettings, StoreSettings
@@ -40,9 +42,13 @@ class Running:
         self.replicas = 3
         self.deployed: dict[str, Scale] = {}
         self.deleted: list[str] = []
+        self.forgotten: list[str] = []
+        self.is_well = True
+        self.trouble: Exception | None = None
 
     def statuses(self) -> dict[str, Application]:
-        return dict.fromkeys(self._names, Application(running=True, failed=False, message="", replicas=self.replicas))
+        seen = Application(running=self.is_well, failed=False, message="", replicas=self.replicas)
+        return dict.fromkeys(self._names, seen)
 
     def deploy(self, name: str, _spec: ReplicaSpec, scale: Scale) -> None:
         self.deployed[name] = scale
@@ -51,11 +57,16 @@ class Running:
         self.deleted.append(name)
         self._names = tuple(one for one in self._names if one != name)
 
+    def forget(self, name: str) -> None:
+        self.forgotten.append(name)
+
     def nodes(self) -> dict[str, dict[str, float]]:
         return {"a": {"CPU": 8.0}}
 
     def describe(self, _name: str, replicas: int) -> tuple[Classifier, Loaded]:
         self.wanted.append(replicas)
+        if self.trouble is not None:
+            raise self.trouble
         return Classifier(), Loaded(IMAGES, "", {})
 
 
@@ -217,7 +228,85 @@ def test_a_version_gets_traffic_once_all_fronts_reach_it_and_goes_once_none_does
         tell(second)
         await until(lambda: its.deleted == [name], "the first takes it away")
         await until(lambda: not deployments.exists(made.name), "its log ends")
-        assert (others.deleted, others.deployed) == ([], {})
+        assert (others.deleted, others.deployed, others.forgotten) == ([], {}, [name])
+
+    asyncio.run(scenario())
+
+
+def test_a_version_that_was_loaded_is_answered_by_the_replicas_that_are_left(
+    deployments: Deployments, manager: DeploymentManager
+) -> None:
+    made = manager.create(creation())
+
+    async def scenario() -> None:
+        reconciler, models, running = reconciling(deployments, made)
+        running.is_well = False
+        await reconciler.reconcile()
+        assert reconciler.holds() == []  # before it is loaded, all of its replicas must be well
+        running.is_well = True
+        await reconciler.reconcile()
+        # The service is started again while there is no room for a replica that died.
+        again, models, running = reconciling(deployments, made)
+        running.is_well, running.replicas = False, 0
+        await again.reconcile()
+        assert again.holds() == []
+        running.replicas = 1
+        await again.reconcile()
+        assert models.is_ready("digits", "")
+
+    asyncio.run(scenario())
+
+
+def test_a_front_whose_replicas_could_not_be_asked_opens_no_port_that_another_answers_on(
+    deployments: Deployments, manager: DeploymentManager, tmp_path: Path
+) -> None:
+    made = manager.create(creation())
+    name = application_name(made, made.versions[0])
+
+    async def scenario() -> None:
+        siblings = Siblings(tmp_path, 1)
+        there, *_ = reconciling(deployments, made, Siblings(tmp_path, 0))
+        await there.reconcile()
+        Siblings(tmp_path, 0).tell(Told(pid=os.getpid(), listens=True, ready=True, holds=there.holds()))
+        starting, models, running = reconciling(deployments, made, siblings)
+        ready = asyncio.Event()
+        reports = SiblingReports(siblings, starting, models, ready)
+        running.trouble = Unavailable("no replica is known yet", reason="MODEL_NOT_READY")
+        await starting.reconcile()
+        ready.set()
+        turn = asyncio.create_task(reports.turn_to_listen())
+        await asyncio.sleep(0.6)
+        assert running.wanted
+        assert not turn.done()
+        Siblings(tmp_path, 0).tell(Told(pid=os.getpid(), listens=True, ready=True, holds=there.holds()))
+        running.trouble = None
+        await starting.reconcile()
+        assert starting.holds() == [name]
+        await asyncio.wait_for(turn, 5)
+
+    asyncio.run(scenario())
+
+
+def test_a_drain_that_fails_leaves_nothing_that_others_wait_for(
+    deployments: Deployments, manager: DeploymentManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = manager.create(creation())
+
+    async def fails(*_: Any) -> None:
+        raise OSError("broken")
+
+    async def scenario() -> None:
+        reconciler, _, running = reconciling(deployments, made)
+        await reconciler.reconcile()
+        assert reconciler.holds() == [application_name(made, made.versions[0])]
+        monkeypatch.setattr(Batcher, "drain", fails)
+        manager.delete(made.name, "")
+        await reconciler.reconcile()
+        await until(lambda: reconciler.holds() == [], "it holds nothing")
+        await until(lambda: not reconciler._removing, "it has given up for now")
+        assert running.deleted == []
+        await reconciler.reconcile()
+        await until(lambda: not deployments.exists(made.name), "its log ends")
 
     asyncio.run(scenario())
 

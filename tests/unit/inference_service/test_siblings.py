@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from inference_service import __main__ as service
 from inference_service.domain.recent import Counts, Recent
-from inference_service.fronts import run_fronts
+from inference_service.fronts import REFUSED, run_fronts
+from inference_service.models import Models
 from inference_service.settings import metrics_of, settings_from
-from inference_service.siblings import Siblings, Told
+from inference_service.sibling_reports import SiblingReports
+from inference_service.siblings import SILENT_AFTER_S, Siblings, Told
 from shared.settings import SettingsError
+from tests.support.inference_server import until
 from tests.support.ports import free_ports
 from tests.unit.inference_service.test_ray_serve import ENVIRON
 
@@ -38,7 +45,7 @@ def test_one_front_alone_leads_listens_and_waits_for_nobody() -> None:
     alone = Siblings()
     alone.tell(told("a"))
     assert alone.leads
-    assert alone.may_listen(ready=False)
+    assert alone.may_listen(False, [])
     assert list(alone.counts("a")) == []
     asyncio.run(asyncio.wait_for(alone.let_go("a", 60.0), 5))
 
@@ -46,18 +53,122 @@ def test_one_front_alone_leads_listens_and_waits_for_nobody() -> None:
 def test_the_first_listens_at_once_only_while_nobody_answers_and_the_others_when_all_are_ready(tmp_path: Path) -> None:
     first, second = Siblings(tmp_path, 0), Siblings(tmp_path, 1)
     assert (first.leads, second.leads) == (True, False)
-    assert first.may_listen(ready=False)
-    assert not second.may_listen(ready=False)
+    assert first.may_listen(False, [])
+    assert not second.may_listen(False, [])
     first.tell(told(ready=False))
-    assert not second.may_listen(ready=True)
+    assert not second.may_listen(True, [])
     first.tell(told(ready=True))
-    assert second.may_listen(ready=True)
+    assert second.may_listen(True, [])
     # The first is started again, while the second answers.
     second.tell(told())
-    assert not first.may_listen(ready=False)
-    assert first.may_listen(ready=True)
+    assert not first.may_listen(False, [])
+    assert first.may_listen(True, [])
     second.tell(told(pid=ended()))
-    assert first.may_listen(ready=False)
+    assert first.may_listen(False, [])
+
+
+def silence(folder: Path, number: int, for_s: float) -> None:
+    long_ago = time.time() - for_s
+    os.utime(folder / f"{number}.json", (long_ago, long_ago))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_front_that_starts_listens_once_it_reaches_what_those_reach_that_have_the_port(
+    tmp_path: Path, number: int
+) -> None:
+    starting, there, third = Siblings(tmp_path, number), Siblings(tmp_path, 1 - number), Siblings(tmp_path, 2)
+    there.tell(told("a", "b"))
+    third.tell(told("c", listens=False))
+    assert not starting.may_listen(True, [])
+    assert not starting.may_listen(True, ["a", "c"])
+    assert not starting.may_listen(False, ["a", "b"])
+    assert starting.may_listen(True, ["c", "b", "a"])
+
+
+def test_a_front_that_has_long_been_silent_is_not_waited_for_to_listen(tmp_path: Path) -> None:
+    first, second = Siblings(tmp_path, 0), Siblings(tmp_path, 1)
+    second.tell(told("a", ready=False))
+    assert not first.may_listen(True, [])
+    silence(tmp_path, 1, SILENT_AFTER_S + 1)
+    assert first.may_listen(True, [])
+    # It may have the port all the same, and answer: who cannot yet should not take calls from it.
+    assert not first.may_listen(False, [])
+
+
+def test_what_a_silent_front_has_counted_weighs_no_more(tmp_path: Path) -> None:
+    first, second = Siblings(tmp_path, 0), Siblings(tmp_path, 1)
+    second.tell(told(counts={"a": Recent().counts(0.0, 1.0)}))
+    assert len(list(first.counts("a"))) == 1
+    silence(tmp_path, 1, SILENT_AFTER_S + 1)
+    assert list(first.counts("a")) == []
+
+
+def test_a_folder_that_cannot_be_written_ends_nothing_and_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "fronts"
+    folder.mkdir()
+    tried = 0
+
+    class Holding:
+        def holds(self) -> list[str]:
+            nonlocal tried
+            tried += 1
+            return []
+
+        def nudge(self) -> None: ...
+
+    async def scenario() -> None:
+        reconciler: Any = Holding()
+        reports = SiblingReports(Siblings(folder, 0), reconciler, Models(), asyncio.Event())
+        running = asyncio.create_task(reports.run())
+        await until((folder / "0.json").exists, "it tells")
+        shutil.rmtree(folder)
+        before = tried
+        await until(lambda: running.done() or tried > before + 3, "it tries again")
+        await reports.turn_to_listen()
+        assert not running.done()
+        assert caplog.text.count("do not hear of each other") == 1
+        folder.mkdir()
+        await until((folder / "0.json").exists, "it tells again")
+        running.cancel()
+
+    monkeypatch.setattr("inference_service.sibling_reports.LOOK_EVERY_S", 0.01)
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(scenario())
+
+
+def test_a_front_whose_turn_to_listen_fails_does_not_listen() -> None:
+    async def fails() -> None:
+        raise OSError("disk")
+
+    async def scenario() -> None:
+        with pytest.raises(OSError, match="disk"):
+            await service._first_of(fails(), asyncio.Event().wait())
+        assert await service._first_of(asyncio.sleep(0), asyncio.Event().wait())
+        assert not await service._first_of(asyncio.sleep(60), asyncio.sleep(0))
+
+    asyncio.run(scenario())
+
+
+DYING = """
+import asyncio, threading
+from inference_service import __main__ as service
+
+async def run(*_):
+    asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+    raise ExceptionGroup("tasks", [OSError("disk")])
+
+service.run = run
+service.main()
+"""
+
+
+def test_an_unexpected_error_ends_the_process_whatever_its_threads_wait_for(tmp_path: Path) -> None:
+    environ = {**os.environ, **ENVIRON, "MILLRACE_STORE": tmp_path.as_uri()}
+    ended = subprocess.run([sys.executable, "-c", DYING], env=environ, capture_output=True, text=True, timeout=50)
+    assert ended.returncode == 1
+    assert "disk" in ended.stdout + ended.stderr
 
 
 def test_an_application_goes_once_no_front_that_lives_sends_there(tmp_path: Path) -> None:
@@ -78,8 +189,7 @@ def test_an_application_goes_once_no_front_that_lives_sends_there(tmp_path: Path
 def test_a_front_that_has_hung_for_long_is_not_waited_for(tmp_path: Path) -> None:
     first, second = Siblings(tmp_path, 0), Siblings(tmp_path, 1)
     second.tell(told("a"))
-    long_ago = time.time() - 61
-    os.utime(tmp_path / "1.json", (long_ago, long_ago))
+    silence(tmp_path, 1, 61)
     asyncio.run(asyncio.wait_for(first.let_go("a", 60.0), 5))
 
 
@@ -122,3 +232,55 @@ def test_a_port_that_another_service_has_is_refused() -> None:
         taken.listen()
         with pytest.raises(SettingsError, match="Address already in use; use another port"):
             asyncio.run(run_fronts("nothing", f"127.0.0.1:{taken.getsockname()[1]}", 2))
+
+
+@pytest.mark.parametrize(
+    ("listen", "metrics", "message"),
+    [
+        ("127.0.0.1:0", "", r"MILLRACE_LISTEN='127.0.0.1:0': .* give one"),
+        ("127.0.0.1:{0}", "127.0.0.1:0", r"MILLRACE_METRICS_LISTEN='127.0.0.1:0': .* give one"),
+        ("127.0.0.1:{0}", "127.0.0.1:{0}", r"MILLRACE_METRICS_LISTEN: .*{0}: Address already in use; use another port"),
+        ("0.0.0.0:{1}", "127.0.0.1:{0}", r"MILLRACE_METRICS_LISTEN: .*{1}: Address already in use; use another port"),
+    ],
+)
+def test_ports_that_fronts_cannot_have_are_refused_before_any_is_started(
+    listen: str, metrics: str, message: str
+) -> None:
+    port = two_free_ports()
+    listen, metrics, message = (text.format(port, port + 1) for text in (listen, metrics, message))
+    with pytest.raises(SettingsError, match=message):
+        asyncio.run(run_fronts("nothing", listen, 2, metrics))
+
+
+def test_a_metrics_port_that_is_taken_is_refused_whichever_front_is_to_have_it() -> None:
+    port = two_free_ports()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port + 1))
+        taken.listen()
+        with pytest.raises(SettingsError, match=f"{port + 1}: Address already in use"):
+            asyncio.run(run_fronts("nothing", f"127.0.0.1:{free_ports(1)[0]}", 2, f"127.0.0.1:{port}"))
+
+
+def test_what_a_front_refuses_as_it_is_first_started_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"STARTS": str(tmp_path), "ENDING": str(REFUSED), "ENDS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    listen = f"127.0.0.1:{free_ports(1)[0]}"
+    running = asyncio.wait_for(run_fronts("tests.support.ending_child", listen, 2), 30)
+    assert asyncio.run(running) == REFUSED
+    assert (tmp_path / "1-0").exists()
+    assert not (tmp_path / "1-1").exists()
+    for path in tmp_path.glob("0-*"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text()), 0)
+
+
+def two_free_ports() -> int:
+    """The lower of two neighbours."""
+    while True:
+        (port,) = free_ports(1)
+        with socket.socket() as above:
+            try:
+                above.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+        return port

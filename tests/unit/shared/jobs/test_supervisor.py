@@ -36,3 +36,23 @@ def test_a_nudge_reaches_the_child_and_one_without_a_child_is_missed(
 
     nudge()
     assert not (tmp_path / "nudge-3").exists()
+
+
+def test_only_the_first_child_can_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STARTS", str(tmp_path))
+    monkeypatch.setattr("shared.jobs.supervisor.FIRST_DELAY_S", 0.01)
+
+    async def supervised(ending: str, number: str) -> bool:
+        monkeypatch.setenv("ENDING", ending)
+        stop = asyncio.Event()
+        running = asyncio.create_task(
+            supervise("tests.support.ending_child", stop, arguments=(number,), refusal=2, stop_within_s=5)
+        )
+        if ending != "2":
+            await appeared(tmp_path / f"{number}-3")
+            stop.set()
+        return await asyncio.wait_for(running, 20)
+
+    assert asyncio.run(supervised("2", "0"))
+    assert not asyncio.run(supervised("1,2,2", "1"))
+    assert not (tmp_path / "0-1").exists()
