@@ -300,12 +300,14 @@ class Reconciler:
                 return
             # Before its log ends, or nobody would come back to do it.
             await asyncio.to_thread(self._deployments.release, deployment, deployment.versions)
-            await asyncio.to_thread(
+            gone = await asyncio.to_thread(
                 self._deployments.transition,
                 deployment.name,
                 deployment.uid,
                 lambda before: with_removal(before, time.time()),
             )
+            if gone is not None:
+                self._models.put(gone)
             logger.info("%s is gone", deployment.name)
             self.nudge()
         except Exception as error:

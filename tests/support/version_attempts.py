@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from shared.jobs import JobRecord, Jobs
@@ -18,8 +20,22 @@ from tests.support.waiting import wait_until
 WITHIN_S = 120.0
 
 
+@dataclass(frozen=True)
+class Reconciler:
+    process: subprocess.Popen[bytes]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """It looks at nothing meanwhile: of an attempt in the test's own process it would miss the actor."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+
 @contextmanager
-def running_reconciler(settings: StoreSettings, head: RayHead, log: Path) -> Iterator[None]:
+def running_reconciler(settings: StoreSettings, head: RayHead, log: Path) -> Iterator[Reconciler]:
     """The data service's own, which starts the attempts."""
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -30,7 +46,7 @@ def running_reconciler(settings: StoreSettings, head: RayHead, log: Path) -> Ite
             stderr=output,
         )
     try:
-        yield
+        yield Reconciler(process)
     finally:
         process.kill()
         process.communicate()

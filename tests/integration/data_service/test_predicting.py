@@ -22,7 +22,15 @@ from shared.storage import ObjectStore, open_store
 from tests.support.predicting import PREPARING, TABLE_SCHEMA, TRAINING, create_prediction, marks, predict_here, write
 from tests.support.ray_head import RayHead
 from tests.support.transforming import commit_tables
-from tests.support.version_attempts import WITHIN_S, await_worker, over, pid_of, running_reconciler, title_of
+from tests.support.version_attempts import (
+    WITHIN_S,
+    Reconciler,
+    await_worker,
+    over,
+    pid_of,
+    running_reconciler,
+    title_of,
+)
 from tests.support.waiting import wait_until
 
 ROWS, TEST_ROWS = 9000, 1000
@@ -77,9 +85,11 @@ def jobs(store: ObjectStore) -> Jobs:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def reconciler(settings: StoreSettings, data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with running_reconciler(settings, data_ray, tmp_path_factory.mktemp("reconciler") / "log"):
-        yield
+def reconciler(
+    settings: StoreSettings, data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Reconciler]:
+    with running_reconciler(settings, data_ray, tmp_path_factory.mktemp("reconciler") / "log") as running:
+        yield running
 
 
 def digest(store: ObjectStore, job: JobRecord) -> str:
@@ -88,11 +98,13 @@ def digest(store: ObjectStore, job: JobRecord) -> str:
 
 
 def test_a_cluster_makes_the_same_bytes_as_one_process_and_loads_the_model_once_a_worker(
-    store: ObjectStore, jobs: Jobs, signs: Path
+    store: ObjectStore, jobs: Jobs, reconciler: Reconciler, signs: Path
 ) -> None:
     (signs / "go").touch()
     done = over(jobs, create_prediction(store, WAITING, workers=TWO))
-    assert digest(store, done) == digest(store, predict_here(store, checkpoint=WAITING, workers=TWO))
+    with reconciler.aside():
+        alone = predict_here(store, checkpoint=WAITING, workers=TWO)
+    assert digest(store, done) == digest(store, alone)
     assert len(load_version(store, done.name).manifest.files) > 4, "several parts"
     workers = {pid_of(sign) for sign in signs.glob("working-*")} - {os.getpid()}
     assert 1 <= len(workers) <= 2
@@ -106,13 +118,18 @@ def test_a_cluster_makes_the_same_bytes_as_one_process_and_loads_the_model_once_
 
 
 @pytest.mark.usefixtures("signs")
-def test_what_is_left_out_is_counted_before_anything_is_written(store: ObjectStore, jobs: Jobs) -> None:
+def test_what_is_left_out_is_counted_before_anything_is_written(
+    store: ObjectStore, jobs: Jobs, reconciler: Reconciler
+) -> None:
     spec: dict[str, Any] = {"bad_rows": BadRows(action="quarantine"), "workers": TWO, "columns": ["id"]}
-    assert digest(store, over(jobs, create_prediction(store, **spec))) == digest(store, predict_here(store, **spec))
+    done = over(jobs, create_prediction(store, **spec))
+    with reconciler.aside():
+        alone = predict_here(store, **spec)
+    assert digest(store, done) == digest(store, alone)
 
 
 def test_a_worker_killed_in_the_middle_of_its_part_costs_nothing_but_time(
-    store: ObjectStore, jobs: Jobs, signs: Path
+    store: ObjectStore, jobs: Jobs, reconciler: Reconciler, signs: Path
 ) -> None:
     name = create_prediction(store, WAITING, workers=TWO)
     await_worker(jobs, name, signs)
@@ -123,11 +140,13 @@ def test_a_worker_killed_in_the_middle_of_its_part_costs_nothing_but_time(
     (signs / "go").touch()
     done = over(jobs, name)
     assert (done.attempt, done.failures) == (1, 0), done.error
-    assert digest(store, done) == digest(store, predict_here(store, checkpoint=WAITING, workers=TWO))
+    with reconciler.aside():
+        alone = predict_here(store, checkpoint=WAITING, workers=TWO)
+    assert digest(store, done) == digest(store, alone)
 
 
 def test_an_attempt_killed_in_the_middle_is_followed_by_one_that_makes_the_same(
-    store: ObjectStore, jobs: Jobs, signs: Path, data_ray: RayHead
+    store: ObjectStore, jobs: Jobs, reconciler: Reconciler, signs: Path, data_ray: RayHead
 ) -> None:
     name = create_prediction(store, WAITING, workers=TWO)
     await_worker(jobs, name, signs)
@@ -139,7 +158,9 @@ def test_an_attempt_killed_in_the_middle_is_followed_by_one_that_makes_the_same(
     (signs / "go").touch()
     done = over(jobs, name)
     assert (done.attempt, done.failures) == (2, 1), done.error
-    assert digest(store, done) == digest(store, predict_here(store, checkpoint=WAITING, workers=TWO))
+    with reconciler.aside():
+        alone = predict_here(store, checkpoint=WAITING, workers=TWO)
+    assert digest(store, done) == digest(store, alone)
     assert [attempt[:6] for attempt in store.folders(f"{name}/data")] == ["a00002"]
 
 

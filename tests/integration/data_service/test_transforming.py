@@ -20,7 +20,7 @@ from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.ray_head import RayHead
 from tests.support.transforming import commit_tables, create_transform, transform_here
-from tests.support.version_attempts import WITHIN_S, await_worker, over, running_reconciler, title_of
+from tests.support.version_attempts import WITHIN_S, Reconciler, await_worker, over, running_reconciler, title_of
 from tests.support.waiting import wait_until
 
 ROWS = 60_000
@@ -55,16 +55,18 @@ def jobs(store: ObjectStore) -> Jobs:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def reconciler(settings: StoreSettings, data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with running_reconciler(settings, data_ray, tmp_path_factory.mktemp("reconciler") / "log"):
-        yield
+def reconciler(
+    settings: StoreSettings, data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Reconciler]:
+    with running_reconciler(settings, data_ray, tmp_path_factory.mktemp("reconciler") / "log") as running:
+        yield running
 
 
 def custom(function: str, *columns: str, **fields: Any) -> dict[str, Any]:
     return {"custom": {"function": f"{CUSTOM}:{function}", "columns": list(columns), **fields}}
 
 
-def test_a_cluster_makes_the_same_bytes_as_one_process(store: ObjectStore, jobs: Jobs) -> None:
+def test_a_cluster_makes_the_same_bytes_as_one_process(store: ObjectStore, jobs: Jobs, reconciler: Reconciler) -> None:
     steps: list[dict[str, Any]] = [
         {"filter": {"expression": "n % 10 != 3"}},
         {"column": "x", "standardize": {}},
@@ -80,7 +82,8 @@ def test_a_cluster_makes_the_same_bytes_as_one_process(store: ObjectStore, jobs:
     }
     done = over(jobs, create_transform(store, steps, **spec))
     assert done.state is JobState.SUCCEEDED, done.error
-    here = transform_here(store, steps, **spec)
+    with reconciler.aside():
+        here = transform_here(store, steps, **spec)
     assert load_version(store, done.name).manifest_sha256 == load_version(store, here.name).manifest_sha256
     progress = jobs.progress(done.name)
     assert (progress["phase"], progress["rows_done"], progress["rows_total"]) == ("WRITING", ROWS, ROWS)
@@ -88,7 +91,7 @@ def test_a_cluster_makes_the_same_bytes_as_one_process(store: ObjectStore, jobs:
 
 
 def test_a_worker_killed_in_the_middle_of_its_part_costs_nothing_but_time(
-    store: ObjectStore, jobs: Jobs, signs: Path
+    store: ObjectStore, jobs: Jobs, reconciler: Reconciler, signs: Path
 ) -> None:
     steps = [custom("waits_for_go", "folder"), {"column": "x", "minMaxScale": {}}]
     name = create_transform(store, steps)
@@ -103,14 +106,15 @@ def test_a_worker_killed_in_the_middle_of_its_part_costs_nothing_but_time(
     (signs / "go").touch()
     done = over(jobs, name)
     assert (done.state, done.attempt, done.failures) == (JobState.SUCCEEDED, 1, 0), done.error
-    undisturbed = transform_here(store, steps)
+    with reconciler.aside():
+        undisturbed = transform_here(store, steps)
     assert load_version(store, name).manifest_sha256 == load_version(store, undisturbed.name).manifest_sha256
     for path in signs.iterdir():
         path.unlink()
 
 
 def test_an_attempt_killed_in_the_middle_is_followed_by_one_that_makes_the_same(
-    store: ObjectStore, jobs: Jobs, signs: Path, data_ray: RayHead
+    store: ObjectStore, jobs: Jobs, reconciler: Reconciler, signs: Path, data_ray: RayHead
 ) -> None:
     steps = [custom("waits_for_go", "folder"), {"column": "x", "minMaxScale": {}}]
     name = create_transform(store, steps)
@@ -123,7 +127,8 @@ def test_an_attempt_killed_in_the_middle_is_followed_by_one_that_makes_the_same(
     (signs / "go").touch()
     done = over(jobs, name)
     assert (done.state, done.attempt, done.failures) == (JobState.SUCCEEDED, 2, 1), done.error
-    undisturbed = transform_here(store, steps)
+    with reconciler.aside():
+        undisturbed = transform_here(store, steps)
     assert load_version(store, name).manifest_sha256 == load_version(store, undisturbed.name).manifest_sha256
     assert [folder[:6] for folder in store.folders(f"{name}/data")] == ["a00002"]
     for path in signs.iterdir():
