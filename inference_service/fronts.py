@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from inference_service.settings import metrics_of
-from shared.jobs.supervisor import supervise
+from shared.jobs.supervisor import ChildRefused, supervise
 from shared.settings import SettingsError
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ REFUSED = 2
 
 async def run_fronts(module: str, listen: str, fronts: int, metrics_listen: str = "") -> int:
     """Runs `python -m module NUMBER FOLDER` for each number until SIGTERM or SIGINT. Returns the exit status: 0, or
-    `REFUSED` where one of them ends with that when it is first started, having said why.
+    `REFUSED` where one of them ends with that when it is first started.
 
     Raises `SettingsError` where one of the ports cannot be had: if another service has the one that they share, the
     kernel would share out the calls among both.
@@ -43,7 +43,9 @@ async def run_fronts(module: str, listen: str, fronts: int, metrics_listen: str 
     async def keep(front: int) -> None:
         nonlocal status
         arguments = (str(front), str(folder))
-        if await supervise(module, stop, arguments=arguments, stop_within_s=STOP_WITHIN_S, refusal=REFUSED):
+        try:
+            await supervise(module, stop, arguments=arguments, stop_within_s=STOP_WITHIN_S, refusal=REFUSED)
+        except ChildRefused:  # it has said why
             status = REFUSED
             stop.set()
 

@@ -18,6 +18,10 @@ WELL_AFTER_S = 30.0
 STOP_WITHIN_S = 5.0
 
 
+class ChildRefused(Exception):
+    """It ended with the status that says that it cannot be run as it is set up."""
+
+
 class Nudge:
     """Tells the supervised child that there is something to do, so that it need not wait for its next look. From any
     thread; a child that is not there misses it, and looks at everything when it comes."""
@@ -46,12 +50,12 @@ async def supervise(
     arguments: Sequence[str] = (),
     stop_within_s: float = STOP_WITHIN_S,
     refusal: int | None = None,
-) -> bool:
+) -> None:
     """Runs `python -m module` with `arguments` until `stop`, then has it killed after `stop_within_s`. The child reads
     its standard input: a byte is a `nudge`, and its end tells that we are gone.
 
-    Returns whether the first one ended with the status `refusal`: another would, too. One that ran and comes again may
-    find only for now what it refuses, and is tried again.
+    Raises `ChildRefused` where the first one ends with the status `refusal`: another would, too. One that ran and comes
+    again may find only for now what it refuses, and is tried again.
     """
     delay_s = FIRST_DELAY_S
     is_first = True
@@ -68,9 +72,9 @@ async def supervise(
             nudge.aim_at(None)
         if stop.is_set():
             await _end(child, stop_within_s)
-            return False
+            return
         if is_first and refusal is not None and child.returncode == refusal:
-            return True
+            raise ChildRefused(f"{module} ended with {refusal}")
         is_first = False
         if time.monotonic() - started > WELL_AFTER_S:
             delay_s = FIRST_DELAY_S
@@ -80,7 +84,6 @@ async def supervise(
                 await stop.wait()
         except TimeoutError:
             delay_s = min(delay_s * 2, LONGEST_DELAY_S)
-    return False
 
 
 async def _end(child: Process, within_s: float) -> None:

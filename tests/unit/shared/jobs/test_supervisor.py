@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.jobs.supervisor import Nudge, supervise
+from shared.jobs.supervisor import ChildRefused, Nudge, supervise
 from tests.support.waiting import wait_until
 
 
@@ -42,7 +42,7 @@ def test_only_the_first_child_can_refuse(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("STARTS", str(tmp_path))
     monkeypatch.setattr("shared.jobs.supervisor.FIRST_DELAY_S", 0.01)
 
-    async def supervised(ending: str, number: str) -> bool:
+    async def supervised(ending: str, number: str) -> None:
         monkeypatch.setenv("ENDING", ending)
         stop = asyncio.Event()
         running = asyncio.create_task(
@@ -51,8 +51,9 @@ def test_only_the_first_child_can_refuse(tmp_path: Path, monkeypatch: pytest.Mon
         if ending != "2":
             await appeared(tmp_path / f"{number}-3")
             stop.set()
-        return await asyncio.wait_for(running, 20)
+        await asyncio.wait_for(running, 20)
 
-    assert asyncio.run(supervised("2", "0"))
-    assert not asyncio.run(supervised("1,2,2", "1"))
+    with pytest.raises(ChildRefused):
+        asyncio.run(supervised("2", "0"))
+    asyncio.run(supervised("1,2,2", "1"))
     assert not (tmp_path / "0-1").exists()
