@@ -126,7 +126,8 @@ def test_a_job_that_the_cluster_can_never_hold_is_refused_by_its_field_and_leave
 
     assert (answer.code, answer.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "NEVER_FITS")
     assert list(answer.fields) == ["spec.placement.cpus_per_worker"]
-    assert stack.all_keys() == before
+    # Nothing new; what other tests left may go meanwhile.
+    assert set(stack.all_keys()) <= set(before)
     # What the reconciler saw, which counts where no operator has set a bound.
     (nodes,) = ClusterMemory(stack.store).clusters()
     assert [node["CPU"] for node in nodes] == [4.0]
