@@ -33,9 +33,9 @@ SWAP_IN_FLIGHT, SWAP_DEADLINE_S = 8, 5.0
 
 
 @dataclass(frozen=True)
-class Place:
-    """Our service on a Ray head of its own with two checkpoints in its store; clients, and the bare model, in processes
-    of their own."""
+class Serving:
+    """Our service on a Ray head of its own, with two checkpoints in its store, and clients in a process of their own.
+    `metrics` is host:port."""
 
     head: RayHead
     service: ServiceProcess
@@ -44,7 +44,6 @@ class Place:
     weights: Path
     folder: Path
     clients: ProcessPoolExecutor
-    model: ProcessPoolExecutor
 
     @property
     def address(self) -> str:
@@ -67,10 +66,6 @@ class Place:
             measured: Measured = load.result(within_s)
         return measured
 
-    def bare(self, method: str, *arguments: Any) -> Any:
-        """A method of `BareModel`."""
-        return self.model.submit(_bare, method, *arguments).result()
-
     def deploy(self, replicas: int = 1) -> None:
         """The checkpoint as the model of the load, in place of one that is there; returns when it answers."""
         name = f"deployments/{MODEL}"
@@ -84,8 +79,19 @@ class Place:
             operation.wait(timeout_s=LOADED_WITHIN_S)
 
 
+@dataclass(frozen=True)
+class Place(Serving):
+    """With the bare model in a process of its own."""
+
+    model: ProcessPoolExecutor
+
+    def bare(self, method: str, *arguments: Any) -> Any:
+        """A method of `BareModel`."""
+        return self.model.submit(_bare, method, *arguments).result()
+
+
 @contextmanager
-def our_place(folder: Path) -> Iterator[Place]:
+def serving(folder: Path) -> Iterator[Serving]:
     settings = StoreSettings(url=(folder / "store").as_uri())
     checkpoints, weights = write_checkpoints(settings)
     metrics = f"127.0.0.1:{free_ports(1)[0]}"
@@ -101,11 +107,20 @@ def our_place(folder: Path) -> Iterator[Place]:
         with (
             running_service("inference_service", environ, folder / "service.log") as service,
             ProcessPoolExecutor(1, mp_context=spawn) as clients,
-            ProcessPoolExecutor(1, mp_context=spawn, initializer=_make_bare) as model,
         ):
-            place = Place(head, service, metrics, checkpoints, weights, folder, clients, model)
-            place.deploy()
-            yield place
+            yield Serving(head, service, metrics, checkpoints, weights, folder, clients)
+
+
+@contextmanager
+def our_place(folder: Path) -> Iterator[Place]:
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        serving(folder) as ours,
+        ProcessPoolExecutor(1, mp_context=spawn, initializer=_make_bare) as model,
+    ):
+        place = Place(**vars(ours), model=model)
+        place.deploy()
+        yield place
 
 
 @contextmanager

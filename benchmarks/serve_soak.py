@@ -11,30 +11,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import signal
 import sys
 import tempfile
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from benchmarks.serve_load import MODEL
 from benchmarks.serve_memory import Held, ProcessMemory
-from benchmarks.serve_model import write_checkpoints
+from benchmarks.serve_place import serving
 from benchmarks.serve_soak_clients import EXPECTED, Counted, soak
 from benchmarks.serve_statistics import metric
-from millrace_client import connect
-from shared.settings import StoreSettings
-from tests.support.ports import free_ports
-from tests.support.ray_head import RayHead, ray_head
-from tests.support.service_process import ServiceProcess, running_service, store_environ
+from tests.support.ray_head import RayHead
+from tests.support.service_process import ServiceProcess
 from tests.support.waiting import wait_until
 
-REPLICAS, RAY_CPUS = 2, 3
+REPLICAS = 2
 REPLICA = "ray::ServeReplica"
 QUEUED = "millrace_inference_queued_rows"
-LOADED_WITHIN_S = 180.0
 EVERY_S = 1.0
 # What a process loads and caches in its first requests is no leak.
 WARM_UP_SHARE, MIN_WARM_UP_S = 0.2, 20.0
@@ -61,37 +56,20 @@ def main() -> None:
 
 
 def _soaked(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
-    settings = StoreSettings(url=(folder / "store").as_uri())
-    checkpoints, _ = write_checkpoints(settings)
-    metrics = f"127.0.0.1:{free_ports(1)[0]}"
-    spawn = multiprocessing.get_context("spawn")
-    with ray_head(num_cpus=RAY_CPUS) as head:
-        environ = {
-            **store_environ(settings),
-            "RAY_ADDRESS": head.address,
-            "MILLRACE_METRICS_LISTEN": metrics,
-            "MILLRACE_LOG_LEVEL": "WARNING",
-        }
-        with (
-            running_service("inference_service", environ, folder / "service.log") as service,
-            ProcessPoolExecutor(1, mp_context=spawn) as clients,
-        ):
-            with connect(inference=service.address) as client:
-                operation = client.deployments.create_deployment(
-                    MODEL, checkpoints[0], num_replicas=REPLICAS, threads_per_replica=1
-                )
-                operation.wait(timeout_s=LOADED_WITHIN_S)
-            files = ProcessMemory(service.pid).open_files()
-            load = clients.submit(soak, service.address, seconds, seed)
-            held = _watch(load, head, service)
-            counted: Counted = load.result()
-            wait_until(lambda: metric(metrics, QUEUED, MODEL) == 0, "an empty queue", SETTLED_WITHIN_S)
-            wait_until(
-                lambda: ProcessMemory(service.pid).open_files() <= files + MOST_MORE_FILES,
-                f"no more than {files} open files and sockets",
-                SETTLED_WITHIN_S,
-            )
-            return _report(seconds, counted, held, (files, ProcessMemory(service.pid).open_files()))
+    with serving(folder) as ours:
+        ours.deploy(REPLICAS)
+        service = ProcessMemory(ours.service.pid)
+        files = service.open_files()
+        load = ours.clients.submit(soak, ours.address, seconds, seed)
+        held = _watch(load, ours.head, ours.service)
+        counted: Counted = load.result()
+        wait_until(lambda: metric(ours.metrics, QUEUED, MODEL) == 0, "an empty queue", SETTLED_WITHIN_S)
+        wait_until(
+            lambda: service.open_files() <= files + MOST_MORE_FILES,
+            f"no more than {files} open files and sockets",
+            SETTLED_WITHIN_S,
+        )
+        return _report(seconds, counted, held, (files, service.open_files()))
 
 
 def _watch(load: Future[Counted], head: RayHead, service: ServiceProcess) -> dict[str, Held]:

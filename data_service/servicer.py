@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from google.longrunning import operations_pb2
@@ -36,6 +36,13 @@ Context = aio.ServicerContext[Any, Any]
 # Of all that stream a version's content; each holds about 40 MiB.
 MAX_READS = 32
 PIECE_BYTES = 1024 * 1024
+
+# Whatever asks for a new version.
+VersionRequest = (
+    data_service_pb2.ImportVersionRequest
+    | data_service_pb2.TransformVersionRequest
+    | data_service_pb2.PredictVersionRequest
+)
 
 
 class DataServicer(UploadServicerPart):
@@ -104,47 +111,31 @@ class DataServicer(UploadServicerPart):
     async def ImportVersion(
         self, request: data_service_pb2.ImportVersionRequest, context: Context
     ) -> operations_pb2.Operation:
-        job = await asyncio.to_thread(
-            self._version_jobs.start_import,
-            request.parent,
-            request.version_id,
-            import_spec_from(request),
-            request_id=request.request_id,
-            body_sha256=body_digest(request),
-            validate_only=request.validate_only,
-        )
-        return await self._operation(job, request.validate_only)
+        return await self._started(self._version_jobs.start_import, import_spec_from(request), request)
 
     async def TransformVersion(
         self, request: data_service_pb2.TransformVersionRequest, context: Context
     ) -> operations_pb2.Operation:
-        job = await asyncio.to_thread(
-            self._version_jobs.start_transform,
-            request.parent,
-            request.version_id,
-            transform_spec_from(request),
-            request_id=request.request_id,
-            body_sha256=body_digest(request),
-            validate_only=request.validate_only,
-        )
-        return await self._operation(job, request.validate_only)
+        return await self._started(self._version_jobs.start_transform, transform_spec_from(request), request)
 
     async def PredictVersion(
         self, request: data_service_pb2.PredictVersionRequest, context: Context
     ) -> operations_pb2.Operation:
+        return await self._started(self._version_jobs.start_predict, predict_spec_from(request), request)
+
+    async def _started(
+        self, start: Callable[..., JobRecord], spec: object, request: VersionRequest
+    ) -> operations_pb2.Operation:
         job = await asyncio.to_thread(
-            self._version_jobs.start_predict,
+            start,
             request.parent,
             request.version_id,
-            predict_spec_from(request),
+            spec,
             request_id=request.request_id,
             body_sha256=body_digest(request),
             validate_only=request.validate_only,
         )
-        return await self._operation(job, request.validate_only)
-
-    async def _operation(self, job: JobRecord, validate_only: bool) -> operations_pb2.Operation:
-        return checked_operation(job) if validate_only else await asyncio.to_thread(self._operations.of, job)
+        return checked_operation(job) if request.validate_only else await asyncio.to_thread(self._operations.of, job)
 
     async def GetVersion(
         self, request: data_service_pb2.GetVersionRequest, context: Context

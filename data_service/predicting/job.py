@@ -27,6 +27,7 @@ from data_service.transforming.layout import lay_out
 from data_service.transforming.outcome import Gathered
 from data_service.transforming.parallel import PartRunner, Pool, Results, run_on_ray
 from data_service.transforming.parts_task import Work
+from data_service.transforming.passes import Passes
 from data_service.transforming.plan import Part, plan_parts
 from data_service.transforming.progress import Progress
 from data_service.transforming.rows import RowSource
@@ -75,8 +76,7 @@ class _Predict:
         self._content = content
         self._folder = folder
         self._scratch = scratch
-        self._run_parts = run_parts
-        self._progress = Progress(context)
+        self._passes = Passes(context, folder, run_parts, Progress(context))
         self._reader = VersionReader(context.store, source)
         self._preparation = preparation(content, source.manifest, source.name)
         self._new = new_columns(spec, source.manifest, content)
@@ -161,13 +161,4 @@ class _Predict:
         )
 
     def _pass(self, phase: str, work: Work, parts: list[Part], pool: Pool | None) -> Results:
-        """To be closed, before anything else is done, by whoever leaves it early: tasks may still write."""
-        self._progress.begin(phase, sum(part.row_count for part in parts))
-        foreign = self._preparation.steps.has_custom
-        with closing(
-            self._run_parts(self._context, self._folder, work, parts, foreign_code=foreign, pool=pool)
-        ) as results:
-            for part, result in results:
-                self._progress.add(part.row_count)
-                yield part, result
-        self._progress.tell()
+        return self._passes.over(phase, work, parts, foreign_code=self._preparation.steps.has_custom, pool=pool)

@@ -26,6 +26,7 @@ from data_service.transforming.layout import lay_out
 from data_service.transforming.outcome import Outcome
 from data_service.transforming.parallel import PartRunner, Results, run_on_ray
 from data_service.transforming.parts_task import Work
+from data_service.transforming.passes import Passes
 from data_service.transforming.plan import Part, plan_parts
 from data_service.transforming.progress import Progress
 from data_service.transforming.rows import RowSource, batch_rows
@@ -82,8 +83,7 @@ class _Transform:
         self._source = source
         self._folder = folder
         self._scratch = scratch
-        self._run_parts = run_parts
-        self._progress = Progress(context)
+        self._passes = Passes(context, folder, run_parts, Progress(context))
         self._reader = VersionReader(context.store, source)
         self._divider = divider(spec.rule, source.manifest.row_count) if spec.rule else None
         whole = schema_of(pa.schema([field for field in self._reader.schema if field.name != ROW_ID]))
@@ -179,14 +179,7 @@ class _Transform:
         return RowSource(self._context.store.settings, self._source, self._divider, limit)
 
     def _pass(self, phase: str, work: Work, parts: list[Part]) -> Results:
-        """To be closed, before anything else is done, by whoever leaves it early: tasks may still write."""
-        self._progress.begin(phase, sum(part.row_count for part in parts))
-        foreign = self._pipeline.has_custom
-        with closing(self._run_parts(self._context, self._folder, work, parts, foreign_code=foreign)) as results:
-            for part, result in results:
-                self._progress.add(part.row_count)
-                yield part, result
-        self._progress.tell()
+        return self._passes.over(phase, work, parts, foreign_code=self._pipeline.has_custom)
 
 
 def _drawn(drawn: RatioDivider, part: Part) -> Counter[str]:

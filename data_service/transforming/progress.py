@@ -1,4 +1,4 @@
-"""How far a transform is, told at most twice a second."""
+"""How far a transform or a prediction is, told at most twice a second."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INTERVAL_S = 0.5
 
 
 class Progress:
-    """`phase`: FITTING or WRITING. Passes of one phase add up."""
+    """`phase`: FITTING or WRITING; of a prediction CHECKING or PREDICTING. Passes of one phase add up."""
 
     def __init__(self, context: AttemptContext) -> None:
         self._context = context

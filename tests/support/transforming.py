@@ -79,12 +79,15 @@ def run_here(
     parts: Sequence[Part],
     *,
     foreign_code: bool,  # noqa: ARG001
-    pool: Pool | None = None,  # noqa: ARG001
+    pool: Pool | None = None,
 ) -> Results:
-    """A `PartRunner` without Ray; parts come in an order that is not theirs, and everything travels by pickle."""
-    for part in reversed(parts):
+    """A `PartRunner` without Ray; parts come in an order that is not theirs, and everything travels by pickle. Of a
+    pool each process has the work once, for all the parts that it is given."""
+    stay = [pickle.loads(pickle.dumps(work)) for _ in range(pool.most or len(parts))] if pool else []
+    for number, part in enumerate(reversed(parts)):
         context.raise_if_stopped()
-        yield part, pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(work))(part)))
+        doing = stay[number % len(stay)] if stay else pickle.loads(pickle.dumps(work))
+        yield part, pickle.loads(pickle.dumps(doing(part)))
 
 
 def transform_here(store: ObjectStore, steps: Sequence[dict[str, Any]] = (), **spec: Any) -> JobRecord:

@@ -12,6 +12,8 @@ from google.longrunning import operations_pb2
 
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1.resources_pb2 import DatasetVersion
+from shared.dataset_version.version import IMPORT_KIND
+from shared.jobs import Jobs
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.storage.opening import ensure_bucket
@@ -20,6 +22,7 @@ from tests.support.idx import digits, write_idx
 from tests.support.ray_head import NONE_WARM, RayHead, ray_head
 from tests.support.s3_server import S3Server, name_under_test
 from tests.support.service_process import running_service, store_environ
+from tests.support.version_attempts import Reconciler, running_reconciler
 
 TRAIN_ROWS, TEST_ROWS = 1300, 300
 KINDS = ["file", pytest.param("s3", id=f"s3-{name_under_test()}")]
@@ -116,3 +119,24 @@ def client(stack: DataStack) -> DataClient:
 def dataset(stack: DataStack) -> str:
     """The name of a new, empty dataset."""
     return stack.new_dataset()
+
+
+# Of modules that have no service, but a reconciler on a `store` of their own.
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> StoreSettings:
+    return StoreSettings(url=(tmp_path_factory.mktemp("attempts") / "store").as_uri())
+
+
+@pytest.fixture(scope="module")
+def jobs(store: ObjectStore) -> Jobs:
+    return Jobs(store, IMPORT_KIND)
+
+
+@pytest.fixture(scope="module")
+def reconciler(
+    settings: StoreSettings, data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Reconciler]:
+    with running_reconciler(settings, data_ray, tmp_path_factory.mktemp("reconciler") / "log") as running:
+        yield running

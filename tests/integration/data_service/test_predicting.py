@@ -15,7 +15,6 @@ import pytest
 from data_service.domain.import_spec import BadRows
 from data_service.domain.predict_spec import Workers
 from shared.dataset_version import load_version
-from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
@@ -28,7 +27,6 @@ from tests.support.version_attempts import (
     await_worker,
     over,
     pid_of,
-    running_reconciler,
     title_of,
 )
 from tests.support.waiting import wait_until
@@ -38,10 +36,7 @@ SCHEMA = TABLE_SCHEMA.append(pa.field("folder", pa.string())).append(pa.field("n
 WAITING, CRASHING = "trainingJobs/waiting/checkpoints/c1", "trainingJobs/crashing/checkpoints/c1"
 TWO = Workers(most=2)
 
-
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> StoreSettings:
-    return StoreSettings(url=(tmp_path_factory.mktemp("predictions") / "store").as_uri())
+pytestmark = pytest.mark.usefixtures("reconciler")
 
 
 @pytest.fixture
@@ -77,19 +72,6 @@ def store(settings: StoreSettings, folder: Path) -> ObjectStore:
         steps = [{"custom": {"function": function, "columns": columns}}, *PREPARING, *TRAINING]
         write(store, name=name, ingested=SCHEMA, transforms=[{"steps": steps}])
     return store
-
-
-@pytest.fixture(scope="module")
-def jobs(store: ObjectStore) -> Jobs:
-    return Jobs(store, IMPORT_KIND)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def reconciler(
-    settings: StoreSettings, data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Reconciler]:
-    with running_reconciler(settings, data_ray, tmp_path_factory.mktemp("reconciler") / "log") as running:
-        yield running
 
 
 def digest(store: ObjectStore, job: JobRecord) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,18 @@ import pytest
 
 from data_service.domain.split_rules import HashSplit, Share
 from shared.dataset_version import load_version
-from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import Jobs, JobState
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.ray_head import RayHead
 from tests.support.transforming import commit_tables, create_transform, transform_here
-from tests.support.version_attempts import WITHIN_S, Reconciler, await_worker, over, running_reconciler, title_of
+from tests.support.version_attempts import WITHIN_S, Reconciler, await_worker, over, title_of
 from tests.support.waiting import wait_until
 
 ROWS = 60_000
 CUSTOM = "tests.support.transforming"
 
-
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> StoreSettings:
-    return StoreSettings(url=(tmp_path_factory.mktemp("transforms") / "store").as_uri())
+pytestmark = pytest.mark.usefixtures("reconciler")
 
 
 @pytest.fixture(scope="module")
@@ -47,19 +42,6 @@ def store(settings: StoreSettings, signs: Path) -> ObjectStore:
     table = pa.table({"n": n, "x": n / 7, "word": text, "folder": [str(signs)] * ROWS})
     commit_tables(store, {"train": table.slice(0, 50_000), "test": table.slice(50_000)})
     return store
-
-
-@pytest.fixture(scope="module")
-def jobs(store: ObjectStore) -> Jobs:
-    return Jobs(store, IMPORT_KIND)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def reconciler(
-    settings: StoreSettings, data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Reconciler]:
-    with running_reconciler(settings, data_ray, tmp_path_factory.mktemp("reconciler") / "log") as running:
-        yield running
 
 
 def custom(function: str, *columns: str, **fields: Any) -> dict[str, Any]:

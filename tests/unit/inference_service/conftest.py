@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from inference_service.cluster import Cluster
+from inference_service.domain.deployment import Deployment
 from inference_service.manager import DeploymentManager
 from inference_service.operations import DeploymentOperations
 from inference_service.registry import Deployments
+from inference_service.roll_out_manager import RollOutManager
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-
-JOB = "trainingJobs/j"
+from tests.unit.inference_service.wishes import JOB, creation, load
 
 
 @pytest.fixture
@@ -51,3 +52,14 @@ def operations(store: ObjectStore, deployments: Deployments) -> DeploymentOperat
 @pytest.fixture
 def manager(store: ObjectStore, deployments: Deployments, operations: DeploymentOperations) -> DeploymentManager:
     return DeploymentManager(store, deployments, operations, Cluster(None))
+
+
+@pytest.fixture
+def roll_outs(store: ObjectStore, deployments: Deployments, operations: DeploymentOperations) -> RollOutManager:
+    return RollOutManager(store, deployments, operations)
+
+
+@pytest.fixture
+def ready(manager: DeploymentManager, deployments: Deployments) -> Deployment:
+    """`deployments/digits`, of the job's best checkpoint, c1."""
+    return load(deployments, manager.create(creation()))

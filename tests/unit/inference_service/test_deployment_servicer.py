@@ -26,9 +26,8 @@ from millrace_client.deployments import autoscaling
 from shared.errors import DataLoss
 from shared.storage import ObjectStore
 from tests.support.grpc_kit import running, told
-from tests.unit.inference_service.conftest import JOB
-from tests.unit.inference_service.test_registry import creation, remove
-from tests.unit.inference_service.test_roll_outs import NAME, load
+from tests.unit.inference_service.test_registry import remove
+from tests.unit.inference_service.wishes import JOB, NAME, creation, load
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 

@@ -13,7 +13,7 @@ from inference_service.held_rows import held_rows
 from shared.errors import FailedPrecondition, InvalidArgument, NotFound
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
-from tests.unit.inference_service.test_roll_outs import DATASET, DIGITS
+from tests.unit.inference_service.wishes import DATASET, DIGITS
 
 
 @pytest.fixture

@@ -29,8 +29,7 @@ from shared.errors import DataLoss, MillraceError, ResourceExhausted, Unavailabl
 from shared.settings import ServiceSettings, StoreSettings
 from shared.storage import ObjectStore
 from tests.support.inference_server import IMAGES, Classifier, until
-from tests.unit.inference_service.test_registry import creation
-from tests.unit.inference_service.test_roll_outs import wish
+from tests.unit.inference_service.wishes import creation, wish
 
 
 class Running:

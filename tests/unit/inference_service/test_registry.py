@@ -13,10 +13,8 @@ import pytest
 
 from inference_service.cluster import Cluster
 from inference_service.domain.deployment import (
-    Creation,
     Deployment,
     State,
-    check_spec,
     with_failure,
     with_removal,
 )
@@ -30,22 +28,9 @@ from shared.dataset_version.users import live_users
 from shared.errors import AlreadyExists, DataLoss, NotFound
 from shared.storage import ObjectStore, open_store
 from tests.support.versions import commit_version, striped_digits
-from tests.unit.inference_service.conftest import JOB
+from tests.unit.inference_service.wishes import JOB, creation
 
 VERSION = "datasets/digits/versions/v1"
-
-
-def creation(deployment_id: str = "digits", **changes: Any) -> Creation:
-    spec = check_spec(
-        checkpoint=JOB,
-        num_replicas=0,
-        threads_per_replica=0,
-        max_batch_size=0,
-        max_batch_delay_s=None,
-        max_queued_rows=0,
-    )
-    wanted = Creation(deployment_id=deployment_id, spec=spec, request_id="", digest="d", validate_only=False)
-    return replace(wanted, **changes)
 
 
 def loaded(manager: DeploymentManager) -> Deployment:

@@ -1,0 +1,84 @@
+"""What drives a roll-out, over models that tests say of what they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from inference_service.batcher import Batcher
+from inference_service.domain.batch_times import BatchTimes
+from inference_service.domain.batching import Limits
+from inference_service.domain.deployment import Deployment
+from inference_service.domain.roll_out import (
+    RollOutState,
+)
+from inference_service.domain.statistics import Statistics
+from inference_service.models import Models, application_name
+from inference_service.registry import Deployments
+from inference_service.roll_outs import RollOuts
+from inference_service.settings import InferenceSettings
+from inference_service.siblings import Siblings
+from shared.settings import ServiceSettings, StoreSettings
+from shared.storage import ObjectStore
+from tests.support.inference_server import Classifier
+
+
+class Driven:
+    """A driver of roll-outs over models that answer; `look()` is one look of its."""
+
+    def __init__(self, store: ObjectStore, siblings: Siblings | None = None) -> None:
+        self.store = store
+        self.siblings = siblings or Siblings()
+        self.deployments = Deployments(store)
+        self.models = Models()
+        service = ServiceSettings(listen="", store=StoreSettings(url="file:///nowhere"))
+        self.settings = InferenceSettings(service=service, retired_for_s=0.0)
+        self.restart()
+
+    def restart(self) -> None:
+        """A new process: it has seen nothing, and reads the log."""
+        self.models = Models()
+        self.models.replace(self.deployments.all())
+        self._driver = RollOuts(
+            self.store, self.deployments, self.models, self.settings, self.models.put, self.siblings
+        )
+
+    @property
+    def now(self) -> Deployment:
+        (found,) = self.models.deployments()
+        return found
+
+    @property
+    def state(self) -> RollOutState:
+        assert self.now.roll_out is not None
+        return self.now.roll_out.state
+
+    def answer(self, number: str, model: Any = None) -> None:
+        """Replicas of this version are there."""
+        version = next(one for one in self.now.versions if one.number == number)
+        limits = Limits(max_rows=8, max_delay_s=0.0, max_queued_rows=100, max_in_flight=1)
+        name = application_name(self.now, version)
+        self.models.attach(name, Batcher(model or Classifier(), limits, BatchTimes(), Statistics()))
+
+    def seen(self, number: str, requests: int, *, total_s: float = 0.01, status: str = "") -> None:
+        """So many requests have just been answered, or have failed."""
+        version = next(one for one in self.now.versions if one.number == number)
+        recent = self.models.statistics(self.now, version).recent
+        for _ in range(requests):
+            if status:
+                recent.failed(time.time(), status, total_s)
+            else:
+                recent.answered(time.time(), total_s)
+
+    async def look(self) -> None:
+        await self._driver.look(self.now)
+
+
+def driving(driven: Driven, scenario: Callable[[Driven], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(30):
+            await scenario(driven)
+
+    asyncio.run(main())

@@ -1,0 +1,59 @@
+"""What a front tells the replicas of versions that scale."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from inference_service import load_reports
+from inference_service.batcher import Batcher
+from inference_service.domain.batch_times import BatchTimes
+from inference_service.domain.batching import Limits
+from inference_service.domain.load import Load
+from inference_service.domain.scaling import Autoscaling
+from inference_service.domain.statistics import Statistics
+from inference_service.load_reports import LoadReports
+from inference_service.manager import DeploymentManager
+from inference_service.models import Models, application_name
+from tests.support.inference_server import Classifier, until
+from tests.unit.inference_service.wishes import creation
+
+
+def test_replicas_that_do_not_answer_delay_no_others_report(
+    manager: DeploymentManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_reports, "REPORT_EVERY_S", 0.01)
+    spec = replace(creation().spec, autoscaling=Autoscaling(min_replicas=1, max_replicas=2, rows_per_replica=8))
+    made = [manager.create(creation(name, spec=spec)) for name in ("silent", "well")]
+    silent, well = (application_name(one, one.versions[0]) for one in made)
+    told: list[str] = []
+    answered = threading.Event()
+
+    class Applications:
+        def tell_load(self, name: str, _: str, __: Load) -> None:
+            told.append(name)
+            if name == silent:
+                answered.wait()
+
+    async def scenario() -> None:
+        models = Models()
+        models.replace(made)
+        for name in (silent, well):
+            limits = Limits(max_rows=8, max_delay_s=0.0, max_queued_rows=100, max_in_flight=1)
+            models.attach(name, Batcher(Classifier(), limits, BatchTimes(), Statistics()))
+        applications: Any = Applications()
+        running = asyncio.create_task(LoadReports(applications, models).run())
+        await until(lambda: told.count(well) > 5, "the one that is well is told again and again")
+        assert told.count(silent) == 1
+        running.cancel()  # which waits for nobody
+        await asyncio.wait([running], timeout=5.0)
+        assert running.cancelled()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        answered.set()
