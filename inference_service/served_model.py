@@ -15,6 +15,7 @@ from inference_service.domain.batch_times import buckets
 from inference_service.domain.datatypes import DATATYPES
 from inference_service.domain.rows import PREPARED, RAW, Outputs, Rows
 from inference_service.domain.signature import FREE, Signature, TensorSpec
+from inference_service.layouts import Layouts
 from inference_service.preprocessing import Preprocessing
 from shared.checkpoint import CheckpointContent
 from shared.errors import InvalidArgument
@@ -42,8 +43,9 @@ class ServedModel:
             self.preprocessing = Preprocessing(content, custom_allowed)
         except (InvalidArgument, ValueError) as error:
             raise does_not_load(content, error) from error
-        self._run = LoadedModel(content, weights, device)
-        self.module = self._run.module
+        run = LoadedModel(content, weights, device)
+        self.module = run.module
+        self._run = Layouts(run)
         self.signature = Signature(
             raw=self.preprocessing.raw,
             prepared=self.preprocessing.prepared,
@@ -60,7 +62,8 @@ class ServedModel:
         return Outputs(arrays, refused, prepared_s - started_s, time.perf_counter() - prepared_s)
 
     def warm_up(self, max_rows: int) -> dict[int, float]:
-        """Runs each batch size that is likely. Returns rows → seconds."""
+        """Runs each batch size that is likely, and decides on its layout in memory. Returns rows → seconds."""
+        self._run.choose(self.signature.prepared.shape[1:], buckets(max_rows))
         measured_s = {}
         for size in buckets(max_rows):
             rows = self._zeros(size)

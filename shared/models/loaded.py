@@ -5,6 +5,9 @@ It imports torch, which takes seconds: only processes that run models import it.
 
 from __future__ import annotations
 
+import copy
+from itertools import chain
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -33,6 +36,16 @@ class LoadedModel:
         self.module.to(device)
         self._device = device
         self._task = content.model.task
+        self._layout = torch.contiguous_format
+
+    def channels_last(self) -> LoadedModel:
+        """The same model for inputs (B, C, H, W), working on images whose channels lie side by side in memory. Its
+        answers differ from this one's by rounding: other kernels add in another order. Both share what is not moved."""
+        other = copy.copy(self)
+        other._layout = torch.channels_last
+        shared = {id(one): one for one in chain(self.module.parameters(), self.module.buffers()) if one.dim() != 4}
+        other.module = copy.deepcopy(self.module, shared).to(memory_format=torch.channels_last)
+        return other
 
     def __call__(self, prepared: NDArray[np.generic]) -> Outputs:
         """Of the model's input for B rows, float32 (B, *shape): logits (B, classes) float32, probabilities (B, classes)
@@ -40,7 +53,7 @@ class LoadedModel:
         # torch wants memory that it may write to; rows that came by wire lie in memory that it may not.
         inputs = torch.from_numpy(np.require(prepared, np.float32, ["C", "W"]))
         with torch.inference_mode():
-            given = self.module(inputs.to(self._device))
+            given = self.module(inputs.to(self._device, memory_format=self._layout))
             outputs = (given,) if self._task == REGRESSION else (given, given.softmax(dim=1), given.argmax(dim=1))
         return [output.cpu().numpy() for output in outputs]
 

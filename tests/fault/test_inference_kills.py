@@ -109,6 +109,11 @@ def wait_until_served(client: Client) -> Array:
     return eventually(served, 180, "the model answers again")
 
 
+def assert_same_answer(given: Array, expected: Array) -> None:
+    """Each replica lays images out as is faster where it runs, which shows in the last digits."""
+    np.testing.assert_allclose(given, expected, rtol=0, atol=1e-5)
+
+
 def ask(client: Client) -> str:
     """The version that answers."""
     return str(client.inference.ModelInfer(infer_request("digits", IMAGE), timeout=DEADLINE_S).model_version)
@@ -140,7 +145,7 @@ def test_a_killed_service_started_again_serves_the_same_replicas(
     replicas = head.processes("ray::ServeReplica")
     service.kill()
     service.start()
-    assert wait_until_served(client).tobytes() == expected.tobytes()
+    assert_same_answer(wait_until_served(client), expected)
     assert durable(client.get("deployments/digits")) == before
     assert set(head.processes("ray::ServeReplica")) == set(replicas)
 
@@ -175,7 +180,7 @@ def test_all_of_ray_killed_half_way_through_a_roll_out_ends_the_service_and_a_ne
         assert not client.is_healthy()
         with ray_head(num_cpus=4, port=int(head.address.rpartition(":")[2])):
             # Both are of the same weights, so either answers alike.
-            assert wait_until_served(client).tobytes() == expected.tobytes()
+            assert_same_answer(wait_until_served(client), expected)
             assert durable(client.get("deployments/digits")) == before
             eventually(lambda: {ask(client) for _ in range(20)} == {"1", "2"}, 120, "both versions answer again")
             assert durable(client.get("deployments/digits")) == before

@@ -101,7 +101,7 @@ def test_encoded_images_are_decoded_by_the_model_and_a_bad_one_harms_no_other(st
     pixels = IMAGES[:1, None].astype(np.float32) / np.float32(255)
     expected = model.forward(Rows(PREPARED, {"photo": pixels}))
     assert [*outputs.refused] == [0]
-    np.testing.assert_allclose(outputs.arrays[0][1], expected.arrays[0][0], rtol=1e-5)
+    np.testing.assert_allclose(outputs.arrays[0][1], expected.arrays[0][0], rtol=0, atol=1e-6)
 
 
 def test_rows_in_memory_that_may_not_be_written_are_served(store: ObjectStore, file_store: StoreSettings) -> None:
