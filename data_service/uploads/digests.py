@@ -1,4 +1,4 @@
-"""SHA-256 of uploads as their bytes arrive, so that a commit need not read them again."""
+"""SHA-256 of uploads: as their bytes arrive, so that a commit need not read them again, and as they are read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,30 @@ class RunningDigest:
 
     def copy(self) -> RunningDigest:
         return RunningDigest(self.end, self.sha256.copy())
+
+
+class PassingDigest:
+    """SHA-256 of bytes as they go by, in a thread beside the reading of the next."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._sha256 = hashlib.sha256()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload-hash")
+        self._last: Future[None] | None = None
+
+    def update(self, data: memoryview) -> None:
+        if self._last:
+            self._last.result()  # at most one block waits
+        self.end += len(data)
+        self._last = self._thread.submit(self._sha256.update, data)
+
+    def hexdigest(self) -> str:
+        if self._last:
+            self._last.result()
+        return self._sha256.hexdigest()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class KeptDigests:

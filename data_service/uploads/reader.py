@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO, cast
 
-import google_crc32c
-
-from data_service.uploads.chunks import BLOCK_BYTES, Block, read_block, stored_chain
+from data_service.uploads.blocks_ahead import BlocksAhead
+from data_service.uploads.chunks import BLOCK_BYTES, Block, stored_chain
+from data_service.uploads.digests import PassingDigest
 from data_service.uploads.pins import PinnedBlocks
 from data_service.uploads.record import UploadRecord, UploadState, get_upload, log_of
 from shared.errors import DataLoss, FailedPrecondition
@@ -21,9 +18,6 @@ from shared.storage import ObjectStore
 PATIENCE_S = 600.0
 FIRST_POLL_S = 0.02
 LONGEST_POLL_S = 0.5
-BLOCKS_AHEAD = 3
-# The blocks last read, for files whose readers go back and forth, as those of Parquet do.
-KEPT_BLOCKS = 6
 BUFFER_BYTES = 256 * 1024
 
 
@@ -84,10 +78,8 @@ class _UploadFile(io.RawIOBase):
         self._chain = stored_chain(store, upload.chunks_prefix)
         self._position = 0
         self._given_to = 0
-        self._fetching = ThreadPoolExecutor(BLOCKS_AHEAD, thread_name_prefix="upload-read")
-        self._blocks: OrderedDict[int, Future[tuple[bytes, int]]] = OrderedDict()
-        self._last_index = -1
-        self._digest = _Digest()
+        self._blocks = BlocksAhead(store)
+        self._digest = PassingDigest()
         self._verified = False
 
     def readable(self) -> bool:
@@ -150,9 +142,8 @@ class _UploadFile(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
-            self._fetching.shutdown(wait=False, cancel_futures=True)
+            self._blocks.close()
             self._digest.close()
-            self._blocks.clear()
         super().close()
 
     @property
@@ -215,19 +206,9 @@ class _UploadFile(io.RawIOBase):
         self._upload = newest
 
     def _block(self, index: int) -> bytes:
-        ahead = BLOCKS_AHEAD if index in (self._last_index, self._last_index + 1) else 0
-        self._last_index = index
-        blocks = self._chain.blocks
-        for one in range(index, min(index + ahead + 1, len(blocks))):
-            if one not in self._blocks:
-                self._blocks[one] = self._fetching.submit(_fetch, self._store, blocks[one])
-        self._blocks.move_to_end(index)
-        while len(self._blocks) > KEPT_BLOCKS:
-            oldest = next(iter(self._blocks))
-            self._blocks.pop(oldest).cancel()
-        data, crc32c = self._blocks[index].result()
+        data, crc32c = self._blocks.read(self._chain.blocks, index)
         # Here and not as it is fetched: what nobody asks for may change.
-        if not self._pins.holds(blocks[index], crc32c):
+        if not self._pins.holds(self._chain.blocks[index], crc32c):
             raise _changed(self._upload.name)
         return data
 
@@ -244,42 +225,13 @@ class _UploadFile(io.RawIOBase):
             return
         if self._digest.end > self._upload.size_bytes:  # hashed while the upload was open and there was more
             self._digest.close()
-            self._digest = _Digest()
+            self._digest = PassingDigest()
             self.verify()
             return
         if self._digest.hexdigest() != self._upload.sha256:
             raise _changed(self._upload.name)
         self._verified = True
         self._pins.set_proven()
-
-
-class _Digest:
-    """SHA-256 of bytes as they go by, in a thread beside the reading of the next."""
-
-    def __init__(self) -> None:
-        self.end = 0
-        self._sha256 = hashlib.sha256()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload-hash")
-        self._last: Future[None] | None = None
-
-    def update(self, data: memoryview) -> None:
-        if self._last:
-            self._last.result()  # at most one block waits
-        self.end += len(data)
-        self._last = self._thread.submit(self._sha256.update, data)
-
-    def hexdigest(self) -> str:
-        if self._last:
-            self._last.result()
-        return self._sha256.hexdigest()
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-def _fetch(store: ObjectStore, block: Block) -> tuple[bytes, int]:
-    data = read_block(store, block)
-    return data, google_crc32c.value(data)
 
 
 def _changed(name: str) -> DataLoss:
