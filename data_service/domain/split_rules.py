@@ -19,6 +19,7 @@ import pyarrow.types as kinds
 from numpy.typing import NDArray
 
 from data_service.domain.key_hashes import can_be_key, key_hashes
+from data_service.domain.random_order import hashes_of_rank, row_hashes
 from shared.errors import InvalidArgument, shown
 from shared.names import SPLIT, SPLIT_REMEDY
 
@@ -27,9 +28,6 @@ MAX_SPLITS = 256
 
 _NS = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
 _DAY_NS = 86_400 * _NS["s"]
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_CHUNK_ROWS = 1 << 18
-_RADIX_BITS = 16
 
 Problem = tuple[str, object, str]
 
@@ -175,7 +173,7 @@ def divider(rule: SplitRule, row_count: int) -> Divider:
     if not isinstance(rule, RatioSplit):
         return rule
     counts = share_counts(rule.shares, row_count)
-    bounds = _hashes_of_rank(rule.seed, row_count, list(itertools.accumulate(counts))[:-1])
+    bounds = hashes_of_rank(rule.seed, row_count, list(itertools.accumulate(counts))[:-1])
     return RatioDivider(rule.shares, rule.seed, bounds, counts)
 
 
@@ -219,41 +217,6 @@ def share_counts(shares: Sequence[Share], row_count: int) -> list[int]:
     return counts
 
 
-def row_hashes(seed: int, row_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """SplitMix64 (Steele, Lea and Flood 2014) of each row id, in a stream that the seed begins: a bijection of the row
-    ids, so no two tie. Overflow is meant."""
-    begin = _mix(np.array([seed], np.uint64) + _GOLDEN)
-    return _mix(begin + (row_ids.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-
-
-def _hashes_of_rank(seed: int, row_count: int, ranks: Sequence[int]) -> NDArray[np.uint64]:
-    """For each rank r the hash that exactly r rows' hashes are below, in memory that hardly grows with the rows: first
-    the hashes are counted by their upper bits, then only those around the ranks are sorted."""
-
-    def upper_bits() -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
-        for first in range(0, row_count, _CHUNK_ROWS):
-            hashes = row_hashes(seed, np.arange(first, min(first + _CHUNK_ROWS, row_count), dtype=np.int64))
-            yield hashes, (hashes >> np.uint64(64 - _RADIX_BITS)).astype(np.int64)
-
-    counts = np.zeros(1 << _RADIX_BITS, np.int64)
-    for _, buckets in upper_bits():
-        counts += np.bincount(buckets, minlength=len(counts))
-    upto = np.cumsum(counts)
-    wanted = [int(np.searchsorted(upto, rank, side="right")) for rank in ranks]
-    found: dict[int, list[NDArray[np.uint64]]] = {bucket: [] for bucket in wanted}
-    for hashes, buckets in upper_bits():
-        for bucket, pieces in found.items():
-            pieces.append(hashes[buckets == bucket])
-    bounds = []
-    for rank, bucket in zip(ranks, wanted, strict=True):
-        if bucket == len(counts):  # no row is left for the later shares
-            bounds.append(np.iinfo(np.uint64).max)
-            continue
-        rows_before = int(upto[bucket] - counts[bucket])
-        bounds.append(int(np.sort(np.concatenate(found[bucket]))[rank - rows_before]))
-    return np.array(bounds, np.uint64)
-
-
 def _weights(shares: Sequence[Share]) -> list[Fraction]:
     """Exact: every double is a fraction."""
     return [Fraction(share.weight) for share in shares]
@@ -282,10 +245,3 @@ def _refused(field: str, column: str, row_id: int, value: object, remedy: str) -
         metadata={"field": field, "column": column, "row_id": str(row_id)},
         fields=[(field, why)],
     )
-
-
-def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: NDArray[np.uint64] = z ^ (z >> np.uint64(31))
-    return mixed

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_service.domain.random_order import row_hashes
 from data_service.domain.split_rules import (
     ColumnSplit,
     Divider,
@@ -20,7 +21,6 @@ from data_service.domain.split_rules import (
     TimeSplit,
     column_problems,
     divider,
-    row_hashes,
     share_counts,
     split_order,
 )
