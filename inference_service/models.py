@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from inference_service.batcher import Batcher
+from inference_service.domain.absences import LOST_AFTER_S, Absences
 from inference_service.domain.classification import check_classifiable
 from inference_service.domain.deployment import Deployment, ModelVersion, State
 from inference_service.domain.load import Load
@@ -57,12 +58,13 @@ class Models:
     `unchosen` counts the requests that no version was found for, `written` the logs that this process has written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lost_after_s: float = LOST_AFTER_S) -> None:
         self._deployments: dict[str, Deployment] | None = None
         self._puts: list[Deployment] = []
         self._batchers: dict[str, Batcher] = {}
         self._statistics: dict[str, Statistics] = {}
         self._replicas: Mapping[str, int] | None = None
+        self._absences = Absences(lost_after_s)
         self._changed = asyncio.Event()
         self._shadowing = Shadowing()
         self.unchosen = Statistics()
@@ -220,10 +222,13 @@ class Models:
         self._tell()
 
     def scaled(self, replicas: Mapping[str, int]) -> None:
-        """Takes over how many replicas run now, by application; batchers fill those that there are."""
+        """Takes over how many replicas run now, by application; batchers fill those that there are. One that has none
+        keeps its batcher: what comes, where no other version answers, waits in there for a replica that comes back."""
         self._replicas = replicas
         for name, batcher in self._batchers.items():
             batcher.scale(replicas.get(name, 0))
+        self._absences.read(self._batchers, replicas, time.monotonic())
+        self._tell()
 
     def replicas(self, deployment: Deployment, version: ModelVersion) -> int | None:
         """That run now; None before anybody told."""
@@ -297,8 +302,9 @@ class Models:
         return all(self.answers(deployment, version) for version in deployment.versions if version.weight)
 
     def answers(self, deployment: Deployment, version: ModelVersion) -> bool:
-        """Whether a request that names this version is answered now."""
-        return deployment.state is State.READY and application_name(deployment, version) in self._batchers
+        """Whether a request that names this version is answered now; for a moment, it may have no replica."""
+        name = application_name(deployment, version)
+        return deployment.state is State.READY and name in self._batchers and name not in self._absences.lost
 
     def _batcher(self, deployment: Deployment, version: ModelVersion) -> Batcher:
         batcher = self._batchers.get(application_name(deployment, version))

@@ -24,6 +24,7 @@ from inference_service.domain.rolling import (
     with_traffic_back,
     with_unlike,
 )
+from inference_service.domain.routing import find_version
 from inference_service.held_rows import held_rows
 from inference_service.models import Models, application_name
 from inference_service.registry import Deployments, Step
@@ -101,7 +102,7 @@ class RollOuts:
         elif not answers:
             if lasts_s >= within_s:
                 await self._back(deployment, roll_out, _late(deployment, roll_out, "without replicas", within_s))
-        elif lasts_s >= roll_out.present.interval_s:
+        elif lasts_s >= roll_out.present.interval_s and self._has_replicas(deployment, roll_out):
             await self._write(
                 deployment, lambda before: with_next_step(before, roll_out.uid, roll_out.step, time.time())
             )
@@ -175,9 +176,14 @@ class RollOuts:
         return Seen(0, 0, 0.0)
 
     def _answers(self, deployment: Deployment, roll_out: RollOut) -> bool:
-        """Whether the new version has its replicas."""
-        version = next((one for one in deployment.versions if one.number == roll_out.version), None)
+        """Whether the new version does, be it that it has had no replica for a moment."""
+        version = find_version(deployment, roll_out.version)
         return version is not None and self._models.answers(deployment, version)
+
+    def _has_replicas(self, deployment: Deployment, roll_out: RollOut) -> bool:
+        """Whether the new version has any at this moment: without, no step is taken, which may be the last one."""
+        version = find_version(deployment, roll_out.version)
+        return version is not None and self._models.replicas(deployment, version) != 0
 
     async def _back(self, deployment: Deployment, roll_out: RollOut, error: MillraceError) -> None:
         logger.error("%s is rolled back: %s", deployment.name, error.message)

@@ -1,10 +1,13 @@
-"""The inference service loses processes: itself, a replica under load, all of Ray. It serves the same again."""
+"""The inference service loses processes: itself, a replica or Serve's controller under load, all of Ray. It serves the
+same again."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -35,6 +38,8 @@ pytestmark = pytest.mark.timeout(600)  # a Ray head, two replicas, and all of it
 IMAGE = np.random.default_rng(4).integers(0, 256, (1, 28, 28), dtype=np.uint8)
 DEADLINE_S = 5.0
 CLIENTS = 8
+REPLICA = "ray::ServeReplica"
+CONTROLLER = "ray::ServeController"
 EXIT_RAY_LOST = 75
 
 
@@ -123,17 +128,27 @@ def is_shifting(client: Client) -> bool:
     return client.get("deployments/digits").roll_out.state == roll_out_pb2.RollOut.STATE_SHIFTING
 
 
+def running_replicas(head: RayHead) -> set[int]:
+    """The processes of those that Serve's controller itself calls RUNNING; none while it does not answer."""
+    try:
+        with urllib.request.urlopen(f"{head.dashboard}/api/serve/applications/", timeout=10) as answer:
+            applications = json.load(answer)["applications"].values()
+    except OSError:
+        return set()
+    deployments = [one for application in applications for one in application["deployments"].values()]
+    found = [replica for one in deployments for replica in one["replicas"]]
+    return {replica["pid"] for replica in found if replica["state"] == "RUNNING"}
+
+
 def test_a_replica_killed_under_load_costs_no_client_an_answer(head: RayHead, client: Client) -> None:
-    replicas = set(head.processes("ray::ServeReplica"))
+    replicas = set(head.processes(REPLICA))
     assert len(replicas) == 2
     with Load(lambda: ask(client), CLIENTS) as load:
         load.wait_for(50)
         victim = min(replicas)
         os.kill(victim, signal.SIGKILL)
         load.wait_for(50)
-        eventually(
-            lambda: len(set(head.processes("ray::ServeReplica")) - {victim}) == 2, 120, "a new replica is started"
-        )
+        eventually(lambda: len(set(head.processes(REPLICA)) - {victim}) == 2, 120, "a new replica is started")
         load.wait_for(50)
     assert load.errors == []
 
@@ -142,23 +157,49 @@ def test_a_killed_service_started_again_serves_the_same_replicas(
     head: RayHead, service: Process, client: Client
 ) -> None:
     before, expected = durable(client.get("deployments/digits")), wait_until_served(client)
-    replicas = head.processes("ray::ServeReplica")
+    replicas = head.processes(REPLICA)
     service.kill()
     service.start()
     assert_same_answer(wait_until_served(client), expected)
     assert durable(client.get("deployments/digits")) == before
-    assert set(head.processes("ray::ServeReplica")) == set(replicas)
+    assert set(head.processes(REPLICA)) == set(replicas)
 
 
 def test_a_service_told_to_stop_exits_cleanly_and_leaves_the_replicas_alone(
     head: RayHead, service: Process, client: Client
 ) -> None:
-    replicas = head.processes("ray::ServeReplica")
+    replicas = head.processes(REPLICA)
     assert service.stop() == 0
     assert "SIGTERM received" not in service.log.read_text()
-    assert set(head.processes("ray::ServeReplica")) == set(replicas)
+    assert set(head.processes(REPLICA)) == set(replicas)
     service.start()
     wait_until_served(client)
+
+
+def test_serves_controller_killed_under_load_costs_no_client_an_answer_and_knows_all_that_is_deployed_again(
+    head: RayHead, client: Client
+) -> None:
+    before, replicas = durable(client.get("deployments/digits")), set(head.processes(REPLICA))
+    assert len(replicas) == 2
+    (controller,) = head.processes(CONTROLLER)
+    with Load(lambda: ask(client), CLIENTS) as load:
+        load.wait_for(50)
+        os.kill(controller, signal.SIGKILL)
+        load.wait_for(50)
+        eventually(lambda: set(head.processes(CONTROLLER)) - {controller}, 120, "another controller is started")
+        eventually(lambda: running_replicas(head) == replicas, 120, "it has found the replicas")
+        load.wait_for(50)
+    assert load.errors == []
+    assert set(head.processes(REPLICA)) == replicas
+    assert durable(client.get("deployments/digits")) == before
+
+    spec = roll_out_pb2.RollOutSpec(checkpoint="trainingJobs/digits/checkpoints/c2", steps=[{"percent": 100}])
+    asked = pb.RollOutRequest(name="deployments/digits", spec=spec)
+    done = client.wait(client.deployments.RollOut(asked, timeout=10))
+    assert done.HasField("response"), done.error
+    assert {ask(client) for _ in range(10)} == {"2"}
+    eventually(lambda: len(head.processes(REPLICA)) == 2, 120, "the replicas of version 1 are gone")
+    assert not replicas & set(head.processes(REPLICA))
 
 
 @pytest.mark.chaos
@@ -170,7 +211,7 @@ def test_all_of_ray_killed_half_way_through_a_roll_out_ends_the_service_and_a_ne
     spec.steps.add(percent=50).interval.seconds = 3600
     spec.steps.add(percent=100)
     client.deployments.RollOut(pb.RollOutRequest(name="deployments/digits", spec=spec), timeout=10)
-    eventually(lambda: is_shifting(client), 120, "version 2 has half of the traffic")
+    eventually(lambda: is_shifting(client), 120, "the new version has half of the traffic")
     before = durable(client.get("deployments/digits"))
     head.kill()
     assert service.exit_status(within_s=90) == EXIT_RAY_LOST
@@ -182,7 +223,8 @@ def test_all_of_ray_killed_half_way_through_a_roll_out_ends_the_service_and_a_ne
             # Both are of the same weights, so either answers alike.
             assert_same_answer(wait_until_served(client), expected)
             assert durable(client.get("deployments/digits")) == before
-            eventually(lambda: {ask(client) for _ in range(20)} == {"1", "2"}, 120, "both versions answer again")
+            both = {version.number for version in before.versions}
+            eventually(lambda: {ask(client) for _ in range(20)} == both, 120, "both versions answer again")
             assert durable(client.get("deployments/digits")) == before
 
 

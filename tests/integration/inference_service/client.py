@@ -128,6 +128,11 @@ class Client:
 
         eventually(gone, 60, f"{name} is gone")
 
+    def ready_versions(self, model: str) -> list[str]:
+        """Those that requests which name them are answered by."""
+        index = self.inference.RepositoryIndex(oip.RepositoryIndexRequest(ready=True), timeout=10)
+        return [one.version for one in index.models if one.name == model]
+
     def infer(self, model: str, image: Array, timeout_s: float = 20) -> oip.ModelInferResponse:
         request = infer_request(model, image)
         answer: oip.ModelInferResponse = self.inference.ModelInfer(request, timeout=timeout_s)

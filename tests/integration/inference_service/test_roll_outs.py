@@ -2,137 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
-import torch
-from google.longrunning import operations_pb2
-from google.protobuf.duration_pb2 import Duration
-from safetensors.torch import save
 
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import roll_out_pb2
 from shared.checkpoint.format import WEIGHTS
 from shared.settings import StoreSettings
-from shared.storage import ObjectStore
-from tests.integration.inference_service.checkpoints import make_module, write
-from tests.integration.inference_service.client import Array, Client, eventually, infer_request, outputs
+from tests.integration.inference_service.checkpoints import write
+from tests.integration.inference_service.client import Array, eventually
 from tests.integration.inference_service.conftest import Stack, running_stack
+from tests.integration.inference_service.moving import (
+    JOB,
+    moving,
+    prepared_bias,
+    seconds,
+    versions_in_serve,
+    write_versions,
+)
 from tests.support.asking import Load
 from tests.support.ray_head import RayHead
 from tests.support.refusals import refusal_of, refused
 from tests.support.versions import commit_version, striped_digits
 
-JOB = "trainingJobs/moving"
-IMAGE = np.random.default_rng(4).integers(0, 256, (1, 28, 28), dtype=np.uint8)
 CLIENTS = 4
-DEADLINE_S = 20.0
 REPLICA = "ray::ServeReplica"
-
-
-def prepared_bias(shift: float) -> bytes:
-    """Weights whose logits are those of `make_module`, and `shift` more."""
-    state = dict(make_module().state_dict())
-    state["fc.bias"] = state["fc.bias"] + shift
-    return save(state)
-
-
-def write_versions(store: ObjectStore) -> dict[str, Array]:
-    """Three checkpoints of `JOB`, and the logits of `IMAGE` that each must give."""
-    logits: dict[str, Array] = {}
-    for number, shift in (("c1", 0.0), ("c2", 1.0), ("c3", 2.0)):
-        written = write(store, number, job=JOB, weights=prepared_bias(shift))
-        entered = written.content.serving()({"image": IMAGE})["image"]
-        with torch.inference_mode():
-            logits[number] = make_module()(torch.from_numpy(entered)).numpy() + np.float32(shift)
-    return logits
-
-
-@dataclass
-class Moving:
-    """A deployment `id`, and which checkpoint each of its versions must answer as."""
-
-    client: Client
-    id: str
-    logits: dict[str, Array]
-    checkpoints: dict[str, str]
-
-    @property
-    def name(self) -> str:
-        return f"deployments/{self.id}"
-
-    def ask(self) -> str:
-        """Asks once; the version that answered, which must have answered what it is."""
-        answer = self.client.inference.ModelInfer(infer_request(self.id, IMAGE), timeout=DEADLINE_S)
-        version = str(answer.model_version)
-        expected = self.logits[self.checkpoints[version]]
-        np.testing.assert_allclose(outputs(answer)["logits"], expected, rtol=1e-3, atol=1e-3)
-        assert answer.parameters["checkpoint"].string_param == f"{JOB}/checkpoints/{self.checkpoints[version]}"
-        return version
-
-    def roll_out(
-        self, checkpoint: str, *steps: tuple[int, float], comparison: Any = None, **limits: Any
-    ) -> operations_pb2.Operation:
-        number = str(len(self.checkpoints) + 1)
-        self.checkpoints[number] = checkpoint
-        spec = roll_out_pb2.RollOutSpec(
-            checkpoint=f"{JOB}/checkpoints/{checkpoint}",
-            steps=[roll_out_pb2.RollOutStep(percent=one, interval=seconds(interval_s)) for one, interval_s in steps],
-            limits=roll_out_pb2.RollOutLimits(**limits),
-            comparison=comparison,
-        )
-        return self.client.deployments.RollOut(pb.RollOutRequest(name=self.name, spec=spec), timeout=10)
-
-    def get(self) -> pb.Deployment:
-        return self.client.get(self.name)
-
-    def weights(self) -> dict[str, int]:
-        return {version.number: version.weight for version in self.get().versions}
-
-    def wait_for_step(self, step: int) -> None:
-        def there() -> bool:
-            now = self.get().roll_out
-            return now.state == roll_out_pb2.RollOut.STATE_SHIFTING and now.step == step
-
-        eventually(there, 120, f"step {step}")
-
-
-def seconds(number: float) -> Duration:
-    duration = Duration()
-    duration.FromMicroseconds(round(number * 1e6))
-    return duration
 
 
 @pytest.fixture(scope="module")
 def logits(stack: Stack) -> dict[str, Array]:
     return write_versions(stack.store)
-
-
-@contextmanager
-def moving(client: Client, deployment_id: str, logits: dict[str, Array], **spec: Any) -> Iterator[Moving]:
-    """A READY deployment of c1."""
-    client.deploy(deployment_id, f"{JOB}/checkpoints/c1", **spec)
-    try:
-        yield Moving(client, deployment_id, logits, {"1": "c1"})
-    finally:
-        client.delete(f"deployments/{deployment_id}")
-
-
-def versions_in_serve(stack: Stack, uid: str) -> list[str]:
-    """What Ray Serve itself says that it runs of a deployment."""
-    with urllib.request.urlopen(f"{stack.head.dashboard}/api/serve/applications/", timeout=10) as answer:
-        found = json.load(answer)["applications"]
-    return sorted(name.rpartition("-v")[2] for name in found if uid in name)
 
 
 def test_a_roll_out_and_a_roll_back_under_load_lose_and_wrongly_answer_nothing(

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from inference_service.batcher import Batcher
+from inference_service.domain.absences import LOST_AFTER_S
 from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits
 from inference_service.domain.deployment import Deployment
@@ -35,11 +36,12 @@ class Driven:
         self.models = Models()
         service = ServiceSettings(listen="", store=StoreSettings(url="file:///nowhere"))
         self.settings = InferenceSettings(service=service, retired_for_s=0.0)
+        self.lost_after_s = LOST_AFTER_S
         self.restart()
 
     def restart(self) -> None:
         """A new process: it has seen nothing, and reads the log."""
-        self.models = Models()
+        self.models = Models(self.lost_after_s)
         self.models.replace(self.deployments.all())
         self._driver = RollOuts(
             self.store, self.deployments, self.models, self.settings, self.models.put, self.siblings
@@ -61,6 +63,11 @@ class Driven:
         limits = Limits(max_rows=8, max_delay_s=0.0, max_queued_rows=100, max_in_flight=1)
         name = application_name(self.now, version)
         self.models.attach(name, Batcher(model or Classifier(), limits, BatchTimes(), Statistics()))
+
+    def run_now(self, **replicas: int) -> None:
+        """Serve says that so many of version `v1`, `v2`, … run."""
+        versions = {f"v{one.number}": application_name(self.now, one) for one in self.now.versions}
+        self.models.scaled({versions[number]: count for number, count in replicas.items()})
 
     def seen(self, number: str, requests: int, *, total_s: float = 0.01, status: str = "") -> None:
         """So many requests have just been answered, or have failed."""

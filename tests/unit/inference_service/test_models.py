@@ -53,13 +53,22 @@ READY = Deployment(
 
 
 class Doubler:
+    """Answers while it has a replica, and keeps what comes before that waiting."""
+
+    def __init__(self) -> None:
+        self.has_replica = asyncio.Event()
+        self.has_replica.set()
+
     async def forward(self, rows: Rows) -> Outputs:
+        await self.has_replica.wait()
         return Outputs([rows.values["x"] * 2, rows.values["x"]])
 
 
-def attach(models: Models) -> None:
+def attach(models: Models) -> Doubler:
     limits = Limits(max_rows=4, max_delay_s=0, max_queued_rows=9, max_in_flight=1)
-    models.attach(application_name(READY, VERSION), Batcher(Doubler(), limits, BatchTimes(), Statistics()))
+    doubler = Doubler()
+    models.attach(application_name(READY, VERSION), Batcher(doubler, limits, BatchTimes(), Statistics()))
+    return doubler
 
 
 def tensor(*values: int) -> WireTensor:
@@ -102,6 +111,34 @@ def test_a_ready_deployment_answers_only_once_its_replicas_do() -> None:
             ("double", [2, 4]),
         ]
         assert answer.version.number == "1"
+
+    asyncio.run(scenario())
+
+
+def test_a_version_that_has_lost_its_replicas_does_not_answer_and_what_comes_waits_for_one_that_comes_back() -> None:
+    name = application_name(READY, VERSION)
+
+    async def scenario() -> None:
+        models = Models(lost_after_s=0.0)
+        models.replace([READY])
+        doubler = attach(models)
+        models.scaled({name: 1})
+        assert (models.is_ready("m", ""), models.is_ready("m", "1"), models.all_ready()) == (True, True, True)
+        models.scaled({name: 0})
+        doubler.has_replica.clear()
+        assert (models.is_ready("m", ""), models.is_ready("m", "1"), models.all_ready()) == (False, False, False)
+        assert [one.answers for one in models.listed()] == [False]
+        ready = asyncio.create_task(models.wait_until_ready("m"))
+        by_weight = asyncio.create_task(models.infer(*models.choose("m", ""), [tensor(1)], [], 5.0))
+        by_name = asyncio.create_task(models.infer(*models.choose("m", "1"), [tensor(2)], [], 5.0))
+        await asyncio.sleep(0.05)
+        assert (ready.done(), by_weight.done(), by_name.done()) == (False, False, False)
+        doubler.has_replica.set()
+        models.scaled({name: 1})
+        await asyncio.wait_for(ready, 1)
+        answers = [await by_weight, await by_name]
+        assert [answer.outputs[0][1].tolist() for answer in answers] == [[2], [4]]
+        assert models.is_ready("m", "")
 
     asyncio.run(scenario())
 

@@ -31,6 +31,8 @@ from shared.storage import ObjectStore
 from tests.support.inference_server import IMAGES, Classifier, until
 from tests.unit.inference_service.wishes import creation, wish
 
+LOST_AFTER_S = 0.1
+
 
 class Running:
     """Serve as the reconciler sees it while all replicas of these applications are up."""
@@ -73,7 +75,7 @@ def reconciling(
     deployments: Deployments, made: Deployment, siblings: Siblings | None = None
 ) -> tuple[Reconciler, Models, Running]:
     service = ServiceSettings(listen="", store=StoreSettings(url="file:///nowhere"))
-    models, running = Models(), Running(application_name(made, made.versions[0]))
+    models, running = Models(LOST_AFTER_S), Running(application_name(made, made.versions[0]))
     serve: Any = running
     settings = InferenceSettings(service=service, reconcile_every_s=0.01, ray_silent_after_s=0.05)
     reconciler = Reconciler(deployments, serve, models, Cluster(None), settings, siblings or Siblings())
@@ -251,6 +253,31 @@ def test_a_version_that_was_loaded_is_answered_by_the_replicas_that_are_left(
         assert again.holds() == []
         running.replicas = 1
         await again.reconcile()
+        assert models.is_ready("digits", "")
+
+    asyncio.run(scenario())
+
+
+def test_a_version_that_has_lost_all_its_replicas_answers_again_once_serve_has_one(
+    deployments: Deployments, manager: DeploymentManager
+) -> None:
+    made = manager.create(creation())
+
+    async def scenario() -> None:
+        reconciler, models, running = reconciling(deployments, made)
+        await reconciler.reconcile()
+        await reconciler.reconcile()
+        running.is_well, running.replicas = False, 0
+        await reconciler.reconcile()
+        assert models.is_ready("digits", "")  # Serve may start one again in a moment
+        await asyncio.sleep(LOST_AFTER_S)
+        await reconciler.reconcile()
+        assert not models.is_ready("digits", "")
+        # What comes meanwhile waits in its queue.
+        assert reconciler.holds() == [application_name(made, made.versions[0])]
+        assert models.choose("digits", "")[1].number == "1"
+        running.replicas = 1
+        await reconciler.reconcile()
         assert models.is_ready("digits", "")
 
     asyncio.run(scenario())

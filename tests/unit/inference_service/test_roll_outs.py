@@ -179,6 +179,61 @@ def test_a_version_that_has_lost_its_replicas_is_given_up_and_the_old_one_answer
 
 
 @pytest.mark.usefixtures("ready")
+def test_a_version_whose_replicas_all_die_takes_no_step_and_is_given_up_while_the_old_one_answers(
+    store: ObjectStore, deployments: Deployments, roll_outs: RollOutManager
+) -> None:
+    load(deployments, roll_outs.begin(wish(steps=[Step(100, 0.0)])))
+
+    async def scenario(driven: Driven) -> None:
+        driven.settings = replace(driven.settings, roll_out_loads_within_s=0.1)
+        driven.lost_after_s = 0.2
+        driven.restart()
+        driven.answer("1")
+        driven.answer("2")
+        driven.run_now(v1=1, v2=0)
+        await driven.look()
+        await driven.look()
+        # For a moment it may be that Serve starts them again: it does not succeed, and is not given up.
+        assert (driven.state, weights(driven.now)) == (RollOutState.SHIFTING, {"1": 0, "2": 100})
+        assert driven.models.choose("digits", "")[1].number == "2"
+        await asyncio.sleep(0.25)
+        driven.run_now(v1=1, v2=0)
+        assert driven.models.choose("digits", "")[1].number == "1"
+        assert (driven.models.is_ready("digits", "2"), driven.models.is_ready("digits", "")) == (False, True)
+        await driven.look()
+        assert driven.state is RollOutState.SHIFTING  # its silence has only begun
+        await asyncio.sleep(0.15)
+        await driven.look()
+        assert (driven.state, weights(driven.now)) == (RollOutState.ROLLED_BACK, {"1": 100, "2": 0})
+        assert driven.now.roll_out is not None
+        assert driven.now.roll_out.error is not None
+        assert driven.now.roll_out.error["kind"] == "DeadlineExceeded"
+
+    driving(Driven(store), scenario)
+
+
+@pytest.mark.usefixtures("ready")
+def test_a_roll_out_goes_on_when_the_replicas_of_its_version_are_back(
+    store: ObjectStore, deployments: Deployments, roll_outs: RollOutManager
+) -> None:
+    load(deployments, roll_outs.begin(wish(steps=[Step(50, 0.0), Step(100, 0.0)])))
+
+    async def scenario(driven: Driven) -> None:
+        driven.answer("1")
+        driven.answer("2")
+        driven.run_now(v1=1, v2=0)
+        await driven.look()
+        assert weights(driven.now) == {"1": 50, "2": 50}
+        driven.run_now(v1=1, v2=1)
+        await driven.look()
+        assert weights(driven.now) == {"1": 0, "2": 100}
+        await driven.look()
+        assert driven.state is RollOutState.SUCCEEDED
+
+    driving(Driven(store), scenario)
+
+
+@pytest.mark.usefixtures("ready")
 def test_time_in_which_no_process_ran_is_not_that_of_a_version_to_load(
     store: ObjectStore, roll_outs: RollOutManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
