@@ -175,33 +175,37 @@ class DataServicer(UploadServicerPart):
         self, request: data_service_pb2.ReadVersionRequest, context: Context
     ) -> AsyncIterator[data_service_pb2.ReadVersionResponse | bytes]:
         version = await asyncio.to_thread(self._versions.active, request.name)
-        with self._reads.one():
+        with self._reads.one() as slot:
             # Messages that are serialized already: their bytes are many, and each copy of them would cost.
             async for message in in_threads(reading.read_stream(version.reader, selection_from(request))):
-                yield message
+                with slot.sending():
+                    yield message
 
     async def ReadQuarantine(
         self, request: data_service_pb2.ReadQuarantineRequest, context: Context
     ) -> AsyncIterator[data_service_pb2.ReadQuarantineResponse]:
         version = await asyncio.to_thread(self._versions.active, request.name)
-        with self._reads.one():
+        with self._reads.one() as slot:
             lines = await asyncio.to_thread(self._versions.quarantine, version)
             for start in range(0, len(lines), PIECE_BYTES):
-                yield data_service_pb2.ReadQuarantineResponse(json_lines=lines[start : start + PIECE_BYTES])
+                with slot.sending():
+                    yield data_service_pb2.ReadQuarantineResponse(json_lines=lines[start : start + PIECE_BYTES])
 
     async def VerifyVersion(
         self, request: data_service_pb2.VerifyVersionRequest, context: Context
     ) -> AsyncIterator[data_service_pb2.VerifyVersionResponse]:
         version = await asyncio.to_thread(self._versions.active, request.name)
-        with self._reads.one():
+        with self._reads.one() as slot:
             async for state in in_threads(verification.verify(self._versions.store, version.reader.version)):
-                yield data_service_pb2.VerifyVersionResponse(
-                    files_checked=state.files_checked,
-                    files_total=state.files_total,
-                    bytes_checked=state.bytes_checked,
-                    rows_checked=state.rows_checked,
-                    damages=[
-                        data_service_pb2.Damage(path=damage.path, description=damage.description)
-                        for damage in state.damages
-                    ],
-                )
+                with slot.sending():
+                    yield _verified_message(state)
+
+
+def _verified_message(state: verification.Verified) -> data_service_pb2.VerifyVersionResponse:
+    return data_service_pb2.VerifyVersionResponse(
+        files_checked=state.files_checked,
+        files_total=state.files_total,
+        bytes_checked=state.bytes_checked,
+        rows_checked=state.rows_checked,
+        damages=[data_service_pb2.Damage(path=damage.path, description=damage.description) for damage in state.damages],
+    )

@@ -25,7 +25,7 @@ from data_service.versions import Versions
 from shared import names
 from shared.errors import AlreadyExists, MillraceError, NotFound, already_exists
 from shared.jobs import JobRecord, Jobs
-from shared.requests import OUTCOME_UNKNOWN, claimed
+from shared.requests import OUTCOME_UNKNOWN, claimed, claimed_before
 from shared.storage import ObjectStore
 
 
@@ -67,13 +67,15 @@ class VersionJobs:
         Raises `InvalidArgument`, `NotFound` (the dataset, the base or an upload), `FailedPrecondition` (the base),
         `Conflict` (the base has a successor) and `AlreadyExists`.
         """
-        import_spec.check(spec, self._import_roots, s3=s3_of(self._store) is not None)
-        spec = with_base(self._versions, parent, spec)
-        made_by = {
-            "import": spec.as_record(),
-            # The attempt runs on a node of Ray, whose environment is not ours.
-            "import_roots": [str(root) for root in self._import_roots],
-        }
+
+        def made_by() -> dict[str, Any]:
+            import_spec.check(spec, self._import_roots, s3=s3_of(self._store) is not None)
+            return {
+                "import": with_base(self._versions, parent, spec).as_record(),
+                # The attempt runs on a node of Ray, whose environment is not ours.
+                "import_roots": [str(root) for root in self._import_roots],
+            }
+
         return self._start(parent, version_id, made_by, request_id, body_sha256, validate_only)
 
     def start_transform(
@@ -88,11 +90,14 @@ class VersionJobs:
     ) -> JobRecord:
         """As `start_import`. Raises `InvalidArgument` naming the step, `NotFound`, `FailedPrecondition` (the source is
         not ACTIVE) and `AlreadyExists`."""
-        transform_spec.check(spec)
-        source = self._versions.active(spec.source, "source").reader.version
-        check_transform(spec, source.manifest, self._custom_allowed)
-        spec = replace(spec, source_sha256=source.manifest_sha256)
-        return self._start(parent, version_id, {"transform": spec.as_record()}, request_id, body_sha256, validate_only)
+
+        def made_by() -> dict[str, Any]:
+            transform_spec.check(spec)
+            source = self._versions.active(spec.source, "source").reader.version
+            check_transform(spec, source.manifest, self._custom_allowed)
+            return {"transform": replace(spec, source_sha256=source.manifest_sha256).as_record()}
+
+        return self._start(parent, version_id, made_by, request_id, body_sha256, validate_only)
 
     def start_predict(
         self,
@@ -106,23 +111,31 @@ class VersionJobs:
     ) -> JobRecord:
         """As `start_import`. Raises `InvalidArgument` naming the column or field, `NotFound`, `FailedPrecondition`
         (source or checkpoint), `DataLoss` (the checkpoint's manifest) and `AlreadyExists`."""
-        predict_spec.check(spec)
-        source = self._versions.active(spec.source, "source").reader.version
-        checkpoint = found_checkpoint(self._store, spec.checkpoint)
-        check_predict(self._store, spec, source, checkpoint, self._custom_allowed)
-        spec = replace(spec, source_sha256=source.manifest_sha256, checkpoint=checkpoint)
-        return self._start(parent, version_id, {"predict": spec.as_record()}, request_id, body_sha256, validate_only)
+
+        def made_by() -> dict[str, Any]:
+            predict_spec.check(spec)
+            source = self._versions.active(spec.source, "source").reader.version
+            checkpoint = found_checkpoint(self._store, spec.checkpoint)
+            check_predict(self._store, spec, source, checkpoint, self._custom_allowed)
+            return {"predict": replace(spec, source_sha256=source.manifest_sha256, checkpoint=checkpoint).as_record()}
+
+        return self._start(parent, version_id, made_by, request_id, body_sha256, validate_only)
 
     def _start(
         self,
         parent: str,
         version_id: str,
-        made_by: dict[str, Any],
+        made_by: Callable[[], dict[str, Any]],
         request_id: str,
         body_sha256: str,
         validate_only: bool,
     ) -> JobRecord:
+        """`made_by` checks what the version shall be made of."""
         request_id = names.check_request_id("request_id", request_id)
+        # Before the checks: what a repeated call names may have been deleted since it was first answered.
+        if not validate_only and (first := self._first_answer(parent, request_id, body_sha256)):
+            return first
+        spec = {**made_by(), "request_id": request_id}
         if version_id:
             names.check_id("version_id", version_id)
         dataset = self._datasets.get(parent, "parent")
@@ -132,7 +145,7 @@ class VersionJobs:
             return JobRecord(
                 uid=_uid(request_id, name),
                 name=name,
-                spec={**made_by, "request_id": request_id},
+                spec=spec,
                 create_time=now,
                 update_time=now,
                 body_sha256=body_sha256,
@@ -180,6 +193,13 @@ class VersionJobs:
             if not isinstance(error, OUTCOME_UNKNOWN):
                 withdraw_operation(self._store, job)
             raise
+
+    def _first_answer(self, parent: str, request_id: str, body_sha256: str) -> JobRecord | None:
+        name = claimed_before(self._store, SERVICE, request_id, body_sha256)
+        job = self._made_by(request_id, name) if name else None
+        if job:
+            self._datasets.get(parent, "parent")
+        return job
 
     def _made_by(self, request_id: str, name: str) -> JobRecord | None:
         there = self._jobs.find(name) if request_id else None

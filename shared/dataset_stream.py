@@ -1,40 +1,54 @@
 """What a Ray dataset makes, as it comes, in the hands of somebody who can stop it at any moment.
 
 Ray Data blocks whoever waits for a block, and cancels tasks without waiting for their end. So its iterator runs on a
-thread of its own, and its executor, which can do both, is remembered.
+thread of its own, and its executor is remembered, and ended as we need it.
 """
 
 from __future__ import annotations
 
 import contextvars
 import copy
+import logging
 import queue
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 
 import pyarrow as pa
 import ray.data
+from ray import ObjectRef, ObjectRefGenerator
 from ray.data import DataContext, Dataset
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.data._internal.execution.streaming_executor import StreamingExecutor
+from ray.data._internal.stats import Timer
+
+logger = logging.getLogger(__name__)
 
 # So many tables wait for whoever takes them.
 TABLES_AHEAD = 16
 # Ray's own second is long where all the work takes two.
 SHARE_ASKED_EVERY_S = 0.1
 
-_started: contextvars.ContextVar[list[StreamingExecutor]] = contextvars.ContextVar("started")
+# A worker that is ended is gone in a moment; a node that cannot be reached takes longer, until Ray declares it dead.
+TASKS_END_WITHIN_S = 120.0
+# An executor that is only just being started cannot be shut down yet.
+END_TRIED_EVERY_S = 0.05
+
+_streams: contextvars.ContextVar[DatasetStream] = contextvars.ContextVar("streams")
 _END = object()
 
 
-class _RememberExecutor(ExecutionCallback):
+class _Remember(ExecutionCallback):
     """Ray makes it, on the thread that iterates."""
 
     def before_execution_starts(self, executor: StreamingExecutor) -> None:
-        _started.get().append(executor)
+        _streams.get().begin(executor)
         # It learns of its share of the cluster by asking twice, and works with one task until then.
         executor._resource_manager.GLOBAL_LIMITS_UPDATE_INTERVAL_S = SHARE_ASKED_EVERY_S  # type: ignore[assignment]
+
+
+class _Closed(Exception):
+    """Nobody takes the tables any more."""
 
 
 class RayFailed(Exception):
@@ -51,7 +65,7 @@ def quiet_context(*, block_bytes: int) -> DataContext:
     settings.target_max_block_size = block_bytes
     # A custom function may take an hour for one batch, and has a timeout of its own.
     settings.execution_no_progress_timeout_s = -1
-    settings.custom_execution_callback_classes = [_RememberExecutor]
+    settings.custom_execution_callback_classes = [_Remember]
     return settings
 
 
@@ -70,6 +84,7 @@ class DatasetStream:
 
         Raises `RayFailed`. In any case no task runs any more when the iterator is closed.
         """
+        while_waiting()
         self._thread.start()
         try:
             while True:
@@ -84,13 +99,29 @@ class DatasetStream:
                     raise RayFailed from item
                 yield item
         finally:
-            self._closed.set()
-            for executor in self._executors:
+            self._end()
+
+    def begin(self, executor: StreamingExecutor) -> None:
+        """Called by the thread that iterates, when the operators stand ready and no task has begun."""
+        if self._closed.is_set():
+            for operator in executor._topology or ():  # some have started actors
+                operator.shutdown(Timer(), force=True)  # type: ignore[no-untyped-call]
+            raise _Closed
+        # Ray shuts it down itself where a task fails.
+        executor.shutdown = _Ending(executor, executor.shutdown)  # type: ignore[method-assign]
+        self._executors.append(executor)
+
+    def _end(self) -> None:
+        self._closed.set()
+        ended = False
+        while not ended:
+            ended = not self._thread.is_alive()
+            for executor in tuple(self._executors):
                 executor.shutdown(force=True)
-            self._thread.join()
+            self._thread.join(END_TRIED_EVERY_S)
 
     def _iterate(self) -> None:
-        _started.set(self._executors)
+        _streams.set(self)
         try:
             for batch in self._dataset.iter_batches(batch_size=None, prefetch_batches=0, batch_format="pyarrow"):
                 self._offer(cast(pa.Table, batch))
@@ -107,3 +138,38 @@ class DatasetStream:
                 return
             except queue.Full:
                 continue
+
+
+class _Ending:
+    """Shuts an executor down, whoever asks for it, in such a way that no task of it runs any more.
+
+    Ray lets the other tasks go on where one fails, starts some while it waits for its loop no longer than two seconds,
+    and even by force does not wait for their end.
+    """
+
+    def __init__(self, executor: StreamingExecutor, shutdown: Callable[..., None]) -> None:
+        self._executor = executor
+        self._shutdown = shutdown
+
+    def __call__(self, force: bool, exception: Exception | None = None) -> None:
+        executor = self._executor
+        with executor._shutdown_lock:
+            if not executor._execution_started or executor._shutdown:
+                return
+            executor._shutdown = True  # by which the loop that starts tasks ends
+            executor.join(TASKS_END_WITHIN_S)
+            executor._shutdown = False
+            tasks = [
+                task.get_waitable() for operator in executor._topology or () for task in operator.get_active_tasks()
+            ]
+            self._shutdown(force=force or bool(tasks) or exception is not None, exception=exception)
+        _wait_for_end(tasks)
+
+
+def _wait_for_end(tasks: Sequence[ObjectRef[Any] | ObjectRefGenerator]) -> None:
+    if not tasks:
+        return
+    ends = [task.completed() if isinstance(task, ObjectRefGenerator) else task for task in tasks]
+    _, running = ray.wait(ends, num_returns=len(ends), timeout=TASKS_END_WITHIN_S, fetch_local=False)
+    if running:
+        logger.warning("%d cancelled tasks have not ended within %.0f s", len(running), TASKS_END_WITHIN_S)

@@ -44,7 +44,7 @@ def claimed(store: ObjectStore, service: str, request_id: str, digest: str, name
     if not request_id:
         yield Claim(name, repeated=False)
         return
-    key = f"requests/{service}/{request_id}.json"
+    key = _key(service, request_id)
     claim = _claim(store, key, request_id, digest, name)
     try:
         yield claim
@@ -55,20 +55,39 @@ def claimed(store: ObjectStore, service: str, request_id: str, digest: str, name
         raise
 
 
+def claimed_before(store: ObjectStore, service: str, request_id: str, digest: str) -> str | None:
+    """What an earlier call with this id named; it need not have been made. What it was made of may be gone since, so
+    look before a repeated call is checked again. Raises as `claimed`."""
+    if not request_id:
+        return None
+    try:
+        return _first_name(store.get(_key(service, request_id)), request_id, digest)
+    except ObjectMissing:
+        return None
+
+
 def _claim(store: ObjectStore, key: str, request_id: str, digest: str, name: str) -> Claim:
     while True:
         with suppress(ObjectExists):
             store.put_if_absent(key, json.dumps({"body_sha256": digest, "name": name}).encode())
             return Claim(name, repeated=False)
         try:
-            first = json.loads(store.get(key))
+            return Claim(_first_name(store.get(key), request_id, digest), repeated=True)
         except ObjectMissing:
             continue  # the first call was refused just now, and let it go
-        if first["body_sha256"] != digest:
-            raise AlreadyExists(
-                f"request_id {request_id} was used with another body, for {first['name']}; use a new UUID4",
-                reason="REQUEST_ID_REUSED",
-                metadata={"request_id": request_id, "resource": first["name"]},
-                fields=[("request_id", "used before with another body; use a new UUID4")],
-            )
-        return Claim(first["name"], repeated=True)
+
+
+def _first_name(claim: bytes, request_id: str, digest: str) -> str:
+    first = json.loads(claim)
+    if first["body_sha256"] != digest:
+        raise AlreadyExists(
+            f"request_id {request_id} was used with another body, for {first['name']}; use a new UUID4",
+            reason="REQUEST_ID_REUSED",
+            metadata={"request_id": request_id, "resource": first["name"]},
+            fields=[("request_id", "used before with another body; use a new UUID4")],
+        )
+    return str(first["name"])
+
+
+def _key(service: str, request_id: str) -> str:
+    return f"requests/{service}/{request_id}.json"

@@ -2,8 +2,8 @@
 
 The types that are inferred: bool (`true`, `false` in any case) < int64 < double < timestamp[us] (ISO 8601 without a
 zone) < string. Text is never trimmed. A whole number that int64 does not hold, or that a double would change, keeps the
-column from being numbers: its digits are not to be lost. Leading zeros are lost, as everywhere: give such a column the
-type string.
+column from being numbers: its digits are not to be lost. So does one with zeros or a plus in front (`007`, `+49`), and
+a fraction with such zeros: postcodes, ids and telephone numbers are text. `-0` is a double, which keeps its sign.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as kinds
+from numpy.typing import NDArray
 
 INFERRED = (pa.bool_(), pa.int64(), pa.float64(), pa.timestamp("us"))
 EXACT_IN_DOUBLE = 2**53
@@ -55,6 +56,8 @@ class InferredType:
         if not len(present):
             return
         self._any_text = True
+        if self._possible != [pa.timestamp("us")] and _has_digits_of_text(present):
+            self._possible = [one for one in self._possible if not (kinds.is_integer(one) or kinds.is_floating(one))]
         integers = _integers(present) if pa.int64() in self._possible else None
         if integers is not None:
             # They are no other type but doubles, which need not be looked at one by one.
@@ -91,7 +94,36 @@ def _integers(texts: pa.Array) -> pa.Array | None:
     codes = np.frombuffer(texts.buffers()[2], np.uint8)
     if codes.max(initial=0) > ord("9") and pc.any(pc.match_substring(texts, "x", ignore_case=True)).as_py():
         return None
+    if pc.any(pc.equal(values, 0)).as_py() and pc.any(pc.equal(texts, "-0")).as_py():
+        return None
     return values
+
+
+def _has_digits_of_text(texts: pa.Array) -> bool:
+    """Whether one of the texts, none of them null, has a zero in front of a digit, or is a whole number with a plus:
+    what a number would not give back. (Other texts may look so too; they are no numbers anyway.)"""
+    offsets = np.frombuffer(texts.buffers()[1], np.int32)[texts.offset : texts.offset + len(texts) + 1]
+    starts, ends = offsets[:-1], offsets[1:]
+    some = starts < ends
+    if not some.all():
+        starts, ends = starts[some], ends[some]
+    if not len(starts):
+        return False
+    codes = np.frombuffer(texts.buffers()[2], np.uint8)
+    first = codes[starts]
+    plus, minus, zero = (first == ord(character) for character in "+-0")
+    signed = plus | minus
+    return (
+        _zero_then_digit(codes, starts[zero], ends[zero])
+        or _zero_then_digit(codes, starts[signed] + 1, ends[signed])
+        or bool(plus.any() and pc.any(pc.match_substring_regex(texts, r"^\+[0-9]+$")).as_py())
+    )
+
+
+def _zero_then_digit(codes: NDArray[np.uint8], starts: NDArray[np.int32], ends: NDArray[np.int32]) -> bool:
+    starts = starts[starts + 1 < ends]
+    second = codes[starts + 1]
+    return bool(((codes[starts] == ord("0")) & (second >= ord("0")) & (second <= ord("9"))).any())
 
 
 def _exact_in_double(integers: pa.Array) -> bool:

@@ -21,13 +21,13 @@ from data_service.domain.checks_rows import CheckCounts, RowChecks
 from data_service.domain.checks_unique import Repeats, UniqueKeys
 from data_service.domain.statistics import SplitStatistics
 from data_service.scratch import scratch_folder
-from data_service.transforming.chain import Chain
+from data_service.transforming.chain import Chain, ended_in_time
 from data_service.transforming.plan import Part
 from data_service.transforming.rows import RowSource
 from shared.dataset_version import SplitWriter
 from shared.dataset_version.manifest import DataFile
 from shared.storage import open_store
-from shared.transforms.batch import table_of
+from shared.transforms.batch import Batch, table_of
 from shared.transforms.fitting import Fitter
 
 
@@ -42,9 +42,14 @@ class FitPart:
 
     def __call__(self, part: Part) -> Fitter:
         fitter = copy.deepcopy(self.fitter)
+
+        def learn(batch: Batch) -> None:
+            with ended_in_time(fitter.applies):
+                fitter.update(batch)
+
         for rows in self.source.divided(part, self.columns):
             if rows.split == self.fit_split:
-                rows.worked(fitter.update)
+                rows.worked(learn)
         return fitter
 
 

@@ -2,7 +2,8 @@
 
 Of a short attempt, and of a restart, most is the start of Python processes: three to twelve seconds of a processor
 each. Ray can start some for later, by a call of its nodes that it has no public name for. An environment of their own
-says what they do first and who takes them.
+says what they do first and who takes them. A Ray that has other names for all this has no such workers: that costs
+time, and no job.
 """
 
 from __future__ import annotations
@@ -16,11 +17,6 @@ from typing import Any
 
 import grpc
 import ray
-from ray._private.grpc_utils import init_grpc_channel
-from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
-from ray._private.utils import get_runtime_env_info, parse_runtime_env_for_task_or_actor
-from ray.core.generated import node_manager_pb2, node_manager_pb2_grpc
-from ray.core.generated.common_pb2 import Language  # type: ignore[attr-defined]
 
 from shared import settings
 
@@ -48,16 +44,33 @@ class WarmWorkers:
     def runtime_env(self) -> dict[str, Any]:
         """Of the tasks and actors that shall find such a worker. Where none waits, theirs imports the same first."""
         hook = f"{__name__}.{load.__name__}"
+        try:
+            from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
+        except ImportError as error:
+            logger.warning(
+                "this Ray starts its processes in another way, so none waits with its imports made: %s", error
+            )
+            return {}
         return {"env_vars": {WORKER_PROCESS_SETUP_HOOK_ENV_VAR: hook, _MODULES: ",".join(self.modules)}}
 
     def start(self, counts: Mapping[str, int]) -> None:
         """Starts so many on each node, by node id, and returns at once. One that cannot start only costs time later."""
+        if not self.runtime_env:
+            return
         nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
         for node_id, count in counts.items():
             if node_id in nodes:
                 self._start_on(nodes[node_id], count)
 
     def _start_on(self, node: Mapping[str, Any], count: int) -> None:
+        try:
+            from ray._private.grpc_utils import init_grpc_channel
+            from ray._private.utils import get_runtime_env_info, parse_runtime_env_for_task_or_actor
+            from ray.core.generated import node_manager_pb2, node_manager_pb2_grpc
+            from ray.core.generated.common_pb2 import Language  # type: ignore[attr-defined]
+        except ImportError as error:
+            logger.warning("this Ray starts no processes ahead, so none waits for the next attempt: %s", error)
+            return
         request = node_manager_pb2.PrestartWorkersRequest(  # type: ignore[attr-defined]
             language=Language.Value("PYTHON"),
             runtime_env_info=get_runtime_env_info(parse_runtime_env_for_task_or_actor(self.runtime_env)),

@@ -43,6 +43,11 @@ class Fitter:
         """The indices of the steps that this pass teaches."""
         return list(self._learners)
 
+    @property
+    def applies(self) -> list[Step]:
+        """The steps that the rows go through on their way to those."""
+        return [step for steps in self._steps.values() for step in steps]
+
     def update(self, batch: Batch) -> None:
         """Learns from training rows. Raises as `Pipeline.__call__` does."""
         walk = Walk(batch)

@@ -24,6 +24,7 @@ from inference_service.domain.rows import Rows
 from inference_service.domain.signature import NULLS, Signature, TensorSpec, rows_of
 from inference_service.domain.tensors import Array, WireTensor, encode_raw, encode_typed, has_typed_form
 from inference_service.preprocessing import Preprocessing as ServedPreprocessing
+from millrace.common.v1 import transform_pb2
 from shared.checkpoint import CheckpointContent
 from shared.dataset_version import VersionReader, load_version
 from shared.dataset_version.columns import tensor_array
@@ -32,6 +33,8 @@ from shared.model_spec import ModelSpec
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.transforms import batch_of
+from shared.transforms.pipeline import Pipeline
+from shared.transforms.registry import STEPS
 from tests.support.real_data import real_data
 from tests.support.transforming import SOURCE, commit_tables, transform_here
 from train_service.domain.slices import Plan
@@ -126,12 +129,14 @@ ALONE = {
     "select": Case(numbers, [{"select": {"columns": ["v", "a", "label", "original"]}}], joined("a", "v"), "x"),
     "drop": Case(numbers, [{"drop": {"columns": ["s", "b"]}}], joined("a", "v"), "x"),
     "rename": Case(numbers, [{"rename": {"columns": {"a": "i", "i": "a"}}}], joined("a", "i"), "x"),
+    "filter": Case(numbers, [{"filter": {"expression": "a > 0 and (b is None or b < 1)"}}], joined("a", "v"), "x"),
     "cast integer": Case(numbers, one("i", cast={"arrowType": "double"}), joined("i"), "x"),
     "cast timestamp": Case(numbers, one("w", cast={"arrowType": "int64"}), joined("w"), "x"),
     "cast date": Case(numbers, one("d", cast={"arrowType": "int32"}), joined("d"), "x"),
     "fill nulls": Case(numbers, one("b", fillNulls={"value": {"number": 0.5}}), joined("b"), "x"),
     "fill nulls mean": Case(numbers, one("b", fillNulls={"statistic": "STATISTIC_MEAN"}), joined("b"), "x"),
     "fill nulls median": Case(numbers, one("m", fillNulls={"statistic": "STATISTIC_MEDIAN"}), joined("m"), "x"),
+    "fill nulls mode": Case(numbers, one("m", fillNulls={"statistic": "STATISTIC_MODE"}), joined("m"), "x"),
     "standardize": Case(numbers, one("a", standardize={}), joined("a"), "x"),
     "min max": Case(numbers, one("a", minMaxScale={"clip": True}), joined("a"), "x"),
     "ordinal": Case(numbers, one("s", ordinalEncode={"unknown": "UNKNOWN_VALUE_ENCODE"}), joined("s"), "x"),
@@ -155,11 +160,28 @@ ALONE = {
         "image",
     ),
     "resize": Case(pixels, one("image", resize={"height": 7, "width": 17}), FLOAT, "image"),
+    "resize of the shorter side": Case(
+        pixels, one("image", resize={"height": 7, "shorterSideOnly": True}), FLOAT, "image"
+    ),
     "crop": Case(pixels, one("image", centerCrop={"height": 15, "width": 6}), FLOAT, "image"),
     "grey": Case(pixels, one("image", grayscale={}), FLOAT, "image"),
     "to float": Case(pixels, FLOAT, [], "image"),
     "to float of grey": Case(pixels, one("grey", toFloat={}), [], "grey"),
     "normalize": Case(pixels, one("floats", normalize={"mean": [0.1, 0.4, 0.7], "std": [0.3, 0.9, 2]}), [], "floats"),
+}
+
+# Steps that act in training alone; `image` is theirs.
+AUGMENTATIONS = {
+    "random flip": one("image", randomFlip={"horizontalProbability": 0.5, "verticalProbability": 0.5}),
+    "random crop": one("image", randomCrop={"height": 8, "width": 8, "padding": 2}),
+    "random rotation": one("image", randomRotation={"degrees": 30}),
+    "colour jitter": one("image", colorJitter={"brightness": 0.5}),
+    "all": [
+        *one("image", randomFlip={"horizontalProbability": 0.5}),
+        *one("image", randomRotation={"degrees": 20}),
+        *one("image", randomCrop={"height": 8, "width": 8, "padding": 2}),
+        *one("image", colorJitter={"contrast": 0.5, "saturation": 0.5}),
+    ],
 }
 
 NUMBERS = ["bill_length_mm", "bill_depth_mm", "flipper_length_mm", "body_mass_g"]
@@ -209,6 +231,23 @@ def store(file_store: StoreSettings) -> ObjectStore:
     return open_store(file_store)
 
 
+def test_every_step_is_tried_alone() -> None:
+    lists = [*(case.steps for case in ALONE.values()), *AUGMENTATIONS.values()]
+    alone = [{step.op for step in Pipeline.from_config({"steps": steps}).steps} for steps in lists]
+    # What it makes of files of unequal sizes is no tensor before a step more.
+    tried = {op for ops in alone for op in ops if len(ops - {"decode_image"}) == 1}
+
+    assert tried == set(STEPS)
+
+
+def test_every_statistic_that_fills_nulls_is_tried_alone() -> None:
+    tried = {
+        step["fillNulls"].get("statistic") for case in ALONE.values() for step in case.steps if "fillNulls" in step
+    }
+
+    assert tried - {None} == set(transform_pb2.FillNulls.Statistic.keys()) - {"STATISTIC_UNSPECIFIED"}
+
+
 @pytest.mark.parametrize("case", [*ALONE.values(), *CHAINS.values()], ids=[*ALONE, *CHAINS])
 def test_a_row_is_prepared_the_same_in_a_version_in_training_and_in_serving(store: ObjectStore, case: Case) -> None:
     given = case.rows()
@@ -237,16 +276,11 @@ def test_a_row_is_prepared_the_same_in_a_version_in_training_and_in_serving(stor
                 assert inputs[row].tobytes() == tensor.tobytes(), f"row {row} in serving"
 
 
-def test_augmentations_act_in_training_alone(store: ObjectStore) -> None:
+@pytest.mark.parametrize("augmentation", AUGMENTATIONS.values(), ids=AUGMENTATIONS)
+def test_augmentations_act_in_training_alone(store: ObjectStore, augmentation: Steps) -> None:
     ingested = pixels().append_column("label", pa.array([0] * ROWS)).append_column("original", pa.array(range(ROWS)))
     commit_tables(store, {"train": ingested})
-    steps = [
-        *one("image", randomFlip={"horizontalProbability": 0.5}),
-        *one("image", randomCrop={"height": 8, "width": 8, "padding": 2}),
-        *one("image", colorJitter={"brightness": 0.5}),
-        *FLOAT,
-    ]
-    trained = Trained(store, SOURCE, steps, "image")
+    trained = Trained(store, SOURCE, [*augmentation, *FLOAT], "image")
 
     evaluated = trained.evaluated("train")
     (served,) = Served(trained.content()).batched(ingested)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 import pytest
 
 from data_service.datasets import Datasets
 from data_service.domain.import_spec import Base, ImportSpec, Source
+from data_service.domain.transform_spec import TransformSpec
+from data_service.lifecycle import Deletions
 from data_service.version_jobs import VersionJobs
 from data_service.versions import Versions
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import AlreadyExists, Conflict, MillraceError, NotFound
-from shared.jobs import JobRecord, Jobs
+from shared.jobs import JobRecord, Jobs, JobState
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.versions import commit_version, striped_digits
@@ -48,6 +51,13 @@ def start(
     return version_jobs.start_import(
         PARENT, version_id, spec, request_id=request_id, body_sha256="body", validate_only=False
     )
+
+
+def remove_source(store: ObjectStore, job: JobRecord, version_id: str) -> None:
+    """Which nobody may while the job lives."""
+    jobs = Jobs(store, IMPORT_KIND)
+    jobs.transition(job.name, lambda newest: replace(newest, state=JobState.CANCELLED))
+    Deletions(store, jobs).delete(f"{PARENT}/versions/{version_id}")
 
 
 def operations(store: ObjectStore) -> list[str]:
@@ -104,3 +114,35 @@ def test_a_repeated_call_is_answered_with_the_job_that_the_first_made(
 
     assert (again.name, again.uid) == (first.name, first.uid)
     assert len(operations(store)) == 1
+
+
+def test_a_repeated_call_is_answered_after_its_base_is_gone(
+    store: ObjectStore, version_jobs: VersionJobs, tmp_path: Path
+) -> None:
+    request_id = str(uuid.uuid4())
+    first = start(version_jobs, tmp_path, "v3", base="v2", request_id=request_id)
+    remove_source(store, first, "v2")
+
+    again = start(version_jobs, tmp_path, "v3", base="v2", request_id=request_id)
+    assert (again.name, again.uid) == (first.name, first.uid)
+    with pytest.raises(NotFound):
+        start(version_jobs, tmp_path, "v4", base="v2", request_id=str(uuid.uuid4()))
+
+
+def test_a_repeated_transform_is_answered_after_its_source_is_gone(
+    store: ObjectStore, version_jobs: VersionJobs
+) -> None:
+    def transform(body: str = "body") -> JobRecord:
+        spec = TransformSpec(source=f"{PARENT}/versions/v1", transform={"steps": [{"drop": {"columns": ["label"]}}]})
+        return version_jobs.start_transform(
+            PARENT, "v3", spec, request_id=request_id, body_sha256=body, validate_only=False
+        )
+
+    request_id = str(uuid.uuid4())
+    first = transform()
+    remove_source(store, first, "v1")
+
+    again = transform()
+    assert (again.name, again.uid) == (first.name, first.uid)
+    with pytest.raises(AlreadyExists, match="another body"):
+        transform("another body")

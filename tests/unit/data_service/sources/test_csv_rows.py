@@ -63,11 +63,31 @@ def test_types_are_inferred_from_all_rows_of_all_files(tmp_path: Path) -> None:
         (["2024-01-01 10:00:00.123456789"], pa.string()),
         (["NA", "", "nan"], pa.string()),
         (["NA", "7"], pa.int64()),
+        (["0", "10", "-10"], pa.int64()),
+        (["1", "007"], pa.string()),
+        (["-007"], pa.string()),
+        (["00"], pa.string()),
+        (["+7"], pa.string()),
+        (["1.5", "00.5"], pa.string()),
+        (["-01e3"], pa.string()),
+        (["-0", "1"], pa.float64()),
+        (["1.50", "1e3", "0.5", "-0.25", "0e5", "+1.5"], pa.float64()),
+        (["2024-01-01", "0024-01-01"], pa.timestamp("us")),
     ],
 )
 def test_no_value_is_changed_by_the_type_that_is_inferred(tmp_path: Path, values: list[str], inferred: object) -> None:
     table, bad = read(tmp_path, "x,y\n" + "".join(f"{value},1\n" for value in values))
     assert table.schema.field("x").type == inferred
+    assert not bad.rows
+
+
+def test_zeros_in_front_are_kept_wherever_in_the_file_they_come_unless_a_number_is_asked_for(tmp_path: Path) -> None:
+    content = "id,n\n" + "".join(f"{number},{number}\n" for number in range(70_000)) + "01067,5\n"
+    table, _ = read(tmp_path, content)
+    assert (table["id"][-1].as_py(), table["n"][-1].as_py()) == ("01067", 5)
+
+    table, bad = read(tmp_path, "id,n\n01067,5\n+7,-0\n", types={"id": "double", "n": "int64"})
+    assert table.to_pydict() == {"id": [1067.0, 7.0], "n": [5, 0]}
     assert not bad.rows
 
 

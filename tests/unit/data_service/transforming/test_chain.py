@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow as pa
+import pytest
 
 from data_service.transforming.chain import Chain
 from shared.transforms.pipeline import Pipeline
@@ -17,8 +19,15 @@ HANGING = """
 import itertools, sys
 import pyarrow as pa
 from data_service.transforming import chain
+from data_service.transforming.plan import plan_parts
+from data_service.transforming.rows import RowSource
+from data_service.transforming.work import FitPart
+from shared.dataset_version import VersionReader, load_version
+from shared.settings import StoreSettings
+from shared.storage import open_store
 from shared.transforms.pipeline import Pipeline
 from shared.transforms.schema import ScalarType
+from tests.support.transforming import SOURCE, commit_tables
 
 def hang(batch):
     if len(batch):
@@ -27,9 +36,21 @@ def hang(batch):
 
 sys.modules["hanging"] = sys.modules["__main__"]
 chain.GRACE_S = 0.1
-steps = [{"custom": {"function": "hanging:hang", "columns": ["a"], "timeoutS": 0.1}}]
-made = chain.Chain.towards(Pipeline.from_config({"steps": steps}), {"a": ScalarType(pa.int64())}, None)
+hangs = {"custom": {"function": "hanging:hang", "columns": ["a"], "timeoutS": 0.1}}
+given = {"a": ScalarType(pa.int64())}
+"""
+APPLYING = """
+made = chain.Chain.towards(Pipeline.from_config({"steps": [hangs]}), given, None)
 made.apply({"a": pa.array([1])})
+"""
+FITTING = """
+settings = StoreSettings(url=sys.argv[1])
+table = pa.table({"a": [1, 2]})
+commit_tables(open_store(settings), {"train": table})
+version = load_version(open_store(settings), SOURCE)
+(part,) = plan_parts(VersionReader(open_store(settings), version), table.schema)
+fitter = Pipeline.from_config({"steps": [hangs, {"column": "a", "standardize": {}}]}).fitter(given)
+FitPart(RowSource(settings, version, None, 1024), fitter, "train", ["a"])(part)
 """
 
 
@@ -51,7 +72,9 @@ def test_all_rows_left_is_told_apart() -> None:
     assert (batch["c"].to_pylist(), left) == ([5], None)
 
 
-def test_a_function_that_hangs_with_the_interpreters_lock_ends_its_process() -> None:
-    ended = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=30, check=False)
+@pytest.mark.parametrize("doing", [APPLYING, FITTING], ids=["applying", "fitting"])
+def test_a_function_that_hangs_with_the_interpreters_lock_ends_its_process(doing: str, tmp_path: Path) -> None:
+    program = [sys.executable, "-c", HANGING + doing, tmp_path.as_uri()]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=30, check=False)
     assert ended.returncode == 1
     assert "Timeout" in ended.stderr

@@ -315,9 +315,11 @@ class DataServiceServicer:
 
     def ReadVersion(self, request, context):
         """Streams rows in the order of their row ids as one Arrow IPC stream, cut into messages: put the `arrow_ipc` bytes one
-        after the other and read them with any Arrow library.
+        after the other and read them with any Arrow library. 32 calls of this and the two below are served at once; a client
+        that pauses keeps its place, but after a minute without a message taken one that waits gets it.
         Fails with INVALID_ARGUMENT (an unknown split or column, a bad range), NOT_FOUND, FAILED_PRECONDITION (the version
-        is not ACTIVE) and DATA_LOSS (a stored file is not what its manifest and its page checksums say).
+        is not ACTIVE), DATA_LOSS (a stored file is not what its manifest and its page checksums say), RESOURCE_EXHAUSTED
+        (every place is taken; with RetryInfo) and DEADLINE_EXCEEDED (the place went to another; read on with `offset`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -325,8 +327,8 @@ class DataServiceServicer:
 
     def ReadQuarantine(self, request, context):
         """Streams the rows that were left out, as JSON Lines cut into messages: source, place, reason and excerpt of each, at
-        most 100,000 of them. Fails with INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (the version is not ACTIVE) and
-        DATA_LOSS.
+        most 100,000 of them. Fails with INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (the version is not ACTIVE),
+        DATA_LOSS, and as ReadVersion where places are wanted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -335,7 +337,8 @@ class DataServiceServicer:
     def VerifyVersion(self, request, context):
         """Reads every stored byte of a version again: each file's digest, each page's checksum, each row's id. Streams how far
         it is; damage is an answer, not an error, so that all of it is told.
-        Fails with INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (the version is not ACTIVE).
+        Fails with INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (the version is not ACTIVE), and as ReadVersion where
+        places are wanted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

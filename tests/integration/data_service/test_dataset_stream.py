@@ -1,0 +1,94 @@
+"""On a real cluster: whoever stops taking a dataset's tables finds no task at work any more, however it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.ray_head import RayHead
+
+WITHIN_S = 200.0
+# Tasks that write on and on, and that no interrupt ends; before the first table has come the stream is left. Tells how
+# it ended, what they had written then, and what a while later. One driver for all, since its start takes longest.
+PROGRAM = """
+import json, os, sys, time
+from pathlib import Path
+import ray, ray.data
+from shared.dataset_stream import DatasetStream, RayFailed, quiet_context
+from shared.errors import Cancelled
+
+def writing(folder, crashes):
+    def write(row):
+        if crashes and row["item"] == 0:
+            while not (folder / "1").exists():
+                time.sleep(0.05)
+            os._exit(1)
+        number = 0
+        while True:
+            try:
+                number += 1
+                (folder / str(row["item"])).write_text(str(number))
+                time.sleep(0.02)
+            except BaseException:
+                pass
+    return write
+
+class Writer:
+    def __init__(self, folder):
+        self._write = writing(folder, False)
+
+    def __call__(self, row):
+        self._write(row)
+
+def run(when, folder):
+    def stop():
+        if when != "one crashes" and any(folder.iterdir()):
+            raise Cancelled("a client wishes an end")
+
+    with ray.data.DataContext.current(quiet_context(block_bytes=16)):
+        given = ray.data.from_items([0, 1], override_num_blocks=2)
+        if when == "in a pool":
+            pool = ray.data.ActorPoolStrategy(size=2)
+            dataset = given.map(
+                Writer, fn_constructor_args=(folder,), compute=pool, num_cpus=1, max_restarts=-1, max_task_retries=1
+            )
+        else:
+            dataset = given.map(writing(folder, when == "one crashes"), num_cpus=1, max_retries=0)
+    try:
+        next(DatasetStream(dataset).tables(stop, 0.02))
+    except (Cancelled, RayFailed) as error:
+        written = [path.read_text() for path in sorted(folder.iterdir())]
+        time.sleep(0.5)
+        return type(error).__name__, written, [path.read_text() for path in sorted(folder.iterdir())]
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+folders = {when: Path(sys.argv[2]) / when for when in sys.argv[3:]}
+for folder in folders.values():
+    folder.mkdir()
+print(json.dumps({when: run(when, folder) for when, folder in folders.items()}))
+"""
+CASES = {"at work": "Cancelled", "in a pool": "Cancelled", "one crashes": "RayFailed"}
+
+
+@pytest.fixture(scope="module")
+def told(data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, list[str], list[str]]]:
+    folder: Path = tmp_path_factory.mktemp("written")
+    program = [sys.executable, "-c", PROGRAM, data_ray.address, str(folder), *CASES]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=WITHIN_S, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, tuple[str, list[str], list[str]]] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("when", CASES)
+def test_no_task_runs_any_more_when_the_stream_has_ended(
+    told: dict[str, tuple[str, list[str], list[str]]], when: str
+) -> None:
+    how, written, later = told[when]
+    assert how == CASES[when]
+    assert written
+    assert later == written
