@@ -65,10 +65,10 @@ def strike_actor(struck: Struck) -> Recover:
 
 
 def strike_worker(struck: Struck) -> Recover:
-    """One that has rows before it: the last, where they are begun."""
-    busy = set(struck.place.workers())
-    at_it = [pid for pid in struck.gate.at_the_last() or struck.gate.waiting() if pid in busy]
-    struck.place.strike_pids(at_it[:1])
+    """One that has rows before it; of those at the gate, if there are any, and of these one with the last rows."""
+    busy = struck.place.workers()
+    gated = [pid for pid in struck.gate.at_the_last() or struck.gate.waiting() if pid in busy]
+    struck.place.strike_pids((gated or busy)[:1])
     return lambda: None
 
 
