@@ -86,7 +86,7 @@ test: install ## all tests but the long ones of make chaos; without an S3 server
 	MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder --durations 40 -m "not chaos"
 
 .PHONY: chaos
-chaos: install ## the long fault tests: whole runs under blow after blow, Ray heads killed and replaced
+chaos: install ## the long fault tests: whole runs under blow after blow, Ray heads killed and replaced; a table of all blows
 	MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest -m chaos
 
 .PHONY: fuzz soak

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import settings
 
 from shared.settings import StoreSettings
 from shared.storage.opening import ensure_bucket
+from tests.support.blows import fault_table
 from tests.support.needs import Missing
 from tests.support.node_client import installed_packages
 from tests.support.s3_server import NoS3Server, S3Program, S3Server, find_program, name_under_test, running
@@ -33,13 +35,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> BySuite:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What tests counted, whichever process ran them: `record_property("counted", text)`."""
+    """What tests counted, whichever process ran them: `record_property("counted", text)`, and what the fault tests
+    struck."""
     for reports in terminalreporter.stats.values():
         for report in reports:
             if getattr(report, "when", "") == "call":
                 for name, text in report.user_properties:
                     if name == "counted":
                         terminalreporter.write_line(text)
+    if table := fault_table(chain.from_iterable(terminalreporter.stats.values())):
+        terminalreporter.section("what the fault tests struck")
+        for line in table:
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,26 @@
-"""One Ray head for all fault tests of the data service that leave it alive, and the gate that its workers know."""
+"""One Ray head for all fault tests of the data service that leave it alive, and places on both stores to strike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.data_place import Gate
+from shared.settings import StoreSettings
+from shared.storage.opening import ensure_bucket
+from tests.support.blows import Blows
+from tests.support.data_place import Gate, data_place
+from tests.support.data_strikes import Struck
+from tests.support.killable_s3 import killable_s3
 from tests.support.ray_head import NONE_WARM, RayHead, ray_head
+from tests.support.s3_server import S3Program
+
+
+@pytest.fixture
+def blows(record_property: Callable[[str, object], None]) -> Blows:
+    """What a test strikes, for the table at the end."""
+    return Blows(record_property)
 
 
 @pytest.fixture(scope="package")
@@ -21,3 +34,23 @@ def data_head(gate: Gate) -> Iterator[RayHead]:
     assert gate
     with ray_head(num_cpus=4, environ=NONE_WARM) as head:
         yield head
+
+
+@pytest.fixture(scope="module")
+def struck_on_file(gate: Gate, data_head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Struck]:
+    folder = tmp_path_factory.mktemp("kills")
+    with data_place(StoreSettings(url=(folder / "store").as_uri()), data_head, folder / "data") as place:
+        yield Struck(place, gate, "file")
+
+
+@pytest.fixture(scope="module")
+def struck_on_s3(
+    s3_program: S3Program, gate: Gate, data_head: RayHead, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Struck]:
+    """With an S3 server of its own, which can be killed."""
+    folder = tmp_path_factory.mktemp("kills")
+    with killable_s3(s3_program, folder / "s3") as s3:
+        settings = s3.settings(f"s3://millrace/{uuid.uuid4().hex}")
+        ensure_bucket(settings)
+        with data_place(settings, data_head, folder / "data") as place:
+            yield Struck(place, gate, "s3", s3)

@@ -13,6 +13,7 @@ import pytest
 import millrace_client
 from millrace.data.v1.resources_pb2 import Upload
 from shared.storage.opening import ensure_bucket
+from tests.support.blows import Blows
 from tests.support.chunk_sender import chunks, commit, send
 from tests.support.data_place import DataPlace, data_place, digits_stream, normalising
 from tests.support.ray_head import RayHead
@@ -30,6 +31,7 @@ from tests.support.s3_fault_proxy import (
     slow,
 )
 from tests.support.s3_server import S3Server
+from tests.support.stores import S3
 
 ROWS = 4_000
 SILENT_S = 8.0
@@ -79,7 +81,9 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_bad_way_to_the_store_changes_nothing(scene: Scene, fault: Fault) -> None:
+def test_a_bad_way_to_the_store_changes_nothing(
+    scene: Scene, fault: Fault, blows: Blows, request: pytest.FixtureRequest
+) -> None:
     place, proxy = scene.place, scene.proxy
     proxy.fault = fault
     try:
@@ -87,6 +91,7 @@ def test_a_bad_way_to_the_store_changes_nothing(scene: Scene, fault: Fault) -> N
         imported = place.ended(place.start_import(upload.name))
         transformed = place.ended(place.start_transform(scene.source, normalising()))
         assert proxy.struck >= 3
+        blows.add(f"requests to S3: {request.node.callspec.id}", "upload, import, transform", S3, proxy.struck)
     finally:
         proxy.fault = NONE
     place.assert_made_once(imported, scene.imported)
@@ -94,7 +99,7 @@ def test_a_bad_way_to_the_store_changes_nothing(scene: Scene, fault: Fault) -> N
 
 
 @chaos
-def test_a_store_that_falls_silent_is_waited_for(scene: Scene) -> None:
+def test_a_store_that_falls_silent_is_waited_for(scene: Scene, blows: Blows) -> None:
     place, proxy = scene.place, scene.proxy
     upload = place.start_upload()
     send(place.client.data, upload, scene.data, 0, len(scene.data) // 2)
@@ -108,11 +113,12 @@ def test_a_store_that_falls_silent_is_waited_for(scene: Scene) -> None:
         commit(place.client.data, upload, scene.data)
     finally:
         well_again.join()
+    blows.add(f"S3 silent for {SILENT_S:g} s", "upload, import", S3)
     place.assert_made_once(place.ended(started), scene.imported)
 
 
 @chaos
-def test_a_full_bucket_refuses_chunks_and_takes_them_later(scene: Scene) -> None:
+def test_a_full_bucket_refuses_chunks_and_takes_them_later(scene: Scene, blows: Blows) -> None:
     place, proxy = scene.place, scene.proxy
     upload, half = place.start_upload(), len(scene.data) // 2
     acknowledged = send(place.client.data, upload, scene.data, 0, half)
@@ -124,6 +130,7 @@ def test_a_full_bucket_refuses_chunks_and_takes_them_later(scene: Scene) -> None
         proxy.fault = NONE
     assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert refusal.reason == "STORE_FULL"
+    blows.add("full bucket", "upload", S3)
     assert place.acknowledged(upload) == acknowledged
     send(place.client.data, upload, scene.data, acknowledged, len(scene.data))
     commit(place.client.data, upload, scene.data)

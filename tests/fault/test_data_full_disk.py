@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -12,11 +13,16 @@ import pytest
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import Jobs
 from shared.settings import StoreSettings
+from shared.storage.opening import ensure_bucket
+from tests.support.blows import Blows
 from tests.support.chunk_sender import chunks, commit, send
 from tests.support.data_place import DataPlace, data_place, digits_stream, normalising
+from tests.support.killable_s3 import killable_s3
 from tests.support.ray_head import RayHead
 from tests.support.refusals import refused
+from tests.support.s3_server import S3Program
 from tests.support.small_disk import small_disk
+from tests.support.stores import S3_IN_CHAOS, STORES
 from tests.support.waiting import wait_until
 
 DISK_MIB = 48
@@ -31,10 +37,22 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(params=S3_IN_CHAOS)
+def place(request: pytest.FixtureRequest, disk: Path, data_head: RayHead, tmp_path: Path) -> Iterator[DataPlace]:
+    """Its store is on that disk: the folder itself, or all that an S3 server keeps."""
+    with ExitStack() as stop:
+        settings = StoreSettings(url=(disk / "store").as_uri())
+        if request.param == "s3":
+            program: S3Program = request.getfixturevalue("s3_program")
+            settings = stop.enter_context(killable_s3(program, disk)).settings("s3://millrace/full")
+            ensure_bucket(settings)
+        yield stop.enter_context(data_place(settings, data_head, tmp_path / "service"))
+
+
 @pytest.fixture
-def place(disk: Path, data_head: RayHead, tmp_path: Path) -> Iterator[DataPlace]:
-    with data_place(StoreSettings(url=(disk / "store").as_uri()), data_head, tmp_path / "service") as running:
-        yield running
+def store(request: pytest.FixtureRequest) -> str:
+    """The kind of it, for the table of blows."""
+    return STORES[request.node.callspec.params["place"]]
 
 
 def fill(disk: Path, room: int) -> Path:
@@ -46,11 +64,14 @@ def fill(disk: Path, room: int) -> Path:
     return filler
 
 
-def test_chunks_that_do_not_fit_are_refused_and_taken_once_there_is_room(disk: Path, place: DataPlace) -> None:
+def test_chunks_that_do_not_fit_are_refused_and_taken_once_there_is_room(
+    disk: Path, place: DataPlace, store: str, blows: Blows
+) -> None:
     data = digits_stream(ROWS)
     upload = place.start_upload()
     acknowledged = send(place.client.data, upload, data, 0, len(data) // 2)
     filler = fill(disk, ROOM_FOR_LOGS)
+    blows.add("full disk", "upload", store)
     refusal = refused(lambda: place.client.data.UploadChunks(chunks(upload, data, acknowledged, len(data)), timeout=60))
     assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert refusal.reason == "STORE_FULL"
@@ -63,12 +84,13 @@ def test_chunks_that_do_not_fit_are_refused_and_taken_once_there_is_room(disk: P
 
 
 @pytest.mark.chaos  # the second attempt comes half a minute after the first
-def test_an_import_goes_on_once_there_is_room(disk: Path, place: DataPlace) -> None:
+def test_an_import_goes_on_once_there_is_room(disk: Path, place: DataPlace, store: str, blows: Blows) -> None:
     data = digits_stream(ROWS)
     upload = place.start_upload()
     send(place.client.data, upload, data, 0, len(data))
     commit(place.client.data, upload, data)
     filler = fill(disk, ROOM_FOR_LOGS)
+    blows.add("full disk", "import", store)
     started = place.start_import(upload)
     version = place.version_of(started)
     jobs = Jobs(place.store, IMPORT_KIND)
@@ -80,13 +102,14 @@ def test_an_import_goes_on_once_there_is_room(disk: Path, place: DataPlace) -> N
 
 
 @pytest.mark.chaos  # likewise
-def test_a_transform_goes_on_once_there_is_room(disk: Path, place: DataPlace) -> None:
+def test_a_transform_goes_on_once_there_is_room(disk: Path, place: DataPlace, store: str, blows: Blows) -> None:
     data = digits_stream(ROWS // 2)  # floats take four times the room, and are made twice
     upload = place.start_upload()
     send(place.client.data, upload, data, 0, len(data))
     commit(place.client.data, upload, data)
     source = place.imported(upload).name
     filler = fill(disk, ROOM_FOR_LOGS)
+    blows.add("full disk", "transform", store)
     started = place.start_transform(source, normalising())
     version = place.version_of(started)
     jobs = Jobs(place.store, IMPORT_KIND)

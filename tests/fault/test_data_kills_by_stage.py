@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,33 +16,26 @@ import pytest
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1.resources_pb2 import DatasetVersion, Upload
 from shared.jobs.actor import CALL_WITHIN_S
-from shared.settings import StoreSettings
-from shared.storage.opening import ensure_bucket
 from tests.integration.data_service.client import metadata_of
+from tests.support.blows import Blows
 from tests.support.chunk_sender import CHUNK_BYTES, Sending, commit, send
-from tests.support.data_place import DataPlace, Gate, data_place, digits_stream, normalising
-from tests.support.killable_s3 import KillableS3, killable_s3
-from tests.support.ray_head import RayHead
-from tests.support.s3_server import S3Program, name_under_test
+from tests.support.data_place import digits_stream, normalising
+from tests.support.data_strikes import Struck, cases, strike, uploaded
+from tests.support.stores import STORES
 from tests.support.waiting import wait_until
 
 ROWS = 8_000
 HALF = 12 * CHUNK_BYTES
 PAUSE_S, SLOWLY_S = 0.02, 0.1
-S3_AWAY_S = 5.0
-STORES = {"file": "file", "s3": f"s3-{name_under_test()}"}
 
 
 @dataclass
-class Scene:
-    """`source` is the version that an undisturbed import made, `imported` its digest. `s3` is there on S3 alone."""
+class Scene(Struck):
+    """`source` is the version that an undisturbed import made of `data`, `imported` its digest."""
 
-    place: DataPlace
-    gate: Gate
-    data: bytes
-    source: str
-    imported: str
-    s3: KillableS3 | None = None
+    data: bytes = b""
+    source: str = ""
+    imported: str = ""
 
     @cached_property
     def transformed(self) -> DatasetVersion:
@@ -51,96 +43,37 @@ class Scene:
         self.gate.open()
         return self.place.transformed(self.source, normalising("gated"))
 
-    @property
-    def struck(self) -> int:
-        return self.place.struck + (self.s3.kills if self.s3 else 0)
-
 
 @pytest.fixture
-def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
+def scene(request: pytest.FixtureRequest, blows: Blows) -> Iterator[Scene]:
     """On the kind of store that the parameter names."""
     on_store: Scene = request.getfixturevalue(f"scene_on_{request.param}")
-    yield on_store
-    on_store.gate.open()  # what a failed test left at work would be in the next one's way
+    with on_store.counted_in(blows):
+        yield on_store
 
 
 @pytest.fixture(scope="module")
-def scene_on_file(gate: Gate, data_head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    folder = tmp_path_factory.mktemp("kills")
-    with data_place(StoreSettings(url=(folder / "store").as_uri()), data_head, folder / "data") as place:
-        yield undisturbed(place, gate)
+def scene_on_file(struck_on_file: Struck) -> Scene:
+    return undisturbed(struck_on_file)
 
 
 @pytest.fixture(scope="module")
-def scene_on_s3(
-    s3_program: S3Program, gate: Gate, data_head: RayHead, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Scene]:
-    folder = tmp_path_factory.mktemp("kills")
-    with killable_s3(s3_program, folder / "s3") as s3:
-        settings = s3.settings(f"s3://millrace/{uuid.uuid4().hex}")
-        ensure_bucket(settings)
-        with data_place(settings, data_head, folder / "data") as place:
-            yield undisturbed(place, gate, s3)
+def scene_on_s3(struck_on_s3: Struck) -> Scene:
+    return undisturbed(struck_on_s3)
 
 
-def undisturbed(place: DataPlace, gate: Gate, s3: KillableS3 | None = None) -> Scene:
+def undisturbed(struck: Struck) -> Scene:
     data = digits_stream(ROWS)
-    upload = place.start_upload()
-    assert send(place.client.data, upload, data, 0, len(data)) == len(data)
-    commit(place.client.data, upload, data)
-    source = place.imported(upload)
-    return Scene(place, gate, data, source.name, source.manifest_sha256, s3)
-
-
-# --- who is struck ----------------------------------------------------------------------------------------------
-
-# Waits until who was struck is back.
-Recover = Callable[[], None]
-
-
-def strike_service(scene: Scene) -> Recover:
-    scene.place.strike_service()
-    return scene.place.service.start
-
-
-def strike_actor(scene: Scene) -> Recover:
-    """The process of the attempt."""
-    scene.place.strike_pids(scene.place.at_work())
-    return lambda: None
-
-
-def strike_worker(scene: Scene) -> Recover:
-    """One that makes rows: the last, where they are begun."""
-    scene.place.strike_pids((scene.gate.at_the_last() or scene.gate.waiting())[:1])
-    return lambda: None
-
-
-def strike_spare(scene: Scene) -> Recover:
-    """The process that waits for the next attempt; if there are several, as after a service's death, all."""
-    wait_until(lambda: bool(scene.place.spares()), "a spare", 90)
-    scene.place.strike_pids(scene.place.spares())
-    return lambda: None
-
-
-def strike_s3(scene: Scene) -> Recover:
-    assert scene.s3
-    return scene.s3.kill_for(S3_AWAY_S).join
-
-
-STRIKES: Mapping[str, Callable[[Scene], Recover]] = {
-    "service": strike_service,
-    "actor": strike_actor,
-    "worker": strike_worker,
-    "spare": strike_spare,
-    "s3": strike_s3,
-}
-
-
-def strike(scene: Scene, victim: str) -> Recover:
-    before = scene.struck
-    recover = STRIKES[victim](scene)
-    assert scene.struck > before
-    return recover
+    source = struck.place.imported(uploaded(struck.place, data))
+    return Scene(
+        struck.place,
+        struck.gate,
+        struck.store,
+        struck.s3,
+        data=data,
+        source=source.name,
+        imported=source.manifest_sha256,
+    )
 
 
 def attempts_after(stage: str, victim: str) -> tuple[int, ...]:
@@ -151,24 +84,11 @@ def attempts_after(stage: str, victim: str) -> tuple[int, ...]:
     return (1, 2) if victim in ("s3", "spare") or (stage, victim) == ("starting", "service") else (1,)
 
 
-def cases(victims: Mapping[str, str], quick: Collection[str]) -> pytest.MarkDecorator:
-    """The victims of each stage, on each kind of store. All but the ids that are `quick` are for `make chaos`."""
-    every = [
-        pytest.param(store, stage, victim, id=name, marks=[] if name in quick else pytest.mark.chaos)
-        for store, shown in STORES.items()
-        for stage, names in victims.items()
-        for victim in names.split()
-        if store == "s3" or victim != "s3"
-        for name in [f"{stage}-{victim}-{shown}"]
-    ]
-    return pytest.mark.parametrize(("scene", "stage", "victim"), every, indirect=["scene"])
-
-
 # --- uploads ----------------------------------------------------------------------------------------------------
 
 
 @cases({"half sent": "client", "all sent": "client"}, quick=[f"half sent-client-{STORES['s3']}"])
-def test_an_upload_outlives_its_client(scene: Scene, stage: str, victim: str) -> None:
+def test_an_upload_outlives_its_client(scene: Scene, stage: str, victim: str, blows: Blows) -> None:
     assert victim == "client"
     place, size = scene.place, len(scene.data) if stage == "all sent" else HALF
     upload = place.start_upload()
@@ -183,6 +103,7 @@ def test_an_upload_outlives_its_client(scene: Scene, stage: str, victim: str) ->
         while int(sender.stdout.readline()) < whole:
             pass
         sender.kill()
+    blows.add("SIGKILL client", f"upload, {stage}", STORES[scene.store])
     assert place.acknowledged(upload) == whole
     left = place.client.data.GetUpload(pb.GetUploadRequest(name=upload), timeout=10)
     assert left.state == Upload.STATE_OPEN, "a client that went away commits nothing"
@@ -203,17 +124,17 @@ def test_acknowledged_bytes_outlive(scene: Scene, stage: str, victim: str) -> No
     wait_until(lambda: sending.acknowledged > CHUNK_BYTES, "the first chunks", 30)
     if stage == "sending":
         before = sending.acknowledged
-        strike(scene, victim)()
+        strike(scene, victim, f"upload, {stage}")()
         assert place.acknowledged(upload) >= before
     sending.finish()
     assert sending.forgotten == []
     assert sending.breaks or (stage, victim) != ("sending", "service")
     if stage == "all sent":
-        strike(scene, victim)()
+        strike(scene, victim, f"upload, {stage}")()
         assert place.acknowledged(upload) == len(scene.data)
     commit(place.client.data, upload, scene.data)
     if stage == "committed":
-        strike(scene, victim)()
+        strike(scene, victim, f"upload, {stage}")()
         again = commit(place.client.data, upload, scene.data)
         assert again.size_bytes == len(scene.data)
     place.assert_made_once(place.ended(place.start_import(upload)), scene.imported)
@@ -239,7 +160,7 @@ def test_an_import_finishes_once(scene: Scene, stage: str, victim: str) -> None:
     if stage in ("reading", "ending"):
         send(data, upload, scene.data, 0, HALF)
     if stage == "about to start":
-        strike(scene, victim)()
+        strike(scene, victim, f"import, {stage}")()
     started = place.start_import(upload)
     version = place.version_of(started)
     place.at_work()
@@ -247,7 +168,7 @@ def test_an_import_finishes_once(scene: Scene, stage: str, victim: str) -> None:
         wait_until(lambda: metadata_of(place.operation(started.name)).rows_read > 0, "the first rows", 60)
     place.assert_invisible(version)
     if stage in ("starting", "reading"):
-        strike(scene, victim)()
+        strike(scene, victim, f"import, {stage}")()
         place.assert_invisible(version)
     half = metadata_of(place.operation(started.name)).rows_read
     # Progress is told twice a second.
@@ -260,7 +181,7 @@ def test_an_import_finishes_once(scene: Scene, stage: str, victim: str) -> None:
         with place.halted():
             commit(data, upload, scene.data)
             place.assert_invisible(version)
-            recover = strike(scene, victim)
+            recover = strike(scene, victim, f"import, {stage}")
         recover()
     else:
         commit(data, upload, scene.data)
@@ -288,23 +209,23 @@ def test_a_transform_finishes_once(scene: Scene, stage: str, victim: str) -> Non
     place.at_rest()
     gate.shut()
     if stage == "about to start":
-        strike(scene, victim)()
+        strike(scene, victim, f"transform, {stage}")()
     started = place.start_transform(scene.source, normalising("gated"))
     version = place.version_of(started)
     if stage == "starting":
-        strike(scene, victim)()
+        strike(scene, victim, f"transform, {stage}")()
     # A service that died as it started the attempt leaves an actor that waits `CALL_WITHIN_S` for its call.
     wait_until(lambda: bool(gate.waiting()), "a worker at work", CALL_WITHIN_S + 120)
     place.assert_invisible(version)
     if stage == "working":
-        strike(scene, victim)()
+        strike(scene, victim, f"transform, {stage}")()
         place.assert_invisible(version)
     if stage in ("last rows", "ending"):
         gate.open_but_for_the_last()
         all_files = len(wanted.files)
         wait_until(lambda: place.files_of(version) == all_files - 1 and bool(gate.at_the_last()), "the last rows", 90)
     if stage == "last rows":
-        strike(scene, victim)()
+        strike(scene, victim, f"transform, {stage}")()
         place.assert_invisible(version)
     if stage == "ending":
         # All rows are written, and it hears of the last only once it is struck.
@@ -312,7 +233,7 @@ def test_a_transform_finishes_once(scene: Scene, stage: str, victim: str) -> Non
             gate.open()
             wait_until(lambda: place.files_of(version) == all_files, "all rows to be written", 90)
             place.assert_invisible(version)
-            recover = strike(scene, victim)
+            recover = strike(scene, victim, f"transform, {stage}")
         recover()
     gate.open()
     done = place.ended(started)

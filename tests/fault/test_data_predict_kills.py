@@ -10,6 +10,7 @@ import pytest
 from shared.model_spec import ModelSpec
 from shared.settings import StoreSettings
 from tests.integration.data_service.client import imported
+from tests.support.blows import Blows
 from tests.support.data_place import DataPlace, data_place
 from tests.support.predicting import CHECKPOINT, images, write
 from tests.support.ray_head import RayHead
@@ -47,7 +48,7 @@ def place(data_head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield place
 
 
-def test_a_prediction_outlives_its_worker_its_attempt_and_its_service(place: DataPlace) -> None:
+def test_a_prediction_outlives_its_worker_its_attempt_and_its_service(place: DataPlace, blows: Blows) -> None:
     undisturbed = imported(place.ended(place.start_prediction(SOURCE, CHECKPOINT), WITHIN_S))
     assert len(undisturbed.files) > 6, "several parts"
 
@@ -70,6 +71,7 @@ def test_a_prediction_outlives_its_worker_its_attempt_and_its_service(place: Dat
     done = place.ended(started, WITHIN_S)
     made = place.assert_made_once(done, undisturbed.manifest_sha256)
     assert place.struck == 3
+    blows.add("SIGKILL Ray worker, attempt, service", "prediction", "file", place.struck)
     assert made.prediction == undisturbed.prediction
     assert [split.row_count for split in made.splits] == [ROWS - 2000, 2000]
 

@@ -21,9 +21,11 @@ from shared.jobs import JobRecord, Jobs, JobState
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.integration.data_service.client import DataClient, idx, imported, metadata_of
+from tests.support.blows import Blows
 from tests.support.ports import free_ports
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.service_process import ServiceProcess, running_service, store_environ
+from tests.support.stores import S3_IN_CHAOS, STORES, new_store
 from tests.support.waiting import wait_until
 
 # All black, so a file of holes: it takes no room, and seconds to import.
@@ -76,8 +78,7 @@ def write_holes(path: Path, rows: int, row_shape: tuple[int, ...]) -> str:
     return path.as_uri()
 
 
-def running_import_service(stack: ExitStack, folder: Path, ray_address: str) -> Running:
-    settings = StoreSettings(url=(folder / "store").as_uri())
+def running_import_service(stack: ExitStack, settings: StoreSettings, folder: Path, ray_address: str) -> Running:
     environ = {**store_environ(settings), "RAY_ADDRESS": ray_address, "MILLRACE_IMPORT_ROOTS": str(folder)}
     service = stack.enter_context(running_service("data_service", environ, folder / "service.log"))
     client = DataClient(service.address)
@@ -88,17 +89,29 @@ def running_import_service(stack: ExitStack, folder: Path, ray_address: str) -> 
     return Running(service, client, open_store(settings), request)
 
 
+@pytest.fixture(params=S3_IN_CHAOS)
+def settings(request: pytest.FixtureRequest, tmp_path: Path) -> StoreSettings:
+    return new_store(request, tmp_path)
+
+
 @pytest.fixture
-def running(data_head: RayHead, tmp_path: Path) -> Iterator[Running]:
+def store(request: pytest.FixtureRequest) -> str:
+    """The kind of it, for the table of blows."""
+    return STORES[request.node.callspec.params["settings"]]
+
+
+@pytest.fixture
+def running(settings: StoreSettings, data_head: RayHead, tmp_path: Path) -> Iterator[Running]:
     with ExitStack() as stack:
-        yield running_import_service(stack, tmp_path, data_head.address)
+        yield running_import_service(stack, settings, tmp_path, data_head.address)
 
 
-def test_imports_outlive_the_service(running: Running) -> None:
+def test_imports_outlive_the_service(running: Running, store: str, blows: Blows) -> None:
     under_way = running.start_import()
     version = running.wait_until_rows_are_read(under_way)
     not_begun = running.start_import()
     running.service.kill()
+    blows.add("SIGKILL service", "import, of two imports", store)
     assert running.job(version).state is JobState.RUNNING
     running.service.start()
     for started in (under_way, not_begun):
@@ -108,11 +121,14 @@ def test_imports_outlive_the_service(running: Running) -> None:
     assert running.job(version).attempt == 1
 
 
-def test_an_import_outlives_the_process_of_its_attempt(running: Running, data_head: RayHead) -> None:
+def test_an_import_outlives_the_process_of_its_attempt(
+    running: Running, data_head: RayHead, store: str, blows: Blows
+) -> None:
     started = running.start_import()
     version = running.wait_until_rows_are_read(started)
     (actor,) = data_head.processes("ray::AttemptActor.run")
     os.kill(actor, signal.SIGKILL)
+    blows.add("SIGKILL attempt", "import, many rows", store)
     done = running.client.wait(started)
     assert metadata_of(done).attempt == 2
     assert running.job(version).failures == 1
@@ -130,20 +146,23 @@ def test_a_cancelled_import_leaves_no_file(running: Running) -> None:
     assert list(running.store.list(f"{version}/data")) == []
 
 
-def cut_off_from_ray(stack: ExitStack, folder: Path, port: int) -> tuple[Running, operations_pb2.Operation]:
+def cut_off_from_ray(
+    stack: ExitStack, settings: StoreSettings, folder: Path, port: int
+) -> tuple[Running, operations_pb2.Operation]:
     """A service whose Ray head was killed in the middle of an import."""
     with ray_head(num_cpus=2, port=port) as head:
-        running = running_import_service(stack, folder, head.address)
+        running = running_import_service(stack, settings, folder, head.address)
         started = running.start_import()
         running.wait_until_rows_are_read(started)
         head.kill()
     return running, started
 
 
-def test_without_ray_the_api_answers(tmp_path: Path) -> None:
+def test_without_ray_the_api_answers(settings: StoreSettings, tmp_path: Path, store: str, blows: Blows) -> None:
     (port,) = free_ports(1)
     with ExitStack() as stack:
-        running, started = cut_off_from_ray(stack, tmp_path, port)
+        running, started = cut_off_from_ray(stack, settings, tmp_path, port)
+        blows.add("SIGKILL Ray head", "import", store)
         version, dataset = metadata_of(started).version, str(running.request.parent)
         found = running.client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=10)
         assert found.state == DatasetVersion.STATE_CREATING
@@ -155,10 +174,11 @@ def test_without_ray_the_api_answers(tmp_path: Path) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)  # two heads start in it, and Ray's client takes its time to give one up
-def test_an_import_outlives_the_ray_head(tmp_path: Path) -> None:
+def test_an_import_outlives_the_ray_head(settings: StoreSettings, tmp_path: Path, store: str, blows: Blows) -> None:
     (port,) = free_ports(1)
     with ExitStack() as stack:
-        running, started = cut_off_from_ray(stack, tmp_path, port)
+        running, started = cut_off_from_ray(stack, settings, tmp_path, port)
+        blows.add("SIGKILL Ray head", "import", store)
         version = metadata_of(started).version
         stack.enter_context(ray_head(num_cpus=2, port=port))
         done = running.client.wait(started, within_s=240)

@@ -18,6 +18,7 @@ from shared.settings import StoreSettings
 from shared.storage import open_store
 from tests.integration.inference_service.checkpoints import write
 from tests.integration.inference_service.client import Client, environment, eventually, infer_request
+from tests.support.blows import Blows
 from tests.support.fronts_of import fronts_of, listens
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.service_process import ServiceProcess, running_service
@@ -107,7 +108,7 @@ def wait_until_all_know(service: ServiceProcess) -> None:
 
 @pytest.mark.parametrize("victim", [1, 0])
 def test_a_front_killed_under_load_costs_only_the_calls_that_it_had(
-    head: RayHead, service: ServiceProcess, victim: int
+    head: RayHead, service: ServiceProcess, victim: int, blows: Blows
 ) -> None:
     wait_until_all_know(service)
     before = fronts(service)
@@ -116,6 +117,7 @@ def test_a_front_killed_under_load_costs_only_the_calls_that_it_had(
         asking.wait_for(200)
         assert asking.errors == []
         os.kill(before[victim], signal.SIGKILL)
+        blows.add("SIGKILL front", "under load", "file")
         eventually(lambda: fronts(service).get(victim) not in (None, before[victim]), 60, "another is started")
         asking.wait_for(100)  # by the one that is left
         eventually(lambda: listens(service.pid, victim), 60, "the other listens")

@@ -30,6 +30,7 @@ from tests.integration.inference_service.client import (
     outputs,
 )
 from tests.support.asking import Load
+from tests.support.blows import Blows
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.service_process import ServiceProcess
 
@@ -140,13 +141,14 @@ def running_replicas(head: RayHead) -> set[int]:
     return {replica["pid"] for replica in found if replica["state"] == "RUNNING"}
 
 
-def test_a_replica_killed_under_load_costs_no_client_an_answer(head: RayHead, client: Client) -> None:
+def test_a_replica_killed_under_load_costs_no_client_an_answer(head: RayHead, client: Client, blows: Blows) -> None:
     replicas = set(head.processes(REPLICA))
     assert len(replicas) == 2
     with Load(lambda: ask(client), CLIENTS) as load:
         load.wait_for(50)
         victim = min(replicas)
         os.kill(victim, signal.SIGKILL)
+        blows.add("SIGKILL replica", "under load", "file")
         load.wait_for(50)
         eventually(lambda: len(set(head.processes(REPLICA)) - {victim}) == 2, 120, "a new replica is started")
         load.wait_for(50)
@@ -154,11 +156,12 @@ def test_a_replica_killed_under_load_costs_no_client_an_answer(head: RayHead, cl
 
 
 def test_a_killed_service_started_again_serves_the_same_replicas(
-    head: RayHead, service: Process, client: Client
+    head: RayHead, service: Process, client: Client, blows: Blows
 ) -> None:
     before, expected = durable(client.get("deployments/digits")), wait_until_served(client)
     replicas = head.processes(REPLICA)
     service.kill()
+    blows.add("SIGKILL service", "serving", "file")
     service.start()
     assert_same_answer(wait_until_served(client), expected)
     assert durable(client.get("deployments/digits")) == before
@@ -177,7 +180,7 @@ def test_a_service_told_to_stop_exits_cleanly_and_leaves_the_replicas_alone(
 
 
 def test_serves_controller_killed_under_load_costs_no_client_an_answer_and_knows_all_that_is_deployed_again(
-    head: RayHead, client: Client
+    head: RayHead, client: Client, blows: Blows
 ) -> None:
     before, replicas = durable(client.get("deployments/digits")), set(head.processes(REPLICA))
     assert len(replicas) == 2
@@ -185,6 +188,7 @@ def test_serves_controller_killed_under_load_costs_no_client_an_answer_and_knows
     with Load(lambda: ask(client), CLIENTS) as load:
         load.wait_for(50)
         os.kill(controller, signal.SIGKILL)
+        blows.add("SIGKILL Serve's controller", "under load", "file")
         load.wait_for(50)
         eventually(lambda: set(head.processes(CONTROLLER)) - {controller}, 120, "another controller is started")
         eventually(lambda: running_replicas(head) == replicas, 120, "it has found the replicas")
@@ -204,7 +208,7 @@ def test_serves_controller_killed_under_load_costs_no_client_an_answer_and_knows
 
 @pytest.mark.chaos
 def test_all_of_ray_killed_half_way_through_a_roll_out_ends_the_service_and_a_new_head_serves_the_same(
-    head: RayHead, service: Process, client: Client
+    head: RayHead, service: Process, client: Client, blows: Blows
 ) -> None:
     expected = wait_until_served(client)
     spec = roll_out_pb2.RollOutSpec(checkpoint="trainingJobs/digits/checkpoints/c2")
@@ -214,6 +218,7 @@ def test_all_of_ray_killed_half_way_through_a_roll_out_ends_the_service_and_a_ne
     eventually(lambda: is_shifting(client), 120, "the new version has half of the traffic")
     before = durable(client.get("deployments/digits"))
     head.kill()
+    blows.add("SIGKILL Ray head", "roll-out", "file")
     assert service.exit_status(within_s=90) == EXIT_RAY_LOST
     with supervised(service):
         eventually(lambda: _answers(client), 60, "Get is answered without Ray")

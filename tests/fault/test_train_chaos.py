@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -19,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from shared.storage.opening import ensure_bucket
+from tests.support.blows import Blows
 from tests.support.killable_s3 import KillableS3, killable_s3
 from tests.support.ray_head import ray_head
 from tests.support.s3_server import S3Program
@@ -132,7 +135,9 @@ class Chaos:
         return ""
 
 
-def test_two_minutes_of_strikes_lose_and_repeat_no_row_and_change_no_bit(s3_program: S3Program, tmp_path: Path) -> None:
+def test_two_minutes_of_strikes_lose_and_repeat_no_row_and_change_no_bit(
+    s3_program: S3Program, tmp_path: Path, blows: Blows
+) -> None:
     chance = random.Random(seed())
     with killable_s3(s3_program, tmp_path / "s3") as s3, ExitStack() as stop:
         settings = s3.settings("s3://millrace/chaos")
@@ -142,6 +147,8 @@ def test_two_minutes_of_strikes_lose_and_repeat_no_row_and_change_no_bit(s3_prog
         job = client.create(spec)
         client.watch(job.name).until("checkpoint_committed")
         strikes = _strike_for(CHAOS_S, Chaos(place, s3, stop, chance), chance)
+        for kind, count in Counter(_kind(struck) for struck in strikes).items():
+            blows.add(kind, "training", f"s3-{s3.name}", count)
         assert client.get(job.name).state not in FINAL, "the run was done before all the strikes: give it more epochs"
         watch = client.watch(job.name, within_s=DONE_WITHIN_S)
         watch.rest()
@@ -176,6 +183,11 @@ def _strike_for(seconds: float, chaos: Chaos, chance: random.Random) -> list[str
         print(strikes[-1], flush=True)
     chaos.over()
     return strikes
+
+
+def _kind(struck: str) -> str:
+    """Without when it was, and for how long."""
+    return re.sub(r",? (for|back after) [0-9.]+ s$", "", struck.partition(" s  ")[2])
 
 
 def _signal(pid: int, number: int) -> bool:

@@ -15,6 +15,7 @@ import pytest
 from millrace.train.v1 import resources_pb2 as res
 from millrace.train.v1 import train_service_pb2 as pb
 from shared.settings import StoreSettings
+from tests.support.blows import Blows
 from tests.support.ray_head import ray_head, ray_node
 from tests.support.training import State, Watch, digits_spec, train_stack
 
@@ -82,13 +83,15 @@ def test_it_grows_when_a_node_comes_without_losing_a_step_and_without_a_failure(
     assert max(one.progress.step for one in run.of("progress", 1)) <= last.step
 
 
-def test_it_shrinks_when_a_node_dies_which_is_a_failure(run: Run) -> None:
+def test_it_shrinks_when_a_node_dies_which_is_a_failure(run: Run, blows: Blows) -> None:
+    blows.add("SIGKILL node", "training", "file")
     assert run.ended(2).cause == pb.AttemptEnded.CAUSE_FAILURE
     assert run.started(3).num_workers == 1
     assert run.job.failures == 1
 
 
-def test_a_node_that_is_taken_away_costs_no_step_and_counts_against_a_budget_of_its_own(run: Run) -> None:
+def test_a_node_that_is_taken_away_costs_no_step_and_counts_against_a_budget_of_its_own(run: Run, blows: Blows) -> None:
+    blows.add("node drained", "training", "file")
     assert run.started(4).num_workers == 2
     assert run.ended(4).cause == pb.AttemptEnded.CAUSE_PREEMPTED
     assert len(run.ended(4).ranks) <= 1

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shared.settings import StoreSettings
+from tests.support.blows import Blows
 from tests.support.witnessed import ROWS, WitnessedStack, killed_beside_undisturbed, witnessed_stack
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(2400)]
@@ -28,9 +29,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WitnessedStack]:
 
 @pytest.mark.parametrize(("workers", "kills", "epochs"), [(2, 10, 12), (3, 3, 5)])
 def test_kills_lose_and_repeat_no_row_and_change_no_bit(
-    place: WitnessedStack, workers: int, kills: int, epochs: int
+    place: WitnessedStack, blows: Blows, workers: int, kills: int, epochs: int
 ) -> None:
     proof = killed_beside_undisturbed(place, workers=workers, kills=kills, epochs=epochs, seed=SEED)
+    blows.add("SIGKILL worker", f"training on {workers} workers", "file", len(proof.strikes))
     proof.publish(f"exactly-once-{workers}-workers", seed=SEED)
 
     assert (proof.disturbed.missing_rows, proof.disturbed.repeated_rows) == (0, 0)

@@ -11,6 +11,7 @@ import pytest
 
 from millrace.train.v1 import train_service_pb2 as pb
 from shared.settings import StoreSettings
+from tests.support.blows import Blows
 from tests.support.ray_head import ray_head
 from tests.support.training import State, digits_spec, train_stack
 from tests.support.waiting import wait_until
@@ -23,7 +24,7 @@ NOTICED_WITHIN_S = 75.0
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.chaos]
 
 
-def test_a_stopped_worker_is_noticed_named_killed_and_replaced(tmp_path: Path) -> None:
+def test_a_stopped_worker_is_noticed_named_killed_and_replaced(tmp_path: Path, blows: Blows) -> None:
     settings = StoreSettings(url=(tmp_path / "store").as_uri())
     with ray_head(num_cpus=4) as head, train_stack(settings, head.address, tmp_path) as stack:
         job = stack.client.create(digits_spec(epochs=12, checkpoint_every_steps=5))
@@ -33,6 +34,7 @@ def test_a_stopped_worker_is_noticed_named_killed_and_replaced(tmp_path: Path) -
         workers = head.processes(WORKER)
         stopped = max(workers)
         os.kill(stopped, signal.SIGSTOP)
+        blows.add("SIGSTOP worker", "training", "file")
         began = time.monotonic()
 
         ended = watch.until("attempt_ended").attempt_ended

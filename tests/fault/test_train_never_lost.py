@@ -17,6 +17,7 @@ from millrace.train.v1 import resources_pb2 as res
 from millrace.train.v1 import train_service_pb2 as pb
 from shared.settings import StoreSettings
 from shared.storage.opening import ensure_bucket
+from tests.support.blows import Blows
 from tests.support.killable_s3 import killable_s3
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.s3_server import S3Program
@@ -57,7 +58,7 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_after_a_loss_processes_that_waited_are_the_workers(place: Place) -> None:
+def test_after_a_loss_processes_that_waited_are_the_workers(place: Place, blows: Blows) -> None:
     client = place.stack.client
     job = place.job(epochs=2000)
     watch = client.watch(job.name)
@@ -65,6 +66,7 @@ def test_after_a_loss_processes_that_waited_are_the_workers(place: Place) -> Non
     wait_until(lambda: len(warm_processes(place.head)) == 2, "processes that wait", within_s=180)
     waiting = warm_processes(place.head)
     kill(max(place.workers()))
+    blows.add("SIGKILL worker", "training, others wait", "file")
     watch.until("attempt_started", lambda event: event.attempt == 2)
 
     assert set(place.workers()) == waiting
@@ -82,12 +84,13 @@ def warm_processes(head: RayHead) -> set[int]:
     return found
 
 
-def test_a_worker_killed_while_it_starts(place: Place) -> None:
+def test_a_worker_killed_while_it_starts(place: Place, blows: Blows) -> None:
     job = place.job()
     watch = place.stack.client.watch(job.name, within_s=DONE_WITHIN_S)
     watch.until_state(State.STATE_RUNNING)
     wait_until(lambda: bool(place.workers()), "a worker to start", within_s=180)
     kill(place.workers()[0])
+    blows.add("SIGKILL worker", "start of training", "file")
     watch.rest()
 
     assert (watch.jobs[-1].state, watch.jobs[-1].failures) == (State.STATE_SUCCEEDED, 1)
@@ -96,13 +99,14 @@ def test_a_worker_killed_while_it_starts(place: Place) -> None:
     assert [event.attempt for event in watch.events] == sorted(event.attempt for event in watch.events)
 
 
-def test_a_worker_killed_at_work(place: Place) -> None:
+def test_a_worker_killed_at_work(place: Place, blows: Blows) -> None:
     job = place.job()
     watch = place.stack.client.watch(job.name, within_s=DONE_WITHIN_S)
     watch.until("checkpoint_committed")
     watch.until("progress")
     killed_at = time.time()
     kill(max(place.workers()))
+    blows.add("SIGKILL worker", "training", "file")
     again = watch.until("attempt_started", lambda event: event.attempt == 2)
     first = watch.until("progress", lambda event: event.attempt == 2)
     watch.rest()
@@ -122,13 +126,14 @@ def test_a_worker_killed_at_work(place: Place) -> None:
     assert len(ended.attempt_ended.ranks) >= 1
 
 
-def test_the_attempts_own_process_killed_with_the_controller_in_it(place: Place) -> None:
+def test_the_attempts_own_process_killed_with_the_controller_in_it(place: Place, blows: Blows) -> None:
     job = place.job()
     watch = place.stack.client.watch(job.name, within_s=DONE_WITHIN_S)
     watch.until("checkpoint_committed")
     before = set(place.workers())
     for pid in place.head.processes(ATTEMPT):
         kill(pid)
+        blows.add("SIGKILL attempt", "training", "file")
     wait_until(lambda: not before & set(place.workers()), "its workers to end with it", within_s=60)
     watch.rest()
 
@@ -137,11 +142,12 @@ def test_the_attempts_own_process_killed_with_the_controller_in_it(place: Place)
     assert kinds.index((1, "attempt_ended")) == kinds.index((2, "attempt_started")) - 1
 
 
-def test_the_service_killed(place: Place) -> None:
+def test_the_service_killed(place: Place, blows: Blows) -> None:
     job = place.job()
     before = place.stack.client.watch(job.name, within_s=DONE_WITHIN_S)
     before.until("progress")
     place.stack.service.kill()
+    blows.add("SIGKILL service", "training", "file")
     place.stack.service.start()
     watch = place.stack.client.watch(job.name, within_s=DONE_WITHIN_S)
     watch.rest()
@@ -149,7 +155,7 @@ def test_the_service_killed(place: Place) -> None:
     assert (watch.jobs[-1].state, watch.jobs[-1].attempt) == (State.STATE_SUCCEEDED, 1)
 
 
-def test_the_store_away_for_twenty_seconds(s3_program: S3Program, place: Place, tmp_path: Path) -> None:
+def test_the_store_away_for_twenty_seconds(s3_program: S3Program, place: Place, tmp_path: Path, blows: Blows) -> None:
     """Training stalls, and does not fail."""
     with killable_s3(s3_program, tmp_path / "s3") as s3:
         settings = s3.settings("s3://millrace/away")
@@ -160,6 +166,7 @@ def test_the_store_away_for_twenty_seconds(s3_program: S3Program, place: Place, 
             watch = stack.client.watch(job.name, within_s=DONE_WITHIN_S)
             watch.until("checkpoint_committed")
             s3.kill_for(STORE_AWAY_S).join()
+            blows.add("SIGKILL S3 server", "training", f"s3-{s3.name}")
             done = finished(stack.client, job.name)
 
     assert (done.state, done.attempt, done.failures) == (State.STATE_SUCCEEDED, 1, 0)

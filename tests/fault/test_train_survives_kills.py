@@ -21,6 +21,7 @@ from millrace.train.v1 import resources_pb2 as res
 from millrace.train.v1 import train_service_pb2 as pb
 from shared.checkpoint import resolve
 from shared.settings import StoreSettings
+from tests.support.blows import Blows
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.training import State, TrainStack, Watch, digits_spec, train_stack
 from tests.support.waiting import wait_until
@@ -160,7 +161,11 @@ def test_a_run_goes_on_while_its_service_is_dead_and_succeeds_once(site: Site, u
     assert [event.sequence for event in events] == list(range(1, len(events) + 1))
 
 
-def test_a_run_that_was_struck_succeeds_once_and_counts_each_blow_once(site: Site, struck: Struck) -> None:
+def test_a_run_that_was_struck_succeeds_once_and_counts_each_blow_once(
+    site: Site, struck: Struck, blows: Blows
+) -> None:
+    for blow in ("SIGKILL worker", "SIGKILL attempt", "damage to the newest checkpoint", "SIGKILL Ray head"):
+        blows.add(blow, "training", "file")
     assert struck.job.state == State.STATE_SUCCEEDED, struck.job
     assert struck.job.attempt == 4
     assert states_in_log(site, struck.job.name) == [

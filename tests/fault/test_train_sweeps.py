@@ -11,6 +11,7 @@ import pytest
 from millrace.train.v1 import sweep_pb2 as sw
 from shared.settings import StoreSettings
 from tests.support import sweeps
+from tests.support.blows import Blows
 from tests.support.ray_head import ray_head
 from tests.support.sweeps import grid, sweep_spec
 from tests.support.training import State, TrainClient, digits_spec, train_stack
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 ATTEMPT, FOLLOWER = "ray::AttemptActor.run", "ray::ImplicitFunc"
 
 
-def test_a_sweep_whose_process_is_killed_goes_on_with_the_trials_that_there_are(tmp_path: Path) -> None:
+def test_a_sweep_whose_process_is_killed_goes_on_with_the_trials_that_there_are(tmp_path: Path, blows: Blows) -> None:
     settings = StoreSettings(url=(tmp_path / "store").as_uri())
     with ray_head(num_cpus=2) as head, train_stack(settings, head.address, tmp_path) as stack:
         client = stack.client
@@ -40,6 +41,7 @@ def test_a_sweep_whose_process_is_killed_goes_on_with_the_trials_that_there_are(
         uids = {trial.training_job: client.get(trial.training_job).uid for trial in before.trials if trial.state}
 
         os.kill(attempt, signal.SIGKILL)
+        blows.add("SIGKILL attempt", "sweep", "file")
         ended = sweeps.finished(client, made.name)
 
         assert uids
@@ -63,7 +65,7 @@ def _made_trial(client: TrainClient, name: str) -> str:
     return sweeps.get(client, name).trials[0].training_job
 
 
-def test_a_sweep_whose_follower_is_killed_goes_on_in_the_same_attempt(tmp_path: Path) -> None:
+def test_a_sweep_whose_follower_is_killed_goes_on_in_the_same_attempt(tmp_path: Path, blows: Blows) -> None:
     settings = StoreSettings(url=(tmp_path / "store").as_uri())
     with ray_head(num_cpus=2) as head, train_stack(settings, head.address, tmp_path) as stack:
         client = stack.client
@@ -79,6 +81,7 @@ def test_a_sweep_whose_follower_is_killed_goes_on_in_the_same_attempt(tmp_path: 
 
         for follower in head.processes(FOLLOWER):
             os.kill(follower, signal.SIGKILL)
+            blows.add("SIGKILL follower", "sweep", "file")
         ended = sweeps.finished(client, made.name)
 
         assert (ended.state, ended.attempt) == (sweeps.State.STATE_SUCCEEDED, 1), ended.error

@@ -22,6 +22,7 @@ from millrace.common.v1 import transform_pb2
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1.resources_pb2 import DatasetVersion
 from shared.dataset_version.columns import tensor_array
+from shared.dataset_version.manifest import QUARANTINE
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.integration.data_service.client import DataClient, imported
@@ -35,7 +36,9 @@ from tests.support.waiting import wait_until
 DONE_WITHIN_S = 180.0
 # An idle attempt actor's title, which that of one at work begins with.
 SPARE, AT_WORK = "ray::AttemptActor", "ray::AttemptActor.run"
-FUNCTIONS = ("gated", "raising", "hanging", "crashing")
+# Tasks of a transform, while they have rows.
+WORKER = "ray::FlatMap(PartsTask)"
+FUNCTIONS = ("gated", "slow", "raising", "hanging", "crashing")
 
 
 def digits_stream(row_count: int, seed: int = 1) -> bytes:
@@ -69,7 +72,7 @@ def normalising(*functions: str, images: bool = True, timeout_s: float = 120.0) 
 
 
 class Gate:
-    """Where `custom_functions.gated` waits. It must be made before the head is started."""
+    """Where `custom_functions.gated` waits, and `slow` is slow. It must be made before the head is started."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -84,6 +87,16 @@ class Gate:
 
     def open_but_for_the_last(self) -> None:
         (self._folder / "ajar").touch()
+
+    @contextmanager
+    def slow(self) -> Iterator[None]:
+        """While the body runs."""
+        sign = self._folder / "slow"
+        sign.touch()
+        try:
+            yield
+        finally:
+            sign.unlink(missing_ok=True)
 
     def waiting(self) -> list[int]:
         """The ids of the live processes that have come to it with rows other than the last."""
@@ -130,9 +143,11 @@ class DataPlace:
         request = pb.ImportVersionRequest(parent=self.dataset, sources=[source], request_id=str(uuid.uuid4()))
         return patiently(lambda: self.client.data.ImportVersion(request, timeout=30))
 
-    def start_transform(self, source: str, transform: transform_pb2.Transform) -> operations_pb2.Operation:
+    def start_transform(
+        self, source: str, transform: transform_pb2.Transform, **fields: Any
+    ) -> operations_pb2.Operation:
         request = pb.TransformVersionRequest(
-            parent=self.dataset, source=source, transform=transform, request_id=str(uuid.uuid4())
+            parent=self.dataset, source=source, transform=transform, request_id=str(uuid.uuid4()), **fields
         )
         return patiently(lambda: self.client.data.TransformVersion(request, timeout=30))
 
@@ -157,8 +172,8 @@ class DataPlace:
     def imported(self, upload: str) -> DatasetVersion:
         return self._made(self.start_import(upload))
 
-    def transformed(self, source: str, transform: transform_pb2.Transform) -> DatasetVersion:
-        return self._made(self.start_transform(source, transform))
+    def transformed(self, source: str, transform: transform_pb2.Transform, **fields: Any) -> DatasetVersion:
+        return self._made(self.start_transform(source, transform, **fields))
 
     def _made(self, started: operations_pb2.Operation) -> DatasetVersion:
         done = self.ended(started)
@@ -196,7 +211,8 @@ class DataPlace:
         assert version.manifest_sha256 == digest
         assert self.get(version.name).state == DatasetVersion.STATE_ACTIVE
         there = sorted(info.key.rsplit("/", 1)[-1] for info in self.store.list(f"{version.name}/data"))
-        assert there == sorted(["manifest.json", "report.json", *(file.path for file in version.files)])
+        named = ["manifest.json", "report.json", *(file.path for file in version.files)]
+        assert there == sorted([*named, QUARANTINE] if version.quarantined_row_count else named)
         assert self.damages(version.name) == []
         return version
 
@@ -217,6 +233,10 @@ class DataPlace:
     def at_rest(self) -> None:
         """Waits until no attempt is at work: the next one is not to be mistaken for one that ends."""
         wait_until(lambda: not self.head.processes(AT_WORK), "earlier attempts to end", 60)
+
+    def workers(self) -> list[int]:
+        """The ids of the processes that have rows before them."""
+        return self.head.processes(WORKER)
 
     def spares(self) -> list[int]:
         """The ids of the processes that wait for the next attempt."""

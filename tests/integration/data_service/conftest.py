@@ -16,22 +16,21 @@ from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import Jobs
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from shared.storage.opening import ensure_bucket
 from tests.integration.data_service.client import DataClient, idx, imported
 from tests.support.idx import digits, write_idx
 from tests.support.ray_head import NONE_WARM, RayHead, ray_head
-from tests.support.s3_server import S3Server, name_under_test
-from tests.support.service_process import running_service, store_environ
+from tests.support.service_process import ServiceProcess, running_service, store_environ
+from tests.support.stores import KINDS, new_store
 from tests.support.version_attempts import Reconciler, running_reconciler
 
 TRAIN_ROWS, TEST_ROWS = 1300, 300
-KINDS = ["file", pytest.param("s3", id=f"s3-{name_under_test()}")]
 
 
 @dataclass(frozen=True)
 class DataStack:
     """A running service; `inputs` is the folder below which it may read files, `store` what it keeps."""
 
+    service: ServiceProcess
     client: DataClient
     store: ObjectStore
     settings: StoreSettings
@@ -41,6 +40,17 @@ class DataStack:
         """What is in the store, to see that nothing was left behind; without the markers of live jobs, which the
         reconciler takes away in its own time."""
         return sorted(info.key for info in self.store.list() if not info.key.startswith("live/"))
+
+    def put_source(self, name: str, data: bytes) -> str:
+        """The URI of a file on the kind of store that the service has: where that is file://, it has no S3 to read
+        from."""
+        if self.settings.url.startswith("s3://"):
+            self.store.put(f"sources/{name}", data)
+            return f"{self.settings.url}/sources/{name}"
+        path = self.inputs / "sources" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        return path.as_uri()
 
     def new_dataset(self) -> str:
         dataset_id = f"d{uuid.uuid4().hex[:12]}"
@@ -58,12 +68,7 @@ def stack(
     request: pytest.FixtureRequest, data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[DataStack]:
     folder = tmp_path_factory.mktemp("data")
-    if request.param == "file":
-        settings = StoreSettings(url=(folder / "store").as_uri())
-    else:
-        server: S3Server = request.getfixturevalue("s3_server")
-        settings = server.settings(f"s3://millrace/{uuid.uuid4().hex}")
-        ensure_bucket(settings)
+    settings = new_store(request, folder)
     inputs = folder / "inputs"
     inputs.mkdir()
     environ = {
@@ -73,7 +78,7 @@ def stack(
     }
     with running_service("data_service", environ, folder / "service.log") as service:
         client = DataClient(service.address)
-        yield DataStack(client, open_store(settings), settings, inputs)
+        yield DataStack(service, client, open_store(settings), settings, inputs)
         client.close()
 
 
@@ -124,9 +129,10 @@ def dataset(stack: DataStack) -> str:
 # Of modules that have no service, but a reconciler on a `store` of their own.
 
 
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> StoreSettings:
-    return StoreSettings(url=(tmp_path_factory.mktemp("attempts") / "store").as_uri())
+@pytest.fixture(scope="module", params=KINDS[:1])
+def settings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StoreSettings:
+    """On file://, but for tests that name other kinds: a transform takes seconds."""
+    return new_store(request, tmp_path_factory.mktemp("attempts"))
 
 
 @pytest.fixture(scope="module")

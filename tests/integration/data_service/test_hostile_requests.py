@@ -14,11 +14,11 @@ from grpc_status import rpc_status
 
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import data_service_pb2_grpc
-from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.hostile_messages import hostile
 from tests.support.refusals import refusal_of
 from tests.support.service_process import running_service, store_environ
+from tests.support.stores import KINDS, new_store
 
 PROTO = Path(__file__).parents[3] / "protos" / "millrace" / "data" / "v1" / "data_service.proto"
 METHODS = list(pb.DESCRIPTOR.services_by_name["DataService"].methods)
@@ -33,11 +33,13 @@ def documented(method: str) -> set[str]:
     return set(re.findall(r"\b[A-Z]+_[A-Z_]+\b|\bABORTED\b", immediate)) | {"RESOURCE_EXHAUSTED"}
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, ObjectStore]]:
+@pytest.fixture(scope="module", params=KINDS)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Any, ObjectStore]]:
     """A service without Ray, with a dataset `d` and an upload `u` in it."""
     folder = tmp_path_factory.mktemp("hostile")
-    settings = StoreSettings(url=(folder / "store").as_uri())
+    settings = new_store(request, folder)
     with (
         running_service("data_service", {**store_environ(settings), "RAY_ADDRESS": ""}, folder / "log") as service,
         grpc.insecure_channel(service.address) as channel,

@@ -15,10 +15,11 @@ from google.longrunning import operations_pb2
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1.resources_pb2 import DatasetVersion
 from tests.integration.data_service.client import DataClient, idx, imported, metadata_of, parquet
-from tests.integration.data_service.conftest import KINDS, TEST_ROWS, TRAIN_ROWS, DataStack, Digits, digits_request
+from tests.integration.data_service.conftest import TEST_ROWS, TRAIN_ROWS, DataStack, Digits, digits_request
 from tests.support.idx import digits
 from tests.support.real_data import real_data
 from tests.support.refusals import refusal_of
+from tests.support.stores import KINDS
 
 # A server whose store is file:// has no S3 endpoint to read from; that it refuses s3:// is in domain/test_uris.py.
 ON_S3 = pytest.mark.parametrize("stack", [kind for kind in KINDS if kind != "file"], indirect=True)

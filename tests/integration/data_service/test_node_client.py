@@ -13,10 +13,10 @@ import pyarrow as pa
 import pytest
 from pyarrow.csv import write_csv
 
-from shared.settings import StoreSettings
 from tests.support.node_client import proto_path
 from tests.support.ray_head import RayHead
 from tests.support.service_process import ServiceProcess, running_service, store_environ
+from tests.support.stores import S3, new_store
 
 PROGRAM = Path(__file__).parent / "node" / "client.js"
 # Several chunks, the last one short.
@@ -25,10 +25,13 @@ CITIES = ("Zürich", "東京", "Reykjavík")
 
 
 @pytest.fixture(scope="module")
-def service(data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+def service(
+    request: pytest.FixtureRequest, data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServiceProcess]:
+    """On the kind of store that the parameter names."""
     folder = tmp_path_factory.mktemp("node")
     environ = {
-        **store_environ(StoreSettings(url=(folder / "store").as_uri())),
+        **store_environ(new_store(request, folder)),
         "RAY_ADDRESS": data_ray.address,
     }
     with running_service("data_service", environ, folder / "service.log") as running:
@@ -76,7 +79,20 @@ def run_client(
     return found
 
 
-@pytest.mark.parametrize("format_name", ["csv", "arrow"])
+# Each format on one store, and on the other in `make chaos`: each is imported in the same way on both.
+@pytest.mark.parametrize(
+    ("service", "format_name"),
+    [
+        pytest.param(store, format_name, id=f"{format_name}-{shown}", marks=[] if quick else pytest.mark.chaos)
+        for store, shown, format_name, quick in (
+            ("file", "file", "csv", True),
+            ("file", "file", "arrow", False),
+            ("s3", S3, "csv", False),
+            ("s3", S3, "arrow", True),
+        )
+    ],
+    indirect=["service"],
+)
 def test_a_node_client_uploads_imports_and_reads_back(
     service: ServiceProcess, node_packages: Path, tmp_path: Path, format_name: str
 ) -> None:

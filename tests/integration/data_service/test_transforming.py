@@ -17,11 +17,14 @@ from shared.jobs import Jobs, JobState
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.ray_head import RayHead
+from tests.support.stores import KINDS, S3_IN_CHAOS
 from tests.support.transforming import commit_tables, create_transform, transform_here
 from tests.support.version_attempts import WITHIN_S, Reconciler, await_worker, over, title_of
 from tests.support.waiting import wait_until
 
 ROWS = 60_000
+ON_BOTH = pytest.mark.parametrize("settings", KINDS, indirect=True)
+ON_S3_IN_CHAOS = pytest.mark.parametrize("settings", S3_IN_CHAOS, indirect=True)
 CUSTOM = "tests.support.transforming"
 
 pytestmark = pytest.mark.usefixtures("reconciler")
@@ -48,6 +51,7 @@ def custom(function: str, *columns: str, **fields: Any) -> dict[str, Any]:
     return {"custom": {"function": f"{CUSTOM}:{function}", "columns": list(columns), **fields}}
 
 
+@ON_BOTH
 def test_a_cluster_makes_the_same_bytes_as_one_process(store: ObjectStore, jobs: Jobs, reconciler: Reconciler) -> None:
     steps: list[dict[str, Any]] = [
         {"filter": {"expression": "n % 10 != 3"}},
@@ -72,6 +76,7 @@ def test_a_cluster_makes_the_same_bytes_as_one_process(store: ObjectStore, jobs:
     assert not [info.key for info in store.list(done.name) if "/begun/" in info.key]
 
 
+@ON_S3_IN_CHAOS
 def test_a_worker_killed_in_the_middle_of_its_part_costs_nothing_but_time(
     store: ObjectStore, jobs: Jobs, reconciler: Reconciler, signs: Path
 ) -> None:
@@ -95,6 +100,7 @@ def test_a_worker_killed_in_the_middle_of_its_part_costs_nothing_but_time(
         path.unlink()
 
 
+@ON_S3_IN_CHAOS
 def test_an_attempt_killed_in_the_middle_is_followed_by_one_that_makes_the_same(
     store: ObjectStore, jobs: Jobs, reconciler: Reconciler, signs: Path, data_ray: RayHead
 ) -> None:
@@ -117,6 +123,7 @@ def test_an_attempt_killed_in_the_middle_is_followed_by_one_that_makes_the_same(
         path.unlink()
 
 
+@ON_S3_IN_CHAOS
 def test_a_cancelled_transform_ends_its_tasks_and_leaves_nothing(store: ObjectStore, jobs: Jobs, signs: Path) -> None:
     name = create_transform(store, [custom("waits_for_go", "folder")])
     await_worker(jobs, name, signs)
@@ -128,6 +135,7 @@ def test_a_cancelled_transform_ends_its_tasks_and_leaves_nothing(store: ObjectSt
         path.unlink()
 
 
+@ON_S3_IN_CHAOS
 @pytest.mark.parametrize(
     ("step", "kind", "told"),
     [

@@ -1,0 +1,62 @@
+"""Small files that would take much memory, or lead elsewhere, if what they say were believed."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from tests.support.images import encoded
+from tests.support.peak_memory import MEBIBYTE
+
+
+def parquet_bomb() -> bytes:
+    """Fifty gigabytes of text in kilobytes: 5,000 rows that share one value of ten megabytes."""
+    text = pa.DictionaryArray.from_arrays(pa.array(np.zeros(5000, np.int32)), pa.array(["x" * 10_000_000]))
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"s": text}), sink, compression="zstd")
+    return bytes(sink.getvalue())
+
+
+def gzip_bomb() -> bytes:
+    """A tar of two images of 200 MiB of zeros each; gzip's members follow each other."""
+    zeros = gzip.compress(bytes(10 * MEBIBYTE))
+    headers = []
+    for name in ("a/1.png", "a/2.png"):
+        member = tarfile.TarInfo(name)
+        member.size = 200 * MEBIBYTE
+        headers.append(gzip.compress(member.tobuf()))
+    return b"".join(header + zeros * 20 for header in headers)
+
+
+def many_pixels() -> bytes:
+    """A hundred megapixels, in a good PNG of kilobytes."""
+    buffer = io.BytesIO()
+    Image.new("1", (10_000, 10_000)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def tar_with(name: str, kind: bytes = tarfile.REGTYPE) -> bytes:
+    """A good image, and after it a member of that name: a link leads to /etc/passwd."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        image = encoded()
+        for path in ("ants/good.png", name):
+            member = tarfile.TarInfo(path)
+            if path == name and kind != tarfile.REGTYPE:
+                member.type, member.linkname = kind, "/etc/passwd"
+            else:
+                member.size = len(image)
+            archive.addfile(member, io.BytesIO(image))
+    return buffer.getvalue()
+
+
+def many_columns() -> bytes:
+    """CSV, of one row."""
+    count = 1_000_000
+    return ",".join(f"c{index}" for index in range(count)).encode() + b"\n" + b"1," * (count - 1) + b"1\n"
