@@ -137,7 +137,7 @@ class Run:
                 pending = self._ranks.add([*local, *wishes])
                 meter.done(self._taken(batch, waited_s, saving.stalled_s - stalled_s))
                 stalled_s = saving.stalled_s
-                over = self._after_step(batch, saving, reporter, log, pausing=stop in PAUSES)
+                over = self._after_step(batch, pending, meter, saving, reporter, log, pausing=stop in PAUSES)
                 # Every rank has the same sum, so all end after the same step.
                 if stop != GO_ON:
                     meter.add(pending.result()[:-2])
@@ -155,6 +155,8 @@ class Run:
     def _after_step(
         self,
         batch: Batch,
+        sums: PendingSum,
+        meter: ProgressMeter,
         saving: Checkpointing,
         reporter: Reporter | None,
         log: MetricsLog | None,
@@ -172,7 +174,9 @@ class Run:
         over = done == self._loader.total_steps or (epoch_done and self._learner.should_stop(self._history))
         if pausing or epoch_done or saving.clock.due(done):
             self._pulse.at(done, Phase.SAVING)
-            saving.take(done, metrics, self._history, final=over)
+            # Taken up now: the step's metrics are to be durable with its weights. The ranks wait for one another anyway.
+            meter.add(sums.result()[:-2])
+            saving.take(done, metrics, self._history, log, final=over)
         return over
 
     def _validate(self, epoch: int, step: int, reporter: Reporter | None) -> dict[str, float]:

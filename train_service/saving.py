@@ -21,6 +21,7 @@ from train_service.events import EventKind
 from train_service.fine_tuning import load_initial
 from train_service.learner import Learner
 from train_service.loader import Batch
+from train_service.metrics_log import MetricsLog
 from train_service.patience import patient
 from train_service.preprocessing import Preprocessing
 from train_service.ranks import Ranks
@@ -111,15 +112,18 @@ class Checkpointing:
         """The optimiser has stepped: the batch's rows are in the weights."""
         self._consumed.add(batch.step, batch.epoch, batch.row_ids)
 
-    def take(self, step: int, metrics: dict[str, float], history: History, *, final: bool) -> None:
-        """A checkpoint of the run after `step` steps. Every rank calls it at the same step; it returns once all that it
-        needs is copied. Raises what the checkpoint before failed with."""
+    def take(
+        self, step: int, metrics: dict[str, float], history: History, log: MetricsLog | None, *, final: bool
+    ) -> None:
+        """A checkpoint of the run after `step` steps, whose metrics are in `log`, where there is one. Every rank calls
+        it at the same step; it returns once all that it needs is copied. Raises what the checkpoint before failed
+        with."""
         table = gather(self._ranks, self._consumed.take())
         # Of a sharded model every rank has a part.
         weights, state = self._learner.weights(), self._learner.state()
         if self._writer is not None and table is not None:
             self._writer.save(
-                lambda: self._content(step, metrics, table), weights, {**state, "history": history}, final=final
+                lambda: self._content(step, metrics, table, log), weights, {**state, "history": history}, final=final
             )
         self.clock.taken()
 
@@ -173,7 +177,13 @@ class Checkpointing:
         if self._reporter is not None and fit.left_out():
             _warning(self._reporter)(f"of {entry.name} not everything fits: {fit.left_out()}")
 
-    def _content(self, step: int, metrics: dict[str, float], consumed: Any) -> CheckpointContent:
+    def _content(
+        self, step: int, metrics: dict[str, float], consumed: Any, log: MetricsLog | None
+    ) -> CheckpointContent:
+        """In the writer's thread. What tells of the steps in the checkpoint is durable before it is: no later attempt
+        does them again."""
+        if log is not None:
+            log.write()
         lineage, spec = self._lineage, self._lineage.spec
         return CheckpointContent(
             training_job=lineage.job_name,
