@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from shared.errors import STORE_OUTAGES
 from shared.storage import ObjectStore
+from train_service.patience import store_call
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,8 @@ class MetricsLog:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._wanted.set()
-        self._thread.join()
+        with store_call():
+            self._thread.join()
 
     def add(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         """Notes the values after `step` steps; again for the same step, they are put together. It never waits."""

@@ -22,7 +22,7 @@ from train_service.fine_tuning import load_initial
 from train_service.learner import Learner
 from train_service.loader import Batch
 from train_service.metrics_log import MetricsLog
-from train_service.patience import patient
+from train_service.patience import patient, store_call
 from train_service.preprocessing import Preprocessing
 from train_service.ranks import Ranks
 from train_service.reporting import Reporter
@@ -53,13 +53,21 @@ class Checkpointing:
     ends. `clock` says when one is due."""
 
     def __init__(
-        self, store: ObjectStore, lineage: Lineage, ranks: Ranks, learner: Learner, reporter: Reporter | None
+        self,
+        store: ObjectStore,
+        lineage: Lineage,
+        ranks: Ranks,
+        learner: Learner,
+        reporter: Reporter | None,
+        touched: Callable[[], None] = lambda: None,
     ) -> None:
+        """`touched` is called while a checkpoint is copied, as a sign that it gets on."""
         self._store = store
         self._lineage = lineage
         self._ranks = ranks
         self._learner = learner
         self._reporter = reporter
+        self._touched = touched
         self._registry = CheckpointRegistry(store, lineage.job_name)
         self._consumed = ConsumedRows()
         self._chain = CoverageChain(store, lineage.job_name)
@@ -137,8 +145,9 @@ class Checkpointing:
         if self._writer is None:
             return
         try:
-            for key in orphans(self._store, self._lineage.job_name, self._registry.entries(), self._chain.parts):
-                self._store.delete(key)
+            with store_call():
+                for key in orphans(self._store, self._lineage.job_name, self._registry.entries(), self._chain.parts):
+                    self._store.delete(key)
         except STORE_OUTAGES as error:
             logger.warning("old records of consumed rows stay until the job is deleted: %s", error.message)
 
@@ -162,6 +171,7 @@ class Checkpointing:
             policy=lineage.spec.checkpoints,
             damaged=damaged,
             warn=_warning(reporter),
+            touched=self._touched,
         )
         reporter.tell(
             EventKind.ATTEMPT_STARTED,
