@@ -10,7 +10,7 @@ from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoi
 from shared.checkpoint.registry import best, latest
 from shared.errors import DataLoss, Internal, MillraceError
 from shared.jobs import AttemptContext, JobRecord, JobState
-from shared.jobs.record import PREEMPTED, RESIZED
+from shared.jobs.record import NO_ROOM, PREEMPTED, RESIZED
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from train_service.domain.spec import TrainingSpec
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 FAILURE, HUNG = "CAUSE_FAILURE", "CAUSE_HUNG"
 PREEMPTION, RESIZING = "CAUSE_PREEMPTED", "CAUSE_RESIZED"
 SUSPENDED, CANCELLED = "CAUSE_SUSPENDED", "CAUSE_CANCELLED"
-OF_REASON = {"RANK_HUNG": HUNG, PREEMPTED: PREEMPTION, RESIZED: RESIZING}
+OF_REASON = {"RANK_HUNG": HUNG, PREEMPTED: PREEMPTION, RESIZED: RESIZING, NO_ROOM: RESIZING}
 
 
 def cause_of(error: MillraceError, state: JobState) -> str:
@@ -59,7 +59,15 @@ def result_of(context: AttemptContext, spec: TrainingSpec, cause: MillraceError 
     if last is not None and chosen is not None and last.final and _good(context, last):
         return {"checkpoint": last.name, "best_checkpoint": chosen.name}
     patient(lambda: context.raise_if_stopped(fresh=True), "the job's state")
+    if cause is not None and cause.specific_reason == RESIZED:
+        _require_progress(context, entries, cause)
     raise cause or Internal("the workers ended before the last epoch was saved", reason="RUN_INCOMPLETE")
+
+
+def _require_progress(context: AttemptContext, entries: Sequence[CheckpointEntry], resized: MillraceError) -> None:
+    """A change of size costs a run nothing as long as each attempt gets on; else it could go on changing for ever."""
+    if not any(one.attempt == context.attempt for one in entries):
+        raise Internal(f"{resized.message}, but no checkpoint was taken for it", reason="RESIZED_IN_VAIN") from resized
 
 
 def _good(context: AttemptContext, last: CheckpointEntry) -> bool:

@@ -43,10 +43,11 @@ class EventLog:
     def __init__(self, store: ObjectStore, job_name: str) -> None:
         self._log = ResourceLog(store, f"{job_name}/events/log")
 
-    def append(self, attempt: int, kind: EventKind, payload: dict[str, Any]) -> None:
-        """Raises `StaleAttempt` once a later attempt has written."""
+    def append(self, attempt: int, kind: EventKind, payload: dict[str, Any], nonce: str = "") -> None:
+        """Raises `StaleAttempt` once a later attempt has written. Called again with the same `nonce`, after an error of
+        the store, it writes no second event."""
         state = {"time": time.time(), "kind": kind, "payload": payload}
-        self._log.update(lambda _: state, attempt=attempt)
+        self._log.update(lambda _: state, attempt=attempt, nonce=nonce)
 
     def has(self, attempt: int, kind: EventKind) -> bool:
         """Whether this attempt, the newest that wrote, has an event of that kind among its last `LOOKED_BACK`."""

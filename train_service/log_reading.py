@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shared.errors import NotFound
 from shared.jobs import JobRecord, Jobs
 from shared.storage import ObjectInfo, ObjectStore
+from train_service.logs import STACKS_CHUNK
 
 # A message of a stream holds about so much.
 TEXT_BYTES = 256 * 1024
@@ -28,13 +29,17 @@ class LogText:
 class LogReader:
     """Reads on where it stopped. Not shared between threads."""
 
-    def __init__(self, store: ObjectStore, jobs: Jobs, job: str, attempt: int, rank: int | None) -> None:
-        """`attempt` 0: the next one that begins."""
+    def __init__(
+        self, store: ObjectStore, jobs: Jobs, job: str, attempt: int, rank: int | None, follow: bool = False
+    ) -> None:
+        """`attempt` 0: the next one that begins. With `follow` the stacks of a rank, its last chunk whatever comes
+        before, are kept back until `over`."""
         self._store = store
         self._jobs = jobs
         self._job = job
         self._attempt = attempt
         self._rank = rank
+        self._stacks_too = not follow
         # Bytes of each chunk.
         self._read: dict[str, int] = {}
         self._closed: set[str] = set()
@@ -44,23 +49,30 @@ class LogReader:
         job = self._jobs.get(self._job, self._job)
         if not self._attempt and _has_attempt(job):
             self._attempt = job.attempt
-        return job.state.final or (self._attempt > 0 and job.attempt != self._attempt)
+        over = job.state.final or (self._attempt > 0 and job.attempt != self._attempt)
+        self._stacks_too = self._stacks_too or over
+        return over
 
     def read(self) -> list[LogText]:
         """What is new since the last call, rank by rank; some MiB at most."""
         if not self._attempt:
             return []
-        found = []
+        found: list[tuple[int, int, ObjectInfo]] = []
+        stacks: list[tuple[int, int, ObjectInfo]] = []
         for info in self._store.list(f"{self._job}/logs/a{self._attempt:05d}"):
             matched = _KEY.fullmatch(info.key)
             if matched and self._rank in (None, int(matched[1])):
-                found.append((int(matched[1]), int(matched[2]), info))
+                # Stacks are not a later chunk of the rank's own: what it writes may still grow.
+                of = stacks if info.key.endswith(f"/{STACKS_CHUNK}") else found
+                of.append((int(matched[1]), int(matched[2]), info))
         newest = {rank: number for rank, number, _ in sorted(found, key=lambda one: one[:2])}
+        if self._stacks_too:
+            found += stacks
         texts: list[LogText] = []
         for rank, number, info in sorted(found, key=lambda one: one[:2]):
             if len(texts) >= TEXTS_AT_ONCE:
                 break
-            texts += [LogText(self._attempt, rank, text) for text in self._new_of(info, number < newest[rank])]
+            texts += [LogText(self._attempt, rank, text) for text in self._new_of(info, number < newest.get(rank, 0))]
         return texts
 
     def _new_of(self, info: ObjectInfo, closed: bool) -> list[str]:
@@ -82,7 +94,7 @@ def find_logs(store: ObjectStore, jobs: Jobs, name: str, attempt: int, rank: int
     job = jobs.get(name, name)
     chosen = attempt or (job.attempt if _has_attempt(job) else 0)
     if follow and not job.state.final and chosen in (0, job.attempt):
-        return LogReader(store, jobs, name, chosen, rank)
+        return LogReader(store, jobs, name, chosen, rank, follow)
     if not LogReader(store, jobs, name, chosen, rank).read():
         whose = "" if rank is None else f" of rank {rank}"
         raise NotFound(

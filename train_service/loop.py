@@ -25,6 +25,7 @@ from train_service.metrics_log import MetricsLog
 from train_service.patience import patient
 from train_service.progress import ProgressMeter, StepTaken
 from train_service.pulse import Pulse
+from train_service.raised import as_told
 from train_service.ranks import PendingSum, Ranks
 from train_service.reporting import CANCEL, GO_ON, PAUSES, PREEMPT, RESIZE, STALE, SUSPEND, Reporter
 from train_service.saving import Checkpointing, History, Lineage
@@ -54,6 +55,7 @@ class LoopConfig:
 
 def train_loop(config: LoopConfig, ranks: Ranks, node_id: str = "") -> None:
     """All that one rank does. Returns when the run is done, or when it was asked to end; the job's log says which.
+    Raises `Internal` for what the training raised, see `raised`.
 
     `node_id` is Ray's, empty where there is none.
     """
@@ -69,6 +71,12 @@ def train_loop(config: LoopConfig, ranks: Ranks, node_id: str = "") -> None:
             Run(config, ranks, pulse).run()
         except Stopped as stopped:
             logger.info("stopped early: %s", stopped)
+        except Exception as error:
+            told = as_told(error, ranks.rank, pulse.step)
+            if told is error:
+                raise
+            logger.exception("%s", told)
+            raise told from error
 
 
 class Stopped(Exception):
@@ -113,6 +121,7 @@ class Run:
                 self._train(first_step, saving, reporter, log)
 
     def _train(self, first_step: int, saving: Checkpointing, reporter: Reporter | None, log: MetricsLog | None) -> None:
+        self._pulse.at(first_step, Phase.STARTING)
         self._learner.prepare()
         meter = ProgressMeter(reporter, log, self._learner.describe, self._loader.total_steps)
         self._pulse.total_steps = self._loader.total_steps
@@ -137,7 +146,7 @@ class Run:
                 pending = self._ranks.add([*local, *wishes])
                 meter.done(self._taken(batch, waited_s, saving.stalled_s - stalled_s))
                 stalled_s = saving.stalled_s
-                over = self._after_step(batch, saving, reporter, log, pausing=stop in PAUSES)
+                over = self._after_step(batch, pending, meter, saving, reporter, log, pausing=stop in PAUSES)
                 # Every rank has the same sum, so all end after the same step.
                 if stop != GO_ON:
                     meter.add(pending.result()[:-2])
@@ -155,6 +164,8 @@ class Run:
     def _after_step(
         self,
         batch: Batch,
+        sums: PendingSum,
+        meter: ProgressMeter,
         saving: Checkpointing,
         reporter: Reporter | None,
         log: MetricsLog | None,
@@ -172,7 +183,9 @@ class Run:
         over = done == self._loader.total_steps or (epoch_done and self._learner.should_stop(self._history))
         if pausing or epoch_done or saving.clock.due(done):
             self._pulse.at(done, Phase.SAVING)
-            saving.take(done, metrics, self._history, final=over)
+            # Taken up now, for the step's metrics are to be durable with its weights; the ranks wait here anyway.
+            meter.add(sums.result()[:-2])
+            saving.take(done, metrics, self._history, log, final=over)
         return over
 
     def _validate(self, epoch: int, step: int, reporter: Reporter | None) -> dict[str, float]:
@@ -205,7 +218,7 @@ class Run:
             steps_per_epoch=self._loader.steps_per_epoch,
             total_steps=self._loader.total_steps,
         )
-        return Checkpointing(self._store, lineage, self._ranks, self._learner, reporter)
+        return Checkpointing(self._store, lineage, self._ranks, self._learner, reporter, self._pulse.tick)
 
     def _build_loader(self) -> Loader:
         spec, ranks = self._spec, self._ranks

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from shared.errors import STORE_OUTAGES
 from shared.storage import ObjectStore
+from train_service.patience import store_call
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,8 @@ FLUSH_EVERY_S = 5.0
 RETRY_S = 1.0
 # How long the end of a run waits for a store that does not answer.
 END_PATIENCE_S = 300.0
-# Points of a part that is not written again.
-PART_POINTS = 4096
+# Points of a part that is not written again. To encode so many takes some milliseconds, which each checkpoint adds.
+PART_POINTS = 1024
 # The columns of values have this before their metric's name, for a metric may be named as it likes.
 VALUE = "values."
 
@@ -50,8 +51,9 @@ class MetricPoint:
 class MetricsLog:
     """Points of one attempt, written by a thread every few seconds. Use as a context: leaving it writes what is left.
 
-    Neither an outage of the store nor a full one fails the run: the points wait in memory. Only an end during an outage
-    of more than `END_PATIENCE_S` loses some.
+    Neither an outage of the store nor a full one fails the run: the points wait in memory. An end during an outage of
+    more than `END_PATIENCE_S` loses some, a process that is killed those that were not written: so who commits a
+    checkpoint writes before what is in it.
     """
 
     def __init__(self, store: ObjectStore, job: str, attempt: int, first_step: int) -> None:
@@ -60,6 +62,8 @@ class MetricsLog:
         self._attempt = attempt
         self._prefix = f"{job}/metrics/a{attempt:05d}-f{first_step:08d}"
         self._lock = threading.Lock()
+        # Held while a part is written: by our thread, or by one that wants the points durable.
+        self._writing = threading.Lock()
         self._points: list[MetricPoint] = []
         self._from = first_step
         # What the part at work is in the store: its key and number of points.
@@ -77,7 +81,8 @@ class MetricsLog:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._wanted.set()
-        self._thread.join()
+        with store_call():
+            self._thread.join()
 
     def add(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         """Notes the values after `step` steps; again for the same step, they are put together. It never waits."""
@@ -89,6 +94,11 @@ class MetricsLog:
         """Asks the thread to write now what there is. It does not wait for it."""
         self._wanted.set()
 
+    def write(self) -> None:
+        """Returns once all that was added before is in the store. Raises what the store does; may be repeated."""
+        with self._writing:
+            self._write()
+
     def _run(self) -> None:
         give_up_at = 0.0
         while True:
@@ -97,7 +107,7 @@ class MetricsLog:
             ended = self._ended.is_set()
             self._wanted.clear()
             try:
-                self._write()
+                self.write()
             except STORE_OUTAGES as error:
                 give_up_at = give_up_at or time.monotonic() + END_PATIENCE_S
                 if ended and time.monotonic() > give_up_at:

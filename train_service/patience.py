@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from shared.errors import STORE_OUTAGES
@@ -26,7 +27,7 @@ def patient(call: Callable[[], T], what: str, patience_s: float = PATIENCE_S) ->
     """What `call` returns, called again and again while the store does not answer or is full. Raises its last error
     after `patience_s`. To be used for calls that may be repeated, whether or not the one before had an effect."""
     give_up_at = time.monotonic() + patience_s
-    with _Call():
+    with store_call():
         while True:
             try:
                 return call()
@@ -38,18 +39,21 @@ def patient(call: Callable[[], T], what: str, patience_s: float = PATIENCE_S) ->
 
 
 def in_store_calls() -> bool:
-    """Whether a thread of this process is in a call of `patient`: one that stands still may be waiting for it."""
+    """Whether a thread of this process is in a `store_call`: one that stands still may be waiting for it."""
     return _waiting > 0
 
 
-class _Call:
-    def __enter__(self) -> None:
-        self._count(1)
+@contextmanager
+def store_call() -> Iterator[None]:
+    """Around what waits for the store with a patience of its own: whoever waits in it does not hang."""
+    _count(1)
+    try:
+        yield
+    finally:
+        _count(-1)
 
-    def __exit__(self, *_: object) -> None:
-        self._count(-1)
 
-    def _count(self, by: int) -> None:
-        global _waiting
-        with _lock:
-            _waiting += by
+def _count(by: int) -> None:
+    global _waiting
+    with _lock:
+        _waiting += by

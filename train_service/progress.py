@@ -37,25 +37,26 @@ class ProgressMeter:
         self._log = log
         self._describe = describe
         self._total_steps = total_steps
-        # Computed, their sums still under way.
-        self._taken: deque[StepTaken] = deque()
+        # Computed, their sums still under way; and how long each took.
+        self._taken: deque[tuple[StepTaken, float]] = deque()
         self._sums: list[float] = []
         self._data_wait_s = self._checkpoint_stall_s = 0.0
         self._steps = 0
-        self._started = self._reported = self._summed = time.monotonic()
+        self._started = self._reported = self._done = time.monotonic()
 
     def done(self, taken: StepTaken) -> None:
         """Notes that a step was computed; its sums come with a later `add`, in the same order."""
+        seconds, self._done = time.monotonic() - self._done, time.monotonic()
         if self._reporter:
-            self._taken.append(taken)
+            self._taken.append((taken, seconds))
 
     def add(self, sums: Sequence[float]) -> None:
-        """Takes the sums over all ranks of the oldest step whose sums have not come."""
+        """Takes the sums over all ranks of the oldest step whose sums have not come; nothing where all have."""
         if not self._reporter or not self._taken:
             return
-        taken = self._taken.popleft()
+        taken, seconds = self._taken.popleft()
         now = time.monotonic()
-        self._keep(taken, sums, now)
+        self._keep(taken, sums, seconds)
         self._sums = [before + new for before, new in zip(self._sums or [0.0] * len(sums), sums, strict=True)]
         self._data_wait_s += taken.data_wait_s
         self._checkpoint_stall_s += taken.checkpoint_stall_s
@@ -63,8 +64,7 @@ class ProgressMeter:
         if now - self._reported >= REPORT_INTERVAL_S or taken.step == self._total_steps:
             self._tell(self._reporter, taken, now)
 
-    def _keep(self, taken: StepTaken, sums: Sequence[float], now: float) -> None:
-        seconds, self._summed = now - self._summed, now
+    def _keep(self, taken: StepTaken, sums: Sequence[float], seconds: float) -> None:
         if self._log is not None:
             values = {
                 **self._describe(sums),

@@ -61,6 +61,11 @@ class Pulse:
         # A reason to stop that the attempt wishes, 0 for none; see `reporting`.
         self.wish = 0
 
+    @property
+    def step(self) -> int:
+        """How many steps of the run are done."""
+        return self._step
+
     def at(self, step: int, phase: Phase) -> None:
         """Notes where the rank is. Cheap."""
         self._step, self._phase, self._moved = step, phase, time.monotonic()

@@ -55,14 +55,17 @@ class _Steps:
 
     step: int = 0
     at: float = 0.0
+    timed: bool = False
     seconds: list[float] = field(default_factory=list)
 
-    def note(self, step: int, now: float) -> None:
+    def note(self, step: int, phase: Phase, now: float) -> None:
         if step > self.step:
-            if self.step:
+            if self.timed:
                 self.seconds.append((now - self.at) / (step - self.step))
                 del self.seconds[:-200]
             self.step, self.at = step, now
+        # What follows a start, that of a resumed run too, is no step like others.
+        self.timed = phase is not Phase.STARTING
 
 
 class Pulses:
@@ -156,7 +159,7 @@ class Pulses:
             one.waits_for_store = said["store"]
             one.left = bool(said.get("bye"))
             if one.rank == 0:
-                self._steps.note(one.step, now)
+                self._steps.note(one.step, one.phase, now)
 
 
 class _Server(socketserver.ThreadingTCPServer):

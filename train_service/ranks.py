@@ -78,8 +78,10 @@ class PendingSum:
         self._work = work
 
     def result(self) -> list[float]:
+        """Waits for it; asked again, it is the same."""
         if self._work is not None:
             self._work.wait()
+            self._work = None
         values: list[float] = self._tensor.tolist()
         return values
 

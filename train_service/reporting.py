@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from shared.jobs.registry import progress_key
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from train_service.events import EventKind, EventLog
+from train_service.patience import store_call
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +59,9 @@ class Reporter:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._waiting.put(None)
         self._ended.set()
-        for thread in self._threads:
-            thread.join()
+        with store_call():
+            for thread in self._threads:
+                thread.join()
         if error is None:
             self._raise_if_broken()
 
@@ -83,7 +86,7 @@ class Reporter:
         try:
             while (item := self._waiting.get()) is not None:
                 kind, payload = item
-                _patiently(log.append, self._attempt, kind, payload)
+                _patiently(log.append, self._attempt, kind, payload, uuid.uuid4().hex)
                 if kind is EventKind.PROGRESS:
                     _patiently(self._store.put, progress_key(self._job_name), json.dumps(payload).encode())
         except StaleAttempt:
@@ -109,7 +112,8 @@ class Reporter:
 
 
 def _patiently(write: Callable[..., None], *arguments: Any) -> None:
-    """Writes as soon as the store answers, each thing by itself, so that none is written twice."""
+    """Writes as soon as the store answers. What is called must be such that it may be repeated, whether or not the call
+    before had an effect."""
     while True:
         try:
             return write(*arguments)

@@ -21,7 +21,8 @@ from train_service.events import EventKind
 from train_service.fine_tuning import load_initial
 from train_service.learner import Learner
 from train_service.loader import Batch
-from train_service.patience import patient
+from train_service.metrics_log import MetricsLog
+from train_service.patience import patient, store_call
 from train_service.preprocessing import Preprocessing
 from train_service.ranks import Ranks
 from train_service.reporting import Reporter
@@ -52,13 +53,21 @@ class Checkpointing:
     ends. `clock` says when one is due."""
 
     def __init__(
-        self, store: ObjectStore, lineage: Lineage, ranks: Ranks, learner: Learner, reporter: Reporter | None
+        self,
+        store: ObjectStore,
+        lineage: Lineage,
+        ranks: Ranks,
+        learner: Learner,
+        reporter: Reporter | None,
+        touched: Callable[[], None] = lambda: None,
     ) -> None:
+        """`touched` is called while a checkpoint is copied, as a sign that it gets on."""
         self._store = store
         self._lineage = lineage
         self._ranks = ranks
         self._learner = learner
         self._reporter = reporter
+        self._touched = touched
         self._registry = CheckpointRegistry(store, lineage.job_name)
         self._consumed = ConsumedRows()
         self._chain = CoverageChain(store, lineage.job_name)
@@ -111,15 +120,18 @@ class Checkpointing:
         """The optimiser has stepped: the batch's rows are in the weights."""
         self._consumed.add(batch.step, batch.epoch, batch.row_ids)
 
-    def take(self, step: int, metrics: dict[str, float], history: History, *, final: bool) -> None:
-        """A checkpoint of the run after `step` steps. Every rank calls it at the same step; it returns once all that it
-        needs is copied. Raises what the checkpoint before failed with."""
+    def take(
+        self, step: int, metrics: dict[str, float], history: History, log: MetricsLog | None, *, final: bool
+    ) -> None:
+        """A checkpoint of the run after `step` steps, whose metrics are in `log`, where there is one. Every rank calls
+        it at the same step; it returns once all that it needs is copied. Raises what the checkpoint before failed
+        with."""
         table = gather(self._ranks, self._consumed.take())
         # Of a sharded model every rank has a part.
         weights, state = self._learner.weights(), self._learner.state()
         if self._writer is not None and table is not None:
             self._writer.save(
-                lambda: self._content(step, metrics, table), weights, {**state, "history": history}, final=final
+                lambda: self._content(step, metrics, table, log), weights, {**state, "history": history}, final=final
             )
         self.clock.taken()
 
@@ -133,8 +145,9 @@ class Checkpointing:
         if self._writer is None:
             return
         try:
-            for key in orphans(self._store, self._lineage.job_name, self._registry.entries(), self._chain.parts):
-                self._store.delete(key)
+            with store_call():
+                for key in orphans(self._store, self._lineage.job_name, self._registry.entries(), self._chain.parts):
+                    self._store.delete(key)
         except STORE_OUTAGES as error:
             logger.warning("old records of consumed rows stay until the job is deleted: %s", error.message)
 
@@ -158,6 +171,7 @@ class Checkpointing:
             policy=lineage.spec.checkpoints,
             damaged=damaged,
             warn=_warning(reporter),
+            touched=self._touched,
         )
         reporter.tell(
             EventKind.ATTEMPT_STARTED,
@@ -173,7 +187,13 @@ class Checkpointing:
         if self._reporter is not None and fit.left_out():
             _warning(self._reporter)(f"of {entry.name} not everything fits: {fit.left_out()}")
 
-    def _content(self, step: int, metrics: dict[str, float], consumed: Any) -> CheckpointContent:
+    def _content(
+        self, step: int, metrics: dict[str, float], consumed: Any, log: MetricsLog | None
+    ) -> CheckpointContent:
+        """In the writer's thread. What tells of the steps in the checkpoint is durable before it is: no later attempt
+        does them again."""
+        if log is not None:
+            log.write()
         lineage, spec = self._lineage, self._lineage.spec
         return CheckpointContent(
             training_job=lineage.job_name,

@@ -17,10 +17,17 @@ from train_service.domain.spec import FSDP
 
 
 def shard(model: nn.Module, device_type: str, world_size: int) -> nn.Module:
-    """The model itself, its parameters and gradients sharded layer by layer; build its optimizer after that."""
+    """The model itself, its parameters and gradients sharded layer by layer; build its optimizer after that.
+
+    Activations and dropouts no longer act in place, which computes the same: what a sharded layer is given is a view of
+    a function of torch's own, and torch refuses to change that.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    for module in model.modules():
+        if getattr(module, "inplace", False) is True:
+            module.inplace = False  # type: ignore[assignment]
     mesh = init_device_mesh(device_type, (world_size,))
     for layer in model.children():
         if next(layer.parameters(), None) is not None:

@@ -49,8 +49,10 @@ class CheckpointWriter:
         policy: CheckpointPolicy | None = None,
         damaged: Collection[str] = (),
         warn: Callable[[str], None] = logger.warning,
+        touched: Callable[[], None] = lambda: None,
     ) -> None:
-        """`told` is called with each committed checkpoint, `warn` with what delayed one, in the writer's thread.
+        """`told` is called with each committed checkpoint, `warn` with what delayed one, in the writer's thread, and
+        `touched` while `save` copies and gets on.
 
         Without a `policy` all are kept. `damaged` are the folders of those that were found so when the attempt began.
         """
@@ -63,7 +65,7 @@ class CheckpointWriter:
         self._warn = warn
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
-        self._weights, self._state = TensorFile(), TensorFile()
+        self._weights, self._state = TensorFile(touched), TensorFile(touched)
         # Seconds that the loop has waited in `save` and `wait`.
         self.stalled_s = 0.0
 

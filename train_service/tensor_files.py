@@ -7,7 +7,7 @@ the file: nothing is put together afterwards.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import safetensors.torch
@@ -34,7 +34,9 @@ NEST = "nest"
 class TensorFile:
     """One file, filled by one thread at a time. What `fill` gives is good until the next `fill`."""
 
-    def __init__(self) -> None:
+    def __init__(self, touched: Callable[[], None] = lambda: None) -> None:
+        """`touched` is called with each tensor: to copy a large model takes its time."""
+        self._touched = touched
         self._form: object = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._views: dict[str, torch.Tensor] = {}
@@ -50,6 +52,7 @@ class TensorFile:
             self._form = form
         with torch.no_grad():
             for name, one in tensors.items():
+                self._touched()
                 self._views[name].copy_(one.detach(), non_blocking=pinned)
         if pinned:
             torch.cuda.synchronize()

@@ -21,7 +21,7 @@ from ray.train import TrainingFailedError
 
 from shared.errors import Cancelled, MillraceError, Unavailable
 from shared.jobs import AttemptContext
-from shared.jobs.record import RESIZED
+from shared.jobs.record import NO_ROOM, RESIZED
 from shared.log import StaleAttempt
 from train_service.domain.spec import TrainingSpec
 from train_service.endings import result_of, told
@@ -81,7 +81,7 @@ def _size(spec: TrainingSpec) -> Size:
     while not (size := size_now(spec)).workers:
         if time.monotonic() > give_up_at:
             # Not a failure: the reconciler waits for room before it begins the next attempt.
-            raise Unavailable(f"room was taken: {lacking(spec)}", reason=RESIZED, retry_after_s=1.0)
+            raise Unavailable(f"room was taken: {lacking(spec)}", reason=NO_ROOM)
         time.sleep(0.2)
     return size
 
@@ -107,7 +107,7 @@ def _cause(error: TrainingFailedError, ended_for: MillraceError | None) -> Millr
     if ended_for is not None and ended_for.specific_reason != RESIZED:
         return ended_for
     if room_was_taken(error):
-        return Unavailable("room was taken while the workers started", reason=RESIZED, retry_after_s=1.0)
+        return Unavailable("room was taken while the workers started", reason=NO_ROOM)
     ranks = ",".join(str(rank) for rank, _ in failures)
     logger.warning("attempt lost: %s", error)
     return Unavailable(

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -33,6 +34,8 @@ ORPHAN_AFTER_S = 300.0
 # So many looks in a row must find no actor before an attempt is taken for lost: another reconciler, which overlaps with
 # this one, may be about to start it.
 LOOKS_BEFORE_LOST = 2
+# So often an actor that cannot be started is tried; then its attempt is lost, as if it had begun.
+STARTS_BEFORE_LOST = 5
 # What an attempt takes to start, and a little more.
 REST_BESIDE_WORK_S = 20.0
 
@@ -58,6 +61,14 @@ class JobKind:
     looks: Callable[[ObjectStore], None] = lambda _: None
 
 
+@dataclass
+class _Start:
+    """An attempt on its way: the name of its actor, and how often that was tried."""
+
+    actor: str
+    tries: int = 0
+
+
 class Reconciler:
     """Compares what the logs say with the actors there are, for one kind of job."""
 
@@ -71,6 +82,8 @@ class Reconciler:
         # By uid: when a marker without its job was first seen, and how often an attempt had no actor.
         self._orphans: dict[str, float] = {}
         self._missing: Counter[str] = Counter()
+        # By uid: attempts that the log has begun, or may have, and whose actor was not told to run yet.
+        self._starting: dict[str, _Start] = {}
         # By uid: what clients were told that its next attempt waits for.
         self._waiting: dict[str, str] = {}
 
@@ -119,6 +132,9 @@ class Reconciler:
             if time.time() < job.begin_after or self._waits(live, job):
                 return False
             self._begin(live, job)
+        elif (start := self._starting.get(live.uid)) is not None and start.actor == job.actor:
+            # Begun by us: the log's answer was lost, or the actor could not be started just then.
+            self._start(live, job, start)
         elif find_actor(job.actor) is not None:
             self._missing.pop(live.uid, None)
         else:
@@ -141,6 +157,7 @@ class Reconciler:
         self._jobs.forget(live)
         self._orphans.pop(live.uid, None)
         self._missing.pop(live.uid, None)
+        self._starting.pop(live.uid, None)
 
     def _begin(self, live: LiveJob, job: JobRecord) -> None:
         if zombie := find_actor(job.actor):
@@ -148,6 +165,7 @@ class Reconciler:
         self._missing.pop(live.uid, None)
         spare = self._spare.take() if self._spare else None
         name = spare[0] if spare else new_actor_name(self._kind.name)
+        start = _Start(name)
         begun: JobRecord | None = None
 
         def decide(newest: JobRecord) -> JobRecord:
@@ -157,12 +175,25 @@ class Reconciler:
             begun = begin_attempt(newest, time.time(), name) if unchanged else None
             return begun or newest
 
+        # Noted before the log is asked: it may have begun the attempt though its answer never comes.
+        self._starting[live.uid] = start
         # A spare whose attempt another reconciler begins is lost; it ends by itself.
         self._jobs.transition(live.folder, decide, attempt=job.attempt + 1)
-        if begun is not None:
-            logger.info("%s: starting attempt %d", begun.name, begun.attempt)
-            actor = spare[1] if spare else start_actor(name)
-            actor.run.remote(self._kind.entry, self._settings, self._kind.name, live.folder, begun.attempt)
+        if begun is None:
+            del self._starting[live.uid]
+        else:
+            self._start(live, begun, start)
+
+    def _start(self, live: LiveJob, job: JobRecord, start: _Start) -> None:
+        """Has the actor run the attempt that the log has begun, once."""
+        start.tries += 1
+        if start.tries >= STARTS_BEFORE_LOST:
+            del self._starting[live.uid]
+        logger.info("%s: starting attempt %d", job.name, job.attempt)
+        # A spare that nobody called in time has ended by itself.
+        actor: Any = find_actor(start.actor) or start_actor(start.actor)
+        actor.run.remote(self._kind.entry, self._settings, self._kind.name, live.folder, job.attempt)
+        self._starting.pop(live.uid, None)
 
     def _lost(self, live: LiveJob, job: JobRecord) -> None:
         """No actor works on it: it died, or its Ray cluster did."""

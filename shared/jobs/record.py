@@ -40,8 +40,10 @@ class JobState(enum.StrEnum):
 
 
 LIVE = (JobState.PENDING, JobState.RUNNING, JobState.RECOVERING, JobState.CANCELLING, JobState.SUSPENDING)
-# Reasons for which an attempt is ended from outside though it was well: they are no failures.
-PREEMPTED, RESIZED = "PREEMPTED", "RESIZED"
+# Reasons for which an attempt ends though it was well: they are no failures. Its node is taken away, which has a budget
+# of its own; it makes way for one of another size, having got on; it found no room, and waits for some ever longer.
+PREEMPTED, RESIZED, NO_ROOM = "PREEMPTED", "RESIZED", "NO_ROOM"
+MOST_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +69,11 @@ class JobRecord:
     runner: str = ""
     failures: int = 0
     max_failures: int = 3
-    # Attempts whose node was taken away, or whose cluster changed size. They have a budget of their own.
+    # Attempts whose node was taken away. They have a budget of their own.
     preemptions: int = 0
     max_preemptions: int = 100
+    # Attempts in a row that found no room. They count for nothing.
+    waits: int = 0
     # Counts wishes, not progress: 1 for the creation, 2 once a cancel was asked for.
     generation: int = 1
     # `MillraceError.as_record` of what ended or last disturbed it.
@@ -130,6 +134,7 @@ def take_up(job: JobRecord, now: float) -> JobRecord:
         attempt=job.attempt + 1,
         failures=0,
         preemptions=0,
+        waits=0,
         error=None,
         generation=job.generation + 1 if job.state.final else job.generation,
         update_time=now,
@@ -137,7 +142,8 @@ def take_up(job: JobRecord, now: float) -> JobRecord:
 
 
 def lose_attempt(job: JobRecord, cause: MillraceError, now: float) -> JobRecord:
-    """The attempt ended without a result: → RECOVERING, or FAILED once more were lost than allowed.
+    """The attempt ended without a result: → RECOVERING, or FAILED once more were lost than allowed. What is no failure
+    (see `PREEMPTED`) does not count as one; preemptions beyond their budget do.
 
     A job that is being cancelled or suspended has nothing to recover now: → CANCELLED, SUSPENDED.
     """
@@ -146,10 +152,15 @@ def lose_attempt(job: JobRecord, cause: MillraceError, now: float) -> JobRecord:
     if job.state is JobState.SUSPENDING:
         return confirm_suspend(job, now)
     _expect(job, JobState.RUNNING)
-    reason = cause.specific_reason
-    if reason in (RESIZED, PREEMPTED) and job.preemptions < job.max_preemptions:
-        told = cause.as_record()
-        return replace(job, state=JobState.RECOVERING, preemptions=job.preemptions + 1, error=told, update_time=now)
+    reason, waits, told = cause.specific_reason, job.waits, cause.as_record()
+    job = replace(job, waits=0, update_time=now)
+    if reason == NO_ROOM:
+        told["retry_after_s"] = min(MOST_WAIT_S, 2.0 ** min(waits, 10))
+        return replace(job, state=JobState.RECOVERING, waits=waits + 1, error=told)
+    if reason == RESIZED:
+        return replace(job, state=JobState.RECOVERING, error=told)
+    if reason == PREEMPTED and job.preemptions < job.max_preemptions:
+        return replace(job, state=JobState.RECOVERING, preemptions=job.preemptions + 1, error=told)
     failures = job.failures + 1
     if failures > job.max_failures:
         # What an operator can put right is told as what it is.
@@ -159,8 +170,8 @@ def lose_attempt(job: JobRecord, cause: MillraceError, now: float) -> JobRecord:
             reason="TOO_MANY_FAILURES",
             metadata={**cause.metadata, "failures": str(failures)},
         )
-        return replace(job, state=JobState.FAILED, failures=failures, error=error.as_record(), update_time=now)
-    return replace(job, state=JobState.RECOVERING, failures=failures, error=cause.as_record(), update_time=now)
+        return replace(job, state=JobState.FAILED, failures=failures, error=error.as_record())
+    return replace(job, state=JobState.RECOVERING, failures=failures, error=told)
 
 
 def succeed(job: JobRecord, result: dict[str, Any], now: float) -> JobRecord:
@@ -223,6 +234,7 @@ def request_resume(job: JobRecord, now: float) -> JobRecord:
         state=JobState.RECOVERING,
         failures=0,
         preemptions=0,
+        waits=0,
         error=None,
         runner="",
         generation=job.generation + 1,

@@ -41,6 +41,8 @@ class ResourceLog:
         self._store = store
         self._prefix = prefix.rstrip("/")
         self._head: Record | None = None
+        # The number of the last record whose write was not answered: it may be there or not.
+        self._unanswered = 0
 
     def read(self, number: int) -> Record | None:
         """The record with that number; None where it has not been written."""
@@ -70,13 +72,13 @@ class ResourceLog:
         self._head = best
         return best
 
-    def append(self, previous: Record | None, state: State, attempt: int = 0) -> Record | None:
+    def append(self, previous: Record | None, state: State, attempt: int = 0, nonce: str = "") -> Record | None:
         """Writes the record after `previous`. None if another writer was faster; raises `StaleAttempt` if that one, or
-        `previous`, belongs to a later attempt."""
+        `previous`, belongs to a later attempt. `nonce` is that of `update`."""
         if previous and previous.attempt > attempt:
             raise StaleAttempt(f"{self._prefix}: attempt {attempt} is fenced by attempt {previous.attempt}")
         number = previous.number + 1 if previous else 1
-        record = Record(number, uuid.uuid4().hex, attempt, time.time(), state)
+        record = Record(number, nonce or uuid.uuid4().hex, attempt, time.time(), state)
         try:
             self._store.put_if_absent(self._key(number), json.dumps(asdict(record)).encode())
         except ObjectExists:
@@ -88,15 +90,27 @@ class ResourceLog:
                         f"{self._prefix}: attempt {attempt} is fenced by attempt {winner.attempt}"
                     ) from None
                 return None
+        except Exception:
+            self._unanswered = number
+            raise
         self._head = record
         return record
 
-    def update(self, decide: Callable[[Record | None], State | None], attempt: int | None = None) -> Record | None:
+    def update(
+        self, decide: Callable[[Record | None], State | None], attempt: int | None = None, nonce: str = ""
+    ) -> Record | None:
         """Appends what `decide` makes of the newest record, deciding again each time another writer was faster.
 
         `decide` returns None to leave things as they are. Without `attempt` the record keeps the attempt that it
         follows: that is for wishes of clients, which must not fence the attempt at work. Returns the newest record.
+
+        After an error of the store it may have been written all the same. Who calls again with the `nonce` of the call
+        before, one of its own for each thing to write, then gets that record and writes no second one.
         """
+        if nonce and self._unanswered:
+            written = self.read(self._unanswered)
+            if written is not None and written.nonce == nonce:
+                return written
         while True:
             previous = self.head()
             state = decide(previous)
@@ -104,7 +118,7 @@ class ResourceLog:
                 return previous
             own = attempt if attempt is not None else (previous.attempt if previous else 0)
             try:
-                record = self.append(previous, state, own)
+                record = self.append(previous, state, own, nonce)
             except StaleAttempt:
                 if attempt is not None:
                     raise

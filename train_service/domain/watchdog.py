@@ -9,6 +9,8 @@ from statistics import median
 
 FEWEST_SECONDS = 30.0
 MEDIAN_STEPS = 10.0
+# A rank that starts may stand still for so long: what it compiles takes minutes, never half an hour.
+STARTING_SECONDS = 1800.0
 # By so much longer may a rank that starts say nothing: what it imports and compiles may hold the interpreter.
 STARTING_FACTOR = 3.0
 # Frames in which a rank waits for the others: in backward, where gradients are added up, or in a call of its own.
@@ -18,7 +20,7 @@ TRAINING_FRAME = "train_loop"
 
 
 class Phase(enum.StrEnum):
-    # Until the first step of the attempt is done: reading, building, compiling. It may take as long as it likes.
+    # Until the first step of the attempt is done: reading, building, compiling; and while a validation compiles.
     STARTING = "STARTING"
     TRAINING = "TRAINING"
     # Rank 0 waits for a checkpoint to be durable, and others for rank 0.
@@ -34,7 +36,7 @@ class RankState:
     phase: Phase
     still_s: float
     silent_s: float
-    # It waits for a store that does not answer.
+    # A thread of it is in a call of the store, which may not answer.
     waits_for_store: bool = False
 
 
@@ -52,15 +54,21 @@ def hung(ranks: Sequence[RankState], limit: float) -> list[int]:
     """The ranks that hang; empty while all is well.
 
     A process that says nothing hangs in any phase. Ranks go in step, so as long as one of them gets on, or has a reason
-    not to, the others wait for it. Of those that stand still, the ones at the lowest step hold up the rest.
+    not to, the others wait for it. Of those that stand still, the ones at the lowest step hold up the rest. A start has
+    more patience; a checkpoint has none of its own: it is copied in moments, and who waits for its upload is in a call
+    of the store, which gives up by itself.
     """
     silent = silent_ranks(ranks, limit)
     if silent or not ranks:
         return silent
-    if any(one.phase is not Phase.TRAINING or one.waits_for_store or one.still_s <= limit for one in ranks):
+    if any(one.waits_for_store or one.still_s <= _patience_s(one, limit) for one in ranks):
         return []
     lowest = min(one.step for one in ranks)
     return [one.rank for one in ranks if one.step == lowest]
+
+
+def _patience_s(one: RankState, limit: float) -> float:
+    return max(STARTING_SECONDS, limit) if one.phase is Phase.STARTING else limit
 
 
 def waits_for_others(stacks: str) -> bool:

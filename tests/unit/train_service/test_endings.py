@@ -10,15 +10,17 @@ import pytest
 from shared.checkpoint.format import WEIGHTS
 from shared.errors import Internal, Unavailable
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
-from shared.jobs.record import PREEMPTED, RESIZED
+from shared.jobs.record import NO_ROOM, PREEMPTED, RESIZED
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION
-from tests.unit.train_service.test_loop import SPEC, entries, lose_and_begin, new_job, run_of
+from tests.unit.train_service.test_loop import ALONE, SPEC, config_of, entries, lose_and_begin, new_job, run_of
 from train_service.converters import event_to_proto
 from train_service.endings import FAILURE, HUNG, PREEMPTION, RESIZING, SUSPENDED, cause_of, result_of, tell_lost
 from train_service.events import EventKind, EventLog
-from train_service.reporting import TRAIN_KIND
+from train_service.loop import Run, Stopped
+from train_service.pulse import Pulse
+from train_service.reporting import RESIZE, TRAIN_KIND
 
 JOB = "trainingJobs/a"
 
@@ -33,6 +35,7 @@ def test_the_cause_comes_from_the_wish_else_from_the_error() -> None:
     assert cause_of(Unavailable("x", reason="RANK_HUNG"), running) == HUNG
     assert cause_of(Unavailable("x", reason=PREEMPTED), running) == PREEMPTION
     assert cause_of(Unavailable("x", reason=RESIZED), running) == RESIZING
+    assert cause_of(Unavailable("x", reason=NO_ROOM), running) == RESIZING
     assert cause_of(Internal("x"), running) == FAILURE
     assert cause_of(Internal("x"), JobState.SUSPENDING) == SUSPENDED
 
@@ -82,11 +85,32 @@ def test_a_damaged_last_checkpoint_of_an_earlier_attempt_does_not_end_the_run(
     lose_and_begin(store, JOB)
     jobs = Jobs(store, TRAIN_KIND)
     context = AttemptContext(store, jobs, JOB, jobs.get(JOB, JOB))
-    key, cause = f"{final.folder}/{WEIGHTS}", Unavailable("there is room", reason=RESIZED)
+    key, cause = f"{final.folder}/{WEIGHTS}", Unavailable("a node goes", reason=PREEMPTED)
     if not damaged:
         assert result_of(context, spec, cause)["checkpoint"] == final.name
         return
     store.put(key, store.get(key)[:-1] + b"x")
 
-    with pytest.raises(Unavailable, match="there is room"):
+    with pytest.raises(Unavailable, match="a node goes"):
         result_of(context, spec, cause)
+
+
+def test_a_change_of_size_is_free_only_where_the_attempt_got_on(store: ObjectStore) -> None:
+    """Else a run could change its size for ever."""
+    commit_version(store, VERSION, {"train": striped_digits(100), "validation": striped_digits(20, 1)})
+    new_job(store, JOB)
+    jobs = Jobs(store, TRAIN_KIND)
+    resized = Unavailable("there is room", reason=RESIZED)
+
+    with pytest.raises(Internal) as in_vain:
+        result_of(AttemptContext(store, jobs, JOB, jobs.get(JOB, JOB)), SPEC, resized)
+    assert in_vain.value.specific_reason == "RESIZED_IN_VAIN"
+    assert "there is room" in in_vain.value.message
+
+    new_job(store, "trainingJobs/b")
+    pulse = Pulse(0)
+    pulse.wish = RESIZE
+    with pytest.raises(Stopped):
+        Run(config_of(store, "trainingJobs/b"), ALONE, pulse).run()
+    with pytest.raises(Unavailable, match="there is room"):
+        result_of(AttemptContext(store, jobs, "trainingJobs/b", jobs.get("trainingJobs/b", "b")), SPEC, resized)

@@ -147,6 +147,29 @@ def test_a_chunk_that_grew_after_it_was_listed_is_read_to_its_end(store: ObjectS
     assert rest(reader) == "one\ntwo\nthree\n"
 
 
+def test_a_follower_gets_every_line_in_order_though_a_rank_was_asked_for_its_stacks(
+    store: ObjectStore, jobs: Jobs, records: RunRecords
+) -> None:
+    folder = logs.rank_folder(JOB, 1, 0)
+    reader = records.logs(JOB, 1, None, True)
+    store.put(f"{folder}/00000000.txt", b"one\n")
+    assert rest(reader) == "one\n"
+    store.put(f"{folder}/{logs.STACKS_CHUNK}", b"stacks\n")
+    assert rest(reader) == ""
+    store.put(f"{folder}/00000000.txt", b"one\ntwo\n")
+    store.put(f"{folder}/00000001.txt", b"three\n")
+    assert rest(reader) == "two\nthree\n"
+    store.put(f"{folder}/00000001.txt", b"three\nfour\n")
+    assert rest(reader) == "four\n"
+    lose(jobs)
+    begin(jobs)
+    assert reader.over()
+    assert rest(reader) == "stacks\n"
+
+    # Who comes later reads the same.
+    assert rest(records.logs(JOB, 1, 0, False)) == "one\ntwo\nthree\nfour\nstacks\n"
+
+
 def test_ranks_and_attempts_are_told_apart(store: ObjectStore, jobs: Jobs, records: RunRecords) -> None:
     ship(store, 1, -1, "own process")
     ship(store, 1, 0, "first of 0")

@@ -23,10 +23,12 @@ from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION
 from tests.unit.train_service.learning import NUMBERS, commit_table
+from train_service import metrics_log
 from train_service.coverage import orphans
 from train_service.domain.spec import REGRESSION, EarlyStopping, OptimizerSpec, TrainingSpec
 from train_service.events import Event, EventKind, EventLog
 from train_service.loop import LoopConfig, Run, Stopped
+from train_service.metrics_reading import metrics_page
 from train_service.pulse import Pulse
 from train_service.ranks import Ranks
 from train_service.reporting import PREEMPT, TRAIN_KIND
@@ -178,6 +180,34 @@ def test_a_suspended_run_keeps_the_very_step_at_which_it_stopped(store: ObjectSt
     assert max(progress, default=0) <= told[-1]["step"]
     # One after an epoch's last step has its metrics like any other.
     assert all(bool(one["metrics"]) == (one["step"] % 5 == 0) for one in told)
+
+
+@pytest.mark.parametrize("every_steps", [1, 3])
+def test_when_a_checkpoint_is_committed_the_metrics_of_every_step_in_it_are_durable(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, every_steps: int
+) -> None:
+    """Whatever kills the run from then on, they are nowhere else."""
+    monkeypatch.setattr(metrics_log, "FLUSH_EVERY_S", 3600.0)
+    commit_table(store)
+    name = "trainingJobs/a"
+    new_job(store, name)
+    commit = CheckpointRegistry.commit
+    durable: dict[int, list[int]] = {}
+
+    def note(registry: CheckpointRegistry, entry: CheckpointEntry) -> None:
+        points, _ = metrics_page(store, name, 0, 1000, "")
+        durable[entry.step] = [point.step for point in points if point.step <= entry.step and "loss" in point.values]
+        if entry.metrics:
+            assert points[entry.step - 1].values.keys() >= entry.metrics.keys()
+        commit(registry, entry)
+
+    monkeypatch.setattr(CheckpointRegistry, "commit", note)
+    run_of(store, name, spec=replace(NUMBERS, global_batch_size=100, checkpoint_every_steps=every_steps)).run()
+
+    assert len(durable) >= 5
+    assert durable == {step: list(range(1, step + 1)) for step in durable}
+    rates = [point.values["rows_per_second"] for point in metrics_page(store, name, 0, 1000, "")[0]]
+    assert max(rates) < 1e6, "a step counts for as long as it took, not for how late its sums were taken up"
 
 
 def test_an_attempts_own_wish_stops_a_run_in_the_same_way(store: ObjectStore) -> None:

@@ -70,6 +70,17 @@ def test_a_wish_reaches_the_rank_and_the_highest_stays(pulses: Pulses) -> None:
         assert pulse.wish == SUSPEND
 
 
+def test_the_start_of_a_resumed_run_is_no_step(pulses: Pulses) -> None:
+    with Pulse(0, pulses.address) as pulse:
+        pulse.at(20, Phase.STARTING)
+        wait_until(lambda: any(one.step == 20 for one in pulses.heard()), "the rank to be heard")
+        pulse.at(21, Phase.TRAINING)
+        wait_until(lambda: pulses.heard()[0].step == 21, "the first step")
+        assert not pulses.seconds_per_step
+        pulse.at(22, Phase.TRAINING)
+        wait_until(lambda: len(pulses.seconds_per_step) == 1, "the second step")
+
+
 def test_seconds_per_step_come_from_where_rank_0_is(pulses: Pulses) -> None:
     with Pulse(0, pulses.address) as pulse:
         began = time.monotonic()

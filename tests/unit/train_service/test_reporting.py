@@ -85,6 +85,31 @@ def test_an_outage_of_the_store_neither_loses_nor_repeats_an_event(
     assert jobs.progress(JOB) == {"step": 2}
 
 
+@pytest.mark.usefixtures("jobs")
+@pytest.mark.parametrize("another_writes", [False, True], ids=["alone", "another writes in between"])
+def test_an_event_whose_write_was_not_answered_is_written_once(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, another_writes: bool
+) -> None:
+    put, unanswered = store.put_if_absent, [2]
+
+    def failing(key: str, data: bytes) -> None:
+        put(key, data)
+        if "/events/" in key and json.loads(data)["number"] in unanswered:
+            unanswered.clear()
+            if another_writes:
+                EventLog(store, JOB).append(1, EventKind.WARNING, {"step": 0})
+            raise Unavailable("the answer was lost")
+
+    monkeypatch.setattr(store, "put_if_absent", failing)
+    with Reporter(store, JOB, 1) as reporter:
+        for step in (1, 2, 3):
+            reporter.tell(EventKind.VALIDATED, step=step)
+
+    assert not unanswered
+    expected = [1, 2, 0, 3] if another_writes else [1, 2, 3]
+    assert [event.payload["step"] for event in written(store)] == expected
+
+
 def test_a_wish_to_cancel_is_heard(store: ObjectStore, jobs: Jobs) -> None:
     with Reporter(store, JOB, 1) as reporter:
         assert reporter.stop_reason == GO_ON

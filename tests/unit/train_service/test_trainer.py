@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ray.train import WorkerGroupError
 
-from shared.errors import Unavailable
+from shared.errors import Internal, Unavailable
 from shared.jobs.record import PREEMPTED, RESIZED
 from train_service.trainer import _cause
 
@@ -27,3 +27,10 @@ def test_a_crash_is_a_failure_also_after_a_change_of_size_was_asked_for(ended_fo
 
     assert cause.specific_reason == "WORKERS_LOST"
     assert cause.metadata["ranks"] == "1"
+
+
+def test_an_error_of_a_users_own_is_the_cause_whatever_the_ranks_that_waited_say() -> None:
+    raised = Internal("ValueError on rank 1 at step 7: no such thing", reason="WORKER_RAISED", metadata={"ranks": "1"})
+    lost: Any = WorkerGroupError("both died", {0: RuntimeError("Connection closed by peer"), 1: raised})
+
+    assert _cause(lost, None) is raised

@@ -10,6 +10,8 @@ import pytest
 
 from shared.errors import NotFound, ResourceExhausted, Unavailable, error_from_record
 from shared.jobs.record import (
+    MOST_WAIT_S,
+    NO_ROOM,
     PREEMPTED,
     RESIZED,
     JobRecord,
@@ -232,7 +234,7 @@ def test_a_record_survives_json() -> None:
         assert JobRecord.from_state(json.loads(json.dumps(job.as_state()))) == job
 
 
-@pytest.mark.parametrize(("reason", "preemptions"), [(PREEMPTED, 1), (RESIZED, 1)])
+@pytest.mark.parametrize(("reason", "preemptions"), [(PREEMPTED, 1), (RESIZED, 0), (NO_ROOM, 0)])
 def test_an_attempt_that_makes_room_is_no_failure(reason: str, preemptions: int) -> None:
     job = lose_attempt(a_job("RUNNING", failures=3), Unavailable("its node goes", reason=reason), NOW)
 
@@ -243,6 +245,22 @@ def test_preemptions_beyond_their_budget_are_failures() -> None:
     spent = replace(a_job("RUNNING", failures=3), preemptions=100)
 
     assert lose_attempt(spent, Unavailable("its node goes", reason=PREEMPTED), NOW).state == "FAILED"
+
+
+def test_a_job_that_finds_no_room_waits_ever_longer_and_never_fails_of_it() -> None:
+    job, waits = a_job("RUNNING", failures=3), []
+    for _ in range(1000):
+        job = lose_attempt(job, Unavailable("room was taken", reason=NO_ROOM), NOW)
+        assert (job.state, job.failures, job.preemptions) == ("RECOVERING", 3, 0)
+        waits.append(job.begin_after - NOW)
+        job = begin_attempt(job, NOW)
+    assert waits[:4] == [1.0, 2.0, 4.0, 8.0]
+    assert max(waits) == waits[-1] == MOST_WAIT_S
+
+    # Once it had room, it waits briefly again.
+    resized = begin_attempt(lose_attempt(job, Unavailable("it grows", reason=RESIZED), NOW), NOW)
+    again = lose_attempt(resized, Unavailable("room was taken", reason=NO_ROOM), NOW)
+    assert again.begin_after - NOW == 1.0
 
 
 def test_a_resumed_job_begins_with_nothing_counted_against_it() -> None:

@@ -55,7 +55,7 @@ def test_a_rank_that_starts_may_be_silent_for_longer() -> None:
     "other",
     [
         at(1, phase=Phase.STARTING),
-        at(1, phase=Phase.SAVING),
+        at(1, phase=Phase.SAVING, still=2.0),
         at(1, still=2.0),
         RankState(1, 5, Phase.TRAINING, 60.0, 0.5, waits_for_store=True),
     ],
@@ -63,6 +63,25 @@ def test_a_rank_that_starts_may_be_silent_for_longer() -> None:
 )
 def test_while_one_has_a_reason_the_others_only_wait_for_it(other: RankState) -> None:
     assert hung([at(0), other], LIMIT) == []
+
+
+def test_a_rank_that_hangs_at_a_checkpoint_holds_the_others_up_who_wait_in_it() -> None:
+    assert hung([at(0, step=19), at(1, step=20, phase=Phase.SAVING)], LIMIT) == [0]
+    assert hung([at(0, step=20, phase=Phase.SAVING), at(1, step=20, phase=Phase.SAVING)], LIMIT) == [0, 1]
+
+
+def test_a_checkpoint_that_waits_for_its_store_is_no_hang() -> None:
+    uploading = RankState(0, 20, Phase.SAVING, 600.0, 0.5, waits_for_store=True)
+    assert hung([uploading, at(1, step=20, phase=Phase.SAVING, still=600.0)], LIMIT) == []
+
+
+def test_a_start_may_take_long_but_not_for_ever() -> None:
+    assert hung([at(0, step=0, phase=Phase.STARTING, still=1700.0)], LIMIT) == []
+    assert hung([at(0, step=0, phase=Phase.STARTING, still=1801.0)], LIMIT) == [0]
+    # One that compiles for its validation, while the others wait.
+    assert hung([at(0, phase=Phase.STARTING, still=1000.0), at(1, still=1000.0)], LIMIT) == []
+    assert hung([at(0, phase=Phase.STARTING, still=5000.0)], 500.0) == [0]
+    assert hung([at(0, phase=Phase.STARTING, still=5000.0)], 6000.0) == []
 
 
 def test_all_is_well_without_ranks_and_with_ranks_that_get_on() -> None:

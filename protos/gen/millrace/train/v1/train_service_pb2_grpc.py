@@ -181,6 +181,8 @@ class TrainServiceServicer:
     def SuspendTrainingJob(self, request, context):
         """Asks it to take a checkpoint and to free its workers, and returns at once, in SUSPENDING or, if no attempt had begun,
         SUSPENDED soon after. On a suspended job it changes nothing.
+        An attempt that has not ended within 300 s of the wish, because a step takes longer or the object store does not take
+        the checkpoint, is killed: the job is SUSPENDED all the same, and resumes from the last checkpoint that is durable.
         Fails with INVALID_ARGUMENT, NOT_FOUND, ABORTED (`etag` is not the present one) and FAILED_PRECONDITION (the job is
         over, or being cancelled or deleted).
         """
