@@ -31,11 +31,11 @@ def run(context: AttemptContext) -> dict[str, Any]:
 
 def prepare() -> None:
     """Imports what imports, transforms and predictions need, in a process that has nothing to do yet."""
-    import ray.data  # noqa: F401
-
     import data_service.ingest.job
     import data_service.predicting.job
     import data_service.transforming.job  # noqa: F401
+    from shared import dataset_stream
 
+    dataset_stream.prepare()
     # Arrow imports pandas with the first array that it makes of Python's values, and only then.
     pa.array([0])

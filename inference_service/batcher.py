@@ -22,7 +22,7 @@ from inference_service.domain.request_parameters import DEFAULT_PRIORITY, PRIORI
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.statistics import Statistics
 from inference_service.domain.tensors import Array
-from shared.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
+from shared.errors import DeadlineExceeded, MillraceError, ResourceExhausted, Unavailable
 from shared.tracing import tracing
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,9 @@ class _Entry:
         self.future = future
         self.input_s = self.infer_s = 0.0
         self.back_s = 0.0
+        # Whether it was sent to the model; and all of its request's, itself among them.
+        self.sent = False
+        self.of_request: Sequence[_Entry] = (self,)
         self.traced = tracing().waiting(waiting.rows)
 
 
@@ -94,8 +97,9 @@ class Batcher:
         rows of a lower `priority`, 1 to `PRIORITY_LEVELS`, go first, however long others have waited. Of rows that took
         several batches, the times are those of all of them.
 
-        Raises `ResourceExhausted` (the queue is full), `DeadlineExceeded` (it would come too late; no row reached the
-        model), `InvalidArgument` (the model refuses some of these rows; others' in the same batch are answered),
+        Raises `ResourceExhausted` (the queue is full, or a batch's images too large), `DeadlineExceeded` (it would come
+        too late; no row reached the model, or of several batches the later ones did not), `InvalidArgument` (the model
+        refuses some of these rows; others' in the same batch are answered), `Internal` (it failed at them, alike),
         `Unavailable` (draining, or the replica died twice) and what the model raises. Cancelled: rows that still wait
         leave the queue, and a batch that nobody waits for any longer is given up.
         """
@@ -108,6 +112,9 @@ class Batcher:
             self._enqueue(rows.slice(start, stop), start, priority - 1, now_s, deadline_s)
             for start, stop in pieces(len(rows), self._limits.max_rows)
         ]
+        if len(entries) > 1:
+            for entry in entries:
+                entry.of_request = entries
         self._load.add(len(rows), now_s)
         if len(self._batches) < self._limits.max_in_flight:
             self._pump()
@@ -258,7 +265,8 @@ class Batcher:
                 late = chosen[position]
                 if not late.future.done():
                     self._load.refuse(late.waiting.rows)
-                    late.future.set_exception(too_late(late.waiting.deadline_s - now_s))
+                    begun = any(one.sent for one in late.of_request)
+                    late.future.set_exception(too_late(late.waiting.deadline_s - now_s, begun=begun))
             if decision.batch:
                 self._send([chosen[position] for position in decision.batch])
 
@@ -283,6 +291,7 @@ class Batcher:
             self._pump()
 
         for entry in entries:
+            entry.sent = True
             entry.future.add_done_callback(give_up_if_unwanted)
         task.add_done_callback(done)
 
@@ -305,7 +314,7 @@ class Batcher:
                 entry.input_s, entry.infer_s, entry.back_s = outputs.input_s, outputs.infer_s, back_s
                 try:
                     entry.future.set_result(outputs.slice(start, stop).checked(entry.first_row))
-                except InvalidArgument as error:  # this request's own; the others are fine
+                except MillraceError as error:  # this request's own; the others are fine
                     entry.future.set_exception(error)
             self._statistics.batch_ran(
                 rows=len(rows),

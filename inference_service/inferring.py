@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from inference import grpc_service_pb2 as pb
-from inference_service.domain.request_parameters import Wishes, wishes_of
+from inference_service.domain.request_parameters import RequestedOutput, Wishes, wishes_of
 from inference_service.domain.traffic import headers_of
 from inference_service.models import Answer, Models
 from inference_service.open_inference_converters import (
     answer_to_proto,
+    check_tensor_counts,
     inputs_from_proto,
     outputs_from_proto,
     parameters_from_proto,
@@ -27,6 +28,8 @@ from shared.unexpected import hidden
 
 logger = logging.getLogger(__name__)
 
+# Numbers of which the greatest are found within a few milliseconds.
+CLASSIFIED_AT_ONCE = 5000
 # Gives a call's pairs of str and str or bytes, or None: asked for only where it matters.
 Metadata = Callable[[], Any]
 
@@ -63,6 +66,7 @@ class Inference:
             statistics = self._models.statistics(deployment, version)
             tracing().describe(model=deployment.model_name, model_version=version.number)
             was_there = version.signature is not None and self._models.answers(deployment, version)
+            check_tensor_counts(request, version.signature)
             wishes = wishes_of(parameters_from_proto(request.parameters))
             inputs, requested = inputs_from_proto(request), outputs_from_proto(request)
             limit_s = _limit(wishes, remaining_s)
@@ -72,7 +76,7 @@ class Inference:
             else:
                 answer = await _ended_within(limit_s, inferring)
             answered_s = time.perf_counter()
-            response = answer_to_proto(request, answer, requested)
+            response = await _message(request, answer, requested)
             now_s = time.perf_counter()
             statistics.answered(
                 rows=answer.rows,
@@ -113,6 +117,16 @@ class Inference:
             return streamed_error(request, error)
         except Exception as unexpected:
             return streamed_error(request, hidden(unexpected, logger, "a request of a stream failed"))
+
+
+async def _message(
+    request: pb.ModelInferRequest, answer: Answer, requested: Sequence[RequestedOutput]
+) -> pb.ModelInferResponse:
+    """Of the answer. Others' requests need not wait while many numbers become strings."""
+    classes = sum(values.size for _, values in answer.outputs) if any(output.top for output in requested) else 0
+    if classes <= CLASSIFIED_AT_ONCE:
+        return answer_to_proto(request, answer, requested)
+    return await asyncio.to_thread(answer_to_proto, request, answer, requested)
 
 
 def _limit(wishes: Wishes, remaining_s: float | None) -> float | None:

@@ -15,13 +15,34 @@ from inference_service.domain.request_parameters import (
     requested_output,
 )
 from inference_service.domain.signature import FREE, Signature, TensorSpec
-from inference_service.domain.tensors import Array, WireTensor, encode_raw, encode_typed, has_typed_form
+from inference_service.domain.tensors import (
+    MAX_DIMENSIONS,
+    Array,
+    WireTensor,
+    encode_raw,
+    encode_typed,
+    has_typed_form,
+)
 from inference_service.models import Answer
-from shared.errors import MillraceError, invalid_field
+from shared.errors import MillraceError, check_count, invalid_field
 from shared.grpc_errors import status_code
 
+# Of each map.
+MAX_PARAMETERS = 64
+# So many beyond those of the model.
+TOO_MANY_TENSORS = 100
 PLATFORM = "millrace_pytorch"
 LINEAGE = ("dataset_version", "training_job", "checkpoint", "checkpoint_sha256", "deployment", "model_version")
+
+
+def check_tensor_counts(request: pb.ModelInferRequest, signature: Signature | None) -> None:
+    """Raises `InvalidArgument` for far more tensors than the model takes and gives: each costs time to look at, so this
+    comes before any of that. Of a few too many, a later look says which is wrong."""
+    inputs, outputs = (0, 0) if signature is None else (signature.most_inputs, len(signature.outputs))
+    remedy = f"the model takes at most {inputs} tensors"
+    check_count("inputs", request.inputs, inputs + TOO_MANY_TENSORS, remedy)
+    check_count("raw_input_contents", request.raw_input_contents, inputs + TOO_MANY_TENSORS, remedy)
+    check_count("outputs", request.outputs, outputs + TOO_MANY_TENSORS, f"the model gives {outputs}")
 
 
 def inputs_from_proto(request: pb.ModelInferRequest) -> list[WireTensor]:
@@ -30,7 +51,8 @@ def inputs_from_proto(request: pb.ModelInferRequest) -> list[WireTensor]:
     Tensors themselves are checked later.
     """
     for index, tensor in enumerate(request.inputs):
-        check_no_shared_memory(f"inputs[{index}]", tensor.name, parameters_from_proto(tensor.parameters))
+        field = f"inputs[{index}]"
+        check_no_shared_memory(field, tensor.name, parameters_from_proto(tensor.parameters, f"{field}.parameters"))
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise invalid_field(
@@ -41,7 +63,8 @@ def inputs_from_proto(request: pb.ModelInferRequest) -> list[WireTensor]:
             field=f"inputs[{index}]",
             name=tensor.name,
             datatype=tensor.datatype,
-            shape=tuple(tensor.shape),
+            # One more than there may be tells that there are too many.
+            shape=tuple(tensor.shape[: MAX_DIMENSIONS + 1]),
             raw=raw[index] if raw else None,
             typed={field.name: values for field, values in tensor.contents.ListFields()},
         )
@@ -52,13 +75,18 @@ def inputs_from_proto(request: pb.ModelInferRequest) -> list[WireTensor]:
 def outputs_from_proto(request: pb.ModelInferRequest) -> list[RequestedOutput]:
     """Raises `InvalidArgument` for an output's parameters."""
     return [
-        requested_output(f"outputs[{index}]", output.name, parameters_from_proto(output.parameters))
+        requested_output(
+            f"outputs[{index}]", output.name, parameters_from_proto(output.parameters, f"outputs[{index}].parameters")
+        )
         for index, output in enumerate(request.outputs)
     ]
 
 
-def parameters_from_proto(parameters: Mapping[str, pb.InferParameter]) -> Parameters:
-    """Without those that have no value."""
+def parameters_from_proto(parameters: Mapping[str, pb.InferParameter], field: str = "parameters") -> Parameters:
+    """Without those that have no value. Raises `InvalidArgument` naming `field` where there are too many."""
+    if not parameters:
+        return {}
+    check_count(field, parameters, MAX_PARAMETERS)
     chosen = ((name, one, one.WhichOneof("parameter_choice")) for name, one in parameters.items())
     return {name: getattr(one, field) for name, one, field in chosen if field}
 

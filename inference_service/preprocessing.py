@@ -5,19 +5,28 @@ It needs no torch, so it can be had without loading a model.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
+import pyarrow.types as kinds
 
 from inference_service.domain.rows import PREPARED, Rows
 from inference_service.domain.signature import FREE, TensorSpec
 from inference_service.domain.tensors import Array
+from inference_service.pixels import PIXELS_AT_ONCE, Beyond, beyond_limits
 from inference_service.raw_columns import column_of_tensor, tensor_of_column
 from shared.checkpoint import CheckpointContent
 from shared.custom_transforms import check_functions
-from shared.errors import FailedPrecondition, InvalidArgument
-from shared.transforms import Pipeline, RowError, TensorType
+from shared.errors import FailedPrecondition, InvalidArgument, MillraceError
+from shared.transforms import Pipeline, RowError, ScalarType, TensorType
+from shared.transforms.schema import ColumnType
+from shared.transforms.steps.decoding import DecodeImage, claimed_pixels
+from shared.unexpected import hidden
+
+logger = logging.getLogger(__name__)
 
 _STEP = re.compile(r"steps\[(\d+)\]")
 
@@ -32,35 +41,61 @@ class Preprocessing:
         or a function that is not allowed.
         """
         check_functions(content.transforms, custom_allowed, "on the nodes that serve")
-        self._pipeline = content.serving()
+        pipeline = content.serving()
+        decodes = any(isinstance(step, DecodeImage) for step in pipeline.steps)
+        self._pipeline = pipeline.with_steps(
+            [
+                replace(step, at_once=PIXELS_AT_ONCE) if isinstance(step, DecodeImage) else step
+                for step in pipeline.steps
+            ]
+        )
         self._input_column = content.input_column
         ingested = content.ingested_schema
         needed = self._pipeline.reads([self._input_column], ingested)
         self._columns = {name: ingested[name] for name in needed}
         self.raw = tuple(tensor_of_column(name, one) for name, one in self._columns.items())
         self.prepared = self._prepared()
+        # Which may hold images: of other bytes no pixels are counted.
+        self._images = [name for name, one in self._columns.items() if decodes and _is_binary(one)]
 
-    def prepare(self, rows: Rows) -> tuple[Array, dict[int, str]]:
-        """The model's input of these rows, float32 (B, *shape), and what is wrong with those that it cannot be made of,
-        by their place; they are zeros.
+    def prepare(self, rows: Rows) -> tuple[Array, dict[int, str], dict[int, MillraceError]]:
+        """The model's input of these rows, float32 (B, *shape), what is wrong with those that it cannot be made of, and
+        with what error others failed, by their place; both are zeros.
 
-        A row comes out the same in any company, so where one of many fails, each is tried alone: the fault of one
-        request is not that of the others in its batch.
+        A row comes out the same in any company, so where one of many fails, or they hold too many pixels to be decoded
+        side by side, each is tried alone: the fault of one request is not that of the others in its batch.
         """
         if rows.form == PREPARED:
-            return rows.values[self._input_column], {}
+            return rows.values[self._input_column], {}, {}
         try:
-            return self._apply(rows), {}
-        except InvalidArgument as error:
+            return self._apply(rows), {}, {}
+        except Exception as error:
             if len(rows) == 1:
-                return self._zeros(1), {0: self._told(error)}
-        prepared, refused = self._zeros(len(rows)), {}
+                return self._zeros(1), *self._blamed(0, error)
+        beyond = self._beyond_limits(rows)
+        prepared, refused, failed = self._zeros(len(rows)), {**beyond.refused}, {**beyond.crowded}
         for row in range(len(rows)):
+            if row in beyond.skipped:
+                continue
             try:
                 prepared[row] = self._apply(rows.slice(row, row + 1))[0]
-            except InvalidArgument as error:
-                refused[row] = self._told(error)
-        return prepared, refused
+            except Exception as error:
+                its_own, ours = self._blamed(row, error)
+                refused.update(its_own)
+                failed.update(ours)
+        return prepared, refused, failed
+
+    def _blamed(self, row: int, error: Exception) -> tuple[dict[int, str], dict[int, MillraceError]]:
+        """For what is wrong with the row, or for what went wrong with us."""
+        if isinstance(error, InvalidArgument):
+            return {row: self._told(error)}, {}
+        return {}, {row: hidden(error, logger, "the preprocessing of a row failed")}
+
+    def _beyond_limits(self, rows: Rows) -> Beyond:
+        pixels = np.zeros(len(rows), np.int64)
+        for name in self._images:
+            pixels += np.fromiter(map(claimed_pixels, rows.values[name]), np.int64, len(rows))
+        return beyond_limits(pixels, rows.requests or (len(rows),), f"tensor {', '.join(map(repr, self._images))}")
 
     def _apply(self, rows: Rows) -> Array:
         batch = {
@@ -92,3 +127,9 @@ class Preprocessing:
             before = Pipeline(self._pipeline.steps[: int(place.group(1))])
             names = before.reads(self._pipeline.steps[int(place.group(1))].reads, self._columns)
         return f"tensor {', '.join(map(repr, names))}: {error.problem}"
+
+
+def _is_binary(column: ColumnType) -> bool:
+    return isinstance(column, ScalarType) and bool(
+        kinds.is_binary(column.arrow_type) or kinds.is_large_binary(column.arrow_type)
+    )

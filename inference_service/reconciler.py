@@ -48,6 +48,10 @@ class RayLost(Exception):
     """Ray has not answered for too long. Ray's own client cannot be trusted to recover: the process must start anew."""
 
 
+class ServeSilent(Exception):
+    """Ray Serve did not answer this time, or answered with an error of its own."""
+
+
 class Reconciler:
     def __init__(
         self,
@@ -99,10 +103,14 @@ class Reconciler:
             except MillraceError as error:
                 logger.warning("%s; trying again", error.message)
                 well_at = time.monotonic()
-            except Exception as error:
-                logger.warning("Ray Serve does not answer: %s", repr(error).partition("\\n")[0])
+            except ServeSilent as error:
+                logger.warning("Ray Serve does not answer: %s", str(error).partition("\\n")[0])
                 if time.monotonic() - well_at > self._settings.ray_silent_after_s:
-                    raise RayLost(f"Ray Serve has not answered for long: {error!r}") from error
+                    raise RayLost(f"Ray Serve has not answered for long: {error}") from error
+            # A fault of ours, such as a record that nobody here can read: a new process would have it, too.
+            except Exception:
+                logger.exception("unexpected while reconciling; trying again")
+                well_at = time.monotonic()
             await self._pause()
 
     async def reconcile(self) -> None:
@@ -316,9 +324,15 @@ class Reconciler:
             del self._removing[deployment.uid]
 
     async def _serve(self, call: Callable[..., T], *arguments: object) -> T:
-        """A blocking call of Serve in a thread; raises `TimeoutError` rather than wait for a Ray that is gone."""
-        async with asyncio.timeout(SERVE_WITHIN_S):
-            return await asyncio.to_thread(call, *arguments)
+        """A blocking call of Serve in a thread; raises `ServeSilent` rather than wait for a Ray that is gone, for
+        whatever Ray raises, and a `MillraceError` as it is: replicas raise them, too."""
+        try:
+            async with asyncio.timeout(SERVE_WITHIN_S):
+                return await asyncio.to_thread(call, *arguments)
+        except MillraceError:
+            raise
+        except Exception as error:
+            raise ServeSilent(repr(error)) from error
 
     async def _pause(self) -> None:
         try:

@@ -11,6 +11,7 @@ from inference_service.domain.roll_out import (
     DEFAULT_REQUESTS,
     DEFAULT_ROWS,
     DEFAULT_WINDOW_S,
+    MAX_STEPS,
     Comparison,
     Plan,
     RollOut,
@@ -23,7 +24,7 @@ from inference_service.domain.version_policy import Kept, VersionPolicy, latest_
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import roll_out_pb2
 from shared import names
-from shared.errors import invalid_field
+from shared.errors import check_count, invalid_field
 from shared.grpc_errors import status_proto_from_record
 from shared.requests import body_digest
 
@@ -32,6 +33,7 @@ def roll_out_wish_from_proto(request: pb.RollOutRequest) -> RollOutWish:
     """Raises `InvalidArgument` for the spec's fields."""
     if not request.HasField("spec"):
         raise invalid_field("spec", None, "say at least which checkpoint to roll out")
+    check_count("spec.steps", request.spec.steps, MAX_STEPS)
     spec, limits = request.spec, request.spec.limits
     return RollOutWish(
         name=request.name,

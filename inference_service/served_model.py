@@ -56,10 +56,10 @@ class ServedModel:
         """Of B rows, without those that the preprocessing refuses: logits (B, classes) float32, probabilities
         (B, classes) float32 and label (B,) int64 of a classifier, values (B, numbers) float32 of a regression."""
         started_s = time.perf_counter()
-        prepared, refused = self.preprocessing.prepare(rows)
+        prepared, refused, failed = self.preprocessing.prepare(rows)
         prepared_s = time.perf_counter()
         arrays = self._run(prepared)
-        return Outputs(arrays, refused, prepared_s - started_s, time.perf_counter() - prepared_s)
+        return Outputs(arrays, refused, prepared_s - started_s, time.perf_counter() - prepared_s, failed=failed)
 
     def warm_up(self, max_rows: int) -> dict[int, float]:
         """Runs each batch size that is likely, and decides on its layout in memory. Returns rows → seconds."""

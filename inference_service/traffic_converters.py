@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from inference_service.domain.deployment import Deployment
-from inference_service.domain.traffic import HeaderRoute, Shadow, TrafficChange, check_change
+from inference_service.domain.traffic import MAX_ROUTES, MAX_WEIGHTS, HeaderRoute, Shadow, TrafficChange, check_change
 from inference_service.roll_out_converters import policy_from_proto
 from millrace.inference.v1 import deployment_service_pb2 as pb
-from shared.errors import invalid_field
+from shared.errors import check_count, invalid_field
 
 PATHS = ("traffic.weights", "traffic.routes", "traffic.shadow", "spec.version_policy")
+
+MAX_PATHS = 100
 
 
 def change_from_proto(request: pb.UpdateDeploymentRequest) -> tuple[str, TrafficChange, str]:
     """The deployment's name, the change and the etag. Raises `InvalidArgument`."""
     if not request.HasField("deployment"):
         raise invalid_field("deployment", None, "give its name, and what is to be otherwise")
+    check_count("update_mask", request.update_mask.paths, MAX_PATHS)
+    check_count("deployment.traffic.weights", request.deployment.traffic.weights, MAX_WEIGHTS)
+    check_count("deployment.traffic.routes", request.deployment.traffic.routes, MAX_ROUTES)
     paths = {*request.update_mask.paths}
     if not paths or paths - {*PATHS}:
         raise invalid_field("update_mask", sorted(paths), f"name what is to be otherwise, of: {', '.join(PATHS)}")

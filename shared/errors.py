@@ -6,7 +6,7 @@ written into a resource log and read back, so that a failed job tells later what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any, ClassVar
 
 MAX_SHOWN_VALUE = 200
@@ -143,7 +143,8 @@ KINDS: dict[str, type[MillraceError]] = {
 
 def shown(value: object) -> str:
     """A value as an error message shows it: quoted, and cut where it is long."""
-    text = repr(value)
+    # Not the whole of a value that is long: it may be of many megabytes.
+    text = repr(value[: MAX_SHOWN_VALUE + 1] if isinstance(value, str | bytes) else value)
     return text if len(text) <= MAX_SHOWN_VALUE else text[:MAX_SHOWN_VALUE] + "…"
 
 
@@ -167,6 +168,12 @@ def invalid_fields(problems: Iterable[tuple[str, object, str]]) -> InvalidArgume
         metadata={"field": described[0][0]},
         fields=described,
     )
+
+
+def check_count(field: str, given: Sized, most: int, remedy: str = "") -> None:
+    """Refuses a repeated field of more entries than `most`: before they are looked at one by one, which takes time."""
+    if len(given) > most:
+        raise invalid_field(field, f"{len(given)} entries", remedy or f"send at most {most}")
 
 
 def not_found(name: str, remedy: str = "") -> NotFound:

@@ -71,8 +71,9 @@ def admit(
     """Raises `DeadlineExceeded` or `ResourceExhausted` if rows that come now cannot be served.
 
     `rows_ahead` are those of the rows in the queue that are as urgent, or more; hardly any batch takes longer than
-    `bound_s`. What is refused here is refused at once, and what is let in should be answered: so this is the stricter
-    of the two looks at a deadline.
+    `bound_s`. Rows of several batches are answered after the last of these, so the others are ahead of it. What is
+    refused here is refused at once, and what is let in should be answered: so this is the stricter of the two looks at
+    a deadline.
     """
     per_batch_s = batch_s / limits.max_in_flight
     if queued_rows + rows > limits.max_queued_rows:
@@ -83,7 +84,8 @@ def admit(
             metadata={"queued_rows": str(queued_rows), "max_queued_rows": str(limits.max_queued_rows)},
             retry_after_s=max(MIN_RETRY_AFTER_S, full_batches * per_batch_s / 2),
         )
-    wait_s = rows_ahead / limits.max_rows * per_batch_s
+    own_ahead = (rows - 1) // limits.max_rows * limits.max_rows
+    wait_s = (rows_ahead + own_ahead) / limits.max_rows * per_batch_s
     if _hopeless(deadline_s, now_s + wait_s, in_flight, bound_s):
         raise too_late(deadline_s - now_s)
 
@@ -135,9 +137,11 @@ def decide(
     return Decision(tuple(late), tuple(batch), None)
 
 
-def too_late(remaining_s: float) -> DeadlineExceeded:
+def too_late(remaining_s: float, *, begun: bool = False) -> DeadlineExceeded:
+    """`begun`: the model has seen some of the request's rows, which took several batches."""
+    seen = "it saw a part of the request's rows; send fewer in one request" if begun else "it never saw the request"
     return DeadlineExceeded(
-        f"the model cannot answer in the {max(remaining_s, 0) * 1000:.0f} ms that are left; it never saw the request",
+        f"the model cannot answer in the {max(remaining_s, 0) * 1000:.0f} ms that are left; {seen}",
         reason="DEADLINE_CANNOT_BE_MET",
     )
 

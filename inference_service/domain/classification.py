@@ -26,12 +26,11 @@ def classified(values: Array, top: int, class_names: Sequence[str] = ()) -> Arra
     rows = values.reshape(len(values), -1)
     top = min(top, rows.shape[1])
     greatest = np.argsort(-rows.astype(np.float64), axis=1, kind="stable")[:, :top]
+    chosen = np.take_along_axis(rows, greatest, axis=1)
+    shape = "%f:%d" if np.issubdtype(rows.dtype, np.floating) else "%s:%d"
+    names = [f":{name}" for name in class_names[: rows.shape[1]]] + [""] * (rows.shape[1] - len(class_names))
     strings = np.empty(greatest.shape, object)
-    for row, indices in enumerate(greatest):
-        strings[row] = [_shown(rows[row, index], index, class_names[index : index + 1]) for index in indices]
+    for row, (numbers, indices) in enumerate(zip(chosen.tolist(), greatest.tolist(), strict=True)):
+        pairs = zip(numbers, indices, strict=True)
+        strings[row] = [(shape % pair + names[pair[1]]).encode() for pair in pairs]
     return strings
-
-
-def _shown(value: np.generic, index: int, name: Sequence[str]) -> bytes:
-    number = f"{value:f}" if np.issubdtype(value.dtype, np.floating) else str(value)
-    return ":".join([number, str(index), *name]).encode()

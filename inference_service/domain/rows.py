@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from inference_service.domain.tensors import Array
-from shared.errors import InvalidArgument
+from shared.errors import InvalidArgument, MillraceError
 
 RAW, PREPARED = "raw", "prepared"
 # So many of a request's bad rows are told one by one.
@@ -27,6 +27,7 @@ class Rows:
     values: Mapping[str, Array]
     nulls: Mapping[str, Array] = field(default_factory=dict)
     trace: Mapping[str, str] | None = None
+    requests: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(next(iter(self.values.values())))
@@ -52,6 +53,7 @@ class Rows:
                 name: np.concatenate([part.nulls.get(name, np.zeros(len(part), np.bool_)) for part in parts])
                 for name in names
             },
+            requests=tuple(map(len, parts)),
         )
 
 
@@ -59,7 +61,8 @@ class Rows:
 class Outputs:
     """What a model gives for some rows: one array an output, rows along the first axis.
 
-    `refused` says of single rows what is wrong with them, by their place; what the arrays hold there means nothing.
+    `refused` says of single rows what is wrong with them, by their place, and `failed` with what error others failed
+    through no fault of theirs; what the arrays hold there means nothing.
     `input_s` and `infer_s` are how long the preprocessing and the model took for all of the batch; `sent_again` where a
     first replica had died with it, so that the way there tells nothing of others'.
     """
@@ -69,17 +72,22 @@ class Outputs:
     input_s: float = 0.0
     infer_s: float = 0.0
     sent_again: bool = False
+    failed: Mapping[int, MillraceError] = field(default_factory=dict)
 
     def slice(self, start: int, stop: int) -> Outputs:
         return Outputs(
             [array[start:stop] for array in self.arrays],
             {row - start: why for row, why in self.refused.items() if start <= row < stop},
+            failed={row - start: error for row, error in self.failed.items() if start <= row < stop},
         )
 
     def checked(self, first_row: int = 0) -> Sequence[Array]:
-        """The arrays. Raises `InvalidArgument` naming the rows that were refused, counted from `first_row`."""
-        if not self.refused:
+        """The arrays. Raises `InvalidArgument` naming the rows that were refused, counted from `first_row`, or else the
+        error of the first row that failed."""
+        if not self.refused and not self.failed:
             return self.arrays
+        if not self.refused:
+            raise self.failed[min(self.failed)]
         problems = [f"row {first_row + row}: {why}" for row, why in sorted(self.refused.items())]
         more = len(problems) - MAX_SHOWN_ROWS
         shown = problems[:MAX_SHOWN_ROWS] + ([f"and {more} rows more"] if more > 0 else [])

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from inference_service.domain.rows import PREPARED, RAW, Rows
-from inference_service.domain.tensors import Array, WireTensor, decode
+from inference_service.domain.tensors import Array, WireTensor, check_shape, decode
 from shared.errors import InvalidArgument, invalid_field
 
 FREE = -1  # a dimension that the request chooses
@@ -77,6 +77,11 @@ class Signature:
         flags = [TensorSpec(spec.name + NULLS, "BOOL", (FREE,)) for spec in self.raw if spec.nullable]
         return {spec.name: spec for spec in flags if spec.name not in taken}
 
+    @cached_property
+    def most_inputs(self) -> int:
+        """Of the tensors of a request: raw rows with all flags of their nulls, or the prepared input."""
+        return max(len(self.raw) + len(self.null_flags), 1)
+
 
 def _spec(record: Mapping[str, Any]) -> TensorSpec:
     return TensorSpec(
@@ -135,16 +140,16 @@ def _is_prepared(signature: Signature, given: Mapping[str, WireTensor]) -> bool:
 def _decoded(given: Mapping[str, WireTensor], max_rows: int) -> dict[str, Array]:
     """All tensors, of equally many rows."""
     first = next(iter(given.values()))
-    values: dict[str, Array] = {}
+    # Before any is decoded, which takes the longer, the more elements there are.
     for name, tensor in given.items():
-        values[name] = decode(tensor)
+        check_shape(tensor)
         if not 1 <= tensor.shape[0] <= max_rows:
             remedy = f"tensor {name!r}: send 1 to {max_rows} rows in one request"
             raise invalid_field(f"{tensor.field}.shape", list(tensor.shape), remedy)
         if tensor.shape[0] != first.shape[0]:
             remedy = f"tensor {name!r} must have as many rows as {first.name!r}, {first.shape[0]}"
             raise invalid_field(f"{tensor.field}.shape", list(tensor.shape), remedy)
-    return values
+    return {name: decode(tensor) for name, tensor in given.items()}
 
 
 def _misfit(signature: Signature, spec: TensorSpec, tensor: WireTensor) -> InvalidArgument:

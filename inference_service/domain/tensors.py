@@ -48,7 +48,7 @@ def decode(tensor: WireTensor) -> Array:
     datatype = DATATYPES.get(tensor.datatype)
     if datatype is None:
         raise _bad(tensor, "datatype", tensor.datatype, f"use one of {', '.join(DATATYPES)}")
-    elements = _elements(tensor)
+    elements = check_shape(tensor)
     if tensor.raw is not None:
         if tensor.typed:
             raise _bad(tensor, "contents", sorted(tensor.typed), "send contents or raw_input_contents, not both")
@@ -80,11 +80,12 @@ def has_typed_form(datatype: str) -> bool:
     return bool(DATATYPES[datatype].contents_field)
 
 
-def _elements(tensor: WireTensor) -> int:
+def check_shape(tensor: WireTensor) -> int:
+    """How many elements it names. Raises `InvalidArgument` for dimensions below zero, overflowing, or too many."""
     shape = tensor.shape
     shown = list(shape[:MAX_SHOWN_SHAPE])
     if len(shape) > MAX_DIMENSIONS:
-        raise _bad(tensor, "shape", shown, f"{len(shape)} dimensions are more than {MAX_DIMENSIONS}")
+        raise _bad(tensor, "shape", shown, f"there are more than {MAX_DIMENSIONS} dimensions")
     if any(size < 0 for size in shape):
         raise _bad(tensor, "shape", shown, "every dimension must be 0 or more")
     # Zeros count as ones here: numpy refuses a shape whose other dimensions overflow, even if it holds nothing.

@@ -12,10 +12,13 @@ from inference_service.domain.version_policy import VersionPolicy
 from shared.errors import invalid_field, invalid_fields
 
 MAX_WEIGHT = 1000
+MAX_WEIGHTS = 1000
 MAX_ROUTES = 20
 MAX_VALUE = 200
 HEADER = re.compile(r"[a-z0-9_.-]{1,100}")
 HEADERS = "headers"
+# As much as gRPC takes of a call's own.
+MAX_HEADERS = 16_384
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,10 @@ def headers_of(metadata: Iterable[tuple[str, str | bytes]], parameters: Paramete
     given = parameters.get(HEADERS)
     if given is None:
         return headers
+    if isinstance(given, str) and len(given) > MAX_HEADERS:
+        raise invalid_field(
+            f"parameters.{HEADERS}", given, f"use a JSON object of strings of at most {MAX_HEADERS:,} characters"
+        )
     try:
         own = json.loads(given) if isinstance(given, str) else None
     except (ValueError, RecursionError):  # what is nested too deeply is no object of strings either

@@ -16,6 +16,7 @@ from grpc import aio
 
 from shared.errors import DeadlineExceeded, InvalidArgument, MillraceError, Unimplemented
 from shared.grpc_errors import status_code
+from shared.grpc_server.field_bounds import check_fields
 from shared.grpc_server.registering import Handler, Registering
 from shared.grpc_server.trailers import details_and_status
 from shared.telemetry import identity
@@ -33,7 +34,10 @@ Context = aio.ServicerContext[Any, Any]
 
 
 class Malformed:
-    """Stands for a message whose bytes could not be parsed; grpc itself would answer UNKNOWN."""
+    """Stands for a message whose bytes could not be parsed, or are not to be; grpc itself would answer UNKNOWN."""
+
+    def __init__(self, why: InvalidArgument) -> None:
+        self.why = why
 
 
 class CallInterceptor:
@@ -156,12 +160,19 @@ def _request_id(given: str | bytes | None) -> str:
 def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
     if deserialize is None:
         return None
+    # Generated code gives the class's own method.
+    descriptor = getattr(getattr(deserialize, "__self__", None), "DESCRIPTOR", None)
 
     def parse(data: bytes) -> Any:
         try:
+            if descriptor is not None:
+                check_fields(data, descriptor)
             return deserialize(data)
+        except InvalidArgument as error:
+            return Malformed(error)
         except Exception:  # whatever protobuf raises on malformed bytes
-            return Malformed()
+            why = "the request's bytes are not a valid protobuf message"
+            return Malformed(InvalidArgument(why, reason="MALFORMED_MESSAGE"))
 
     return parse
 
@@ -175,7 +186,7 @@ def _or_bytes(serialize: Callable[[Any], bytes] | None) -> Callable[[Any], bytes
 
 def _well_formed(request: Any) -> Any:
     if isinstance(request, Malformed):
-        raise InvalidArgument("the request's bytes are not a valid protobuf message", reason="MALFORMED_MESSAGE")
+        raise request.why
     return _each_well_formed(request) if hasattr(request, "__aiter__") else request
 
 

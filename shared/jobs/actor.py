@@ -40,7 +40,12 @@ class AttemptActor:
 
     def prepare(self, function: str) -> None:
         """Calls `module:function` before there is an attempt to run: what it imports, the attempt finds there."""
-        _load(function)()
+        # Calls wait for this one's end, which may take long where processors are busy.
+        self._unclaimed.cancel()
+        try:
+            _load(function)()
+        finally:
+            self._unclaimed = self._countdown()
 
     def hold(self) -> None:
         """Whoever started this actor lives, and may still need it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -36,8 +37,9 @@ _MOST_NESTED = 5
 _KIND = FieldDescriptor
 
 
-def hostile(message: Message, random_: random.Random, nesting: int = 0) -> Any:
-    """Fills the message, and returns it: fields of all kinds, absent, empty, repeated too often, extreme."""
+def hostile(message: Message, random_: random.Random, nesting: int = 0, *, flood: Sequence[int] = ()) -> Any:
+    """Fills the message, and returns it: fields of all kinds, absent, empty, repeated too often, extreme. Now and then
+    one is repeated as often as one of `flood` says."""
     for field in message.DESCRIPTOR.fields:
         in_oneof = field.containing_oneof
         if random_.random() < 0.4 or (in_oneof is not None and message.WhichOneof(in_oneof.name)):
@@ -47,6 +49,8 @@ def hostile(message: Message, random_: random.Random, nesting: int = 0) -> Any:
             values, key = getattr(message, field.name), random_.choice(NAMES)
             if hasattr(values, "get_or_create"):  # of messages, which exist once they are looked at
                 hostile(values[key], random_, nesting + 1)
+                for number in range(_flood(flood, random_)):
+                    values[str(number)].SetInParent()
             else:
                 values[key] = random_.choice(NAMES)
         elif field.is_repeated:
@@ -56,14 +60,23 @@ def hostile(message: Message, random_: random.Random, nesting: int = 0) -> Any:
                 if field.message_type is None:
                     values.append(_scalar(field, random_))
                 else:
-                    hostile(values.add(), random_, nesting + 1)
+                    hostile(values.add(), random_, nesting + 1, flood=flood)
+            # Of the shortest there are: what they cost is their number.
+            shortest = values[0] if field.message_type is None and values[0] in (b"", "", 0, 1) else None
+            if field.message_type is not None:
+                shortest = type(values[0])()
+            values.extend([shortest] * _flood(flood, random_) if shortest is not None else [])
         elif field.message_type is None:
             setattr(message, field.name, _scalar(field, random_))
         else:
             getattr(message, field.name).SetInParent()
             if nesting < _MOST_NESTED:
-                hostile(getattr(message, field.name), random_, nesting + 1)
+                hostile(getattr(message, field.name), random_, nesting + 1, flood=flood)
     return message
+
+
+def _flood(counts: Sequence[int], random_: random.Random) -> int:
+    return random_.choice(counts) if counts and random_.random() < 0.03 else 0
 
 
 def _scalar(field: Any, random_: random.Random) -> Any:

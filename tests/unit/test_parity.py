@@ -372,7 +372,7 @@ class Served:
         yield self._prepare(Rows.joined(requests))
 
     def _prepare(self, rows: Rows) -> Array:
-        prepared, refused = self._preprocessing.prepare(rows)
+        prepared, refused, _ = self._preprocessing.prepare(rows)
         assert not refused
         assert prepared.shape[1:] == self._signature.prepared.shape[1:]
         return prepared

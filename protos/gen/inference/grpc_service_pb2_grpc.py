@@ -136,9 +136,11 @@ class GRPCInferenceServiceServicer:
 
     def ModelInfer(self, request, context):
         """Fails with INVALID_ARGUMENT (a tensor or parameter, named in the error), NOT_FOUND (the model or its version),
-        UNAVAILABLE (it is loading, draining, or its replica died), RESOURCE_EXHAUSTED (the queue is full; RetryInfo says when
-        to try again), FAILED_PRECONDITION (its deployment failed) and DEADLINE_EXCEEDED (the deadline or the parameter
-        `timeout` cannot be met: what still waits is not run).
+        UNAVAILABLE (it is loading, draining, or its replica died), RESOURCE_EXHAUSTED (the queue is full, or the images of a
+        batch have too many pixels; RetryInfo says when to try again), FAILED_PRECONDITION (its deployment failed) and
+        DEADLINE_EXCEEDED (the deadline or the parameter `timeout` cannot be met: what still waits is not run).
+        INVALID_ARGUMENT are also more than 64 parameters of one map, far more tensors than the model has, and images of one
+        request that have more than 150 megapixels together.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -147,8 +149,8 @@ class GRPCInferenceServiceServicer:
     def ModelStreamInfer(self, request_iterator, context):
         """One answer for each request, in the order of the requests. A request that fails as ModelInfer does is answered with
         `error_message`, and the stream goes on; each request has at most 60 s. At most 64 requests of a stream are worked on
-        at once, the others are not read yet. Fails itself with INVALID_ARGUMENT (a message that is none) and
-        DEADLINE_EXCEEDED (the stream's own deadline, or a client that takes no answers).
+        at once, the others are not read yet. Fails itself with INVALID_ARGUMENT (a message that is none, or has
+        more than 131,072 fields) and DEADLINE_EXCEEDED (the stream's own deadline, or a client that takes no answers).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -16,7 +16,7 @@ from shared.transforms.batch import Column
 from shared.transforms.problems import RowProblem, StepError
 from shared.transforms.randomness import StepKeys
 from shared.transforms.schema import ColumnType, ScalarType, arrow_type_of
-from shared.transforms.steps.step import ColumnStep, first_failing_row, scalar
+from shared.transforms.steps.step import ColumnStep, first_failing_row, scalar, value_shown
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Cast(ColumnStep):
             row = int(np.flatnonzero(~exact)[0])
         except pa.ArrowException:
             row = first_failing_row(len(column), lambda start, end: self._casts(column[start:end]))
-        value = shown(column[row].as_py())
+        value = value_shown(column[row])
         raise RowProblem(row, f"{self.column!r} is {value}, which {self.arrow_type} cannot hold exactly")
 
     def _casts(self, column: pa.Array) -> bool:

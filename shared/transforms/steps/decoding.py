@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -35,6 +36,9 @@ class DecodeImage(ColumnStep):
 
     op: ClassVar[str] = "decode_image"
     gray: bool = False
+    # So many pixels of several rows may be decoded side by side; None: any number. It is none of the step's meaning,
+    # and no part of its message.
+    at_once: int | None = None
 
     @classmethod
     def of(cls, message: transform_pb2.DecodeImage, column: str) -> Self:
@@ -57,23 +61,29 @@ class DecodeImage(ColumnStep):
 
     def work(self, column: Column, keys: StepKeys | None) -> Column:
         images = []
+        room = self.at_once if len(column) > 1 else None
         for row, data in enumerate(column):
             if not data.is_valid:
                 raise RowProblem(row, f"{self.column!r} is null, and holds no image; filter such rows out")
             try:
-                images.append(decoded(data.as_py(), self.gray))
+                images.append(decoded(data.as_py(), self.gray, room))
+                room = room and max(room - math.prod(images[-1].shape[:2]), 1)
             except ImageRefused as error:
                 raise RowProblem(row, f"{self.column!r} {error}") from None
         return RaggedImages(tuple(images), self._shape)
+
+
+class TooManyPixels(Exception):
+    """Of rows that were to be decoded side by side; fewer of them may do."""
 
 
 class ImageRefused(ValueError):
     """The text says what is wrong with the image."""
 
 
-def decoded(data: bytes, gray: bool) -> Array:
-    """uint8 (H, W, 3), or (H, W, 1) where `gray`. Raises `ImageRefused`."""
-    (pixels,) = _converted(data, ["L" if gray else "RGB"])
+def decoded(data: bytes, gray: bool, room: int | None = None) -> Array:
+    """uint8 (H, W, 3), or (H, W, 1) where `gray`. Raises `ImageRefused`, and `TooManyPixels` for more than `room`."""
+    (pixels,) = _converted(data, ["L" if gray else "RGB"], room)
     return pixels[:, :, None] if gray else pixels
 
 
@@ -86,13 +96,25 @@ def why_refused(data: bytes) -> str | None:
     return None
 
 
-def _converted(data: bytes, modes: Sequence[str]) -> list[Array]:
+def claimed_pixels(data: bytes) -> int:
+    """How many would be decoded, by the header alone; 0 of what is refused."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            pixels = image.width * image.height
+    except Exception:  # decoding it tells why
+        return 0
+    return pixels if pixels < PIXEL_LIMIT else 0
+
+
+def _converted(data: bytes, modes: Sequence[str], room: int | None = None) -> list[Array]:
     """The pixels in each of the modes."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             if width * height >= PIXEL_LIMIT:
                 raise ImageRefused(f"has {width}×{height} pixels; use fewer than {PIXEL_LIMIT:,}")
+            if room is not None and width * height > room:
+                raise TooManyPixels
             image.load()
             upright = _upright(image)
             return [np.asarray(upright.convert(mode)) for mode in modes]
@@ -100,7 +122,7 @@ def _converted(data: bytes, modes: Sequence[str]) -> list[Array]:
         raise ImageRefused(f"is no image of the formats {', '.join(FORMATS)}") from None
     except Image.DecompressionBombError:  # Pillow's own limit, which it checks on opening
         raise ImageRefused(f"has too many pixels; use fewer than {PIXEL_LIMIT:,}") from None
-    except (ImageRefused, MemoryError):
+    except (ImageRefused, TooManyPixels, MemoryError):
         raise
     except Exception as error:
         # The decoders raise nearly everything at bytes that are broken: SyntaxError, struct.error, zlib.error, …

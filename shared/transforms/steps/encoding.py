@@ -13,12 +13,11 @@ import pyarrow.types as kinds
 from numpy.typing import NDArray
 
 from millrace.common.v1 import transform_pb2
-from shared.errors import shown
 from shared.transforms.batch import Column
 from shared.transforms.problems import RowProblem, StepError
 from shared.transforms.randomness import StepKeys
 from shared.transforms.schema import ColumnType, ScalarType, TensorType
-from shared.transforms.steps.step import ColumnStep, Learner, scalar
+from shared.transforms.steps.step import ColumnStep, Learner, scalar, value_shown
 from shared.transforms.value_counts import ValueCounts
 
 MAX_ORDINAL_CATEGORIES = 100_000
@@ -74,8 +73,9 @@ class _Encode(ColumnStep):
 
         Raises `RowProblem` for the latter, where they are errors.
         """
-        # Arrow builds its table of the categories anew each time: for few rows, a table that is kept is faster.
-        if len(column) * 8 < len(self.categories):
+        # Arrow builds its table of the categories anew each time: for few rows, a table that is kept is faster. Python
+        # does not have all of Arrow's dates and times.
+        if len(column) * 8 < len(self.categories) and not kinds.is_temporal(column.type):
             table = self._tables.get(column.type) or self._tables.setdefault(column.type, self._table(column.type))
             found = [_ABSENT if value is None else table.get(value, _UNKNOWN) for value in column.to_pylist()]
             places = np.array(found, np.int64)
@@ -86,7 +86,7 @@ class _Encode(ColumnStep):
         unknown = np.flatnonzero(places == _UNKNOWN)
         if len(unknown) and self.unknown != transform_pb2.UNKNOWN_VALUE_ENCODE:
             row = int(unknown[0])
-            value = shown(column[row].as_py())
+            value = value_shown(column[row])
             raise RowProblem(row, f"{self.column!r} is {value}, which is none of the {len(self.categories)} categories")
         return places
 

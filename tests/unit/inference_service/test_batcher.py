@@ -13,7 +13,15 @@ from inference_service.domain.batching import Limits
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.statistics import Statistics
 from inference_service.domain.tensors import Array
-from shared.errors import DataLoss, DeadlineExceeded, InvalidArgument, MillraceError, ResourceExhausted, Unavailable
+from shared.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    MillraceError,
+    ResourceExhausted,
+    Unavailable,
+)
 
 # Rows that the model refuses begin here.
 BAD = 1000
@@ -491,3 +499,58 @@ def test_rows_refused_for_want_of_replicas_are_told_and_those_that_none_could_an
         await asyncio.gather(*tasks)
 
     on_a_loop(scenario)
+
+
+def test_a_late_request_is_told_truly_whether_the_model_saw_some_of_it() -> None:
+    async def scenario() -> None:
+        model = PiecesInTurn()
+        limits = Limits(max_rows=2, max_delay_s=0.0, max_queued_rows=100, max_in_flight=1)
+        batcher = Batcher(model, limits, BatchTimes({2: 0.1}), Statistics())
+        large = asyncio.create_task(batcher.submit(rows(1, 2, 3, 4), 0.25))
+        await asyncio.sleep(0.3)  # three times what was expected
+        model.done[0].set()
+        with pytest.raises(DeadlineExceeded, match="it saw a part of the request's rows"):
+            async with asyncio.timeout(5):
+                await large
+        assert len(model.done) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_request_whose_batches_take_longer_than_it_has_is_refused_before_the_model_sees_any() -> None:
+    async def scenario() -> None:
+        model = PiecesInTurn()
+        limits = Limits(max_rows=32, max_delay_s=0.0, max_queued_rows=4096, max_in_flight=2)
+        batcher = Batcher(model, limits, BatchTimes({32: 0.017}), Statistics())
+        for _ in range(2):  # idle, and busy
+            seen = len(model.done)
+            with pytest.raises(DeadlineExceeded, match="it never saw the request"):
+                await batcher.submit(rows(*range(4000)), 0.2)
+            assert len(model.done) == seen
+            small = asyncio.create_task(batcher.submit(rows(1), None))
+            await asyncio.sleep(0)
+        model.done[0].set()
+        await asyncio.sleep(0.01)
+        for event in model.done:
+            event.set()
+        small.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_an_error_of_ours_at_one_row_is_that_of_its_request_alone() -> None:
+    class FailsAtOne:
+        async def forward(self, given: Rows) -> Outputs:
+            values = given.values["x"]
+            return Outputs([values], failed={int(np.flatnonzero(values == BAD)[0]): Internal("internal error")})
+
+    async def scenario() -> None:
+        limits = Limits(max_rows=8, max_delay_s=0.01, max_queued_rows=100, max_in_flight=2)
+        batcher = Batcher(FailsAtOne(), limits, BatchTimes(), Statistics())
+        batcher._last_rows = 8  # so that they wait for each other
+        answers = await asyncio.gather(
+            *(batcher.submit(rows(*given), None) for given in ((1, 2), (3, BAD), (4,))), return_exceptions=True
+        )
+        assert [isinstance(one, Internal) for one in answers] == [False, True, False]
+
+    asyncio.run(scenario())

@@ -140,6 +140,13 @@ def test_only_what_the_mask_names_is_changed(served: Callable[[Scenario], None],
     ("request_", "code", "field"),
     [
         (pb.UpdateDeploymentRequest(), INVALID, "deployment"),
+        (update(*["traffic.weights"] * 5000), INVALID, "update_mask"),
+        (
+            update("traffic.weights", weights={str(number): 1 for number in range(5000)}),
+            INVALID,
+            "deployment.traffic.weights",
+        ),
+        (update("traffic.routes", routes=[{}] * 5000), INVALID, "deployment.traffic.routes"),
         (update(), INVALID, "update_mask"),
         (update("traffic"), INVALID, "update_mask"),
         (

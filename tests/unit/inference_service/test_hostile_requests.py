@@ -3,17 +3,26 @@ goes on."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
+from dataclasses import replace
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from inference import grpc_service_pb2 as oip
 from inference_service.domain.deployment import State
-from tests.support.grpc_kit import told
+from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.signature import TensorSpec
+from tests.support.grpc_kit import everything, told
 from tests.support.inference_server import Server, deployment, served
 from tests.support.table_model import SIGNATURE, TABLE, Zeros, request, still_serves
+
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 
 
 def changed(index: int, raw: bytes | None = None, **fields: Any) -> oip.ModelInferRequest:
@@ -63,6 +72,20 @@ def flagged(**fields: Any) -> oip.ModelInferRequest:
     made.inputs.add(**{name: value for name, value in tensor.items() if name != "raw"})
     made.raw_input_contents.append(fields.get("raw", b"\0\1"))
     return made
+
+
+def inside(tag: bytes, data: bytes) -> bytes:
+    """The field of that tag that holds `data`, on the wire."""
+    length, size = len(data), b""
+    while length > 127:
+        size += bytes((length & 127 | 128,))
+        length >>= 7
+    return tag + size + bytes((length,)) + data
+
+
+def parameters(count: int, tag: bytes = b"\x22") -> bytes:
+    """So many, each with a name of its own, and `true`."""
+    return b"".join(inside(tag, inside(b"\x0a", str(number).encode()) + b"\x12\x02\x08\x01") for number in range(count))
 
 
 # What is sent, the field that is refused, and the tensor that the error names.
@@ -166,3 +189,79 @@ def test_a_message_over_the_limit_and_a_flood_of_metadata_are_refused_and_the_se
         await still_serves(server)
 
     served(scenario, TABLE, model=Zeros())
+
+
+# What is sent beside a good request, the field that is refused, and what the error says of how many there are.
+MANY: list[tuple[str, bytes, str, str]] = [
+    ("inputs", b"\x2a\x00" * 2000, "inputs", "2005 entries"),
+    ("raw contents", b"\x3a\x00" * 2000, "raw_input_contents", "2005 entries"),
+    ("outputs", b"\x32\x00" * 2000, "outputs", "2000 entries"),
+    ("parameters", parameters(2000), "parameters", "2000 entries"),
+    ("an input's parameters", inside(b"\x2a", parameters(2000, b"\x22")), "inputs[5].parameters", "2000 entries"),
+    ("an output's parameters", inside(b"\x32", parameters(2000, b"\x12")), "outputs[0].parameters", "2000 entries"),
+    ("dimensions", inside(b"\x2a", inside(b"\x1a", b"\x01" * 1_000_000)), "raw_input_contents", "5 entries"),
+]
+# Refused before they are parsed.
+FAR_TOO_MANY: list[tuple[str, bytes, str]] = [
+    ("inputs", b"\x2a\x00" * 1_000_000, "inputs"),
+    ("raw contents", b"\x3a\x00" * 1_000_000, "raw_input_contents"),
+    ("an input's parameters", inside(b"\x2a", parameters(1, b"\x22") * 500_000), "inputs.parameters"),
+]
+
+
+def test_too_many_of_anything_are_refused_by_their_number_in_streams_too() -> None:
+    async def scenario(server: Server) -> None:
+        good = request().SerializeToString()
+        for what, more, field, count in MANY:
+            refusal = await told(server.kit.raw.unary_unary(INFER)(good + more))
+            assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT, what
+            assert refusal.violations[0][0] == field, what
+            assert count in refusal.message, what
+            stream = server.kit.raw.stream_stream(STREAM, None, oip.ModelStreamInferResponse.FromString)
+            bad, fine = await everything(stream(iter([good + more, good])))
+            assert bad.error_message.startswith(f"INVALID_ARGUMENT: {field}"), what
+            assert not fine.error_message, what
+
+    served(scenario, TABLE, model=Zeros())
+
+
+def test_far_too_many_of_anything_are_refused_before_they_cost_anybody_time() -> None:
+    async def scenario(server: Server) -> None:
+        for what, bad, field in FAR_TOO_MANY:
+            for call in (
+                server.kit.raw.unary_unary(INFER)(bad),
+                everything(server.kit.raw.stream_stream(STREAM)(iter([bad]))),
+            ):
+                started_s = time.process_time()
+                refusal = await told(call)
+                assert time.process_time() - started_s < 1.5, what
+                assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT, what
+                assert refusal.violations[0][0] == field, what
+        await still_serves(server)
+
+    served(scenario, TABLE, model=Zeros())
+
+
+def test_many_classes_of_many_rows_keep_no_other_request_waiting() -> None:
+    async def scenario(server: Server) -> None:
+        many = request()
+        for tensor in many.inputs:
+            tensor.shape[0] = 100
+        many.raw_input_contents[:] = [data * 50 for data in many.raw_input_contents]
+        many.outputs.add(name="logits").parameters["classification"].int64_param = 4000
+        slow = asyncio.ensure_future(server.stub.ModelInfer(many))
+        longest_s = 0.0
+        while not slow.done():
+            started_s = time.perf_counter()
+            await asyncio.sleep(0.001)
+            longest_s = max(longest_s, time.perf_counter() - started_s)
+        assert len((await slow).raw_output_contents) == 1
+        assert longest_s < 0.25
+
+    wide = replace(SIGNATURE, outputs=(TensorSpec("logits", "FP32", (-1, 4000)),))
+    served(scenario, deployment("t", wide), model=ManyClasses())
+
+
+class ManyClasses:
+    async def forward(self, rows: Rows) -> Outputs:
+        return Outputs([np.zeros((len(rows), 4000), np.float32)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from inference_service.domain.rows import PREPARED, RAW, Rows
 from inference_service.preprocessing import Preprocessing
 from shared.checkpoint import CheckpointContent
 from shared.dataset_version.manifest import Column
-from shared.errors import FailedPrecondition, InvalidArgument
+from shared.errors import FailedPrecondition, Internal, InvalidArgument
 from tests.support.checkpoint_samples import content
 from tests.support.versions import columns_of
 
@@ -78,12 +79,12 @@ def test_a_checkpoint_of_one_tensor_column_looks_on_the_wire_as_its_column() -> 
 def test_an_image_that_does_not_decode_is_refused_alone() -> None:
     rows = Rows(RAW, {"photo": objects(png(10), b"no image", png(30))})
 
-    prepared, refused = photos().prepare(rows)
+    prepared, refused, _ = photos().prepare(rows)
 
     assert list(refused) == [1]
     assert refused[1].startswith("tensor 'photo': ")
     for row, shade in ((0, 10), (2, 30)):
-        alone, none = photos().prepare(Rows(RAW, {"photo": objects(png(shade))}))
+        alone, none, _ = photos().prepare(Rows(RAW, {"photo": objects(png(shade))}))
         assert not none
         assert prepared[row].tobytes() == alone[0].tobytes()
         assert np.unique(prepared[row]).tolist() == [np.float32(shade) / np.float32(255)]
@@ -102,15 +103,82 @@ def jpeg_that_claims(width: int, height: int) -> bytes:
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_an_image_of_a_hundred_megapixels_is_refused_before_it_is_decoded() -> None:
     started_s = time.process_time()
-    _, refused = photos().prepare(Rows(RAW, {"photo": objects(jpeg_that_claims(10_000, 10_000), png(3))}))
+    _, refused, _ = photos().prepare(Rows(RAW, {"photo": objects(jpeg_that_claims(10_000, 10_000), png(3))}))
     assert [*refused] == [0]
     assert "tensor 'photo': " in refused[0]
     assert "10000×10000 pixels; use fewer than 100,000,000" in refused[0]
     assert time.process_time() - started_s < 0.5  # decoding it takes more
 
 
+def large(megapixels: int) -> bytes:
+    data = io.BytesIO()
+    Image.new("L", (megapixels * 1000, 1000), megapixels).save(data, "PNG")
+    return data.getvalue()
+
+
+def test_images_that_are_too_many_pixels_to_lie_side_by_side_are_prepared_one_by_one_to_the_same_bits() -> None:
+    rows = Rows(RAW, {"photo": objects(*[large(9)] * 4, png(7))})
+    tracemalloc.start()  # which sees numpy's memory
+    prepared, refused, failed = photos().prepare(rows)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert not refused
+    assert not failed
+    assert peak_bytes < 110e6  # three bytes a pixel, and not of all 36 megapixels
+    for row in range(5):
+        assert prepared[row].tobytes() == photos().prepare(rows.slice(row, row + 1))[0][0].tobytes()
+
+
+def test_a_request_of_too_many_pixels_is_refused_before_they_are_decoded_and_others_in_its_batch_are_not() -> None:
+    data = large(50)
+    started_s = time.process_time()
+    whole = Rows.joined([Rows(RAW, {"photo": objects(png(7))}), Rows(RAW, {"photo": objects(*[data] * 4)})])
+    prepared, refused, failed = photos().prepare(whole)
+    assert time.process_time() - started_s < 0.5  # decoding them takes more
+    assert [*refused] == [4]
+    assert refused[4].startswith("tensor 'photo': ")
+    assert "200,000,000 pixels together; send at most 150,000,000" in refused[4]
+    assert not failed
+    assert prepared[0].tobytes() == photos().prepare(Rows(RAW, {"photo": objects(png(7))}))[0][0].tobytes()
+
+
+def test_dates_that_python_does_not_have_are_refused_as_any_other_value() -> None:
+    columns = columns_of(pa.schema([("d", pa.date32()), ("label", pa.int64())]))
+    steps: list[dict[str, Any]] = [
+        {"column": "d", "cast": {"arrowType": arrow_type}} for arrow_type in ("timestamp[ns]", "int64", "double")
+    ]
+    dates = Preprocessing(said(columns, *steps, {"concat": {"columns": ["d"], "into": "x"}}))
+
+    prepared, refused, failed = dates.prepare(Rows(RAW, {"d": np.array([2**31 - 1, 1], np.int32)}))
+
+    assert [*refused] == [0]
+    assert refused[0].startswith("tensor 'd': 'd' is ")
+    assert not failed
+    assert prepared[1].tolist() == [np.float32(86_400e9)]
+
+
+def test_what_goes_wrong_unexpectedly_is_the_error_of_its_row_alone(caplog: pytest.LogCaptureFixture) -> None:
+    made = Preprocessing(said(TABLE, {"concat": {"columns": ["a"], "into": "x"}}))
+    apply = made._apply
+
+    def failing(rows: Rows) -> Any:
+        if (rows.values["a"] == 13).any():
+            raise OverflowError("13")
+        return apply(rows)
+
+    made._apply = failing  # type: ignore[method-assign]
+
+    prepared, refused, failed = made.prepare(Rows(RAW, {"a": np.array([1.0, 13.0, 2.0])}))
+
+    assert prepared.tolist() == [[1], [0], [2]]
+    assert not refused
+    assert [*failed] == [1]
+    assert isinstance(failed[1], Internal)
+    assert "OverflowError: 13" in caplog.text
+
+
 def test_one_row_that_is_bad_is_refused() -> None:
-    prepared, refused = photos().prepare(Rows(RAW, {"photo": objects(b"")}))
+    prepared, refused, _ = photos().prepare(Rows(RAW, {"photo": objects(b"")}))
 
     assert list(refused) == [0]
     assert prepared.shape == (1, 3, 4, 5)
@@ -123,7 +191,7 @@ def test_a_refused_row_names_the_tensors_that_the_step_works_on() -> None:
         {"a": np.array([True, False, False, False])},
     )
 
-    prepared, refused = table().prepare(rows)
+    prepared, refused, _ = table().prepare(rows)
 
     assert sorted(refused) == [0, 1, 2]
     assert refused[0].startswith("tensor 'a', 's': ")  # concat: one of both is null
@@ -135,7 +203,7 @@ def test_a_refused_row_names_the_tensors_that_the_step_works_on() -> None:
 def test_prepared_rows_go_as_they_are() -> None:
     given = np.random.default_rng(1).random((2, 3), np.float32)
 
-    prepared, refused = table().prepare(Rows(PREPARED, {"x": given}))
+    prepared, refused, _ = table().prepare(Rows(PREPARED, {"x": given}))
 
     assert prepared is given
     assert not refused

@@ -369,3 +369,33 @@ def test_a_ray_that_is_silent_ends_the_process(
                 await reconciler.run(on_first)
 
     asyncio.run(scenario())
+
+
+def test_a_fault_of_ours_is_not_taken_for_a_ray_that_is_silent(
+    deployments: Deployments,
+    manager: DeploymentManager,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = manager.create(creation())
+    looks = 0
+
+    def unreadable() -> list[Deployment]:
+        nonlocal looks
+        looks += 1
+        raise TypeError("unexpected keyword argument 'colour'")
+
+    async def on_first() -> None:
+        raise AssertionError("it has reconciled")
+
+    async def scenario() -> None:
+        reconciler, _, _ = reconciling(deployments, made)
+        monkeypatch.setattr(deployments, "all", unreadable)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):  # ten times what Ray may be silent
+                await reconciler.run(on_first)
+
+    asyncio.run(scenario())
+    assert looks > 1
+    assert "colour" in caplog.text
+    assert "does not answer" not in caplog.text

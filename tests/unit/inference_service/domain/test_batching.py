@@ -146,6 +146,14 @@ def test_a_deadline_in_the_past_is_refused_even_by_an_idle_model() -> None:
         enter(deadline_s=1.0, in_flight=0)
 
 
+def test_rows_of_several_batches_are_let_in_where_the_last_of_them_is_in_time() -> None:
+    enter(rows=8, deadline_s=1.8)  # one batch ahead of its last, which shares the model's time with another
+    with pytest.raises(DeadlineExceeded):
+        enter(rows=8, deadline_s=1.7)
+    with pytest.raises(DeadlineExceeded):
+        enter(rows=8, deadline_s=1.2, in_flight=0)
+
+
 def test_rows_that_are_less_urgent_keep_nobody_from_a_deadline() -> None:
     enter(deadline_s=1.6, queued_rows=4, rows_ahead=0)
 

@@ -23,3 +23,13 @@ def test_whole_numbers_are_told_without_a_fraction() -> None:
 
 def test_the_dimensions_of_a_row_are_one_list() -> None:
     assert classified(np.arange(8.0).reshape(2, 2, 2), 1).tolist() == [[b"3.000000:3"], [b"7.000000:3"]]
+
+
+def test_the_greatest_of_all_rows_are_those_of_each_row_by_itself() -> None:
+    values = np.random.default_rng(3).integers(0, 9, (20, 50)).astype(np.float32) / 3  # with many that are equal
+    for top in (1, 7, 50):
+        expected = [
+            [f"{row[index]:f}:{index}".encode() for index in sorted(range(50), key=lambda i: (-row[i], i))[:top]]
+            for row in values
+        ]
+        assert classified(values, top).tolist() == expected

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -147,3 +148,16 @@ def test_an_unknown_or_doubled_output_is_refused(requested: list[str], field: st
 def test_a_signature_survives_the_log() -> None:
     for one in (SIGNATURE, PEOPLE):
         assert Signature.from_record(json.loads(json.dumps(one.as_record()))) == one
+
+
+def test_strings_are_looked_at_only_after_their_number() -> None:
+    strings = Signature((TensorSpec("s", "BYTES", (-1,)),), TensorSpec("x", "FP32", (-1, 2)), ())
+    many = 1_000_000
+    for tensor in (
+        WireTensor("inputs[0]", "s", "BYTES", (many,), bytes(4 * many), {}),
+        WireTensor("inputs[0]", "s", "BYTES", (many,), None, {"bytes_contents": [b""] * many}),
+    ):
+        started_s = time.process_time()
+        with pytest.raises(InvalidArgument, match="1 to 100 rows"):
+            rows_of(strings, [tensor], 100)
+        assert time.process_time() - started_s < 0.02

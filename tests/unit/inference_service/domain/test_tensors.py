@@ -89,7 +89,7 @@ def test_wire_bytes_are_little_endian_with_four_byte_lengths() -> None:
         (tensor("UINT8", [-2, -2], raw=b"abcd"), "shape", "0 or more"),
         (tensor("FP64", [2**62, 2**62], raw=b""), "shape", "elements"),
         (tensor("FP64", [0, 2**62, 2**62], raw=b""), "shape", "elements"),
-        (tensor("UINT8", [1] * 33, raw=b"a"), "shape", "33 dimensions"),
+        (tensor("UINT8", [1] * 33, raw=b"a"), "shape", "more than 32 dimensions"),
         (tensor("UINT8", [3], raw=b"ab"), "raw_input_contents", "takes 3 bytes"),
         (tensor("FP32", [1], raw=b"abcde"), "raw_input_contents", "takes 4 bytes"),
         (tensor("FP16", [2], raw=b"abc"), "raw_input_contents", "takes 4 bytes"),
