@@ -15,7 +15,11 @@ from shared.jobs.warm_workers import WarmWorkers
 
 logger = logging.getLogger(__name__)
 
-WARM_WORKERS = WarmWorkers(("ray.data", "data_service.transforming.work"), kept_for_s=900)
+WARM_WORKERS = WarmWorkers(
+    # The last two are what a dataset brings its tasks: its settings, and whoever watches them.
+    ("ray.data", "data_service.transforming.work", "shared.dataset_stream", "ray.data._internal.issue_detection"),
+    kept_for_s=900,
+)
 # Each holds about 200 MiB.
 MOST = 4
 

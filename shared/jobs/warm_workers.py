@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +25,17 @@ logger = logging.getLogger(__name__)
 
 TOLD_WITHIN_S = 5.0
 _MODULES = "MILLRACE_WARM_MODULES"
+# What Ray imports in each process before the first argument that it unpacks there: most of a second.
+_OF_FIRST_ARGUMENT = ("ray._common.pydantic_compat", "starlette.datastructures")
 
 
 def load() -> None:
     """Called by Ray in each process of a `WarmWorkers.runtime_env` as it starts."""
     for module in os.environ[_MODULES].split(","):
         importlib.import_module(module)
+    for module in _OF_FIRST_ARGUMENT:
+        with suppress(ImportError):  # another Ray may want others
+            importlib.import_module(module)
 
 
 @dataclass(frozen=True)
