@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -23,7 +24,7 @@ def test_an_actor_does_not_count_the_time_it_prepares_and_ends_when_nobody_calls
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(actor, "CALL_WITHIN_S", CALL_WITHIN_S)
-    monkeypatch.setattr(actor.os, "_exit", lambda _: ended.set())
+    monkeypatch.setattr(os, "_exit", lambda _: ended.set())
     spare = AttemptActor()
     spare.prepare(f"{__name__}:slow")
     assert seen == [False]
