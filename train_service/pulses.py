@@ -57,12 +57,17 @@ class _Steps:
     at: float = 0.0
     timed: bool = False
     seconds: list[float] = field(default_factory=list)
+    first_s: float = 0.0
 
     def note(self, step: int, phase: Phase, now: float) -> None:
-        if step > self.step:
+        if step > self.step and self.at:
+            took_s = (now - self.at) / (step - self.step)
             if self.timed:
-                self.seconds.append((now - self.at) / (step - self.step))
+                self.seconds.append(took_s)
                 del self.seconds[:-200]
+            elif phase is not Phase.STARTING:
+                self.first_s = took_s
+        if step > self.step or not self.at:
             self.step, self.at = step, now
         # What follows a start, that of a resumed run too, is no step like others.
         self.timed = phase is not Phase.STARTING
@@ -102,6 +107,12 @@ class Pulses:
         """Of the newest steps of rank 0."""
         with self._lock:
             return list(self._steps.seconds)
+
+    @property
+    def first_step_s(self) -> float:
+        """Of rank 0's first step of the attempt, with what came before it in its loop; 0 until it is done."""
+        with self._lock:
+            return self._steps.first_s
 
     def ask_to_stop(self, reason: int) -> None:
         """Rank 0 makes all of them stop after the same step."""

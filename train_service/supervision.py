@@ -101,7 +101,7 @@ class Supervision:
 
     def _look_for_hung(self, ranks: list[Heard]) -> None:
         now = time.monotonic()
-        limit = limit_s(self._pulses.seconds_per_step)
+        limit = limit_s(self._pulses.seconds_per_step, self._pulses.first_step_s)
         states = [one.state(now) for one in ranks]
         suspects = hung(states, limit)
         if not suspects:

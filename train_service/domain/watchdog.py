@@ -40,9 +40,10 @@ class RankState:
     waits_for_store: bool = False
 
 
-def limit_s(seconds_per_step: Sequence[float]) -> float:
-    """How long a rank may stand still: the larger of 30 s and ten median steps."""
-    return max(FEWEST_SECONDS, MEDIAN_STEPS * median(seconds_per_step)) if seconds_per_step else FEWEST_SECONDS
+def limit_s(seconds_per_step: Sequence[float], first_step_s: float = 0.0) -> float:
+    """How long a rank may stand still: the larger of 30 s and ten median steps. While only the first step was timed, it
+    stands for the others: none takes longer."""
+    return max(FEWEST_SECONDS, MEDIAN_STEPS * median(seconds_per_step or [first_step_s]))
 
 
 def silent_ranks(ranks: Sequence[RankState], limit: float) -> list[int]:

@@ -77,6 +77,8 @@ def test_the_start_of_a_resumed_run_is_no_step(pulses: Pulses) -> None:
         pulse.at(21, Phase.TRAINING)
         wait_until(lambda: pulses.heard()[0].step == 21, "the first step")
         assert not pulses.seconds_per_step
+        # Of step 21 alone, and not of twenty more that an attempt before did.
+        assert 0.5 < pulses.first_step_s < 10
         pulse.at(22, Phase.TRAINING)
         wait_until(lambda: len(pulses.seconds_per_step) == 1, "the second step")
 

@@ -36,6 +36,11 @@ def test_the_limit_is_thirty_seconds_or_ten_median_steps() -> None:
     assert limit_s([4.0, 5.0, 300.0]) == 50.0
 
 
+def test_a_second_step_may_take_as_long_as_the_first_which_is_all_that_is_known() -> None:
+    assert limit_s([], first_step_s=45.0) == 450.0
+    assert limit_s([4.0], first_step_s=45.0) == 40.0
+
+
 def test_ranks_that_all_stand_still_hang_at_the_lowest_step() -> None:
     assert hung([at(0), at(1), at(2)], LIMIT) == [0, 1, 2]
     assert hung([at(0, step=6), at(1, step=5), at(2, step=6)], LIMIT) == [1]
