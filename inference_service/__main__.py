@@ -34,6 +34,7 @@ from inference_service.operations import DeploymentOperations
 from inference_service.ray_serve import ServeApplications
 from inference_service.reconciler import Reconciler
 from inference_service.registry import Deployments
+from inference_service.repository import ModelRepository
 from inference_service.roll_out_manager import RollOutManager
 from inference_service.roll_outs import RollOuts
 from inference_service.settings import InferenceSettings, metrics_of, settings_from
@@ -76,7 +77,9 @@ async def run(settings: InferenceSettings, store: ObjectStore, siblings: Sibling
         deployment_service_pb2_grpc.add_DeploymentServiceServicer_to_server(
             DeploymentServicer(manager, wishes, changed, models.replicas), server
         )
-        grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(OpenInferenceServicer(models), server)
+        grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
+            OpenInferenceServicer(models, ModelRepository(deployments), changed), server
+        )
         operations_pb2_grpc.add_OperationsServicer_to_server(OperationsServicer(operations), server)
         return [
             deployment_service_pb2.DESCRIPTOR.services_by_name["DeploymentService"].full_name,

@@ -172,10 +172,12 @@ class Models:
                 deployment = self._find(model_name)
             except NotFound as error:
                 raise not_found(error.metadata["resource"], "CreateDeployment makes it, of a checkpoint") from None
-            if deployment.state in (State.FAILED, State.DELETING, State.GONE):
+            if deployment.state in (State.FAILED, State.UNLOADED, State.DELETING, State.GONE):
                 why = f": {deployment.error['message']}" if deployment.error else ""
+                unloaded = deployment.state is State.UNLOADED
                 raise FailedPrecondition(
-                    f"{deployment.name} is {deployment.state}{why}; delete it, and create it anew",
+                    f"{deployment.name} is {deployment.state}{why}; "
+                    + ("somebody else unloaded it: load it again" if unloaded else "delete it, and create it anew"),
                     reason="MODEL_NOT_READY",
                     metadata={"resource": deployment.name, "state": str(deployment.state)},
                 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -11,9 +12,11 @@ from grpc import aio
 
 from inference import grpc_service_pb2 as pb
 from inference import grpc_service_pb2_grpc as pb_grpc
+from inference_service.domain.deployment import Deployment
 from inference_service.inferring import Inference
 from inference_service.models import Models
 from inference_service.open_inference_converters import metadata_to_proto
+from inference_service.repository import ModelRepository
 from inference_service.repository_converters import config_to_proto, index_to_proto, statistics_to_proto
 from inference_service.streaming import in_order
 from shared.errors import Unimplemented, invalid_field
@@ -22,14 +25,20 @@ Context = aio.ServicerContext[Any, Any]
 
 SERVER_NAME = "millrace"
 # Names of Triton's, and only those that are served whole.
-EXTENSIONS = ("classification", "model_configuration", "schedule_policy", "statistics")
+EXTENSIONS = ("classification", "model_configuration", "model_repository", "schedule_policy", "statistics")
+# Of `RepositoryModelUnload`: no model here depends on another, so none is left behind.
+UNLOAD_DEPENDENTS = "unload_dependents"
 STREAM_REQUESTS_AT_ONCE = 64
 STREAM_REQUEST_WITHIN_S = 60.0
 
 
 class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
-    def __init__(self, models: Models) -> None:
+    """`changed` is told each deployment whose log was written, so that it takes effect at once."""
+
+    def __init__(self, models: Models, repository: ModelRepository, changed: Callable[[Deployment], None]) -> None:
         self._models = models
+        self._repository = repository
+        self._changed = changed
         self._inference = Inference(models)
         self._version = importlib.metadata.version("millrace")
 
@@ -85,17 +94,18 @@ class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         if request.parameters:
             remedy = "a deployment's configuration is fixed by CreateDeployment; send no parameters"
             raise invalid_field("parameters", f"{len(request.parameters)} entries", remedy)
+        self._changed(await asyncio.to_thread(self._repository.load, request.model_name))
         await self._models.wait_until_ready(request.model_name)
         return pb.RepositoryModelLoadResponse()
 
     async def RepositoryModelUnload(
         self, request: pb.RepositoryModelUnloadRequest, context: Context
     ) -> pb.RepositoryModelUnloadResponse:
-        raise Unimplemented(
-            "a deployment is served or deleted, never unloaded and kept; to take it out of service, call "
-            "DeleteDeployment of millrace.inference.v1.DeploymentService",
-            reason="UNLOAD_NOT_SERVED",
-        )
+        _check_repository(request.repository_name)
+        if others := {*request.parameters} - {UNLOAD_DEPENDENTS}:
+            raise invalid_field("parameters", sorted(others)[0], f"send none but {UNLOAD_DEPENDENTS}")
+        self._changed(await asyncio.to_thread(self._repository.unload, request.model_name))
+        return pb.RepositoryModelUnloadResponse()
 
 
 def _check_repository(name: str) -> None:

@@ -141,12 +141,14 @@ class Reconciler:
         }
         for name in running.keys() - wanted.keys() - going - self._removing.keys():
             if self._siblings.leads:
-                logger.info("deleting application %s, which no log names", name)
+                logger.info("deleting application %s, which no log wants", name)
             self._removing[name] = asyncio.create_task(self._retire(name))
         if self._siblings.leads:
             await self._mark_used(deployments)
         self._loaded = {name: loaded for name, loaded in self._loaded.items() if name in wanted}
         for name, (deployment, version) in wanted.items():
+            if name in self._removing:  # it was unloaded, and is wanted again
+                continue
             try:
                 await self._keep(name, deployment, version, running.get(name))
             except Exception as error:  # one that cannot be helped now must not hold up the others
@@ -283,6 +285,7 @@ class Reconciler:
             logger.warning("application %s is not gone yet: %s", name, error)
         finally:
             del self._removing[name]
+        self.nudge()
 
     async def _take_out(self, name: str) -> None:
         """Answers what is in flight, then takes the application out of Serve."""

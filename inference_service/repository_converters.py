@@ -16,7 +16,13 @@ from inference_service.open_inference_converters import PLATFORM
 BACKEND = "millrace"
 NS = 1_000_000_000
 # A READY deployment whose replicas are not back yet is LOADING, too.
-STATES = {State.LOADING: "LOADING", State.READY: "LOADING", State.DELETING: "UNLOADING", State.FAILED: "UNAVAILABLE"}
+STATES = {
+    State.LOADING: "LOADING",
+    State.READY: "LOADING",
+    State.DELETING: "UNLOADING",
+    State.FAILED: "UNAVAILABLE",
+    State.UNLOADED: "UNAVAILABLE",
+}
 
 
 def config_to_proto(deployment: Deployment, version: ModelVersion, signature: Signature) -> config_pb.ModelConfig:
@@ -96,6 +102,8 @@ def _reason(listed: Listed) -> str:
     deployment, version = listed.deployment, listed.version
     if deployment.error:
         return str(deployment.error["message"])
+    if deployment.state is State.UNLOADED:
+        return "unloaded"  # Triton's word
     if version.retired_at is not None:
         return "the version is going"
     if deployment.state is State.READY and version.signature is None:

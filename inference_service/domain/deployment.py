@@ -25,6 +25,8 @@ FIRST_VERSION = "1"
 ALL_TRAFFIC = 100
 
 
+#              UNLOADED
+#                ▲ ▼
 #  LOADING ──▶ READY ──▶ DELETING ──▶ GONE
 #     ├──────▶ FAILED ─────▲ │          │ the same id may be created again, with a new uid
 #     └────────────────────┘            └──▶ LOADING
@@ -34,6 +36,7 @@ class State(StrEnum):
     LOADING = "LOADING"
     READY = "READY"
     FAILED = "FAILED"
+    UNLOADED = "UNLOADED"
     DELETING = "DELETING"
     GONE = "GONE"
 

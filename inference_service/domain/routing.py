@@ -27,15 +27,17 @@ def choose_version(
     by weight among those that can answer now, `answers`. While none of those can, the versions that had the traffic
     before a roll-out that is under way do. `headers` is called if it matters.
 
-    Raises `NotFound` (no such version), `FailedPrecondition` (the deployment failed: trying again is no use) and
-    `Unavailable` (it is loading or going).
+    Raises `NotFound` (no such version), `FailedPrecondition` (the deployment failed, or is unloaded: trying again is no
+    use) and `Unavailable` (it is loading or going).
     """
     if wanted and find_version(deployment, wanted) is None:
         raise no_version(deployment, wanted)
     if deployment.state is not State.READY:
-        kind = FailedPrecondition if deployment.state is State.FAILED else Unavailable
+        lasts = deployment.state in (State.FAILED, State.UNLOADED)
+        kind = FailedPrecondition if lasts else Unavailable
+        remedy = "; RepositoryModelLoad loads it again" if deployment.state is State.UNLOADED else ""
         raise kind(
-            f"{deployment.name} is {deployment.state}, not READY",
+            f"{deployment.name} is {deployment.state}, not READY{remedy}",
             reason="MODEL_NOT_READY",
             metadata={"resource": deployment.name, "state": str(deployment.state)},
         )

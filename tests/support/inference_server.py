@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,10 @@ from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.signature import Signature, TensorSpec
 from inference_service.models import Models, application_name
 from inference_service.open_inference_servicer import OpenInferenceServicer
+from inference_service.registry import Deployments
+from inference_service.repository import ModelRepository
+from shared.settings import StoreSettings
+from shared.storage import open_store
 from tests.support.grpc_kit import Kit, running
 
 CLASSES = 4
@@ -87,7 +93,10 @@ class Classifier:
 
 @dataclass
 class Server:
+    """`models` are what the process knows, `deployments` the logs, of which a test writes those that it wants."""
+
     models: Models
+    deployments: Deployments
     model: Classifier
     kit: Kit
 
@@ -110,14 +119,17 @@ async def inference_server(one: Deployment | None = None, model: Any = None, **l
     one, models, classifier = one or deployment(), Models(), Classifier()
     models.replace([one])
     attach(models, one, model or classifier, **limits)
+    with tempfile.TemporaryDirectory() as folder:
+        deployments = Deployments(open_store(StoreSettings(url=Path(folder).as_uri())))
+        servicer = OpenInferenceServicer(models, ModelRepository(deployments), models.put)
 
-    def register(server: aio.Server) -> list[str]:
-        oip_grpc.add_GRPCInferenceServiceServicer_to_server(OpenInferenceServicer(models), server)
-        return ["inference.GRPCInferenceService"]
+        def register(server: aio.Server) -> list[str]:
+            oip_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
+            return ["inference.GRPCInferenceService"]
 
-    async with running(register) as kit:
-        yield Server(models, classifier, kit)
-        classifier.may_work.set()
+        async with running(register) as kit:
+            yield Server(models, deployments, classifier, kit)
+            classifier.may_work.set()
 
 
 def served(

@@ -62,6 +62,7 @@ def test_tritonclient_reads_server_and_model_metadata(triton: dict[str, Any]) ->
     assert triton["server"]["extensions"] == [
         "classification",
         "model_configuration",
+        "model_repository",
         "schedule_policy",
         "statistics",
     ]

@@ -30,7 +30,7 @@ def triton(stack: Stack, deployed: pb.Deployment, tmp_path_factory: pytest.TempP
         [sys.executable, str(SESSION), stack.service.address, deployed.name.partition("/")[2], str(path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -91,7 +91,7 @@ def test_the_configuration_and_the_index_name_the_model(triton: dict[str, Any]) 
         ("timeout", "DEADLINE_EXCEEDED"),
         ("load unknown", "NOT_FOUND"),
         ("load configured", "INVALID_ARGUMENT"),
-        ("unload", "UNIMPLEMENTED"),
+        ("unload unknown", "NOT_FOUND"),
         ("system shared memory", "UNIMPLEMENTED"),
         ("cuda shared memory", "UNIMPLEMENTED"),
         ("trace", "UNIMPLEMENTED"),
@@ -100,6 +100,16 @@ def test_the_configuration_and_the_index_name_the_model(triton: dict[str, Any]) 
 )
 def test_what_is_not_served_is_refused_with_the_documented_status(triton: dict[str, Any], case: str, code: str) -> None:
     assert triton["errors"][case][0] == f"StatusCode.{code}", triton["errors"][case]
+
+
+def test_a_model_is_unloaded_and_loaded_again(triton: dict[str, Any], expected: dict[str, Any]) -> None:
+    seen = triton["unloaded"]
+    assert not seen["ready"]
+    assert seen["server ready"]
+    assert seen["infer"][0] == "StatusCode.FAILED_PRECONDITION"
+    assert {"name": "digits", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"} in seen["index"]
+    assert seen["ready again"]
+    assert seen["labels"] == expected["labels"]
 
 
 def test_the_statistics_are_measured_in_the_replica_and_prometheus_reads_them(

@@ -37,7 +37,7 @@ def main(target: str, model: str, path: str) -> dict[str, Any]:
             "timeout": status(lambda: client.infer(model, [image_input(images)], timeout=1)),
             "load unknown": status(lambda: client.load_model("nobody")),
             "load configured": status(lambda: client.load_model(model, config="{}")),
-            "unload": status(lambda: client.unload_model(model)),
+            "unload unknown": status(lambda: client.unload_model("nobody")),
             "system shared memory": status(client.get_system_shared_memory_status),
             "cuda shared memory": status(client.get_cuda_shared_memory_status),
             "trace": status(client.get_trace_settings),
@@ -45,6 +45,24 @@ def main(target: str, model: str, path: str) -> dict[str, Any]:
         },
         "ready": client.is_model_ready(model),
         "statistics": client.get_inference_statistics(model, as_json=True)["model_stats"],
+        "unloaded": unloaded(client, model, images),
+    }
+
+
+def unloaded(client: triton.InferenceServerClient, model: str, images: Any) -> dict[str, Any]:
+    """The model taken out of service, and loaded again."""
+    client.unload_model(model)
+    seen = {
+        "ready": client.is_model_ready(model),
+        "server ready": client.is_server_ready(),
+        "infer": status(lambda: client.infer(model, [image_input(images)])),
+        "index": client.get_model_repository_index(as_json=True)["models"],
+    }
+    client.load_model(model)
+    return {
+        **seen,
+        "ready again": client.is_model_ready(model),
+        "labels": labels(client.infer(model, [image_input(images)])),
     }
 
 

@@ -21,6 +21,7 @@ from inference_service.ray_serve import Application
 from inference_service.reconciler import RayLost, Reconciler
 from inference_service.registry import Deployments
 from inference_service.replica import Loaded, ReplicaSpec
+from inference_service.repository import ModelRepository
 from inference_service.roll_out_manager import RollOutManager
 from inference_service.settings import InferenceSettings
 from inference_service.sibling_reports import SiblingReports
@@ -399,3 +400,30 @@ def test_a_fault_of_ours_is_not_taken_for_a_ray_that_is_silent(
     assert looks > 1
     assert "colour" in caplog.text
     assert "does not answer" not in caplog.text
+
+
+def test_a_deployment_that_is_unloaded_is_drained_and_taken_out_and_started_anew_when_it_is_loaded_again(
+    deployments: Deployments, manager: DeploymentManager
+) -> None:
+    made, repository = manager.create(creation()), ModelRepository(deployments)
+    (name,) = (application_name(made, version) for version in made.versions)
+
+    async def scenario() -> None:
+        reconciler, models, running = reconciling(deployments, made)
+        await reconciler.reconcile()
+        assert models.is_ready("digits", "")
+
+        models.put(await asyncio.to_thread(repository.unload, "digits"))
+        await reconciler.reconcile()
+        # Wished for before the replicas are gone: none of those that go is taken for one that is wanted.
+        models.put(await asyncio.to_thread(repository.load, "digits"))
+        await reconciler.reconcile()
+        assert not models.has_batcher(name)
+        await until(lambda: running.deleted == [name], "the application to be gone")
+        assert not models.is_ready("digits", "")
+
+        await until(lambda: name not in reconciler._removing, "the end of its removal")
+        await reconciler.reconcile()
+        assert list(running.deployed) == [name]
+
+    asyncio.run(scenario())

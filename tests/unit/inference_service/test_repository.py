@@ -12,7 +12,7 @@ import pytest
 
 from inference import grpc_service_pb2 as oip
 from inference import model_config_pb2
-from inference_service.domain.deployment import State
+from inference_service.domain.deployment import Deployment, State
 from tests.support.grpc_kit import told
 from tests.support.inference_server import Server, ask, attach, deployment, served, until
 
@@ -140,6 +140,11 @@ def test_the_index_tells_the_state_of_every_deployment_and_why_it_does_not_answe
     served(scenario)
 
 
+def write(server: Server, *logs: Deployment) -> None:
+    for one in logs:
+        server.deployments.create(one)
+
+
 def load(server: Server, name: str, **fields: Any) -> Any:
     return server.stub.RepositoryModelLoad(oip.RepositoryModelLoadRequest(model_name=name, **fields))
 
@@ -153,6 +158,7 @@ async def is_done_after_a_call(server: Server, call: asyncio.Future[Any]) -> boo
 
 def test_loading_returns_once_the_deployment_answers() -> None:
     async def scenario(server: Server) -> None:
+        write(server, deployment(), LOADING)
         await load(server, "m")
         server.models.put(LOADING)
         call = asyncio.ensure_future(load(server, "coming"))
@@ -181,7 +187,7 @@ def test_what_cannot_be_loaded_is_refused_with_the_remedy(
     name: str, fields: dict[str, Any], code: grpc.StatusCode, said: str
 ) -> None:
     async def scenario(server: Server) -> None:
-        server.models.replace([deployment(), FAILED, GOING])
+        write(server, deployment(), FAILED, GOING)
         refusal = await told(load(server, name, **fields))
         assert refusal.code is code
         assert said in refusal.message
@@ -191,22 +197,76 @@ def test_what_cannot_be_loaded_is_refused_with_the_remedy(
 
 def test_loading_a_deployment_that_is_deleted_meanwhile_ends() -> None:
     async def scenario(server: Server) -> None:
-        server.models.put(LOADING)
+        write(server, LOADING)
         call = asyncio.ensure_future(told(load(server, "coming")))
-        await server.stub.ServerLive(oip.ServerLiveRequest())
-        server.models.put(replace(LOADING, state=State.DELETING))
+        await until(lambda: LOADING in server.models.deployments(), "the log to have been read")
+        server.models.put(replace(LOADING, state=State.DELETING, update_time=2.0))
         assert (await call).code is grpc.StatusCode.FAILED_PRECONDITION
 
     served(scenario)
 
 
-def test_unloading_names_the_call_that_takes_a_deployment_away() -> None:
+def unload(server: Server, name: str = "m", **fields: Any) -> Any:
+    return server.stub.RepositoryModelUnload(oip.RepositoryModelUnloadRequest(model_name=name, **fields))
+
+
+def test_a_model_that_is_unloaded_answers_nothing_and_is_loaded_again_as_it_was() -> None:
     async def scenario(server: Server) -> None:
-        request = oip.RepositoryModelUnloadRequest(model_name="m")
-        refusal = await told(server.stub.RepositoryModelUnload(request))
-        assert refusal.code is grpc.StatusCode.UNIMPLEMENTED
-        assert "DeleteDeployment" in refusal.message
-        assert server.models.is_ready("m", "")
+        write(server, deployment())
+        await unload(server, parameters={"unload_dependents": {"bool_param": False}})
+        refusal = await told(server.stub.ModelInfer(ask(1)))
+        assert refusal.code is grpc.StatusCode.FAILED_PRECONDITION
+        assert "UNLOADED" in refusal.message
+        assert "RepositoryModelLoad" in refusal.message
+        index = await server.stub.RepositoryIndex(oip.RepositoryIndexRequest())
+        assert [(one.state, one.reason) for one in index.models] == [("UNAVAILABLE", "unloaded")]
+        assert (await server.stub.ServerReady(oip.ServerReadyRequest())).ready
+        await unload(server)  # again, which changes nothing
+        assert server.deployments.get("deployments/m").generation == 2
+
+        await load(server, "m")
+        assert (await server.stub.ModelReady(oip.ModelReadyRequest(name="m"))).ready
+        assert (await server.stub.ModelInfer(ask(1))).model_version == "1"
+        there = server.deployments.get("deployments/m")
+        assert replace(there, generation=1, update_time=1.0) == deployment()
+
+    served(scenario)
+
+
+def test_loading_ends_where_somebody_else_unloads_meanwhile() -> None:
+    async def scenario(server: Server) -> None:
+        write(server, replace(LOADING, state=State.READY))
+        call = asyncio.ensure_future(told(load(server, "coming")))
+        await until(lambda: len(server.models.deployments()) == 2, "the log to have been read")
+        await unload(server, "coming")
+        refusal = await call
+        assert refusal.code is grpc.StatusCode.FAILED_PRECONDITION
+        assert "load it again" in refusal.message
+
+    served(scenario)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "code", "said"),
+    [
+        ("broken", {}, grpc.StatusCode.FAILED_PRECONDITION, "only when it is READY it can be unloaded"),
+        ("coming", {}, grpc.StatusCode.FAILED_PRECONDITION, "LOADING"),
+        ("nobody", {}, grpc.StatusCode.NOT_FOUND, "'nobody'"),
+        ("No/Name", {}, grpc.StatusCode.NOT_FOUND, "'No/Name'"),
+        ("", {}, grpc.StatusCode.INVALID_ARGUMENT, "model_name"),
+        ("m", {"repository_name": "r"}, grpc.StatusCode.UNIMPLEMENTED, "one repository"),
+        ("m", {"parameters": {"force": {"bool_param": True}}}, grpc.StatusCode.INVALID_ARGUMENT, "unload_dependents"),
+    ],
+)
+def test_what_cannot_be_unloaded_is_refused_and_goes_on_answering(
+    name: str, fields: dict[str, Any], code: grpc.StatusCode, said: str
+) -> None:
+    async def scenario(server: Server) -> None:
+        write(server, deployment(), FAILED, LOADING)
+        refusal = await told(unload(server, name, **fields))
+        assert refusal.code is code
+        assert said in refusal.message
+        assert (await server.stub.ModelReady(oip.ModelReadyRequest(name="m"))).ready
 
     served(scenario)
 
@@ -214,7 +274,8 @@ def test_unloading_names_the_call_that_takes_a_deployment_away() -> None:
 def test_only_extensions_that_are_served_are_named() -> None:
     async def scenario(server: Server) -> None:
         metadata = await server.stub.ServerMetadata(oip.ServerMetadataRequest())
-        assert list(metadata.extensions) == ["classification", "model_configuration", "schedule_policy", "statistics"]
+        wanted = ["classification", "model_configuration", "model_repository", "schedule_policy", "statistics"]
+        assert list(metadata.extensions) == wanted
         for method in ("SystemSharedMemoryStatus", "CudaSharedMemoryStatus", "TraceSetting", "LogSettings"):
             call = server.kit.raw.unary_unary(f"/inference.GRPCInferenceService/{method}")
             assert (await told(call(b""))).code is grpc.StatusCode.UNIMPLEMENTED

@@ -24,6 +24,7 @@ from inference_service.domain.rolling import (
     with_version_loaded,
 )
 from inference_service.domain.signature import Signature, TensorSpec
+from inference_service.domain.unloading import with_unloaded
 from inference_service.domain.version_policy import Kept, VersionPolicy
 from shared.errors import Conflict, DataLoss, FailedPrecondition, NotFound
 from tests.unit.inference_service.domain.test_deployment import SIGNATURE, deployment, version
@@ -238,3 +239,8 @@ def test_the_policy_keeps_what_it_names_and_what_has_traffic(policy: VersionPoli
     ready = deployment(State.READY, one("1", 0), one("2", 0), one("3", 5), one("10", 0))
     after = with_policy_applied(replace(ready, spec=replace(ready.spec, version_policy=policy)), 9.0)
     assert retired(after) == going
+
+
+def test_a_deployment_is_not_unloaded_while_its_roll_out_is_under_way() -> None:
+    with pytest.raises(FailedPrecondition, match="RollBack"):
+        with_unloaded(rolling(), NAME, 4.0)

@@ -25,11 +25,13 @@ class Deployment(_message.Message):
         STATE_READY: _ClassVar[Deployment.State]
         STATE_FAILED: _ClassVar[Deployment.State]
         STATE_DELETING: _ClassVar[Deployment.State]
+        STATE_UNLOADED: _ClassVar[Deployment.State]
     STATE_UNSPECIFIED: Deployment.State
     STATE_LOADING: Deployment.State
     STATE_READY: Deployment.State
     STATE_FAILED: Deployment.State
     STATE_DELETING: Deployment.State
+    STATE_UNLOADED: Deployment.State
     NAME_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
