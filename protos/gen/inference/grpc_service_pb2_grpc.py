@@ -181,17 +181,22 @@ class GRPCInferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RepositoryModelLoad(self, request, context):
-        """Returns once the deployment of that name is READY, which it becomes by itself; it starts nothing.
+        """Brings a deployment that was unloaded back, and returns once it answers; for one that was not it only waits.
         Fails with INVALID_ARGUMENT (no name, or parameters: a deployment's configuration is fixed when it is created),
-        NOT_FOUND (no such deployment: CreateDeployment makes one), FAILED_PRECONDITION (it failed, or is being deleted),
-        UNIMPLEMENTED (a `repository_name`), UNAVAILABLE (the service is starting) and DEADLINE_EXCEEDED (it still loads).
+        NOT_FOUND (no such deployment: CreateDeployment makes one), FAILED_PRECONDITION (it failed, is being deleted, or is
+        unloaded by somebody else meanwhile), UNIMPLEMENTED (a `repository_name`), UNAVAILABLE (the service is starting) and
+        DEADLINE_EXCEEDED (it still loads).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RepositoryModelUnload(self, request, context):
-        """Fails with UNIMPLEMENTED, always: a deployment is loaded or deleted, and DeleteDeployment deletes it.
+        """Takes a deployment out of service: from then on its requests are FAILED_PRECONDITION, those under way are answered,
+        then its replicas go. All else stays, restarts of the service included, until RepositoryModelLoad brings it back.
+        Changes nothing where it is unloaded. Fails with INVALID_ARGUMENT (no name; parameters but `unload_dependents`, which
+        changes nothing), NOT_FOUND, FAILED_PRECONDITION (it is not READY, or in a roll-out), UNIMPLEMENTED (a
+        `repository_name`) and UNAVAILABLE (the store does not answer).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
