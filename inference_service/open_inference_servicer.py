@@ -103,7 +103,7 @@ class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
     ) -> pb.RepositoryModelUnloadResponse:
         _check_repository(request.repository_name)
         if others := {*request.parameters} - {UNLOAD_DEPENDENTS}:
-            raise invalid_field("parameters", sorted(others)[0], f"send none but {UNLOAD_DEPENDENTS}")
+            raise invalid_field("parameters", min(others), f"send none but {UNLOAD_DEPENDENTS}")
         self._changed(await asyncio.to_thread(self._repository.unload, request.model_name))
         return pb.RepositoryModelUnloadResponse()
 

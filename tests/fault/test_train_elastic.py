@@ -1,6 +1,6 @@
 """One run on a cluster whose nodes come, die and are taken away: it starts on what there is and makes the best of it.
 
-The head has one CPU, each further node one; the run wants two workers and goes on with one.
+The head has one CPU, the next node one, and that after it two; the run wants three workers and goes on with one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from millrace.train.v1 import train_service_pb2 as pb
 from shared.settings import StoreSettings
 from tests.support.blows import Blows
 from tests.support.ray_head import ray_head, ray_node
-from tests.support.training import State, Watch, digits_spec, train_stack
+from tests.support.training import TRAIN_ROWS, State, Watch, digits_spec, train_stack
 
 EPOCHS, STEPS_PER_EPOCH = 140, 20
 
@@ -28,6 +28,8 @@ pytestmark = [pytest.mark.timeout(1800), pytest.mark.chaos]
 class Run:
     job: res.TrainingJob
     watch: Watch
+    # By epoch.
+    coverage: list[pb.Coverage]
 
     def of(self, kind: str, attempt: int) -> list[pb.TrainingEvent]:
         return [one for one in self.watch.events if one.attempt == attempt and one.WhichOneof("event") == kind]
@@ -50,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         ExitStack() as nodes,
         train_stack(settings, head.address, folder) as stack,
     ):
-        spec = digits_spec(epochs=EPOCHS, num_workers=2, min_workers=1, checkpoint_every_steps=10)
+        spec = digits_spec(epochs=EPOCHS, num_workers=3, min_workers=1, checkpoint_every_steps=10)
         job = stack.client.create(spec)
         watch = stack.client.watch(job.name, within_s=1700)
         watch.until("progress")
@@ -62,12 +64,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         watch.until("attempt_started", lambda event: event.attempt == 3)
         watch.until("progress")
 
-        nodes.enter_context(ray_node(head, "third"))
+        nodes.enter_context(ray_node(head, "third", num_cpus=2))
         watch.until("attempt_started", lambda event: event.attempt == 4)
         watch.until("progress")
         head.drain("third")
         watch.rest()
-        yield Run(stack.client.get(job.name), watch)
+        asked = (pb.GetCoverageRequest(name=job.name, epoch=epoch) for epoch in range(EPOCHS))
+        coverage = [stack.client.rpc.GetCoverage(request, timeout=60) for request in asked]
+        yield Run(stack.client.get(job.name), watch, coverage)
 
 
 def test_it_starts_on_what_there_is_and_succeeds(run: Run) -> None:
@@ -92,7 +96,7 @@ def test_it_shrinks_when_a_node_dies_which_is_a_failure(run: Run, blows: Blows) 
 
 def test_a_node_that_is_taken_away_costs_no_step_and_counts_against_a_budget_of_its_own(run: Run, blows: Blows) -> None:
     blows.add("node drained", "training", "file")
-    assert run.started(4).num_workers == 2
+    assert run.started(4).num_workers == 3
     assert run.ended(4).cause == pb.AttemptEnded.CAUSE_PREEMPTED
     assert len(run.ended(4).ranks) <= 1
     last = run.of("checkpoint_committed", 4)[-1].checkpoint_committed
@@ -107,3 +111,8 @@ def test_every_epoch_is_measured_once_and_the_order_of_steps_has_no_gap(run: Run
     for attempt in (1, 2, 3, 4):
         begin = run.started(attempt + 1).step
         assert begin in {0, *(one.checkpoint_committed.step for one in run.of("checkpoint_committed", attempt))}
+
+
+def test_every_row_of_every_epoch_was_seen_once_by_one_two_or_three_workers(run: Run) -> None:
+    assert [run.started(attempt).num_workers for attempt in range(1, 6)] == [1, 2, 1, 3, 1]
+    assert {(one.seen_once, one.missing, one.repeated) for one in run.coverage} == {(TRAIN_ROWS, 0, 0)}
