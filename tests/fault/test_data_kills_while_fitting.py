@@ -109,7 +109,7 @@ def progress(scene: Scene, started: operations_pb2.Operation) -> Metadata:
 
 @cases(
     dict.fromkeys(PASSES, "service actor worker s3"),
-    quick=[f"learning-worker-{STORES['s3']}"],
+    quick=[],
 )
 def test_a_transform_struck_before_it_writes_finishes_once(scene: Scene, stage: str, victim: str) -> None:
     place, wanted = scene.place, scene.wanted
