@@ -21,7 +21,6 @@ from shared.dataset_version.columns import tensor_array
 from tests.support import custom_functions
 from tests.support.blows import Blows
 from tests.support.data_strikes import Struck, cases, strike, uploaded
-from tests.support.stores import STORES
 from tests.support.waiting import wait_until
 
 ROWS, REPEATED = 8_000, 50
