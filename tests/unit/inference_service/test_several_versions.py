@@ -93,6 +93,7 @@ def test_metadata_and_index_list_every_version() -> None:
         ]
         refusal = await told(server.stub.ModelInfer(ask(1, model_version="2")))
         assert refusal.code is grpc.StatusCode.UNAVAILABLE
+        server.deployments.create(one)
         await server.stub.RepositoryModelLoad(oip.RepositoryModelLoadRequest(model_name="m"))
 
     served(scenario, one)
