@@ -37,6 +37,22 @@ def data_head(gate: Gate) -> Iterator[RayHead]:
 
 
 @pytest.fixture(scope="module")
+def scenes() -> dict[str, Struck]:
+    """Those of one file's tests, by the kind of store."""
+    return {}
+
+
+@pytest.fixture
+def scene(request: pytest.FixtureRequest, scenes: dict[str, Struck], blows: Blows) -> Iterator[Struck]:
+    """What the test file's own `scene_of` makes of a place on the kind of store that the parameter names."""
+    store = request.param
+    if store not in scenes:
+        scenes[store] = request.module.scene_of(request.getfixturevalue(f"struck_on_{store}"))
+    with scenes[store].counted_in(blows):
+        yield scenes[store]
+
+
+@pytest.fixture(scope="module")
 def struck_on_file(gate: Gate, data_head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Struck]:
     folder = tmp_path_factory.mktemp("kills")
     with data_place(StoreSettings(url=(folder / "store").as_uri()), data_head, folder / "data") as place:

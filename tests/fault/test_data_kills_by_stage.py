@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-
-import pytest
 
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1.resources_pb2 import DatasetVersion, Upload
@@ -44,25 +41,7 @@ class Scene(Struck):
         return self.place.transformed(self.source, normalising("gated"))
 
 
-@pytest.fixture
-def scene(request: pytest.FixtureRequest, blows: Blows) -> Iterator[Scene]:
-    """On the kind of store that the parameter names."""
-    on_store: Scene = request.getfixturevalue(f"scene_on_{request.param}")
-    with on_store.counted_in(blows):
-        yield on_store
-
-
-@pytest.fixture(scope="module")
-def scene_on_file(struck_on_file: Struck) -> Scene:
-    return undisturbed(struck_on_file)
-
-
-@pytest.fixture(scope="module")
-def scene_on_s3(struck_on_s3: Struck) -> Scene:
-    return undisturbed(struck_on_s3)
-
-
-def undisturbed(struck: Struck) -> Scene:
+def scene_of(struck: Struck) -> Scene:
     data = digits_stream(ROWS)
     source = struck.place.imported(uploaded(struck.place, data))
     return Scene(

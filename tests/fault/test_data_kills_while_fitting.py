@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pytest
 from google.longrunning import operations_pb2
 
 from millrace.common.v1 import transform_pb2
@@ -19,7 +17,6 @@ from millrace.data.v1.resources_pb2 import DatasetVersion
 from millrace_client import hash_split, steps
 from shared.dataset_version.columns import tensor_array
 from tests.support import custom_functions
-from tests.support.blows import Blows
 from tests.support.data_strikes import Struck, cases, strike, uploaded
 from tests.support.waiting import wait_until
 
@@ -39,25 +36,7 @@ class Scene(Struck):
         return self.place.transformed(self.source, **judged())
 
 
-@pytest.fixture
-def scene(request: pytest.FixtureRequest, blows: Blows) -> Iterator[Scene]:
-    """On the kind of store that the parameter names."""
-    on_store: Scene = request.getfixturevalue(f"scene_on_{request.param}")
-    with on_store.counted_in(blows):
-        yield on_store
-
-
-@pytest.fixture(scope="module")
-def scene_on_file(struck_on_file: Struck) -> Scene:
-    return with_readings(struck_on_file)
-
-
-@pytest.fixture(scope="module")
-def scene_on_s3(struck_on_s3: Struck) -> Scene:
-    return with_readings(struck_on_s3)
-
-
-def with_readings(struck: Struck) -> Scene:
+def scene_of(struck: Struck) -> Scene:
     source = struck.place.imported(uploaded(struck.place, readings_stream()))
     return Scene(struck.place, struck.gate, struck.store, struck.s3, source=source.name)
 

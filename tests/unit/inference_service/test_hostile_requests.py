@@ -20,6 +20,7 @@ from inference_service.domain.signature import TensorSpec
 from tests.support.grpc_kit import everything, told
 from tests.support.inference_server import Server, deployment, served
 from tests.support.table_model import SIGNATURE, TABLE, Zeros, request, still_serves
+from tests.support.wire_bytes import inside
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -72,15 +73,6 @@ def flagged(**fields: Any) -> oip.ModelInferRequest:
     made.inputs.add(**{name: value for name, value in tensor.items() if name != "raw"})
     made.raw_input_contents.append(fields.get("raw", b"\0\1"))
     return made
-
-
-def inside(tag: bytes, data: bytes) -> bytes:
-    """The field of that tag that holds `data`, on the wire."""
-    length, size = len(data), b""
-    while length > 127:
-        size += bytes((length & 127 | 128,))
-        length >>= 7
-    return tag + size + bytes((length,)) + data
 
 
 def parameters(count: int, tag: bytes = b"\x22") -> bytes:

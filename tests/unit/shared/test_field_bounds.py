@@ -9,16 +9,9 @@ import pytest
 from inference import grpc_service_pb2 as oip
 from shared.errors import InvalidArgument
 from shared.grpc_server.field_bounds import MAX_FIELDS, check_fields
+from tests.support.wire_bytes import inside
 
 REQUEST = oip.ModelInferRequest.DESCRIPTOR
-
-
-def inside(tag: bytes, data: bytes) -> bytes:
-    length, size = len(data), b""
-    while length > 127:
-        size += bytes((length & 127 | 128,))
-        length >>= 7
-    return tag + size + bytes((length,)) + data
 
 
 @pytest.mark.parametrize(
