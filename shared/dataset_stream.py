@@ -20,7 +20,6 @@ from ray import ObjectRef, ObjectRefGenerator
 from ray.data import DataContext, Dataset
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.data._internal.execution.streaming_executor import StreamingExecutor
-from ray.data._internal.logical.optimizers import get_execution_plan
 from ray.data._internal.stats import Timer
 
 logger = logging.getLogger(__name__)
@@ -72,6 +71,8 @@ def quiet_context(*, block_bytes: int) -> DataContext:
 
 def prepare() -> None:
     """Imports what Ray Data puts off until a first dataset is run, which is most of a second. Needs a Ray cluster."""
+    from ray.data._internal.logical.optimizers import get_execution_plan  # nothing else here depends on it
+
     with DataContext.current(quiet_context(block_bytes=1)):
         dataset = ray.data.from_items([{"row": 0}]).flat_map(lambda row: [row])
     get_execution_plan(dataset._logical_plan)
