@@ -42,7 +42,7 @@ from inference_service.sibling_reports import SiblingReports
 from inference_service.siblings import Siblings
 from millrace.inference.v1 import deployment_service_pb2, deployment_service_pb2_grpc
 from shared.errors import MillraceError
-from shared.grpc_server import Health, serve
+from shared.grpc_server import Door, Health, serve
 from shared.operations import OperationsServicer
 from shared.settings import SettingsError
 from shared.storage import ObjectStore, open_store, probe
@@ -52,6 +52,9 @@ from shared.telemetry import configure_logging
 from shared.tracing import configure_tracing, tracing
 
 logger = logging.getLogger("inference_service")
+
+# Of these, more may come than can be read.
+BEHIND_DOOR = ("/inference.GRPCInferenceService/ModelInfer",)
 
 
 async def run(settings: InferenceSettings, store: ObjectStore, siblings: Siblings) -> int:
@@ -103,6 +106,7 @@ async def run(settings: InferenceSettings, store: ObjectStore, siblings: Sibling
                     ready=front.ready.is_set(),
                     stop=stop,
                     shared_port=siblings.are_there,
+                    door=Door(BEHIND_DOOR, models.turned_away),
                 )
             for task in background:
                 task.cancel()

@@ -75,8 +75,6 @@ class Batcher:
         self._rows_at = [0] * PRIORITY_LEVELS
         # The batches in flight, each with when its replica is expected to be done with it.
         self._batches: dict[asyncio.Task[None], float] = {}
-        # How long they take in the replica alone, without the way there and waiting for the one before.
-        self._computing = times.copy()
         # From a batch's return to when those who asked go on: each waits for those before it to be answered.
         self._answering = BatchTimes()
         # Where the last batch had many rows, the first of the next ones does not go alone: as many come again, most
@@ -277,8 +275,8 @@ class Batcher:
 
     def _send(self, entries: list[_Entry]) -> None:
         self._last_rows = sum(entry.waiting.rows for entry in entries)
-        computing_s = self._computing.expected_s(self._last_rows)
-        ends_s = max(self._loop.time(), self._free_s()) + computing_s
+        # In the replica alone, without the way there and waiting for the one before.
+        ends_s = max(self._loop.time(), self._free_s()) + self._times.computing_s(self._last_rows)
         task = self._loop.create_task(self._run(entries))
         self._batches[task] = ends_s
 
@@ -304,8 +302,7 @@ class Batcher:
                 outputs = await self._model.forward(rows)
             back_s = self._loop.time()
             if not outputs.sent_again:
-                self._times.learn(len(rows), back_s - started_s)
-            self._computing.learn(len(rows), outputs.input_s + outputs.infer_s)
+                self._times.learn(len(rows), back_s - started_s, outputs.input_s + outputs.infer_s)
             stop = 0
             for entry in entries:
                 start, stop = stop, stop + entry.waiting.rows

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 
 from inference_service.domain.deployment import LIVE
 from inference_service.models import Models, application_name
@@ -18,8 +17,6 @@ from inference_service.ray_serve import ServeApplications
 logger = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 2.0
-# Threads of their own: whoever waits here for replicas takes none from those who read the store.
-AT_ONCE = 4
 
 
 class LoadReports:
@@ -33,16 +30,12 @@ class LoadReports:
 
     async def run(self) -> None:
         """Until cancelled. Replicas that do not answer delay nobody else's report."""
-        threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="loads")
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                while True:
-                    for name in set(self._scaled()) - self._under_way:
-                        self._under_way.add(name)
-                        tasks.create_task(self._report(name, threads))
-                    await asyncio.sleep(REPORT_EVERY_S)
-        finally:  # without waiting for a Ray that is gone
-            threads.shutdown(wait=False, cancel_futures=True)
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                for name in set(self._scaled()) - self._under_way:
+                    self._under_way.add(name)
+                    tasks.create_task(self._report(name))
+                await asyncio.sleep(REPORT_EVERY_S)
 
     def _scaled(self) -> list[str]:
         return [
@@ -52,12 +45,11 @@ class LoadReports:
             for version in deployment.versions
         ]
 
-    async def _report(self, name: str, threads: ThreadPoolExecutor) -> None:
+    async def _report(self, name: str) -> None:
         try:
             load = self._models.load_of(name)
             if load is not None:
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(threads, self._applications.tell_load, name, self._front, load)
+                await self._applications.tell_load(name, self._front, load)
         except Exception as error:  # Ray's half a dozen kinds; the next report is as good
             logger.warning("the replicas of %s do not hear what there is for them to do: %r", name, error)
         finally:

@@ -116,6 +116,10 @@ class Models:
             infer_s=outputs.infer_s,
         )
 
+    def turned_away(self) -> None:
+        """Counts a request that was refused before anybody read for which model it is."""
+        self.unchosen.failed(status="RESOURCE_EXHAUSTED", now_s=time.time(), total_s=0.0)
+
     def deployments(self) -> list[Deployment]:
         """As last read; none before that."""
         return [*(self._deployments or {}).values()]

@@ -6,6 +6,7 @@ Nothing of Serve's listens: its proxies are off, requests come through our own f
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import os
@@ -62,7 +63,7 @@ class ServeApplications:
     """The applications of one Millrace: those whose names begin with `millrace-` and a digest of its store's URL, so
     that two of them, or somebody else's applications, can share a Ray cluster.
 
-    Blocking; call it in threads. Every method raises Ray's own errors when Ray does not answer.
+    What is not a coroutine blocks: call it in threads. Every method raises Ray's own errors when Ray does not answer.
     """
 
     def __init__(self, store_url: str, *, replica_sockets: bool) -> None:
@@ -128,15 +129,22 @@ class ServeApplications:
         serve.delete(self._prefix + name)
         shutil.rmtree(_socket_folder(self._prefix + name), ignore_errors=True)
 
-    def describe(self, name: str, replicas: int) -> tuple[ServeModel, Loaded]:
-        """A running application's model, once so many of its replicas say that they have loaded it.
+    async def describe(self, name: str, replicas: int) -> tuple[ServeModel, Loaded]:
+        """A running application's model, for this event loop, once so many of its replicas say that they have loaded
+        it.
 
         Raises what kept one from loading it, and `Unavailable` while fewer are known.
         """
-        handle: DeploymentHandle[Any] = serve.get_app_handle(self._prefix + name)
-        with suppress(RayTaskError):  # unlike this call, the one to all does not wait until the handle knows of any
-            handle.describe.remote().result(timeout_s=ANSWER_WITHIN_S)
-        answers = handle.broadcast("describe").results(timeout_s=ANSWER_WITHIN_S, return_exceptions=True)
+        handle: DeploymentHandle[Any] = await asyncio.to_thread(serve.get_app_handle, self._prefix + name)
+        # By default a handle has a thread with a loop of its own, which opens grpc.aio channels. All loops that do so
+        # are woken by each event of any of them, those of our own server too: half of these took the way through that
+        # thread, and a fifth of the front's time.
+        if not handle.is_initialized:  # Serve keeps those that it has made
+            handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
+        async with asyncio.timeout(ANSWER_WITHIN_S):
+            with suppress(RayTaskError):  # unlike this call, the one to all does not wait until the handle knows of any
+                await handle.describe.remote()
+        answers = await handle.broadcast("describe").results_async(timeout_s=ANSWER_WITHIN_S, return_exceptions=True)
         loaded = [one for one in answers if isinstance(one, Loaded)]
         if len(loaded) < replicas:
             failures = [_cause(one) for one in answers if isinstance(one, Exception)]
@@ -149,11 +157,11 @@ class ServeApplications:
         model = self._models[name] = ServeModel(handle, LocalReplicas(sockets, len(loaded)))
         return model, loaded[0]
 
-    def tell_load(self, name: str, front: str, load: Load) -> None:
+    async def tell_load(self, name: str, front: str, load: Load) -> None:
         """Tells all replicas of a described application what this front has for them to do."""
         model = self._models.get(name)
         if model is not None:
-            model.tell_load(front, load)
+            await model.tell_load(front, load)
 
 
 class ServeModel:
@@ -168,10 +176,10 @@ class ServeModel:
         """So many run now; any thread may say so."""
         self._local.replicas = max(replicas, 1)
 
-    def tell_load(self, front: str, load: Load) -> None:
-        """Blocking. Raises what one of them raises, or why it was not reached; the others have been told."""
+    async def tell_load(self, front: str, load: Load) -> None:
+        """Raises what one of them raises, or why it was not reached; the others have been told."""
         told = self._handle.broadcast("tell_load", front, load)
-        for answer in told.results(timeout_s=ANSWER_WITHIN_S, return_exceptions=True):
+        for answer in await told.results_async(timeout_s=ANSWER_WITHIN_S, return_exceptions=True):
             if isinstance(answer, Exception):
                 raise answer
 

@@ -223,7 +223,7 @@ class Reconciler:
         # Before it gets any traffic, all of them; where it was loaded before, any that there is does.
         wanted = max(replicas, deployment.spec.num_replicas) if version.signature is None else 1
         try:
-            model, loaded = await self._serve(self._applications.describe, name, wanted)
+            model, loaded = await _answered(self._applications.describe(name, wanted))
         except (DataLoss, FailedPrecondition) as error:
             await self._fail(name, deployment, version, error)
             return False
@@ -327,15 +327,8 @@ class Reconciler:
             del self._removing[deployment.uid]
 
     async def _serve(self, call: Callable[..., T], *arguments: object) -> T:
-        """A blocking call of Serve in a thread; raises `ServeSilent` rather than wait for a Ray that is gone, for
-        whatever Ray raises, and a `MillraceError` as it is: replicas raise them, too."""
-        try:
-            async with asyncio.timeout(SERVE_WITHIN_S):
-                return await asyncio.to_thread(call, *arguments)
-        except MillraceError:
-            raise
-        except Exception as error:
-            raise ServeSilent(repr(error)) from error
+        """A blocking call of Serve, in a thread."""
+        return await _answered(asyncio.to_thread(call, *arguments))
 
     async def _pause(self) -> None:
         try:
@@ -343,6 +336,18 @@ class Reconciler:
                 await self._changed.wait()
         except TimeoutError:
             return
+
+
+async def _answered(call: Awaitable[T]) -> T:
+    """What Serve answers; raises `ServeSilent` rather than wait for a Ray that is gone, for whatever Ray raises, and a
+    `MillraceError` as it is: replicas raise them, too."""
+    try:
+        async with asyncio.timeout(SERVE_WITHIN_S):
+            return await call
+    except MillraceError:
+        raise
+    except Exception as error:
+        raise ServeSilent(repr(error)) from error
 
 
 def _may_still_answer(version: ModelVersion, application: Application) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-WEIGHT = 0.2  # of the newest batch in the moving averages
+# Of the newest batch in the moving averages: of the way, and of the deviation; of what computing takes, by how much all
+# sizes are slower than they were, and by how much this size is.
+WEIGHT = 0.2
+PACE_WEIGHT, SHAPE_WEIGHT = 0.15, 0.05
 # Of the mean deviation, as in TCP's estimate of a round trip (Jacobson, 1988), which takes 4.
 DEVIATIONS = 3.0
 # A batch that took many times as long as expected tells of a hiccup, not of what batches take.
@@ -12,37 +15,54 @@ MAX_DEVIATION = 1.0
 
 
 class BatchTimes:
-    """Moving averages by batch size, in buckets of powers of two, and how far batches of all sizes are from them.
+    """A batch takes its way to the model and back, which is the same for all sizes, and what the model computes, by
+    size in buckets of powers of two.
 
-    Sizes share the deviation, and none is thought to take longer than a larger one: what is refused because of an
-    estimate never runs, so it could not put that estimate right by itself.
+    What makes one size slower, such as a busy machine, makes most others so. Hence sizes share a pace beside what each
+    is seen to take, and the deviation; and none is thought to take longer than a larger one. What is refused because of
+    an estimate never runs, so it could not put that estimate right by itself: others do.
     """
 
     def __init__(self, measured_s: Mapping[int, float] | None = None) -> None:
-        """`measured_s`: rows → seconds, from the replica's warm-up."""
-        self._mean_s = {bucket(rows): seconds for rows, seconds in (measured_s or {}).items()}
-        self._deviation = 0.0  # relative to the mean
+        """`measured_s`: rows → seconds of computing, from the replica's warm-up."""
+        self._shape_s = {bucket(rows): seconds for rows, seconds in (measured_s or {}).items()}
+        self._pace = 1.0
+        self._way_s: float | None = None
+        self._deviation = 0.0  # relative to what was expected
 
-    def learn(self, rows: int, seconds: float) -> None:
+    def learn(self, rows: int, seconds: float, computed_s: float | None = None) -> None:
+        """Of a batch that was back after `seconds`, of which the model computed for `computed_s`: by default all."""
         key = bucket(rows)
-        before = self._mean_s.get(key, seconds)
-        # The largest size has no larger one to put it right: one hiccup must not make it look too slow to be tried.
-        seconds = min(seconds, before * (1 + MAX_DEVIATION)) if before else seconds
-        self._mean_s[key] = before + WEIGHT * (seconds - before)
-        deviation = abs(seconds - before) / before if before else 0.0
+        computed_s = seconds if computed_s is None else min(computed_s, seconds)
+        way_s = seconds - computed_s
+        if self._way_s is None:
+            self._way_s = way_s
+        if key not in self._shape_s:
+            self._shape_s[key] = computed_s / self._pace
+        before_s = self._way_s + self._shape_s[key] * self._pace
+        deviation = min(abs(seconds - before_s) / before_s, MAX_DEVIATION) if before_s else 0.0
         self._deviation += WEIGHT * (deviation - self._deviation)
-
-    def copy(self) -> BatchTimes:
-        """What is known now, to go on learning from other measurements."""
-        return BatchTimes(self._mean_s)
+        # The largest size has no larger one to put it right: one hiccup must not make it look too slow to be tried.
+        most_s = before_s * (1 + MAX_DEVIATION)
+        self._way_s += WEIGHT * (min(way_s, most_s) - self._way_s)
+        expected_s = self._shape_s[key] * self._pace
+        if expected_s:
+            change = min(computed_s / expected_s - 1, MAX_DEVIATION)
+            self._pace *= 1 + PACE_WEIGHT * change
+            self._shape_s[key] *= 1 + SHAPE_WEIGHT * change
 
     def expected_s(self, rows: int) -> float:
-        """What a batch of so many rows takes; where that size was never seen, what the next smaller one known takes, so
-        that the estimate is rather too low. 0 while nothing is known."""
+        """What a batch of so many rows takes from here and back. 0 while nothing is known."""
+        return self.computing_s(rows) + (self._way_s or 0.0)
+
+    def computing_s(self, rows: int) -> float:
+        """What the model computes for; where that size was never seen, what the next smaller one known takes, so that
+        the estimate is rather too low."""
         wanted = bucket(rows)
-        if wanted not in self._mean_s:
-            wanted = max((size for size in self._mean_s if size < wanted), default=0)
-        return min((seconds for size, seconds in self._mean_s.items() if size >= wanted > 0), default=0.0)
+        if wanted not in self._shape_s:
+            wanted = max((size for size in self._shape_s if size < wanted), default=0)
+        shape_s = min((seconds for size, seconds in self._shape_s.items() if size >= wanted > 0), default=0.0)
+        return shape_s * self._pace
 
     def bound_s(self, rows: int) -> float:
         """What hardly any takes longer than: the same with `DEVIATIONS` mean deviations more."""

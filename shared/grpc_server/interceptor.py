@@ -16,6 +16,7 @@ from grpc import aio
 
 from shared.errors import DeadlineExceeded, InvalidArgument, MillraceError, Unimplemented
 from shared.grpc_errors import status_code
+from shared.grpc_server.door import Door
 from shared.grpc_server.field_bounds import check_fields
 from shared.grpc_server.registering import Handler, Registering
 from shared.grpc_server.trailers import details_and_status
@@ -29,6 +30,9 @@ REQUEST_ID = "x-request-id"
 DEFAULT_DEADLINE_S = 60.0
 # A client that does not take a message of its stream for so long has gone, or might as well have.
 SEND_WITHIN_S = 300.0
+
+# By which what is asked says that it has no time for it.
+REFUSALS = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -46,8 +50,9 @@ class CallInterceptor:
     It is none of grpc's own interceptors: see `Registering`.
     """
 
-    def __init__(self, default_deadline_s: float = DEFAULT_DEADLINE_S) -> None:
+    def __init__(self, default_deadline_s: float = DEFAULT_DEADLINE_S, door: Door | None = None) -> None:
         self._default_deadline_s = default_deadline_s
+        self._door = door
 
     def around(self, server: aio.Server) -> aio.Server:
         """What to add servicers to, and for nothing else, so that their calls are intercepted."""
@@ -65,6 +70,9 @@ class CallInterceptor:
             )
             return make(stream, deserializer, serializer)
         unary = self._unary(handler.stream_unary or handler.unary_unary, method)
+        if self._door is not None and method in self._door.methods:
+            # As a stream of one message, which is not read before it is asked for; on the wire it is the same.
+            return grpc.stream_unary_rpc_method_handler(_behind(self._door, unary), deserializer, serializer)
         make = (
             grpc.stream_unary_rpc_method_handler if handler.request_streaming else (grpc.unary_unary_rpc_method_handler)
         )
@@ -98,6 +106,24 @@ class CallInterceptor:
                     await _send(context, response)
 
         return call
+
+
+def _behind(door: Door, unary: Callable[[Any, Context], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
+    async def call(_: Any, context: Context) -> Any:
+        if door.turns_away(context):
+            return None
+        request = await context.read()
+        if request is aio.EOF:
+            request = Malformed(InvalidArgument("the call came without a request", reason="MALFORMED_MESSAGE"))
+        try:
+            answer = await unary(request, context)
+        except aio.AbortError:
+            door.ended(refused=context.code() in REFUSALS)
+            raise
+        door.ended(refused=False)
+        return answer
+
+    return call
 
 
 async def _send(context: Context, response: Any) -> None:

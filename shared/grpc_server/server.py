@@ -15,6 +15,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
+from shared.grpc_server.door import Door
 from shared.grpc_server.interceptor import DEFAULT_DEADLINE_S, CallInterceptor
 from shared.grpc_server.registering import Registering
 
@@ -55,6 +56,7 @@ async def serve(
     grace_s: float = GRACE_S,
     default_deadline_s: float = DEFAULT_DEADLINE_S,
     shared_port: bool = False,
+    door: Door | None = None,
 ) -> None:
     """Serves on `listen` (host:port) until SIGTERM, SIGINT or `stop`, then drains for at most `grace_s` seconds.
 
@@ -78,20 +80,29 @@ async def serve(
             ("grpc.so_reuseport", int(shared_port)),
         ],
     )
-    names = list(register(CallInterceptor(default_deadline_s).around(server)))
+    names = list(register(CallInterceptor(default_deadline_s, door).around(server)))
     # Health and reflection come from grpc itself and keep their own manners.
     foreign = cast(aio.Server, Registering(server))
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, foreign)
     reflected = ReflectionServicer((*names, "grpc.health.v1.Health", reflection.SERVICE_NAME))
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, foreign)  # type: ignore[no-untyped-call]
     server.add_insecure_port(listen)
+    watching = None
+    if door is not None:
+        server.add_generic_rpc_handlers([door.handler()])
+        # Of this process alone, also where others have the same port.
+        own = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     # Said before the first call can come: grpc's own servicer begins with SERVING.
     await health.set(ready)
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
     await server.start()
+    if door is not None:
+        watching = loop.create_task(door.watch(own))
     logger.info("serving on %s", listen)
     await stop.wait()
     logger.info("stopping: draining calls for at most %.0f s", grace_s)
     await health.leave()
+    if watching is not None:
+        watching.cancel()
     await server.stop(grace_s)

@@ -6,6 +6,7 @@ sends at its own times, whatever comes back, as the world does: only it shows wh
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import threading
@@ -109,10 +110,14 @@ class _Calls:
         except grpc.FutureTimeoutError:
             self._channel.close()
             raise TimeoutError(f"nobody answers at {self._plan.address}") from None
+        # A collection stops the client for a fifth of a second, and what it sends then comes all at once.
+        gc.collect()
+        gc.disable()
         self.begin_s = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
+        gc.enable()
         self._channel.close()
 
     def send(self, due_s: float, then: Callable[[], None], deadline_s: float = math.inf) -> None:

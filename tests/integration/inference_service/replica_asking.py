@@ -7,6 +7,7 @@ Run as a process of its own, since Ray connects once a process. Before the secon
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 
@@ -31,30 +32,34 @@ def main(address: str, store_url: str, folder: str, sha256: str) -> None:
     spec = ReplicaSpec(store=store, folder=folder, manifest_sha256=sha256, threads=1, max_batch_size=2)
     applications.deploy(NAME, spec, Scale(initial=REPLICAS, cpus=1))
     try:
-        answer(told(applications, REPLICAS))
-        sys.stdin.readline()
-        answer(told(applications, REPLICAS, "DataLoss"), told(applications, 1))
+        asyncio.run(asked(applications))
     finally:
         applications.delete(NAME)
+
+
+async def asked(applications: ServeApplications) -> None:
+    answer(await told(applications, REPLICAS))
+    await asyncio.to_thread(sys.stdin.readline)
+    answer(await told(applications, REPLICAS, "DataLoss"), await told(applications, 1))
 
 
 def answer(*outcomes: str) -> None:
     print(ANSWER, *outcomes, flush=True)
 
 
-def told(applications: ServeApplications, replicas: int, wanted: str = "Loaded") -> str:
+async def told(applications: ServeApplications, replicas: int, wanted: str = "Loaded") -> str:
     """What the replicas say once that is what is wanted, or what they said last."""
     until = time.monotonic() + WITHIN_S
-    while (said := once(applications, replicas)) != wanted and time.monotonic() < until:
-        time.sleep(0.1)
+    while (said := await once(applications, replicas)) != wanted and time.monotonic() < until:  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(0.1)
     return said
 
 
-def once(applications: ServeApplications, replicas: int) -> str:
-    if not applications.statuses()[NAME].running:
+async def once(applications: ServeApplications, replicas: int) -> str:
+    if not (await asyncio.to_thread(applications.statuses))[NAME].running:
         return "not running"
     try:
-        return type(applications.describe(NAME, replicas)[1]).__name__
+        return type((await applications.describe(NAME, replicas))[1]).__name__
     except Unavailable:
         return "too few"
     except (MillraceError, RayError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -31,13 +30,13 @@ def test_replicas_that_do_not_answer_delay_no_others_report(
     made = [manager.create(creation(name, spec=spec)) for name in ("silent", "well")]
     silent, well = (application_name(one, one.versions[0]) for one in made)
     told: list[str] = []
-    answered = threading.Event()
+    answered = asyncio.Event()
 
     class Applications:
-        def tell_load(self, name: str, _: str, __: Load) -> None:
+        async def tell_load(self, name: str, _: str, __: Load) -> None:
             told.append(name)
             if name == silent:
-                answered.wait()
+                await answered.wait()
 
     async def scenario() -> None:
         models = Models()
@@ -53,7 +52,4 @@ def test_replicas_that_do_not_answer_delay_no_others_report(
         await asyncio.wait([running], timeout=5.0)
         assert running.cancelled()
 
-    try:
-        asyncio.run(scenario())
-    finally:
-        answered.set()
+    asyncio.run(scenario())

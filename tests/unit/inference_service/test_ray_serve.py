@@ -39,11 +39,7 @@ class Answer:
     def __init__(self, value: Any) -> None:
         self._value = value
 
-    def result(self, *, timeout_s: float) -> Any:
-        assert timeout_s > 0
-        return self._value
-
-    def results(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
+    async def results_async(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
         assert timeout_s > 0
         assert return_exceptions
         return [self._value]
@@ -64,11 +60,18 @@ class Method:
 class Handle:
     """A Serve handle of a replica that listens in `sockets`; its answers are told from a socket's by their times."""
 
+    is_initialized = False
+
     def __init__(self, sockets: Path | None) -> None:
         self.describe = Method(Loaded(SIGNATURE, "versions/1", {}, sockets))
         self.forward = Method(Outputs([np.array([1])], {}, 7.0, 7.0))
 
+    def _init(self, *, _run_router_in_separate_loop: bool) -> None:
+        assert not _run_router_in_separate_loop
+        self.is_initialized = True
+
     def broadcast(self, method: str) -> Answer:
+        assert self.is_initialized
         answer: Answer = getattr(self, method).remote()
         return answer
 
@@ -101,7 +104,7 @@ def test_where_they_are_off_a_replica_that_listens_is_called_through_serve(
     monkeypatch.setattr("inference_service.local_replicas._changed_ns", lambda path: looked.append(path))
 
     async def called() -> Outputs:
-        model, _ = applications.describe("d-v1", 1)
+        model, _ = await applications.describe("d-v1", 1)
         return await model.forward(Rows("raw", {"x": np.array([1])}))
 
     applications = ServeApplications(STORE, replica_sockets=False)
@@ -113,18 +116,22 @@ def test_where_they_are_off_a_replica_that_listens_is_called_through_serve(
 
 
 def test_an_application_without_a_replica_that_is_well_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoReplica:
-        describe = Handle(None).describe
-        broadcast = Handle(None).broadcast
+    class NoReplica(Handle):
+        def __init__(self) -> None:
+            super().__init__(None)
+            del self.forward
 
-        @property
-        def forward(self) -> Method:
+        def __getattr__(self, name: str) -> Any:
             raise DeploymentUnavailableError(DeploymentID(name="model", app_name="d-v1"))
 
     monkeypatch.setattr(serve, "get_app_handle", lambda _: NoReplica())
-    model, _ = ServeApplications(STORE, replica_sockets=False).describe("d-v1", 1)
-    with pytest.raises(Unavailable, match="try again"):
-        asyncio.run(model.forward(Rows("raw", {"x": np.array([1])})))
+
+    async def called() -> None:
+        model, _ = await ServeApplications(STORE, replica_sockets=False).describe("d-v1", 1)
+        with pytest.raises(Unavailable, match="try again"):
+            await model.forward(Rows("raw", {"x": np.array([1])}))
+
+    asyncio.run(called())
 
 
 @pytest.mark.parametrize(("text", "expected"), [(None, False), ("", False), ("0", False), ("1", True)])

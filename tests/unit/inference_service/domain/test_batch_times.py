@@ -50,25 +50,34 @@ def test_the_bound_is_the_estimate_while_batches_take_the_same_and_grows_with_wh
 def test_an_estimate_that_keeps_its_size_from_running_is_put_right_by_the_others() -> None:
     times = BatchTimes({1: 0.005, 2: 0.006, 4: 0.007})
     times.learn(2, 2.0)  # a hiccup
-    assert times.expected_s(2) == 0.007
     assert times.bound_s(2) > 0.010
-    for _ in range(20):
+    for _ in range(30):
         times.learn(1, 0.005)
-    assert times.bound_s(2) == pytest.approx(0.007, rel=0.05)
+    assert times.bound_s(2) == pytest.approx(0.006, rel=0.1)
 
 
-def test_a_copy_learns_by_itself() -> None:
-    times = BatchTimes({8: 0.010})
-    other = times.copy()
-    other.learn(8, 0.020)
-    assert times.expected_s(8) == 0.010
-    assert other.expected_s(8) > 0.010
+def test_what_slows_all_sizes_is_unlearned_by_those_that_run() -> None:
+    times = BatchTimes({8: 0.010, 32: 0.020})
+    for _ in range(30):
+        times.learn(32, 0.080, 0.060)  # a busy machine, on which 32 rows are soon refused
+    assert times.expected_s(32) == pytest.approx(0.080, rel=0.05)
+    for _ in range(40):
+        times.learn(8, 0.011, 0.010)
+    assert times.expected_s(32) < 0.035
+
+
+def test_the_way_is_the_same_for_all_sizes() -> None:
+    times = BatchTimes({1: 0.005, 8: 0.010})
+    for _ in range(30):
+        times.learn(1, 0.009, 0.005)
+    assert times.computing_s(8) == pytest.approx(0.010)
+    assert times.expected_s(8) == pytest.approx(0.014)
 
 
 def test_one_hiccup_of_the_largest_size_does_not_make_it_look_too_slow_to_be_tried() -> None:
     times = BatchTimes({1: 0.005, 32: 0.020})
     times.learn(32, 5.0)
-    assert times.expected_s(32) == pytest.approx(0.024)
+    assert times.expected_s(32) == pytest.approx(0.024, rel=0.02)
     for _ in range(20):
         times.learn(32, 0.2)  # and what lasts is believed
     assert times.expected_s(32) > 0.15

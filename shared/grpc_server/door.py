@@ -1,0 +1,165 @@
+"""Refuses calls before their messages are read, where more come than this process can read in time.
+
+gRPC hands a process one call after the other, and those that it has not taken yet wait in gRPC's core, in order of
+arrival, for as long as it takes: once they wait longer than their clients do, each that is taken is too late, and the
+process works for nobody. So a door measures that wait, with a call of the process to itself, and turns a share of the
+calls away that grows with it, as routers drop packets before their queues are full: linearly between two thresholds
+(Floyd and Jacobson, "Random Early Detection Gateways for Congestion Avoidance", 1993). A call turned away costs a third
+of one that is read and refused; so a process that has no time to spare also turns away what it would refuse later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+from collections.abc import Callable, Collection
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from shared.errors import ResourceExhausted
+from shared.grpc_server.trailers import details_and_status
+
+logger = logging.getLogger(__name__)
+
+METHOD = "/millrace.Door/Knock"
+# None is turned away below the first, and all that could be above the second.
+SOME_FROM_S, ALL_FROM_S = 0.015, 0.06
+# From the first on, what would be refused after it was read is turned away as well, above the second all of it.
+BUSY_FROM_S, FULLY_BUSY_S = 0.003, 0.01
+# Calls are remembered for about so long; so many times as many as were served are let in; and so few say little.
+REMEMBERED_S, LET_IN, FEW = 0.5, 1.2, 10
+# Those with so many times as long left as calls wait, and at least this, are in no danger of waiting too long.
+PATIENCE, PATIENT_S = 10.0, 1.0
+# Between two knocks, where calls wait and where they do not. A knock takes as much CPU as a call that does nothing.
+OFTEN_S, SELDOM_S = 0.01, 0.05
+TELL_EVERY_S = 5.0
+RETRY_AFTER_S = 0.2
+KNOCK_WITHIN_S = 5.0
+
+Context = aio.ServicerContext[Any, Any]
+
+
+class Door:
+    """Before those `methods`, by their full names, of a server in whose event loop it lives. `turned_away` is told of
+    each call."""
+
+    def __init__(self, methods: Collection[str], turned_away: Callable[[], None]) -> None:
+        self.methods = frozenset(methods)
+        self._turned_away = turned_away
+        self._found_s = 0.0
+        self._knocked_s: float | None = None
+        self._opened_s = 0.0
+        self._came = asyncio.Event()
+        # Calls that have ended, in whatever way, and those among them that were not refused.
+        self._ended, self._served = Decaying(REMEMBERED_S), Decaying(REMEMBERED_S)
+        self._untold = 0
+        error = ResourceExhausted(
+            "more calls come than this process can read; try again later",
+            reason="OVERLOADED",
+            retry_after_s=RETRY_AFTER_S,
+        )
+        self._details, status = details_and_status(error)
+        self._trailers = (("grpc-status-details-bin", status),)
+
+    def wait_s(self) -> float:
+        """How long calls wait before this process takes them, as far as it is known now."""
+        if self._knocked_s is None:
+            return self._found_s
+        return max(self._found_s, asyncio.get_running_loop().time() - self._knocked_s)
+
+    def turns_away(self, context: Context) -> bool:
+        """Whether this call was refused; if so, nothing more is to be done with it."""
+        self._came.set()
+        now_s = asyncio.get_running_loop().time()
+        wait_s = self.wait_s()
+        if wait_s <= BUSY_FROM_S:
+            return False
+        remaining_s = context.time_remaining()
+        if remaining_s is None or remaining_s > max(PATIENCE * wait_s, PATIENT_S):
+            return False
+        if random.random() >= self._share(wait_s, now_s):
+            return False
+        context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
+        context.set_details(self._details)
+        context.set_trailing_metadata(self._trailers)
+        self._ended.add(now_s)
+        self._untold += 1
+        self._turned_away()
+        return True
+
+    def ended(self, *, refused: bool) -> None:
+        """A call that was let in has ended, `refused` by whom it was for."""
+        now_s = asyncio.get_running_loop().time()
+        self._ended.add(now_s)
+        if not refused:
+            self._served.add(now_s)
+
+    def _share(self, wait_s: float, now_s: float) -> float:
+        # Clients do the same in "Site Reliability Engineering" (Beyer and others, 2016), chapter 21.
+        ended, served = self._ended.at(now_s), self._served.at(now_s)
+        in_vain = max(ended - LET_IN * served, 0.0) / (ended + FEW)
+        return max(_between(SOME_FROM_S, ALL_FROM_S, wait_s), in_vain * _between(BUSY_FROM_S, FULLY_BUSY_S, wait_s))
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What opens to the process's own knocks."""
+        return _Opening(self._opened)
+
+    async def watch(self, address: str) -> None:
+        """Knocks at its own server, while calls come, until cancelled."""
+        loop = asyncio.get_running_loop()
+        async with aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+            knock: Any = channel.unary_unary(METHOD)
+            told_s = loop.time()
+            while True:
+                if not self._came.is_set():
+                    self._found_s = 0.0
+                await self._came.wait()
+                self._came.clear()
+                self._knocked_s = loop.time()
+                try:
+                    await knock(b"", timeout=KNOCK_WITHIN_S)
+                    self._found_s = self._opened_s - self._knocked_s
+                except aio.AioRpcError as error:
+                    logger.warning("knocking at its own door failed: %s", error.details())
+                    self._found_s = 0.0
+                self._knocked_s = None
+                if self._untold and loop.time() - told_s > TELL_EVERY_S:
+                    logger.warning("%d calls were turned away: more come than can be read", self._untold)
+                    self._untold, told_s = 0, loop.time()
+                await asyncio.sleep(OFTEN_S if self._found_s > SOME_FROM_S / 2 else SELDOM_S)
+
+    async def _opened(self, _: bytes, __: Context) -> bytes:
+        self._opened_s = asyncio.get_running_loop().time()
+        return b""
+
+
+class Decaying:
+    """A count of what happened, each the less the longer ago: by a factor of e in `forgotten_s`."""
+
+    def __init__(self, forgotten_s: float) -> None:
+        self._forgotten_s = forgotten_s
+        self._count = self._at_s = 0.0
+
+    def add(self, now_s: float) -> None:
+        self._count = self.at(now_s) + 1
+        self._at_s = now_s
+
+    def at(self, now_s: float) -> float:
+        return self._count * math.exp((self._at_s - now_s) / self._forgotten_s)
+
+
+def _between(low: float, high: float, value: float) -> float:
+    """0 at `low`, 1 at `high`, linear between."""
+    return min(max((value - low) / (high - low), 0.0), 1.0)
+
+
+class _Opening(grpc.GenericRpcHandler):
+    def __init__(self, behaviour: Any) -> None:
+        self._handler: Any = grpc.unary_unary_rpc_method_handler(behaviour)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        return self._handler if handler_call_details.method == METHOD else None

@@ -1,0 +1,137 @@
+"""Where calls wait long before they are taken, some are turned away before they are read: those that cannot wait."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+
+from millrace.data.v1 import data_service_pb2, resources_pb2
+from shared.grpc_server.door import ALL_FROM_S, PATIENCE, SOME_FROM_S, Door
+from tests.support.grpc_kit import GET_DATASET, Kit, echo, told, with_kit
+from tests.support.inference_server import until
+
+IMPATIENT_S = ALL_FROM_S * PATIENCE / 2
+
+
+class Watched(Door):
+    """Before GetDataset; `waits_s` is what calls are said to wait, None for what they do."""
+
+    def __init__(self, waits_s: float | None = None) -> None:
+        super().__init__([GET_DATASET], self._count)
+        self.waits_s = waits_s
+        self.turned = 0
+
+    def wait_s(self) -> float:
+        return super().wait_s() if self.waits_s is None else self.waits_s
+
+    def _count(self) -> None:
+        self.turned += 1
+
+
+def test_every_call_comes_in_where_none_waits() -> None:
+    door = Watched(SOME_FROM_S)
+
+    async def scenario(kit: Kit) -> None:
+        for number in range(20):
+            assert (await kit.get(f"n{number}", timeout=IMPATIENT_S)).name == f"n{number}"
+
+    with_kit(scenario, door=door)
+    assert door.turned == 0
+
+
+def test_a_call_that_cannot_wait_is_turned_away_without_being_read() -> None:
+    door, asked = Watched(ALL_FROM_S), []
+
+    async def remember(request: Any, _: Any) -> resources_pb2.Dataset:
+        asked.append(request.name)
+        return resources_pb2.Dataset()
+
+    async def scenario(kit: Kit) -> None:
+        answer = await told(kit.get(timeout=IMPATIENT_S))
+        assert answer.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert answer.info.reason == "OVERLOADED"
+        assert answer.retry_after_s
+        # Not even what could not be parsed is looked at.
+        unreadable = kit.raw.unary_unary(GET_DATASET)(b"\xff\xff", timeout=IMPATIENT_S)
+        assert (await told(unreadable)).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    with_kit(scenario, remember, door=door)
+    assert door.turned == 2
+    assert not asked
+
+
+def test_who_can_wait_is_let_in_however_many_come() -> None:
+    async def scenario(kit: Kit) -> None:
+        assert (await kit.get("patient", timeout=ALL_FROM_S * PATIENCE * 2)).name == "patient"
+        assert (await kit.get("without a deadline")).name == "without a deadline"
+
+    with_kit(scenario, door=Watched(ALL_FROM_S))
+
+
+def test_the_longer_calls_wait_the_more_are_turned_away() -> None:
+    turned = []
+    for share in (0.2, 0.8):
+        door = Watched(SOME_FROM_S + share * (ALL_FROM_S - SOME_FROM_S))
+
+        async def scenario(kit: Kit) -> None:
+            calls = [kit.get(timeout=SOME_FROM_S * PATIENCE) for _ in range(200)]
+            await asyncio.gather(*calls, return_exceptions=True)
+
+        with_kit(scenario, door=door)
+        turned.append(door.turned)
+    # Five standard deviations of a binomial distribution are 28.
+    assert 40 - 28 < turned[0] < 40 + 28
+    assert 160 - 28 < turned[1] < 160 + 28
+
+
+def test_it_knows_how_long_calls_wait_and_when_they_no_longer_do() -> None:
+    door = Watched()
+
+    async def work(request: Any, _: Any) -> resources_pb2.Dataset:
+        time.sleep(0.002)  # noqa: ASYNC251 - a loop that is busy is what this is about
+        return resources_pb2.Dataset(name=request.name)
+
+    async def scenario(kit: Kit) -> None:
+        flood = [asyncio.ensure_future(kit.get(timeout=60.0)) for _ in range(300)]
+        await until(lambda: door.wait_s() > ALL_FROM_S, "calls to wait")
+        await asyncio.gather(*flood)
+        await until(lambda: door.wait_s() < SOME_FROM_S, "calls to wait no longer")
+        await asyncio.gather(*(kit.get(timeout=IMPATIENT_S) for _ in range(3)))
+
+    with_kit(scenario, work, door=door)
+    assert door.turned == 0
+
+
+def test_behind_a_door_a_call_is_what_it_is_elsewhere() -> None:
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def wait_for_ever(request: Any, context: Any) -> Any:
+        if request.name != "wait":
+            return await echo(request, context)
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def scenario(kit: Kit) -> None:
+        answer = await told(kit.raw.unary_unary(GET_DATASET)(b"\xff\xff"))
+        assert (answer.code, answer.info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
+        answer = await told(kit.raw.stream_unary(GET_DATASET)(iter(())))
+        assert (answer.code, answer.info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
+        oversized = data_service_pb2.GetDatasetRequest(name="x" * (65 << 20))
+        assert (await told(kit.data.GetDataset(oversized))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await told(kit.get("wait", timeout=0.05))).code is grpc.StatusCode.DEADLINE_EXCEEDED
+        await asyncio.wait_for(ended.wait(), 10)
+        began.clear()
+        ended.clear()
+        given_up = kit.data.GetDataset(data_service_pb2.GetDatasetRequest(name="wait"))
+        await asyncio.wait_for(began.wait(), 10)
+        given_up.cancel()
+        await asyncio.wait_for(ended.wait(), 10)
+        assert (await kit.get("n")).name == "n"
+
+    with_kit(scenario, wait_for_ever, door=Watched())
