@@ -81,11 +81,13 @@ lint-generated: install
 .PHONY: test
 # Much of a test is waiting, for processes that start, die and come back.
 TEST_PROCESSES ?= 2
-test: install ## all tests but the long ones of make chaos; without an S3 server, those on s3:// are skipped
+test: install ## all tests but those of make long and make chaos; without an S3 server, those on s3:// are skipped
 	@$(MAKE) s3 || echo "No S3 server: the tests that need one say so." >&2
-	MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder --durations 40 -m "not chaos"
+	MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder --durations 40 -m "not long and not chaos"
 
-.PHONY: chaos
+.PHONY: long chaos
+long: install ## whole runs of a minute or more each: suspended, resumed, swept, rolled back, scaled, under traffic
+	MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest -m long --durations 0
 chaos: install ## the long fault tests: whole runs under blow after blow, Ray heads killed and replaced; a table of all blows
 	MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest -m chaos
 

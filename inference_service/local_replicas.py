@@ -29,7 +29,8 @@ SETTLED_NS = 50_000_000
 OWED_S = 5.0
 # A replica that died is started again within this, most often on the same machine; meanwhile those left do the work.
 STARTS_WITHIN_S = 60.0
-# After a socket that could not be connected to.
+# After a socket that could not be connected to, or whose connection broke: a process that is being killed may lose its
+# connections before its listening socket, and would take the batch again that it has just lost.
 LOOK_AGAIN_S = 1.0
 
 
@@ -49,6 +50,8 @@ class LocalReplicas:
         self._seen_ns: int | None = None
         self._not_before_s = -math.inf
         self._connections: dict[Path, _Connection] = {}
+        # Those whose connection broke, and until when each is left alone.
+        self._broken_s: dict[Path, float] = {}
         self._searching = asyncio.Lock()
 
     async def free(self, *, busy_too: bool = False) -> _Connection | None:
@@ -69,6 +72,7 @@ class LocalReplicas:
         lost = [path for path, one in self._connections.items() if one.is_lost]
         for path in lost:
             del self._connections[path]
+            self._broken_s[path] = time.monotonic() + LOOK_AGAIN_S
             self._seen_ns = None  # its replica may live
         if self._folder is None:
             return
@@ -81,8 +85,12 @@ class LocalReplicas:
             # A file system's clock ticks slowly: what changes in the same tick would never be seen.
             settled = time.time_ns() - changed_ns > SETTLED_NS
             complete = True
-            for path in _sockets(self._folder):
-                if path not in self._connections:
+            found = _sockets(self._folder)
+            self._broken_s = {path: until_s for path, until_s in self._broken_s.items() if path in found}
+            for path in found:
+                if time.monotonic() < self._broken_s.get(path, -math.inf):
+                    complete = False
+                elif path not in self._connections:
                     complete &= await self._connect(path)
             self._seen_ns = changed_ns if settled and complete else None
             self._not_before_s = -math.inf if complete else time.monotonic() + LOOK_AGAIN_S

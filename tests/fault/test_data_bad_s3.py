@@ -70,7 +70,7 @@ def uploaded(place: DataPlace, data: bytes) -> Upload:
 
 
 FAULTS = [
-    pytest.param(failing(503, share=0.1), id="a tenth fails with 503"),
+    pytest.param(failing(503, share=0.1), id="a tenth fails with 503", marks=chaos),
     pytest.param(failing(500, share=0.1), id="a tenth fails with 500", marks=chaos),
     pytest.param(failing(503, share=0.3), id="a third fails with 503", marks=chaos),
     pytest.param(resetting("response", share=0.1), id="a tenth is done but reset", marks=chaos),

@@ -179,6 +179,7 @@ def test_a_service_told_to_stop_exits_cleanly_and_leaves_the_replicas_alone(
     wait_until_served(client)
 
 
+@pytest.mark.chaos
 def test_serves_controller_killed_under_load_costs_no_client_an_answer_and_knows_all_that_is_deployed_again(
     head: RayHead, client: Client, blows: Blows
 ) -> None:

@@ -20,7 +20,7 @@ from tests.support.training import State, TrainClient, Watch, digits_spec, train
 # So long that it is at work still when its service is back, whose start takes seconds.
 EPOCHS, STEPS_PER_EPOCH = 40, 20
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
 
 @dataclass

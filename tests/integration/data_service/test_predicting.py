@@ -110,6 +110,7 @@ def test_what_is_left_out_is_counted_before_anything_is_written(
     assert digest(store, done) == digest(store, alone)
 
 
+@pytest.mark.chaos
 def test_a_worker_killed_in_the_middle_of_its_part_costs_nothing_but_time(
     store: ObjectStore, jobs: Jobs, reconciler: Reconciler, signs: Path
 ) -> None:
@@ -127,6 +128,7 @@ def test_a_worker_killed_in_the_middle_of_its_part_costs_nothing_but_time(
     assert digest(store, done) == digest(store, alone)
 
 
+@pytest.mark.chaos
 def test_an_attempt_killed_in_the_middle_is_followed_by_one_that_makes_the_same(
     store: ObjectStore, jobs: Jobs, reconciler: Reconciler, signs: Path, data_ray: RayHead
 ) -> None:
@@ -157,6 +159,7 @@ def test_a_cancelled_prediction_ends_its_workers_and_leaves_nothing(
     assert list(store.list(f"{name}/data")) == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("signs")
 def test_a_row_that_kills_its_worker_again_and_again_ends_it_with_the_rows_named(
     store: ObjectStore, jobs: Jobs

@@ -73,6 +73,7 @@ def test_a_roll_out_and_a_roll_back_under_load_lose_and_wrongly_answer_nothing(
     assert load.errors == []
 
 
+@pytest.mark.long
 def test_a_version_that_is_damaged_too_slow_or_too_unlike_rolls_back_and_the_old_one_answers_on(
     stack: Stack, logits: dict[str, Array]
 ) -> None:
@@ -109,6 +110,7 @@ def test_a_version_that_is_damaged_too_slow_or_too_unlike_rolls_back_and_the_old
     assert "4" not in load.answers
 
 
+@pytest.mark.long
 def test_a_version_whose_requests_fail_rolls_back_by_its_error_limit_under_load(
     stack: Stack, logits: dict[str, Array]
 ) -> None:
@@ -176,6 +178,7 @@ def test_what_cannot_be_rolled_out_or_back_is_refused_by_its_reason(stack: Stack
     assert [version.number for version in stack.client.get("deployments/digits").versions] == ["1"]
 
 
+@pytest.mark.chaos
 def test_a_roll_out_whose_service_is_killed_half_way_goes_on_in_the_next(
     inference_ray: RayHead, tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ def deployed(stack: Stack, deployment_id: str, **spec: object) -> Iterator[pb.De
         stack.client.delete(made.name)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_replicas_grow_under_load_and_shrink_when_idle_and_no_request_is_lost(stack: Stack) -> None:
     client = stack.client

@@ -75,6 +75,7 @@ def assert_steered(stack: Stack, one: Moving, folder: Path) -> None:
     eventually(lambda: copies(stack, one, "3") > 0, 30, "the shadow has answered copies")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)  # three versions are loaded, and the service is started twice
 def test_weights_a_header_route_a_shadow_and_a_policy_hold_for_real_clients_and_after_a_restart(
     inference_ray: RayHead, tmp_path: Path

@@ -21,6 +21,7 @@ def logged(client: TrainClient, name: str, attempt: int) -> dict[int, str]:
     return lines
 
 
+@pytest.mark.long
 def test_a_suspended_and_resumed_run_without_workers_ends_as_one_with_a_worker(
     file_stack: TrainStack, train_ray: RayHead
 ) -> None:

@@ -16,6 +16,7 @@ EPOCHS, STEPS_AN_EPOCH = 12, 20
 pytestmark = pytest.mark.timeout(900)
 
 
+@pytest.mark.long
 def test_a_cancelled_run_that_is_resumed_goes_on_at_its_last_checkpoint_and_sees_every_row_once(
     file_stack: TrainStack,
 ) -> None:
@@ -40,6 +41,7 @@ def test_a_cancelled_run_that_is_resumed_goes_on_at_its_last_checkpoint_and_sees
         assert (seen.seen_once, seen.missing, seen.repeated) == (TRAIN_ROWS, 0, 0)
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_ends_a_run_of_two_workers_at_once_and_again_when_it_is_resumed(
     file_stack: TrainStack,
 ) -> None:

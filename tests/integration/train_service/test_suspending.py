@@ -16,6 +16,7 @@ WORKER = "ray::RayTrainWorker"
 pytestmark = pytest.mark.timeout(900)
 
 
+@pytest.mark.long
 def test_a_suspended_run_frees_its_workers_and_goes_on_at_the_very_next_step(
     file_stack: TrainStack, train_ray: RayHead
 ) -> None:

@@ -20,6 +20,7 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.long
 def test_asha_stops_the_worse_of_two_and_the_best_is_known_by_its_checkpoint(file_stack: TrainStack) -> None:
     client = file_stack.client
     # One at a time: so the better one has told what it can do when the worse one comes.

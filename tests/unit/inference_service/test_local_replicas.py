@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from inference_service import local_replicas
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.local_replicas import SETTLED_NS, LocalReplicas, ReplicaLost
 from inference_service.replica_socket import SUFFIX, listen
@@ -270,7 +271,11 @@ def test_a_search_that_was_cancelled_is_made_again_by_the_next(folder: Path) -> 
     on_a_loop(scenario)
 
 
-def test_a_connection_that_is_lost_is_opened_again_while_its_replica_lives(folder: Path) -> None:
+def test_a_connection_that_is_lost_is_opened_again_while_its_replica_lives(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_replicas, "LOOK_AGAIN_S", 0.05)
+
     async def scenario() -> None:
         replica(folder)
         await asyncio.sleep(SETTLED_NS / 1e9 * 2)
@@ -280,7 +285,33 @@ def test_a_connection_that_is_lost_is_opened_again_while_its_replica_lives(folde
         assert one._transport is not None
         one._transport.abort()
         await asyncio.sleep(0)
+        while await local.free() is None:  # noqa: ASYNC110 - until it is tried again
+            await asyncio.sleep(0.001)
         assert (await call(local, rows(3))).arrays[0].tolist() == [6]
+
+    on_a_loop(scenario)
+
+
+def test_what_a_dying_replica_lost_is_not_sent_to_it_again_while_it_still_listens(folder: Path) -> None:
+    async def scenario() -> None:
+        replica(folder)
+        local = LocalReplicas(folder)
+        while (dying := await local.free()) is None:  # noqa: ASYNC110 - until the replica is heard of
+            await asyncio.sleep(0.001)
+        other = replica(folder)
+        while len(local._connections) < 2:
+            await local.free()
+            await asyncio.sleep(0.001)
+        (busy,) = (one for one in local._connections.values() if one is not dying)
+        other.may_work.clear()
+        at_work = asyncio.create_task(busy.forward(rows(3)))
+        assert await asyncio.to_thread(other.at_work.wait, 20)
+        assert dying._transport is not None
+        dying._transport.abort()  # the kernel closes the sockets of a killed process one by one
+        await asyncio.sleep(0)
+        assert await local.free(busy_too=True) is busy
+        other.may_work.set()
+        await at_work
 
     on_a_loop(scenario)
 
