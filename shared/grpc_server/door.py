@@ -124,8 +124,9 @@ class Door:
                     await knock(b"", timeout=KNOCK_WITHIN_S)
                     self._found_s = self._opened_s - self._knocked_s
                 except aio.AioRpcError as error:
+                    is_slow = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                     logger.warning("knocking at its own door failed: %s", error.details())
-                    self._found_s = 0.0
+                    self._found_s = KNOCK_WITHIN_S if is_slow else 0.0
                 self._knocked_s = None
                 if self._untold and loop.time() - told_s > TELL_EVERY_S:
                     logger.warning("%d calls were turned away: more come than can be read", self._untold)

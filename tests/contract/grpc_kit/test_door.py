@@ -9,7 +9,8 @@ from typing import Any
 import grpc
 
 from millrace.data.v1 import data_service_pb2, resources_pb2
-from shared.grpc_server.door import ALL_FROM_S, PATIENCE, SOME_FROM_S, Door
+from shared.errors import ResourceExhausted
+from shared.grpc_server.door import ALL_FROM_S, BUSY_FROM_S, FULLY_BUSY_S, PATIENCE, SOME_FROM_S, Door
 from tests.support.grpc_kit import GET_DATASET, Kit, echo, told, with_kit
 from tests.support.inference_server import until
 
@@ -32,7 +33,7 @@ class Watched(Door):
 
 
 def test_every_call_comes_in_where_none_waits() -> None:
-    door = Watched(SOME_FROM_S)
+    door = Watched(SOME_FROM_S)  # the model answers each, so none is let in in vain
 
     async def scenario(kit: Kit) -> None:
         for number in range(20):
@@ -85,6 +86,21 @@ def test_the_longer_calls_wait_the_more_are_turned_away() -> None:
     # Five standard deviations of a binomial distribution are 28.
     assert 40 - 28 < turned[0] < 40 + 28
     assert 160 - 28 < turned[1] < 160 + 28
+
+
+def test_what_would_be_refused_after_it_was_read_is_turned_away_where_there_is_no_time_to_spare() -> None:
+    async def refuse(_: Any, __: Any) -> resources_pb2.Dataset:
+        raise ResourceExhausted("full", reason="QUEUE_FULL")
+
+    async def scenario(kit: Kit) -> None:
+        for _ in range(200):
+            assert (await told(kit.get(timeout=IMPATIENT_S))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    busy, idle = Watched((FULLY_BUSY_S + SOME_FROM_S) / 2), Watched(BUSY_FROM_S)
+    with_kit(scenario, refuse, door=busy)
+    with_kit(scenario, refuse, door=idle)
+    assert busy.turned > 100
+    assert idle.turned == 0
 
 
 def test_it_knows_how_long_calls_wait_and_when_they_no_longer_do() -> None:
