@@ -89,7 +89,7 @@ class LocalReplicas:
             self._broken_s = {path: until_s for path, until_s in self._broken_s.items() if path in found}
             for path in found:
                 if time.monotonic() < self._broken_s.get(path, -math.inf):
-                    complete = False
+                    settled = False
                 elif path not in self._connections:
                     complete &= await self._connect(path)
             self._seen_ns = changed_ns if settled and complete else None

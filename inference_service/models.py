@@ -55,7 +55,8 @@ class Listed:
 class Models:
     """Read by the servicers, kept up to date by the reconciler; all on one event loop.
 
-    `unchosen` counts the requests that no version was found for, `written` the logs that this process has written.
+    `unchosen` counts the requests that no version was found for, or looked for; `written`, the logs that this process
+    has written.
     """
 
     def __init__(self, lost_after_s: float = LOST_AFTER_S) -> None:
@@ -67,6 +68,7 @@ class Models:
         self._absences = Absences(lost_after_s)
         self._changed = asyncio.Event()
         self._shadowing = Shadowing()
+        self._asked_last: tuple[Batcher, int] | None = None
         self.unchosen = Statistics()
         self.written = 0
 
@@ -104,6 +106,7 @@ class Models:
         batcher = self._batcher(deployment, version)
         if deployment.shadow is not None:
             self._shadow(deployment, version, deployment.shadow, rows, batcher)
+        self._asked_last = batcher, len(rows)
         outputs = await batcher.submit(rows, remaining_s, priority)
         by_name = {spec.name: array for spec, array in zip(signature.outputs, outputs.arrays, strict=True)}
         return Answer(
@@ -117,8 +120,12 @@ class Models:
         )
 
     def turned_away(self) -> None:
-        """Counts a request that was refused before anybody read for which model it is."""
+        """Counts a request that was refused before anybody read for which model it is. Those that scale are told of as
+        many as they get of the others: each is taken for one like the last that was read."""
         self.unchosen.failed(status="RESOURCE_EXHAUSTED", now_s=time.time(), total_s=0.0)
+        if self._asked_last is not None:
+            batcher, rows = self._asked_last
+            batcher.missed(rows)
 
     def deployments(self) -> list[Deployment]:
         """As last read; none before that."""

@@ -144,7 +144,9 @@ class ServeApplications:
         async with asyncio.timeout(ANSWER_WITHIN_S):
             with suppress(RayTaskError):  # unlike this call, the one to all does not wait until the handle knows of any
                 await handle.describe.remote()
-        answers = await handle.broadcast("describe").results_async(timeout_s=ANSWER_WITHIN_S, return_exceptions=True)
+        # In a thread: there each replica has its time, and one that hangs is one exception among the answers.
+        asked = handle.broadcast("describe")
+        answers = await asyncio.to_thread(asked.results, timeout_s=ANSWER_WITHIN_S, return_exceptions=True)
         loaded = [one for one in answers if isinstance(one, Loaded)]
         if len(loaded) < replicas:
             failures = [_cause(one) for one in answers if isinstance(one, Exception)]

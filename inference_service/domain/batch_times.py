@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 # Of the newest batch in the moving averages: of the way, and of the deviation; of what computing takes, by how much all
@@ -15,8 +16,8 @@ MAX_DEVIATION = 1.0
 
 
 class BatchTimes:
-    """A batch takes its way to the model and back, which is the same for all sizes, and what the model computes, by
-    size in buckets of powers of two.
+    """A batch takes its way to the model and back, with any wait there for the one before it, which is thought to be
+    the same for all sizes; and what the model computes, by size in buckets of powers of two.
 
     What makes one size slower, such as a busy machine, makes most others so. Hence sizes share a pace beside what each
     is seen to take, and the deviation; and none is thought to take longer than a larger one. What is refused because of
@@ -48,8 +49,10 @@ class BatchTimes:
         expected_s = self._shape_s[key] * self._pace
         if expected_s:
             change = min(computed_s / expected_s - 1, MAX_DEVIATION)
-            self._pace *= 1 + PACE_WEIGHT * change
-            self._shape_s[key] *= 1 + SHAPE_WEIGHT * change
+            # Both in one ratio, whatever the changes are: of two averages that follow a product each by itself, one
+            # would rise for ever and the other fall.
+            self._pace *= math.exp(PACE_WEIGHT * change)
+            self._shape_s[key] *= math.exp(SHAPE_WEIGHT * change)
 
     def expected_s(self, rows: int) -> float:
         """What a batch of so many rows takes from here and back. 0 while nothing is known."""

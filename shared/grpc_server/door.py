@@ -50,9 +50,8 @@ class Door:
     def __init__(self, methods: Collection[str], turned_away: Callable[[], None]) -> None:
         self.methods = frozenset(methods)
         self._turned_away = turned_away
-        self._found_s = 0.0
+        self._found_s = (0.0, 0.0)
         self._knocked_s: float | None = None
-        self._opened_s = 0.0
         self._came = asyncio.Event()
         # Calls that have ended, in whatever way, and those among them that were not refused.
         self._ended, self._served = Decaying(REMEMBERED_S), Decaying(REMEMBERED_S)
@@ -66,22 +65,25 @@ class Door:
         self._trailers = (("grpc-status-details-bin", status),)
 
     def wait_s(self) -> float:
-        """How long calls wait before this process takes them, as far as it is known now."""
+        """How long calls wait before this process takes them, as far as it is known now: the less of what the last two
+        knocks found, since one may have met what is over already."""
         if self._knocked_s is None:
-            return self._found_s
-        return max(self._found_s, asyncio.get_running_loop().time() - self._knocked_s)
+            return min(self._found_s)
+        # One that is still under way has found that much at least.
+        return min(self._found_s[-1], asyncio.get_running_loop().time() - self._knocked_s)
 
     def turns_away(self, context: Context) -> bool:
         """Whether this call was refused; if so, nothing more is to be done with it."""
         self._came.set()
-        now_s = asyncio.get_running_loop().time()
         wait_s = self.wait_s()
         if wait_s <= BUSY_FROM_S:
             return False
         remaining_s = context.time_remaining()
         if remaining_s is None or remaining_s > max(PATIENCE * wait_s, PATIENT_S):
             return False
-        if random.random() >= self._share(wait_s, now_s):
+        now_s = asyncio.get_running_loop().time()
+        # Where no time is left at all, its client hears nothing of what is said here.
+        if remaining_s > 0 and random.random() >= self._share(wait_s, now_s):
             return False
         context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
         context.set_details(self._details)
@@ -91,11 +93,11 @@ class Door:
         self._turned_away()
         return True
 
-    def ended(self, *, refused: bool) -> None:
-        """A call that was let in has ended, `refused` by whom it was for."""
+    def ended(self, *, in_vain: bool) -> None:
+        """A call that was let in has ended: `in_vain` where whom it was for refused it, or its time passed."""
         now_s = asyncio.get_running_loop().time()
         self._ended.add(now_s)
-        if not refused:
+        if not in_vain:
             self._served.add(now_s)
 
     def _share(self, wait_s: float, now_s: float) -> float:
@@ -116,26 +118,34 @@ class Door:
             told_s = loop.time()
             while True:
                 if not self._came.is_set():
-                    self._found_s = 0.0
+                    self._found_s = (0.0, 0.0)
                 await self._came.wait()
                 self._came.clear()
-                self._knocked_s = loop.time()
-                try:
-                    await knock(b"", timeout=KNOCK_WITHIN_S)
-                    self._found_s = self._opened_s - self._knocked_s
-                except aio.AioRpcError as error:
-                    is_slow = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-                    logger.warning("knocking at its own door failed: %s", error.details())
-                    self._found_s = KNOCK_WITHIN_S if is_slow else 0.0
-                self._knocked_s = None
+                await self._knock(knock)
                 if self._untold and loop.time() - told_s > TELL_EVERY_S:
                     logger.warning("%d calls were turned away: more come than can be read", self._untold)
                     self._untold, told_s = 0, loop.time()
-                await asyncio.sleep(OFTEN_S if self._found_s > SOME_FROM_S / 2 else SELDOM_S)
+                await asyncio.sleep(OFTEN_S if self._found_s[-1] > SOME_FROM_S / 2 else SELDOM_S)
+
+    async def _knock(self, knock: Any) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = self._knocked_s = loop.time()
+        try:
+            await knock(b"", timeout=KNOCK_WITHIN_S)
+        except aio.AioRpcError as error:  # too late, or refused like others: either took as long
+            logger.debug("knocking at its own door: %s", error.details())
+            self._find(loop.time() - began_s)
+        finally:
+            self._knocked_s = None
 
     async def _opened(self, _: bytes, __: Context) -> bytes:
-        self._opened_s = asyncio.get_running_loop().time()
+        if self._knocked_s is not None:
+            self._find(asyncio.get_running_loop().time() - self._knocked_s)
+            self._knocked_s = None
         return b""
+
+    def _find(self, wait_s: float) -> None:
+        self._found_s = (self._found_s[-1], wait_s)
 
 
 class Decaying:

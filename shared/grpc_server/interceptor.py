@@ -1,4 +1,5 @@
-"""The one interceptor: identity, span, deadline, malformed bytes, errors and the access log of every call."""
+"""The one interceptor: identity, span, deadline, malformed bytes, errors and the access log of every call that a door
+does not turn away."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ class CallInterceptor:
             )
             return make(stream, deserializer, serializer)
         unary = self._unary(handler.stream_unary or handler.unary_unary, method)
-        if self._door is not None and method in self._door.methods:
+        if self._door is not None and method in self._door.methods and handler.unary_unary is not None:
             # As a stream of one message, which is not read before it is asked for; on the wire it is the same.
             return grpc.stream_unary_rpc_method_handler(_behind(self._door, unary), deserializer, serializer)
         make = (
@@ -112,16 +113,20 @@ def _behind(door: Door, unary: Callable[[Any, Context], Awaitable[Any]]) -> Call
     async def call(_: Any, context: Context) -> Any:
         if door.turns_away(context):
             return None
-        request = await context.read()
-        if request is aio.EOF:
-            request = Malformed(InvalidArgument("the call came without a request", reason="MALFORMED_MESSAGE"))
+        in_vain = False
         try:
-            answer = await unary(request, context)
+            request = await context.read()
+            if request is aio.EOF:
+                request = Malformed(InvalidArgument("the call came without a request", reason="MALFORMED_MESSAGE"))
+            return await unary(request, context)
         except aio.AbortError:
-            door.ended(refused=context.code() in REFUSALS)
+            in_vain = context.code() in REFUSALS
             raise
-        door.ended(refused=False)
-        return answer
+        except asyncio.CancelledError:
+            in_vain = context.time_remaining() == 0.0
+            raise
+        finally:
+            door.ended(in_vain=in_vain)
 
     return call
 

@@ -103,6 +103,7 @@ class _Calls:
         self._requests = itertools.cycle(plan.requests)
         self._outcomes: list[Outcome] = []
         self.begin_s = 0.0
+        self._collects = False
 
     def __enter__(self) -> _Calls:
         try:
@@ -112,12 +113,14 @@ class _Calls:
             raise TimeoutError(f"nobody answers at {self._plan.address}") from None
         # A collection stops the client for a fifth of a second, and what it sends then comes all at once.
         gc.collect()
+        self._collects = gc.isenabled()
         gc.disable()
         self.begin_s = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
-        gc.enable()
+        if self._collects:
+            gc.enable()
         self._channel.close()
 
     def send(self, due_s: float, then: Callable[[], None], deadline_s: float = math.inf) -> None:

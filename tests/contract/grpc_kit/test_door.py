@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
-from typing import Any
+from typing import Any, cast
 
 import grpc
+import pytest
 
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from shared.errors import ResourceExhausted
-from shared.grpc_server.door import ALL_FROM_S, BUSY_FROM_S, FULLY_BUSY_S, PATIENCE, SOME_FROM_S, Door
+from shared.grpc_server.door import ALL_FROM_S, BUSY_FROM_S, FULLY_BUSY_S, SOME_FROM_S, Door
 from tests.support.grpc_kit import GET_DATASET, Kit, echo, told, with_kit
 from tests.support.inference_server import until
 
-IMPATIENT_S = ALL_FROM_S * PATIENCE / 2
+IMPATIENT_S, PATIENT_S = 0.9, 30.0
 
 
 class Watched(Door):
@@ -66,26 +68,51 @@ def test_a_call_that_cannot_wait_is_turned_away_without_being_read() -> None:
 
 def test_who_can_wait_is_let_in_however_many_come() -> None:
     async def scenario(kit: Kit) -> None:
-        assert (await kit.get("patient", timeout=ALL_FROM_S * PATIENCE * 2)).name == "patient"
+        assert (await kit.get("patient", timeout=PATIENT_S)).name == "patient"
         assert (await kit.get("without a deadline")).name == "without a deadline"
 
     with_kit(scenario, door=Watched(ALL_FROM_S))
 
 
-def test_the_longer_calls_wait_the_more_are_turned_away() -> None:
-    turned = []
-    for share in (0.2, 0.8):
-        door = Watched(SOME_FROM_S + share * (ALL_FROM_S - SOME_FROM_S))
+class Call:
+    """A call as the door sees it, with so much time left."""
 
-        async def scenario(kit: Kit) -> None:
-            calls = [kit.get(timeout=SOME_FROM_S * PATIENCE) for _ in range(200)]
-            await asyncio.gather(*calls, return_exceptions=True)
+    def __init__(self, remaining_s: float) -> None:
+        self._remaining_s = remaining_s
 
-        with_kit(scenario, door=door)
-        turned.append(door.turned)
-    # Five standard deviations of a binomial distribution are 28.
-    assert 40 - 28 < turned[0] < 40 + 28
-    assert 160 - 28 < turned[1] < 160 + 28
+    def time_remaining(self) -> float:
+        return self._remaining_s
+
+    def set_code(self, _: Any) -> None: ...
+
+    def set_details(self, _: Any) -> None: ...
+
+    def set_trailing_metadata(self, _: Any) -> None: ...
+
+
+def turned_of_1000(share: float, remaining_s: float = IMPATIENT_S) -> int:
+    """Where calls wait for such a share of the way between the thresholds, and all that are let in are served."""
+    door = Watched(SOME_FROM_S + share * (ALL_FROM_S - SOME_FROM_S))
+
+    async def scenario() -> None:
+        for _ in range(1000):
+            if not door.turns_away(cast(Any, Call(remaining_s))):
+                door.ended(in_vain=False)
+
+    asyncio.run(scenario())
+    return door.turned
+
+
+def test_the_longer_calls_wait_the_more_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "random", random.Random(1).random)
+    assert turned_of_1000(0.0) == 0
+    assert 150 < turned_of_1000(0.2) < 250
+    assert turned_of_1000(1.0) == 1000
+
+
+def test_a_call_without_any_time_left_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "random", lambda: 1.0)
+    assert turned_of_1000(0.2, remaining_s=0.0) == 1000
 
 
 def test_what_would_be_refused_after_it_was_read_is_turned_away_where_there_is_no_time_to_spare() -> None:
@@ -111,11 +138,34 @@ def test_it_knows_how_long_calls_wait_and_when_they_no_longer_do() -> None:
         return resources_pb2.Dataset(name=request.name)
 
     async def scenario(kit: Kit) -> None:
-        flood = [asyncio.ensure_future(kit.get(timeout=60.0)) for _ in range(300)]
-        await until(lambda: door.wait_s() > ALL_FROM_S, "calls to wait")
+        enough = asyncio.Event()
+
+        async def ask_on() -> None:
+            while not enough.is_set():
+                await kit.get(timeout=60.0)
+
+        flood = [asyncio.ensure_future(ask_on()) for _ in range(60)]
+        await until(lambda: door.wait_s() > SOME_FROM_S, "calls to wait")
+        enough.set()
         await asyncio.gather(*flood)
         await until(lambda: door.wait_s() < SOME_FROM_S, "calls to wait no longer")
-        await asyncio.gather(*(kit.get(timeout=IMPATIENT_S) for _ in range(3)))
+
+    with_kit(scenario, work, door=door)
+    assert door.turned == 0
+
+
+def test_one_call_that_keeps_all_others_waiting_turns_none_away() -> None:
+    door = Watched()
+
+    async def work(request: Any, _: Any) -> resources_pb2.Dataset:
+        if request.name == "long":
+            time.sleep(ALL_FROM_S * 2)  # noqa: ASYNC251 - a loop that is busy is what this is about
+        return resources_pb2.Dataset(name=request.name)
+
+    async def scenario(kit: Kit) -> None:
+        for _ in range(3):
+            calls = [kit.get("long", timeout=PATIENT_S), *(kit.get(timeout=IMPATIENT_S) for _ in range(10))]
+            await asyncio.gather(*calls)
 
     with_kit(scenario, work, door=door)
     assert door.turned == 0

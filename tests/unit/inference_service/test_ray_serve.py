@@ -39,7 +39,7 @@ class Answer:
     def __init__(self, value: Any) -> None:
         self._value = value
 
-    async def results_async(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
+    def results(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
         assert timeout_s > 0
         assert return_exceptions
         return [self._value]

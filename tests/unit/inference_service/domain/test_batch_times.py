@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
 
 from inference_service.domain.batch_times import BatchTimes, bucket, buckets
@@ -64,6 +67,15 @@ def test_what_slows_all_sizes_is_unlearned_by_those_that_run() -> None:
     for _ in range(40):
         times.learn(8, 0.011, 0.010)
     assert times.expected_s(32) < 0.035
+
+
+def test_noise_does_not_make_estimates_drift_however_long_it_lasts() -> None:
+    times = BatchTimes({1: 0.005, 8: 0.010, 32: 0.020})
+    noise = random.Random(1)
+    for _ in range(50_000):
+        times.learn(8, 0.010 * math.exp(noise.gauss(0.0, 0.3)))
+    for rows, took_s in ((1, 0.005), (8, 0.010), (32, 0.020)):
+        assert took_s * 0.5 < times.expected_s(rows) < took_s * 2
 
 
 def test_the_way_is_the_same_for_all_sizes() -> None:
