@@ -107,15 +107,14 @@ def test_the_warm_up_is_sent_and_not_counted() -> None:
 
 
 def test_an_open_loop_sends_at_its_own_times_whatever_comes_back() -> None:
-    released = threading.Event()
+    wanted = arrivals(100.0, 0.3, seed=5)
+    all_came = threading.Barrier(len(wanted))
 
     def hold(_: int, __: grpc.ServicerContext) -> pb.ModelInferResponse:
-        released.wait(timeout=10.0)
+        all_came.wait(timeout=10.0)
         return pb.ModelInferResponse()
 
     server = Server(hold)
-    wanted = arrivals(100.0, 0.3, seed=5)
-    threading.Timer(0.6, released.set).start()
     with serving(server.register) as address:
         measured = open_loop(plan(address, deadline_s=10.0), rate=100.0, seed=5)
     assert len(measured.outcomes) == len(wanted)

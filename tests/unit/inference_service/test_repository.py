@@ -163,7 +163,8 @@ def test_loading_returns_once_the_deployment_answers() -> None:
         server.models.put(LOADING)
         call = asyncio.ensure_future(load(server, "coming"))
         assert not await is_done_after_a_call(server, call)
-        loaded = replace(deployment("coming"), uid=LOADING.uid)
+        # Newer than what the call reads, which may be done after this.
+        loaded = replace(deployment("coming"), uid=LOADING.uid, update_time=LOADING.update_time + 1)
         server.models.put(loaded)
         assert not await is_done_after_a_call(server, call)  # READY, and its replicas are not there yet
         attach(server.models, loaded, server.model)
