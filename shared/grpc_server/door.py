@@ -56,13 +56,14 @@ class Door:
         # Calls that have ended, in whatever way, and those among them that were not refused.
         self._ended, self._served = Decaying(REMEMBERED_S), Decaying(REMEMBERED_S)
         self._untold = 0
-        error = ResourceExhausted(
-            "more calls come than this process can read; try again later",
-            reason="OVERLOADED",
-            retry_after_s=RETRY_AFTER_S,
+        # What a call is told, made once: it is refused so that hardly any work is done for it.
+        self.details, self.status = details_and_status(
+            ResourceExhausted(
+                "more calls come than this process can read; try again later",
+                reason="OVERLOADED",
+                retry_after_s=RETRY_AFTER_S,
+            )
         )
-        self._details, status = details_and_status(error)
-        self._trailers = (("grpc-status-details-bin", status),)
 
     def wait_s(self) -> float:
         """How long calls wait before this process takes them, as far as it is known now: the less of what the last two
@@ -72,22 +73,16 @@ class Door:
         # One that is still under way has found that much at least.
         return min(self._found_s[-1], asyncio.get_running_loop().time() - self._knocked_s)
 
-    def turns_away(self, context: Context) -> bool:
-        """Whether this call was refused; if so, nothing more is to be done with it."""
+    def turns_away(self, remaining_s: float | None) -> bool:
+        """Whether a call that comes now, with so much time left or None for no deadline, is to be refused unread."""
         self._came.set()
         wait_s = self.wait_s()
-        if wait_s <= BUSY_FROM_S:
-            return False
-        remaining_s = context.time_remaining()
-        if remaining_s is None or remaining_s > max(PATIENCE * wait_s, PATIENT_S):
+        if wait_s <= BUSY_FROM_S or remaining_s is None or remaining_s > max(PATIENCE * wait_s, PATIENT_S):
             return False
         now_s = asyncio.get_running_loop().time()
         # Where no time is left at all, its client hears nothing of what is said here.
         if remaining_s > 0 and random.random() >= self._share(wait_s, now_s):
             return False
-        context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
-        context.set_details(self._details)
-        context.set_trailing_metadata(self._trailers)
         self._ended.add(now_s)
         self._untold += 1
         self._turned_away()
@@ -111,21 +106,28 @@ class Door:
         return _Opening(self._opened)
 
     async def watch(self, address: str) -> None:
-        """Knocks at its own server, while calls come, until cancelled."""
+        """Knocks at its own server, while calls come, until cancelled. Where that is impossible, all calls come in."""
+        try:
+            async with aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+                await self._knock_on(channel.unary_unary(METHOD))
+        except Exception:
+            logger.exception("this process no longer knows how long calls wait, and turns none away")
+        finally:
+            self._found_s = (0.0, 0.0)
+
+    async def _knock_on(self, knock: Any) -> None:
         loop = asyncio.get_running_loop()
-        async with aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-            knock: Any = channel.unary_unary(METHOD)
-            told_s = loop.time()
-            while True:
-                if not self._came.is_set():
-                    self._found_s = (0.0, 0.0)
-                await self._came.wait()
-                self._came.clear()
-                await self._knock(knock)
-                if self._untold and loop.time() - told_s > TELL_EVERY_S:
-                    logger.warning("%d calls were turned away: more come than can be read", self._untold)
-                    self._untold, told_s = 0, loop.time()
-                await asyncio.sleep(OFTEN_S if self._found_s[-1] > SOME_FROM_S / 2 else SELDOM_S)
+        told_s = loop.time()
+        while True:
+            if not self._came.is_set():
+                self._found_s = (0.0, 0.0)
+            await self._came.wait()
+            self._came.clear()
+            await self._knock(knock)
+            if self._untold and loop.time() - told_s > TELL_EVERY_S:
+                logger.warning("%d calls were turned away: more come than can be read", self._untold)
+                self._untold, told_s = 0, loop.time()
+            await asyncio.sleep(OFTEN_S if self._found_s[-1] > SOME_FROM_S / 2 else SELDOM_S)
 
     async def _knock(self, knock: Any) -> None:
         loop = asyncio.get_running_loop()

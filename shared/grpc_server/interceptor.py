@@ -1,5 +1,5 @@
-"""The one interceptor: identity, span, deadline, malformed bytes, errors and the access log of every call that a door
-does not turn away."""
+"""The one interceptor: identity, span, deadline, malformed bytes, errors and the access log of every call; one that
+a door turns away has its identity alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shared.unexpected import hidden
 
 logger = logging.getLogger(__name__)
 
-REQUEST_ID = "x-request-id"
+REQUEST_ID, STATUS = "x-request-id", "grpc-status-details-bin"
 DEFAULT_DEADLINE_S = 60.0
 # A client that does not take a message of its stream for so long has gone, or might as well have.
 SEND_WITHIN_S = 300.0
@@ -111,7 +111,11 @@ class CallInterceptor:
 
 def _behind(door: Door, unary: Callable[[Any, Context], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
     async def call(_: Any, context: Context) -> Any:
-        if door.turns_away(context):
+        if door.turns_away(context.time_remaining()):
+            context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
+            context.set_details(door.details)
+            request_id = _request_id(dict(context.invocation_metadata() or ()).get(REQUEST_ID))
+            context.set_trailing_metadata(((REQUEST_ID, request_id), (STATUS, door.status)))
             return None
         in_vain = False
         try:
@@ -178,7 +182,7 @@ async def _call(context: Context, method: str) -> AsyncIterator[None]:
                 span.end(outcome, error.message if error is not None else "")
         if error is not None:
             message, status = details_and_status(error)
-            trailers = ((REQUEST_ID, request_id), ("grpc-status-details-bin", status))
+            trailers = ((REQUEST_ID, request_id), (STATUS, status))
             await context.abort(status_code(error), message, trailers)
 
 

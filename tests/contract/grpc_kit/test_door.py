@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
@@ -53,9 +53,10 @@ def test_a_call_that_cannot_wait_is_turned_away_without_being_read() -> None:
         return resources_pb2.Dataset()
 
     async def scenario(kit: Kit) -> None:
-        answer = await told(kit.get(timeout=IMPATIENT_S))
+        answer = await told(kit.get(timeout=IMPATIENT_S, metadata=[("x-request-id", "mine")]))
         assert answer.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert answer.info.reason == "OVERLOADED"
+        assert answer.trailers["x-request-id"] == "mine"
         assert answer.retry_after_s
         # Not even what could not be parsed is looked at.
         unreadable = kit.raw.unary_unary(GET_DATASET)(b"\xff\xff", timeout=IMPATIENT_S)
@@ -74,29 +75,13 @@ def test_who_can_wait_is_let_in_however_many_come() -> None:
     with_kit(scenario, door=Watched(ALL_FROM_S))
 
 
-class Call:
-    """A call as the door sees it, with so much time left."""
-
-    def __init__(self, remaining_s: float) -> None:
-        self._remaining_s = remaining_s
-
-    def time_remaining(self) -> float:
-        return self._remaining_s
-
-    def set_code(self, _: Any) -> None: ...
-
-    def set_details(self, _: Any) -> None: ...
-
-    def set_trailing_metadata(self, _: Any) -> None: ...
-
-
 def turned_of_1000(share: float, remaining_s: float = IMPATIENT_S) -> int:
     """Where calls wait for such a share of the way between the thresholds, and all that are let in are served."""
     door = Watched(SOME_FROM_S + share * (ALL_FROM_S - SOME_FROM_S))
 
     async def scenario() -> None:
         for _ in range(1000):
-            if not door.turns_away(cast(Any, Call(remaining_s))):
+            if not door.turns_away(remaining_s):
                 door.ended(in_vain=False)
 
     asyncio.run(scenario())
@@ -169,6 +154,22 @@ def test_one_call_that_keeps_all_others_waiting_turns_none_away() -> None:
 
     with_kit(scenario, work, door=door)
     assert door.turned == 0
+
+
+def test_a_door_that_can_no_longer_knock_lets_all_in(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Door):
+        async def _knock(self, knock: Any) -> None:
+            raise RuntimeError("no thread to knock with")
+
+    async def scenario() -> None:
+        door = Broken([GET_DATASET], lambda: None)
+        door._found_s = (ALL_FROM_S, ALL_FROM_S)
+        assert door.turns_away(IMPATIENT_S)
+        await asyncio.wait_for(door.watch("127.0.0.1:1"), 10)
+        assert not door.turns_away(IMPATIENT_S)
+
+    asyncio.run(scenario())
+    assert "turns none away" in caplog.text
 
 
 def test_behind_a_door_a_call_is_what_it_is_elsewhere() -> None:

@@ -13,9 +13,7 @@ from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.statistics import Statistics
-from shared.errors import (
-    MillraceError,
-)
+from shared.errors import MillraceError
 
 # Rows that the model refuses begin here.
 BAD = 1000
@@ -60,9 +58,12 @@ def rows(*values: int, form: str = "raw") -> Rows:
     return Rows(form, {"x": np.array(values)})
 
 
-def batcher(model: Model, **limits: Any) -> Batcher:
+def batcher(
+    model: Model, times: BatchTimes | None = None, statistics: Statistics | None = None, **limits: Any
+) -> Batcher:
+    """One that knows nothing yet and counts for itself, unless the test says otherwise."""
     defaults: dict[str, Any] = {"max_rows": 4, "max_delay_s": 0.0, "max_queued_rows": 100, "max_in_flight": 1}
-    return Batcher(model, Limits(**{**defaults, **limits}), BatchTimes(), Statistics())
+    return Batcher(model, Limits(**{**defaults, **limits}), times or BatchTimes(), statistics or Statistics())
 
 
 def on_a_loop(scenario: Callable[[], Awaitable[None]]) -> None:

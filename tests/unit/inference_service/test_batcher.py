@@ -7,17 +7,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from inference_service.batcher import Batcher
 from inference_service.domain.batch_times import BatchTimes
-from inference_service.domain.batching import Limits
 from inference_service.domain.rows import Outputs, Rows
-from inference_service.domain.statistics import Statistics
 from inference_service.domain.tensors import Array
-from shared.errors import (
-    DataLoss,
-    Internal,
-    InvalidArgument,
-)
+from shared.errors import DataLoss, Internal, InvalidArgument
 from tests.unit.inference_service.batched import BAD, Doubler, PiecesInTurn, batcher, on_a_loop, rows, settle, submit
 
 
@@ -40,8 +33,7 @@ def test_each_request_gets_its_own_rows_back() -> None:
 def test_rows_gather_for_as_long_as_the_replica_is_busy_anyway() -> None:
     async def scenario() -> None:
         model = Doubler()
-        limits = Limits(max_rows=4, max_delay_s=0.0, max_queued_rows=100, max_in_flight=2)
-        one = Batcher(model, limits, BatchTimes({1: 100.0}), Statistics())
+        one = batcher(model, BatchTimes({1: 100.0}), max_in_flight=2)
         tasks = [submit(one, rows(1))]
         await settle()
         tasks.append(submit(one, rows(2)))
@@ -59,8 +51,7 @@ def test_rows_gather_for_as_long_as_the_replica_is_busy_anyway() -> None:
 def test_rows_that_gather_go_when_the_replica_is_free_earlier_than_expected() -> None:
     async def scenario() -> None:
         model = Doubler()
-        limits = Limits(max_rows=4, max_delay_s=0.0, max_queued_rows=100, max_in_flight=2)
-        one = Batcher(model, limits, BatchTimes({1: 100.0}), Statistics())
+        one = batcher(model, BatchTimes({1: 100.0}), max_in_flight=2)
         tasks = [submit(one, rows(1))]
         await settle()
         tasks.append(submit(one, rows(2)))
@@ -94,8 +85,7 @@ def test_a_request_alone_reaches_the_model_without_a_copy() -> None:
                 return Outputs([given.values["x"]])
 
         sent = rows(1, 2)
-        limits = Limits(max_rows=4, max_delay_s=0, max_queued_rows=9, max_in_flight=1)
-        await Batcher(Watcher(), limits, BatchTimes(), Statistics()).submit(sent, None)
+        await batcher(Watcher(), max_queued_rows=9).submit(sent, None)
         assert np.shares_memory(seen[0], sent.values["x"])
 
     on_a_loop(scenario)
@@ -154,8 +144,7 @@ def test_a_batch_that_was_sent_again_tells_nothing_of_how_long_others_take() -> 
                 return Outputs([given.values["x"]], sent_again=True)
 
         times = BatchTimes({1: 0.001})
-        limits = Limits(max_rows=4, max_delay_s=0, max_queued_rows=9, max_in_flight=1)
-        await Batcher(Again(), limits, times, Statistics()).submit(rows(1), None)
+        await batcher(Again(), times, max_queued_rows=9).submit(rows(1), None)
         assert times.bound_s(1) == 0.001
 
     on_a_loop(scenario)
@@ -183,12 +172,11 @@ def test_an_error_of_ours_at_one_row_is_that_of_its_request_alone() -> None:
             return Outputs([values], failed={int(np.flatnonzero(values == BAD)[0]): Internal("internal error")})
 
     async def scenario() -> None:
-        limits = Limits(max_rows=8, max_delay_s=0.01, max_queued_rows=100, max_in_flight=2)
-        batcher = Batcher(FailsAtOne(), limits, BatchTimes(), Statistics())
-        batcher._last_rows = 8  # so that they wait for each other
+        one = batcher(FailsAtOne(), max_rows=8, max_delay_s=0.01, max_in_flight=2)
+        one._last_rows = 8  # so that they wait for each other
         answers = await asyncio.gather(
-            *(batcher.submit(rows(*given), None) for given in ((1, 2), (3, BAD), (4,))), return_exceptions=True
+            *(one.submit(rows(*given), None) for given in ((1, 2), (3, BAD), (4,))), return_exceptions=True
         )
-        assert [isinstance(one, Internal) for one in answers] == [False, True, False]
+        assert [isinstance(answer, Internal) for answer in answers] == [False, True, False]
 
     asyncio.run(scenario())

@@ -6,13 +6,8 @@ import asyncio
 
 import pytest
 
-from inference_service.batcher import Batcher
-from inference_service.domain.batch_times import BatchTimes
-from inference_service.domain.batching import Limits
 from inference_service.domain.statistics import Statistics
-from shared.errors import (
-    Unavailable,
-)
+from shared.errors import Unavailable
 from tests.unit.inference_service.batched import Doubler, batcher, on_a_loop, rows, settle, submit
 
 
@@ -58,8 +53,7 @@ def test_draining_takes_as_long_as_the_queue_needs_while_answers_come() -> None:
 def test_rows_apart_share_no_batch_and_no_count_with_the_others_and_end_with_them() -> None:
     async def scenario() -> None:
         model, statistics = Doubler(), Statistics()
-        limits = Limits(max_rows=4, max_delay_s=0.0, max_queued_rows=100, max_in_flight=1)
-        one = Batcher(model, limits, BatchTimes(), statistics)
+        one = batcher(model, statistics=statistics)
         at_work = [submit(one, rows(1)), submit(one.apart(), rows(2))]
         await settle()
         waiting = [submit(one, rows(3)), submit(one.apart(), rows(4)), submit(one, rows(5))]

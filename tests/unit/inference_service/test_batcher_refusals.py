@@ -6,14 +6,8 @@ import asyncio
 
 import pytest
 
-from inference_service.batcher import Batcher
 from inference_service.domain.batch_times import BatchTimes
-from inference_service.domain.batching import Limits
-from inference_service.domain.statistics import Statistics
-from shared.errors import (
-    DeadlineExceeded,
-    ResourceExhausted,
-)
+from shared.errors import DeadlineExceeded, ResourceExhausted
 from tests.unit.inference_service.batched import Doubler, PiecesInTurn, batcher, on_a_loop, rows, settle, submit
 
 
@@ -122,9 +116,7 @@ def test_rows_refused_for_want_of_replicas_are_told_and_those_that_none_could_an
     async def scenario() -> None:
         model = Doubler()
         times = BatchTimes({1: 0.5, 2: 0.5, 4: 0.5})
-        one = Batcher(
-            model, Limits(max_rows=4, max_delay_s=0.0, max_queued_rows=4, max_in_flight=1), times, Statistics()
-        )
+        one = batcher(model, times, max_queued_rows=4)
         tasks = [submit(one, rows(1)), submit(one, rows(1, 2, 3))]
         await settle()
         with pytest.raises(ResourceExhausted):
@@ -145,9 +137,8 @@ def test_rows_refused_for_want_of_replicas_are_told_and_those_that_none_could_an
 def test_a_late_request_is_told_truly_whether_the_model_saw_some_of_it() -> None:
     async def scenario() -> None:
         model = PiecesInTurn()
-        limits = Limits(max_rows=2, max_delay_s=0.0, max_queued_rows=100, max_in_flight=1)
-        batcher = Batcher(model, limits, BatchTimes({2: 0.1}), Statistics())
-        large = asyncio.create_task(batcher.submit(rows(1, 2, 3, 4), 0.25))
+        one = batcher(model, BatchTimes({2: 0.1}), max_rows=2)
+        large = submit(one, rows(1, 2, 3, 4), 0.25)
         await asyncio.sleep(0.3)  # three times what was expected
         model.done[0].set()
         with pytest.raises(DeadlineExceeded, match="it saw a part of the request's rows"):
@@ -161,14 +152,13 @@ def test_a_late_request_is_told_truly_whether_the_model_saw_some_of_it() -> None
 def test_a_request_whose_batches_take_longer_than_it_has_is_refused_before_the_model_sees_any() -> None:
     async def scenario() -> None:
         model = PiecesInTurn()
-        limits = Limits(max_rows=32, max_delay_s=0.0, max_queued_rows=4096, max_in_flight=2)
-        batcher = Batcher(model, limits, BatchTimes({32: 0.017}), Statistics())
+        one = batcher(model, BatchTimes({32: 0.017}), max_rows=32, max_queued_rows=4096, max_in_flight=2)
         for _ in range(2):  # idle, and busy
             seen = len(model.done)
             with pytest.raises(DeadlineExceeded, match="it never saw the request"):
-                await batcher.submit(rows(*range(4000)), 0.2)
+                await one.submit(rows(*range(4000)), 0.2)
             assert len(model.done) == seen
-            small = asyncio.create_task(batcher.submit(rows(1), None))
+            small = submit(one, rows(1))
             await asyncio.sleep(0)
         model.done[0].set()
         await asyncio.sleep(0.01)
