@@ -38,6 +38,8 @@ from tests.support.service_process import ServiceProcess, running_service, store
 MIN_ROWS = 200_000
 # Of the tutorial's way, whose rate is taken for any number of rows: enough of them that its start counts little.
 ROW_MAP_ROWS = 200_000
+# Ray ends idle workers as others begin: each contender would pay for the end of those of the one before it.
+WORKERS_STAY = {"RAY_num_workers_soft_limit": "32"}
 GROWTH = 10
 PARTS = ("ingest", "transform", "read", "memory")
 
@@ -105,7 +107,7 @@ def _place(store: str) -> Iterator[tuple[StoreSettings, RayHead, Path]]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-data-")))
         settings = _store(stack, store, folder)
-        yield settings, stack.enter_context(ray_head(num_cpus=os.cpu_count() or 1)), folder
+        yield settings, stack.enter_context(ray_head(num_cpus=os.cpu_count() or 1, environ=WORKERS_STAY)), folder
 
 
 def _store(stack: ExitStack, kind: str, folder: Path) -> StoreSettings:

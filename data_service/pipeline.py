@@ -16,10 +16,8 @@ def run(context: AttemptContext) -> dict[str, Any]:
         from data_service.transforming.job import run_transform
         from data_service.transforming.warm_workers import WAITING
 
-        try:
-            return run_transform(context)
-        finally:
-            WAITING.replace()
+        context.afterwards(WAITING.replace)
+        return run_transform(context)
     if "predict" in context.job.spec:
         from data_service.predicting.job import run_predict
 

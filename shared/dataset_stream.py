@@ -18,7 +18,9 @@ import pyarrow as pa
 import ray.data
 from ray import ObjectRef, ObjectRefGenerator
 from ray.data import DataContext, Dataset
+from ray.data._internal.execution import streaming_executor_state
 from ray.data._internal.execution.execution_callback import ExecutionCallback
+from ray.data._internal.execution.interfaces import ExecutionResources
 from ray.data._internal.execution.streaming_executor import StreamingExecutor
 from ray.data._internal.stats import Timer
 
@@ -28,6 +30,10 @@ logger = logging.getLogger(__name__)
 TABLES_AHEAD = 16
 # Ray's own second is long where all the work takes two.
 SHARE_ASKED_EVERY_S = 0.1
+# One is at work, and the next has been submitted: else its CPU would idle until Ray Data has seen the first one's end.
+TASKS_A_CPU = 2
+# How long it waits for all tasks before it looks at those that have ended; a tenth of a second, if it were not told.
+TASKS_LOOKED_AT_EVERY_S = 0.02
 
 # A worker that is ended is gone in a moment; a node that cannot be reached takes longer, until Ray declares it dead.
 TASKS_END_WITHIN_S = 120.0
@@ -44,7 +50,20 @@ class _Remember(ExecutionCallback):
     def before_execution_starts(self, executor: StreamingExecutor) -> None:
         _streams.get().begin(executor)
         # It learns of its share of the cluster by asking twice, and works with one task until then.
-        executor._resource_manager.GLOBAL_LIMITS_UPDATE_INTERVAL_S = SHARE_ASKED_EVERY_S  # type: ignore[assignment]
+        manager = executor._resource_manager
+        manager.GLOBAL_LIMITS_UPDATE_INTERVAL_S = SHARE_ASKED_EVERY_S  # type: ignore[assignment]
+        manager._get_total_resources = _with_tasks_ahead(manager._get_total_resources)
+        streaming_executor_state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S = TASKS_LOOKED_AT_EVERY_S
+
+
+def _with_tasks_ahead(share: Callable[[], ExecutionResources]) -> Callable[[], ExecutionResources]:
+    """What Ray Data takes for its share of the cluster; how many tasks run at once is up to Ray, which has the CPUs."""
+
+    def counted() -> ExecutionResources:
+        resources = share()
+        return resources.copy(cpu=TASKS_A_CPU * resources.cpu)
+
+    return counted
 
 
 class _Closed(Exception):

@@ -40,6 +40,7 @@ RECORD_BYTES = 16
 # Of a task that is lost, so many parts are done again.
 MOST_PARTS_A_TASK = 8
 TASKS_A_CPU = 4
+SINGLE_A_CPU = 2
 
 # Parts with what their work returned.
 Results = Generator[tuple[Part, Any], None, None]
@@ -122,10 +123,14 @@ def _cpus() -> int:
 
 
 def grouped(parts: Sequence[Part], cpus: int) -> list[list[Part]]:
-    """Neighbours that one task works on, one after the other: between two tasks a worker of Ray idles for a fifth of a
-    second. Whoever has few parts for each CPU gets smaller groups, so that none idles at the end."""
-    size = max(1, min(MOST_PARTS_A_TASK, len(parts) // (TASKS_A_CPU * max(cpus, 1))))
-    return [list(parts[first : first + size]) for first in range(0, len(parts), size)]
+    """Neighbours that one task works on, one after the other: between two tasks a worker of Ray has some to do for Ray.
+    Groups are smaller where there are few parts for each CPU, and the last ones have one part, so that no CPU idles
+    for long at the end."""
+    cpus = max(cpus, 1)
+    size = max(1, min(MOST_PARTS_A_TASK, len(parts) // (TASKS_A_CPU * cpus)))
+    together = max(0, len(parts) - SINGLE_A_CPU * cpus) // size * size
+    groups = [list(parts[first : first + size]) for first in range(0, together, size)]
+    return [*groups, *([part] for part in parts[together:])]
 
 
 def _dataset(task: PartsTask, groups: Sequence[Sequence[Part]], pool: Pool | None) -> Dataset:

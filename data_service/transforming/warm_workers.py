@@ -42,7 +42,7 @@ class Waiting:
             meet.remote()
 
     def replace(self) -> None:
-        """To be called when the tasks are done. A finished job must not fail of what is for the next."""
+        """To be called when the job is done. It must not fail of what is for the next."""
         if not self._taken or not warm_workers.wanted():
             return
         try:

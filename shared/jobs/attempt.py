@@ -46,6 +46,7 @@ class AttemptContext:
         self._jobs = jobs
         self._newest = job
         self._ended = threading.Event()
+        self._afterwards: list[Callable[[], None]] = []
 
     def report(self, **progress: Any) -> None:
         """Replaces the progress that clients see. An outage of the store costs the report, never the attempt."""
@@ -77,6 +78,15 @@ class AttemptContext:
     def is_suspending(self) -> bool:
         """Whether a client wishes a pause, by what was read within the last second."""
         return self._newest.state is JobState.SUSPENDING
+
+    def afterwards(self, do: Callable[[], None]) -> None:
+        """Has something done once the log says how the attempt ended: nobody who waits for that shall wait for it."""
+        self._afterwards.append(do)
+
+    def end(self) -> None:
+        """For whoever runs the attempt."""
+        for do in self._afterwards:
+            do()
 
     @contextmanager
     def watching_wishes(self) -> Iterator[None]:
@@ -126,6 +136,7 @@ def run_attempt(entry: Entry, store: ObjectStore, kind: str, folder: str, attemp
         except Exception as unexpected:
             told = hidden(unexpected, logger, "attempt lost")
             _conclude(jobs, folder, attempt, lambda newest: _lose(newest, told))
+        context.end()
 
 
 def _lose(newest: JobRecord, cause: MillraceError) -> JobRecord:

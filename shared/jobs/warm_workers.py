@@ -8,6 +8,7 @@ time, and no job.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -36,6 +37,8 @@ def load() -> None:
     for module in _OF_FIRST_ARGUMENT:
         with suppress(ImportError):  # another Ray may want others
             importlib.import_module(module)
+    # Python would look through all of it once more as the process ends, for 0.4 s of a processor that others want.
+    gc.freeze()
 
 
 @dataclass(frozen=True)

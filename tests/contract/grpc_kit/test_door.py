@@ -158,7 +158,7 @@ def test_one_call_that_keeps_all_others_waiting_turns_none_away() -> None:
 
 def test_a_door_that_can_no_longer_knock_lets_all_in(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Door):
-        async def _knock(self, knock: Any) -> None:
+        async def _knock(self, _: Any) -> None:
             raise RuntimeError("no thread to knock with")
 
     async def scenario() -> None:

@@ -18,8 +18,8 @@ WITHIN_S = 60.0
 JOIN = "import ray; ray.init(address={address!r}, log_to_driver=False); "
 START = "from shared.jobs.warm_workers import WarmWorkers; WarmWorkers(({module!r},)).start({counts!r})"
 RUN = """
-import json, os, sys
-def look(): return os.getpid(), {module!r} in sys.modules
+import gc, json, os, sys
+def look(): return os.getpid(), {module!r} in sys.modules, gc.get_freeze_count() > 0
 print(json.dumps(ray.get(ray.remote(look).options(runtime_env={runtime_env!r}).remote())))
 """
 
@@ -30,9 +30,12 @@ def test_a_task_gets_the_process_that_waited_for_it(ray: RayHead) -> None:
     wait_until(lambda: len(_waiting(ray)) == 1, "a process to wait", WITHIN_S)
     (waiting,) = _waiting(ray)
 
-    pid, imported = json.loads(_driver(ray, RUN, runtime_env=WarmWorkers((MODULE,)).runtime_env).splitlines()[-1])
+    pid, imported, frozen = json.loads(
+        _driver(ray, RUN, runtime_env=WarmWorkers((MODULE,)).runtime_env).splitlines()[-1]
+    )
 
     assert (pid, imported) == (waiting, True)
+    assert frozen  # so that it ends at once
 
 
 def _driver(ray: RayHead, program: str, **names: object) -> str:

@@ -46,11 +46,13 @@ class Writer:
 
 def run(when, folder):
     def stop():
-        if when != "one crashes" and any(folder.iterdir()):
+        submitted = sum(op.num_active_tasks() for executor in stream._executors for op in executor._topology)
+        if when != "one crashes" and any(folder.iterdir()) and submitted == tasks:
             raise Cancelled("a client wishes an end")
 
     with ray.data.DataContext.current(quiet_context(block_bytes=16)):
-        given = ray.data.from_items([0, 1], override_num_blocks=2)
+        tasks = 2 * CPUS if when == "others wait" else 2
+        given = ray.data.from_items(list(range(tasks)), override_num_blocks=tasks)
         if when == "in a pool":
             pool = ray.data.ActorPoolStrategy(size=2)
             dataset = given.map(
@@ -58,20 +60,23 @@ def run(when, folder):
             )
         else:
             dataset = given.map(writing(folder, when == "one crashes"), num_cpus=1, max_retries=0)
+    stream = DatasetStream(dataset)
     try:
-        next(DatasetStream(dataset).tables(stop, 0.02))
+        next(stream.tables(stop, 0.02))
     except (Cancelled, RayFailed) as error:
         written = [path.read_text() for path in sorted(folder.iterdir())]
         time.sleep(0.5)
         return type(error).__name__, written, [path.read_text() for path in sorted(folder.iterdir())]
 
 ray.init(address=sys.argv[1], log_to_driver=False)
+CPUS = int(ray.cluster_resources()["CPU"])
 folders = {when: Path(sys.argv[2]) / when for when in sys.argv[3:]}
 for folder in folders.values():
     folder.mkdir()
 print(json.dumps({when: run(when, folder) for when, folder in folders.items()}))
 """
-CASES = {"at work": "Cancelled", "in a pool": "Cancelled", "one crashes": "RayFailed"}
+# Where others wait, Ray has a second task for each CPU.
+CASES = {"at work": "Cancelled", "others wait": "Cancelled", "in a pool": "Cancelled", "one crashes": "RayFailed"}
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ class Executor:
     """Of Ray's, what a stream touches: nothing can be shut down before the execution has started, or twice."""
 
     def __init__(self) -> None:
-        self._resource_manager = SimpleNamespace()
+        self._resource_manager = SimpleNamespace(_get_total_resources=None)
         self._shutdown_lock = threading.RLock()
         self._execution_started = False
         self._shutdown = False

@@ -75,7 +75,7 @@ def test_no_part_is_worked_on_after_one_that_failed(store: ObjectStore) -> None:
 
 @pytest.mark.parametrize(
     ("parts", "cpus", "largest", "groups"),
-    [(1, 2, 1, 1), (7, 2, 1, 7), (20, 2, 2, 10), (96, 2, 8, 12), (96, 64, 1, 96), (1000, 2, 8, 125), (5, 0, 1, 5)],
+    [(1, 2, 1, 1), (7, 2, 1, 7), (20, 2, 2, 12), (96, 2, 8, 19), (96, 64, 1, 96), (1000, 2, 8, 132), (5, 0, 1, 5)],
 )
 def test_tasks_are_few_and_yet_enough_for_every_cpu(parts: int, cpus: int, largest: int, groups: int) -> None:
     given = [replace(PART, number=number) for number in range(parts)]
@@ -83,6 +83,7 @@ def test_tasks_are_few_and_yet_enough_for_every_cpu(parts: int, cpus: int, large
 
     assert [part for group in made for part in group] == given
     assert (max(map(len, made)), len(made)) == (largest, groups)
+    assert {len(group) for group in made[-2 * cpus :]} == {1}
 
 
 @pytest.mark.parametrize(

@@ -343,6 +343,25 @@ def test_a_stale_attempt_reports_nothing(store: ObjectStore, jobs: Jobs) -> None
 
 
 @pytest.mark.usefixtures("jobs")
+@pytest.mark.parametrize("error", [None, Unavailable("gone"), KeyError("odd")])
+def test_what_is_for_afterwards_is_done_when_the_log_says_how_it_ended(
+    store: ObjectStore, error: Exception | None
+) -> None:
+    seen = []
+
+    def entry(context: AttemptContext) -> dict[str, Any]:
+        context.afterwards(lambda: seen.append(context.newest().state))
+        if error is not None:
+            raise error
+        return {}
+
+    job = run(store, entry)
+
+    assert seen == [job.state]
+    assert job.state is not JobState.RUNNING
+
+
+@pytest.mark.usefixtures("jobs")
 def test_no_thread_is_left_behind(store: ObjectStore) -> None:
     before = threading.active_count()
 
