@@ -137,8 +137,7 @@ class ServeApplications:
         """
         handle: DeploymentHandle[Any] = await asyncio.to_thread(serve.get_app_handle, self._prefix + name)
         # By default a handle has a thread with a loop of its own, which opens grpc.aio channels. All loops that do so
-        # are woken by each event of any of them, those of our own server too: half of these took the way through that
-        # thread, and a fifth of the front's time.
+        # are woken by each event of any of them, those of our own server too: it cost a seventh of the front's time.
         if not handle.is_initialized:  # Serve keeps those that it has made
             handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
         async with asyncio.timeout(ANSWER_WITHIN_S):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -44,6 +45,7 @@ class AttemptActor:
         self._unclaimed.cancel()
         try:
             _load(function)()
+            gc.freeze()  # as in `warm_workers.load`
         finally:
             self._unclaimed = self._countdown()
 
