@@ -76,7 +76,7 @@ async def run(settings: InferenceSettings, store: ObjectStore, siblings: Sibling
 
     def register(server: aio.Server) -> Sequence[str]:
         manager = DeploymentManager(store, deployments, operations, cluster)
-        wishes = RollOutManager(store, deployments, operations)
+        wishes = RollOutManager(store, deployments, operations, cluster)
         deployment_service_pb2_grpc.add_DeploymentServiceServicer_to_server(
             DeploymentServicer(manager, wishes, changed, models.replicas), server
         )

@@ -27,9 +27,10 @@ class Cluster:
         kept = {name: one for name, one in self._seen.items() if now_s - one[1] < REMEMBERED_S}
         self._seen = {**kept, **{name: (resources, now_s) for name, resources in nodes.items()}}
 
-    def check_fits(self, spec: Spec) -> None:
-        """Raises `FailedPrecondition` where the replicas could never be placed, as far as anybody knows."""
+    def check_fits(self, spec: Spec, versions: int = 1) -> None:
+        """Raises `FailedPrecondition` where the replicas of so many versions could never be placed at once, as far as
+        anybody knows."""
         if self._most is not None:
-            check_within(spec, self._most)
+            check_within(spec, self._most, versions)
         else:
-            check_fits(spec, [resources for resources, _ in self._seen.values()])
+            check_fits(spec, [resources for resources, _ in self._seen.values()], versions)

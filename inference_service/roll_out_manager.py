@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 
+from inference_service.cluster import Cluster
 from inference_service.domain.deployment import Deployment, State, checked
+from inference_service.domain.fitting import VERSIONS_OF_A_ROLL_OUT
 from inference_service.domain.roll_out import RollOut, RollOutState, RollOutWish
 from inference_service.domain.rolling import begun, check_can_begin, next_number, with_change, with_roll_back
 from inference_service.domain.traffic import TrafficChange
@@ -28,21 +30,25 @@ MARK_KIND = "rollout"
 class RollOutManager:
     """Blocking; safe to call from several threads."""
 
-    def __init__(self, store: ObjectStore, deployments: Deployments, operations: DeploymentOperations) -> None:
+    def __init__(
+        self, store: ObjectStore, deployments: Deployments, operations: DeploymentOperations, cluster: Cluster
+    ) -> None:
         self._store = store
         self._deployments = deployments
         self._operations = operations
+        self._cluster = cluster
 
     def begin(self, wish: RollOutWish) -> Deployment:
         """The deployment with the durable roll-out, LOADING; for a `request_id` seen before, what its first call made.
 
-        Raises `InvalidArgument`, `NotFound`, `FailedPrecondition`, `Conflict` (the etag) and `AlreadyExists` (the
-        `request_id` was used with another body).
+        Raises `InvalidArgument`, `NotFound`, `FailedPrecondition` (the cluster could never hold both versions, say),
+        `Conflict` (the etag) and `AlreadyExists` (the `request_id` was used with another body).
         """
         names.parse("name", wish.name, "deployments/{m}")
         request_id = names.check_request_id("request_id", wish.request_id)
         if wish.validate_only:
             there = _checked(self._deployments.find(wish.name), wish)
+            self._cluster.check_fits(there.spec, VERSIONS_OF_A_ROLL_OUT)
             entry = resolve(self._store, FIELD, wish.plan.checkpoint)
             return _begun(there, wish, request_id, new_uid(), entry)
         with claimed(self._store, SERVICE, request_id, wish.digest, wish.name) as claim:
@@ -65,6 +71,7 @@ class RollOutManager:
         if before is not None and _made_by(before, request_id):
             return before
         there, uid = _checked(before, wish), new_uid()
+        self._cluster.check_fits(there.spec, VERSIONS_OF_A_ROLL_OUT)
 
         def decide(found: Deployment | None) -> Deployment | None:
             if found is not None and _made_by(found, request_id):

@@ -13,9 +13,13 @@ Resources = Mapping[str, float]
 TOLERANCE = 1e-6
 
 
-def check_fits(spec: Spec, nodes: Sequence[Resources]) -> None:
+# While a roll-out is under way, the new one beside the old.
+VERSIONS_OF_A_ROLL_OUT = 2
+
+
+def check_fits(spec: Spec, nodes: Sequence[Resources], versions: int = 1) -> None:
     """Raises `FailedPrecondition` naming the field where no node could hold a replica, or all together not the fewest
-    that a version begins with. Without nodes nothing is known."""
+    with which so many versions begin. Without nodes nothing is known."""
     need = _need(spec)
     if not nodes:
         return
@@ -26,21 +30,18 @@ def check_fits(spec: Spec, nodes: Sequence[Resources]) -> None:
     places = sum(_places(node, need) for node in nodes)
     if places == 0:
         raise _never(_field(spec, "CPU"), f"no node has {_told(need)} together, which a replica takes")
-    if places < spec.num_replicas:
-        field = "spec.autoscaling.min_replicas" if spec.autoscaling else "spec.num_replicas"
-        raise _never(field, f"{spec.num_replicas} replicas take {_told(need)} each, and there is room for {places}")
+    if places < versions * spec.num_replicas:
+        raise _too_many(spec, versions, need, f"there is room for {places}")
 
 
-def check_within(spec: Spec, most: Resources) -> None:
+def check_within(spec: Spec, most: Resources, versions: int = 1) -> None:
     """The same for a cluster that becomes no larger than `most` in all; what it does not name has no bound."""
     for name, amount in _need(spec).items():
         if name in most and amount > most[name] + TOLERANCE:
             why = f"a replica takes {amount:g} {name}, and the cluster never has more than {most[name]:g}"
             raise _never(_field(spec, name), why)
-        if name in most and amount * spec.num_replicas > most[name] + TOLERANCE:
-            field = "spec.autoscaling.min_replicas" if spec.autoscaling else "spec.num_replicas"
-            why = f"{spec.num_replicas} replicas take {amount:g} {name} each, and the cluster never has more than "
-            raise _never(field, f"{why}{most[name]:g}")
+        if name in most and amount * versions * spec.num_replicas > most[name] + TOLERANCE:
+            raise _too_many(spec, versions, {name: amount}, f"the cluster never has more than {most[name]:g}")
 
 
 def _need(spec: Spec) -> dict[str, float]:
@@ -57,6 +58,17 @@ def _field(spec: Spec, resource: str) -> str:
     if resource == "GPU":
         return "spec.gpus_per_replica"
     return "spec.threads_per_replica" if spec.cpus_per_replica is None else "spec.cpus_per_replica"
+
+
+def _too_many(spec: Spec, versions: int, need: Resources, bound: str) -> FailedPrecondition:
+    if versions == 1:
+        field = "spec.autoscaling.min_replicas" if spec.autoscaling else "spec.num_replicas"
+        return _never(field, f"{spec.num_replicas} replicas take {_told(need)} each, and {bound}")
+    # A roll-out's request says nothing of replicas: its deployment does.
+    why = (
+        f"while it rolls out it has {versions} versions of {spec.num_replicas} replicas, which take {_told(need)} each"
+    )
+    return _never("name", f"{why}, and {bound}")
 
 
 def _told(need: Resources) -> str:

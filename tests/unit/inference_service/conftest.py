@@ -56,7 +56,7 @@ def manager(store: ObjectStore, deployments: Deployments, operations: Deployment
 
 @pytest.fixture
 def roll_outs(store: ObjectStore, deployments: Deployments, operations: DeploymentOperations) -> RollOutManager:
-    return RollOutManager(store, deployments, operations)
+    return RollOutManager(store, deployments, operations, Cluster(None))
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ def autoscaling(least: int) -> Autoscaling:
     return Autoscaling(min_replicas=least, max_replicas=60, rows_per_replica=0)
 
 
-def refused(cluster: Cluster, **changes: Any) -> str:
+def refused(cluster: Cluster, versions: int = 1, **changes: Any) -> str:
     with pytest.raises(FailedPrecondition) as error:
-        cluster.check_fits(spec(**changes))
+        cluster.check_fits(spec(**changes), versions)
     assert error.value.specific_reason == "NEVER_FITS"
     ((field, why),) = error.value.fields
     assert "MILLRACE_CLUSTER_MAX" in why
@@ -63,6 +63,13 @@ def test_what_fits_by_its_parts_is_let_in(changes: dict[str, Any]) -> None:
         assert refused(cluster, **changes) == "spec.num_replicas"
         changes = {**changes, "num_replicas": 39}
     cluster.check_fits(spec(**changes))
+
+
+@pytest.mark.parametrize("cluster", [Cluster(None), Cluster({"CPU": 12.0})])
+def test_two_versions_at_once_need_twice_the_room(cluster: Cluster) -> None:
+    cluster.note(NODES)
+    cluster.check_fits(spec(num_replicas=6), versions=2)
+    assert refused(cluster, versions=2, num_replicas=7) == "name"
 
 
 def test_a_cluster_that_nobody_has_seen_refuses_nothing() -> None:

@@ -12,6 +12,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from grpc import aio
 
 from inference_service import deployment_servicer
+from inference_service.cluster import Cluster
 from inference_service.deployment_servicer import DeploymentServicer
 from inference_service.domain.deployment import Deployment
 from inference_service.domain.rolling import with_traffic_back
@@ -47,7 +48,7 @@ def served(
 
     def run(scenario: Scenario) -> None:
         def register(server: aio.Server) -> list[str]:
-            roll_outs = RollOutManager(store, deployments, operations)
+            roll_outs = RollOutManager(store, deployments, operations, Cluster(None))
             servicer = DeploymentServicer(manager, roll_outs, lambda _deployment: None, lambda *_: 2)
             pb_grpc.add_DeploymentServiceServicer_to_server(servicer, server)
             return ["millrace.inference.v1.DeploymentService"]

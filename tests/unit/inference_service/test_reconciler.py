@@ -190,7 +190,7 @@ def test_the_version_of_a_roll_out_begins_with_as_many_replicas_as_the_old_one_h
     async def scenario() -> None:
         reconciler, _, running = reconciling(deployments, made)
         await reconciler.reconcile()
-        after = RollOutManager(store, deployments, operations).begin(wish())
+        after = RollOutManager(store, deployments, operations, Cluster(None)).begin(wish())
         await reconciler.reconcile()
         assert running.deployed == {
             application_name(made, after.versions[1]): Scale(initial=3, cpus=1, autoscaling=bounds)

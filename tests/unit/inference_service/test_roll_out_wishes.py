@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from inference_service.cluster import Cluster
 from inference_service.domain.deployment import Deployment
 from inference_service.operations import DeploymentOperations
 from inference_service.registry import Deployments
@@ -56,6 +57,21 @@ def test_a_repeated_request_gets_its_own_roll_out_even_after_a_later_one(
     assert len(deployments.get(NAME).versions) == 3
     with pytest.raises(AlreadyExists):
         roll_outs.begin(wish(request_id=request_id, digest="another"))
+
+
+@pytest.mark.usefixtures("ready")
+@pytest.mark.parametrize("validate_only", [False, True])
+def test_a_roll_out_whose_two_versions_never_fit_side_by_side_is_refused_and_leaves_nothing(
+    store: ObjectStore, deployments: Deployments, operations: DeploymentOperations, validate_only: bool
+) -> None:
+    before = {info.key for info in store.list()}
+    cluster = Cluster({"CPU": 1.0})
+    with pytest.raises(FailedPrecondition, match="2 versions") as error:
+        RollOutManager(store, deployments, operations, cluster).begin(wish(validate_only=validate_only))
+    assert error.value.specific_reason == "NEVER_FITS"
+    assert [field for field, _ in error.value.fields] == ["name"]
+    assert {info.key for info in store.list()} == before
+    RollOutManager(store, deployments, operations, Cluster({"CPU": 2.0})).begin(wish(validate_only=validate_only))
 
 
 @pytest.mark.usefixtures("ready")

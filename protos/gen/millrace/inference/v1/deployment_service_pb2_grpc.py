@@ -138,8 +138,9 @@ class DeploymentServiceServicer:
         The operation's `metadata` is a RollOutMetadata, its `response` the Deployment with all traffic on the new version.
         Cancelling it rolls back.
         Fails with INVALID_ARGUMENT, NOT_FOUND (the deployment, job or checkpoint), FAILED_PRECONDITION (the deployment is not
-        READY, a roll-out is under way, or the job has no checkpoint), ABORTED (`etag` is not the present one) and
-        ALREADY_EXISTS (`request_id` was used with another body). The operation fails as RollOut.error says.
+        READY, a roll-out is under way, the job has no checkpoint, or, with `reason` NEVER_FITS, Ray's nodes could never hold
+        both versions' replicas at once), ABORTED (`etag` is not the present one) and ALREADY_EXISTS (`request_id` was used
+        with another body). The operation fails as RollOut.error says.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
