@@ -45,7 +45,6 @@ class AttemptActor:
         self._unclaimed.cancel()
         try:
             _load(function)()
-            gc.freeze()  # as in `warm_workers.load`
         finally:
             self._unclaimed = self._countdown()
 
@@ -68,6 +67,7 @@ class AttemptActor:
         except Exception:
             logger.exception("attempt %d of %s ended without saying so", attempt, folder)
         finally:
+            gc.freeze()  # as in `warm_workers.load`: what it has imported need not be looked through as it ends
             # In any case: the job would wait for ever for an actor that stays.
             ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
