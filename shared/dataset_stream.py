@@ -18,7 +18,6 @@ import pyarrow as pa
 import ray.data
 from ray import ObjectRef, ObjectRefGenerator
 from ray.data import DataContext, Dataset
-from ray.data._internal.execution import streaming_executor_state
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.data._internal.execution.interfaces import ExecutionResources
 from ray.data._internal.execution.streaming_executor import StreamingExecutor
@@ -30,10 +29,6 @@ logger = logging.getLogger(__name__)
 TABLES_AHEAD = 16
 # Ray's own second is long where all the work takes two.
 SHARE_ASKED_EVERY_S = 0.1
-# One is at work, and the next has been submitted: else its CPU would idle until Ray Data has seen the first one's end.
-TASKS_A_CPU = 2
-# How long it waits for all tasks before it looks at those that have ended; a tenth of a second, if it were not told.
-TASKS_LOOKED_AT_EVERY_S = 0.02
 
 # A worker that is ended is gone in a moment; a node that cannot be reached takes longer, until Ray declares it dead.
 TASKS_END_WITHIN_S = 120.0
@@ -52,18 +47,7 @@ class _Remember(ExecutionCallback):
         # It learns of its share of the cluster by asking twice, and works with one task until then.
         manager = executor._resource_manager
         manager.GLOBAL_LIMITS_UPDATE_INTERVAL_S = SHARE_ASKED_EVERY_S  # type: ignore[assignment]
-        manager._get_total_resources = _with_tasks_ahead(manager._get_total_resources)
-        streaming_executor_state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S = TASKS_LOOKED_AT_EVERY_S
-
-
-def _with_tasks_ahead(share: Callable[[], ExecutionResources]) -> Callable[[], ExecutionResources]:
-    """What Ray Data takes for its share of the cluster; how many tasks run at once is up to Ray, which has the CPUs."""
-
-    def counted() -> ExecutionResources:
-        resources = share()
-        return resources.copy(cpu=TASKS_A_CPU * resources.cpu)
-
-    return counted
+        manager._get_total_resources = _streams.get().counting(manager._get_total_resources)
 
 
 class _Closed(Exception):
@@ -98,10 +82,15 @@ def prepare() -> None:
 
 
 class DatasetStream:
-    """The tables of a dataset that was made under `quiet_context`."""
+    """The tables of a dataset that was made under `quiet_context`.
 
-    def __init__(self, dataset: Dataset) -> None:
+    With several `tasks_a_cpu`, one is at work and the next has been submitted: else a CPU has nothing to do until Ray
+    Data, which looks every tenth of a second, has seen that its task has ended.
+    """
+
+    def __init__(self, dataset: Dataset, tasks_a_cpu: int = 1) -> None:
         self._dataset = dataset
+        self._tasks_a_cpu = tasks_a_cpu
         self._executors: list[StreamingExecutor] = []
         self._queue: queue.Queue[Any] = queue.Queue(TABLES_AHEAD)
         self._closed = threading.Event()
@@ -128,6 +117,16 @@ class DatasetStream:
                 yield item
         finally:
             self._end()
+
+    def counting(self, share: Callable[[], ExecutionResources]) -> Callable[[], ExecutionResources]:
+        """What Ray Data takes for its share of the cluster. How many tasks run at once is up to Ray, which has the
+        CPUs."""
+
+        def counted() -> ExecutionResources:
+            resources = share()
+            return resources.copy(cpu=self._tasks_a_cpu * resources.cpu)
+
+        return counted
 
     def begin(self, executor: StreamingExecutor) -> None:
         """Called by the thread that iterates, when the operators stand ready and no task has begun."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,28 @@ class DataClient:
         from millrace_client.uploads import upload
 
         return upload(self._caller, self._stub, dataset, source, upload_id=upload_id, on_progress=on_progress)
+
+    def upload_presigned(
+        self,
+        dataset: str,
+        path: str | os.PathLike[str],
+        *,
+        upload_id: str = "",
+        part_size_bytes: int = 0,
+        on_progress: OnProgress | None = None,
+    ) -> resources_pb2.Upload:
+        """Sends a file past the service, straight to S3: see `millrace_client.presigned_upload.upload_presigned`."""
+        from millrace_client.presigned_upload import upload_presigned
+
+        return upload_presigned(
+            self._caller,
+            self._stub,
+            dataset,
+            path,
+            upload_id=upload_id,
+            part_size_bytes=part_size_bytes,
+            on_progress=on_progress,
+        )
 
     def resume_upload(
         self, name: str, source: Source, *, on_progress: OnProgress | None = None

@@ -86,27 +86,60 @@ def _reporting(on_progress: OnProgress | None, total: int | None) -> Callable[[i
 
 
 def _send(sending: _Sending, pieces: Iterator[bytes]) -> resources_pb2.Upload:
-    with _telling_how_to_resume(sending.name):
+    with telling_how_to_resume(sending.name):
         try:
             size_bytes, sha256 = sending.run(pieces)
         finally:
             sending.close()
-        return sending.commit(size_bytes, sha256)
+        return commit(sending.caller, sending.stub, sending.name, size_bytes, sha256)
+
+
+def commit(caller: Caller, stub: Any, name: str, size_bytes: int, sha256: str) -> resources_pb2.Upload:
+    request = pb.CommitUploadRequest(name=name, size_bytes=size_bytes, sha256=sha256)
+    return patiently(lambda: caller.unary(stub.CommitUpload, request, resources_pb2.Upload, timeout_s=COMMIT_TIMEOUT_S))
+
+
+def patiently(call: Callable[[], resources_pb2.Upload]) -> resources_pb2.Upload:
+    """What it returns, also where the server is away for a while."""
+    return _Patience().calling(call)
+
+
+class _Patience:
+    """Pauses between tries, the longer the longer nothing goes on."""
+
+    def __init__(self) -> None:
+        self.progressed()
+
+    def progressed(self) -> None:
+        self._progressed_at, self._pause_s = time.monotonic(), FIRST_PAUSE_S
+
+    def calling(self, call: Callable[[], resources_pb2.Upload]) -> resources_pb2.Upload:
+        while True:
+            try:
+                return call()
+            except MillraceError as error:
+                self.pause_after(error)
+
+    def pause_after(self, error: MillraceError) -> None:
+        """Raises it where another try cannot help, or there was no progress for too long."""
+        if not _may_pass(error) or time.monotonic() - self._progressed_at > PATIENCE_S:
+            raise error
+        time.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
 
 class _Sending:
     """Chunks that are not acknowledged yet are kept, so that any source can be sent again from there."""
 
     def __init__(self, caller: Caller, stub: Any, name: str, on_acknowledged: Callable[[int], None]) -> None:
-        self._caller = caller
-        self._stub = stub
+        self.caller = caller
+        self.stub = stub
         self.name = name
         self._on_acknowledged = on_acknowledged
         self._kept: deque[pb.UploadChunksRequest] = deque()
         self._stream: ChunkStream | None = None
         self._acknowledged = 0
-        self._progressed_at = time.monotonic()
-        self._pause_s = FIRST_PAUSE_S
+        self._patience = _Patience()
 
     def run(self, pieces: Iterator[bytes]) -> tuple[int, str]:
         """Sends all, and returns its size and SHA-256 once it is durable."""
@@ -121,15 +154,6 @@ class _Sending:
                 offset += len(piece)
             self._drain()
             return offset, digest.hexdigest()
-
-    def commit(self, size_bytes: int, sha256: str) -> resources_pb2.Upload:
-        self._progressed_at, self._pause_s = time.monotonic(), FIRST_PAUSE_S
-        request = pb.CommitUploadRequest(name=self.name, size_bytes=size_bytes, sha256=sha256)
-        return self._patiently(
-            lambda: self._caller.unary(
-                self._stub.CommitUpload, request, resources_pb2.Upload, timeout_s=COMMIT_TIMEOUT_S
-            )
-        )
 
     def close(self) -> None:
         if self._stream:
@@ -159,7 +183,7 @@ class _Sending:
         stream.wait_beyond(self._acknowledged, SILENCE_S)
         acknowledged, error = stream.acknowledged, stream.error
         if acknowledged <= self._acknowledged and error is None:
-            error = DeadlineExceeded(f"{self._caller.address} was silent for {SILENCE_S:.0f} s")
+            error = DeadlineExceeded(f"{self.caller.address} was silent for {SILENCE_S:.0f} s")
         self._take(acknowledged)
         if error is not None and self._kept:
             self._reopen(error)
@@ -167,42 +191,28 @@ class _Sending:
     def _reopen(self, error: MillraceError) -> None:
         """Goes on in a new call from what the server has, where another try can help; else raises the error."""
         self.close()
-        self._pause_after(error)
+        self._patience.pause_after(error)
         self._take(self._get().acknowledged_size)
         for chunk in self._kept:
             self._opened().send(chunk)
 
     def _opened(self) -> ChunkStream:
         if self._stream is None:
-            self._stream = ChunkStream(self._caller)
+            self._stream = ChunkStream(self.caller)
         return self._stream
 
     def _take(self, acknowledged: int) -> None:
         if acknowledged <= self._acknowledged:
             return
         self._acknowledged = acknowledged
-        self._progressed_at, self._pause_s = time.monotonic(), FIRST_PAUSE_S
+        self._patience.progressed()
         while self._kept and self._kept[0].offset + len(self._kept[0].data) <= acknowledged:
             self._kept.popleft()
         self._on_acknowledged(acknowledged)
 
     def _get(self) -> resources_pb2.Upload:
         request = pb.GetUploadRequest(name=self.name)
-        return self._patiently(lambda: self._caller.unary(self._stub.GetUpload, request, resources_pb2.Upload))
-
-    def _patiently(self, call: Callable[[], resources_pb2.Upload]) -> resources_pb2.Upload:
-        while True:
-            try:
-                return call()
-            except MillraceError as error:
-                self._pause_after(error)
-
-    def _pause_after(self, error: MillraceError) -> None:
-        """Raises it where another try cannot help, or there was no progress for too long."""
-        if not _may_pass(error) or time.monotonic() - self._progressed_at > PATIENCE_S:
-            raise error
-        time.sleep(self._pause_s)
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        return self._patience.calling(lambda: self.caller.unary(self.stub.GetUpload, request, resources_pb2.Upload))
 
 
 class _Digest:
@@ -240,7 +250,7 @@ def _may_pass(error: MillraceError) -> bool:
 
 
 @contextmanager
-def _telling_how_to_resume(name: str) -> Iterator[None]:
+def telling_how_to_resume(name: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:

@@ -10,6 +10,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from PIL import Image, ImageDraw, ImageOps
 
 LABEL = "label"
 COLUMNS = 10
+MAX_IMAGE_COLUMNS = 8
 # The longer side of an image on the sheet, in pixels.
 CELL_PX = 84
 CAPTION_PX = 14
@@ -41,15 +43,21 @@ class Tile:
 
 
 def contact_sheet(tables: Mapping[str, pa.Table], value_names: Mapping[str, Sequence[str]] | None = None) -> bytes:
-    """A PNG of the first image column of these rows, a block for each split; empty where no column is an image.
+    """A PNG of the first image columns of these rows, a block for each of them and each split; empty where no column is
+    an image.
 
     Captions are the values of the column `label`, by their `value_names` where there are some. Depends on the rows
     alone.
     """
-    for field in next(iter(tables.values())).schema:
-        if _is_image([table.column(field.name) for table in tables.values()]):
-            return draw([(split, _tiles(table, field.name, value_names or {})) for split, table in tables.items()])
-    return b""
+    names = next(iter(tables.values())).schema.names
+    images = (name for name in names if _is_image([table.column(name) for table in tables.values()]))
+    drawn = list(islice(images, MAX_IMAGE_COLUMNS))
+    sections = [
+        (split if len(drawn) == 1 else f"{split}, {name}", _tiles(table, name, value_names or {}))
+        for name in drawn
+        for split, table in tables.items()
+    ]
+    return draw(sections) if sections else b""
 
 
 def is_drawable(value_type: str, shape: Sequence[int]) -> bool:

@@ -46,8 +46,8 @@ def problem_of(data: bytes) -> str | None:
 class ClassNames:
     """The classes of all image sources of a version: labels are their places in the order of their names' bytes."""
 
-    def __init__(self, known: Iterable[str] = ()) -> None:
-        self._names = set(known)
+    def __init__(self) -> None:
+        self._names: set[str] = set()
         self._sorted: list[str] | None = None
         self._labels: dict[str, int] = {}
 

@@ -22,18 +22,16 @@ def open_sources(
     sources: Sequence[Source],
     files: SourceFiles,
     column_types: Mapping[str, str],
-    known_classes: Sequence[str] = (),
 ) -> list[OpenSource]:
     """One source of rows for each file (pair, image folder), in order; types are inferred over all files of a source.
 
-    `column_types` are in the order of the request. `known_classes` are class names that rows have which the new ones
-    shall be appended to: labels are numbered by them, too. Reads what inference needs: of CSV and JSON Lines, and of
-    tars, all; of other formats the beginnings. Waits for uploads that are still open as far as that.
+    `column_types` are in the order of the request. Reads what inference needs: of CSV and JSON Lines, and of tars, all;
+    of other formats the beginnings. Waits for uploads that are still open as far as that.
 
     Raises `NotFound`, `Unavailable`, and `InvalidArgument` naming a source's field or `column_types[i]`.
     """
     overrides = Overrides(column_types)
-    classes = ClassNames(known_classes)
+    classes = ClassNames()
     opened: list[OpenSource] = []
     for index, source in enumerate(sources):
         rows = _rows_of(source, f"sources[{index}]", files, overrides, classes)

@@ -41,6 +41,8 @@ RECORD_BYTES = 16
 MOST_PARTS_A_TASK = 8
 TASKS_A_CPU = 4
 SINGLE_A_CPU = 2
+# At work, and with Ray already.
+SUBMITTED_A_CPU = 2
 
 # Parts with what their work returned.
 Results = Generator[tuple[Part, Any], None, None]
@@ -96,7 +98,9 @@ def run_on_ray(
     by_number = {part.number: part for part in parts}
     begun = Begun(f"{folder}/begun")
     task = PartsTask(work, context.store.settings, begun)
-    stream = DatasetStream(_dataset(task, groups, pool)).tables(context.raise_if_stopped, POLL_S)
+    # What a pool's workers do next is Ray Data's own business.
+    dataset, submitted = _dataset(task, groups, pool), SUBMITTED_A_CPU if pool is None else 1
+    stream = DatasetStream(dataset, submitted).tables(context.raise_if_stopped, POLL_S)
     left = set(by_number)
     try:
         for record in chain.from_iterable(table.to_pylist() for table in stream):

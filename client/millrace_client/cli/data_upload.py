@@ -18,9 +18,12 @@ from millrace_client.uploads import UploadInterrupted
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--id", "upload_id", default="", help="Default: one that the server chooses.")
 @click.option("--resume", default="", metavar="UPLOAD", help="Go on with this upload of the same file.")
+@click.option("--presigned", is_flag=True, help="Straight into the store, which must be S3: for bulk.")
 @address_options
 @json_option
-def upload(dataset: str, file: Path, upload_id: str, resume: str, as_json: bool, **values: Any) -> None:
+def upload(
+    dataset: str, file: Path, upload_id: str, resume: str, presigned: bool, as_json: bool, **values: Any
+) -> None:
     """Send FILE to the server, into DATASET, which is made where it does not exist.
 
     `millrace data import DATASET --csv train=UPLOAD` then reads it, any number of times within 7 days.
@@ -37,7 +40,8 @@ def upload(dataset: str, file: Path, upload_id: str, resume: str, as_json: bool,
                 sent = millrace.data.resume_upload(resume, file, on_progress=tell)
             else:
                 millrace.data.create_dataset(name.removeprefix("datasets/"), exist_ok=True)
-                sent = millrace.data.upload(name, file, upload_id=upload_id, on_progress=tell)
+                send = millrace.data.upload_presigned if presigned else millrace.data.upload
+                sent = send(name, file, upload_id=upload_id, on_progress=tell)
         except UploadInterrupted as interrupted:
             raise CommandFailed(
                 f"interrupted; {interrupted.name} stays open for 24 hours",

@@ -60,7 +60,7 @@ def run(when, folder):
             )
         else:
             dataset = given.map(writing(folder, when == "one crashes"), num_cpus=1, max_retries=0)
-    stream = DatasetStream(dataset)
+    stream = DatasetStream(dataset, 2 if when == "others wait" else 1)
     try:
         next(stream.tables(stop, 0.02))
     except (Cancelled, RayFailed) as error:

@@ -90,8 +90,13 @@ def test_the_taxi_rides_come_back_and_are_cut_by_time(stack: DataStack, client: 
     table = client.read(version.name)
     assert table.num_rows == len(rows) == 6433
     assert pa.types.is_timestamp(table.schema.field("pickup").type)
-    assert [str(one) for one in table.column("pickup").to_pylist()] == [row["pickup"] for row in rows]
-    assert table.column("fare").to_pylist() == [float(row["fare"]) for row in rows]
+    for column in ("pickup", "dropoff"):
+        assert [str(one) for one in table.column(column).to_pylist()] == [row[column] for row in rows]
+    for column in ("passengers", "distance", "fare", "tip", "tolls", "total"):
+        assert table.column(column).to_pylist() == [float(row[column]) for row in rows], column
+    for column in ("color", "payment", "pickup_zone", "dropoff_zone", "pickup_borough", "dropoff_borough"):
+        # An empty field is a null, as everywhere.
+        assert table.column(column).to_pylist() == [row[column] or None for row in rows], column
 
     periods = [pb.Period(split="train"), pb.Period(split="test")]
     periods[0].before.FromJsonString("2019-03-24T00:00:00Z")

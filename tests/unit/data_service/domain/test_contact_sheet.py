@@ -73,6 +73,16 @@ def test_encoded_images_of_unequal_sizes_become_equal_tiles() -> None:
     )
 
 
+def test_each_image_column_has_a_block_of_its_own() -> None:
+    one = pa.table({"left": [encoded((8, 8), "PNG")]})
+    both = one.append_column("right", pa.array([encoded((8, 8), "PNG", "blue")]))
+    pixels = np.asarray(opened(contact_sheet({"train": both})).convert("RGB")).astype(int)
+    assert (pixels[..., 0] - pixels[..., 2] > 200).sum() == (pixels[..., 2] - pixels[..., 0] > 200).sum() > 0
+    assert opened(contact_sheet({"train": both})).height > opened(contact_sheet({"train": one})).height
+    many = pa.table({str(number): [encoded((8, 8), "PNG")] for number in range(100)})
+    assert opened(contact_sheet({"train": many})).height < 10 * opened(contact_sheet({"train": one})).height
+
+
 def test_bytes_that_are_no_images_make_no_sheet() -> None:
     assert contact_sheet({"train": pa.table({"x": [b"abc", None], "y": [1, 2]})}) == b""
 

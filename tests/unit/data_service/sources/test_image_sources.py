@@ -4,15 +4,13 @@ import gzip
 import io
 import struct
 import zlib
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from data_service.domain import decompression
 from data_service.sources import images as image_rules
-from data_service.sources import open_sources
-from data_service.sources.source_files import SourceFiles
 from shared.errors import InvalidArgument, NotFound
 from shared.transforms.steps.decoding import ImageRefused, decoded
 from tests.support.damage import truncations
@@ -57,14 +55,6 @@ def test_labels_use_the_classes_of_all_sources(tmp_path: Path) -> None:
         "c/x.png": 2,
         "a/y.png": 0,
     }
-
-
-def test_known_classes_keep_their_places(tmp_path: Path) -> None:
-    uri = write(tmp_path, {"b/x.png": encoded()})
-    files = SourceFiles([PurePosixPath(tmp_path)], None)
-    (one,) = open_sources([source_of(uri, "image_folder")], files, {}, known_classes=["a", "b"])
-    assert one.rows.class_names == ["a", "b"]
-    assert table_of(one.rows)["label"].to_pylist() == [1]
 
 
 def test_names_are_told_apart_by_their_bytes(tmp_path: Path) -> None:

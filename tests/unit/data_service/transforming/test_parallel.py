@@ -130,7 +130,7 @@ def test_a_pool_that_loses_actors_over_different_parts_has_lost_nodes() -> None:
 
 def test_results_that_ray_loses_are_missed(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     class Ended:
-        def __init__(self, _: Any) -> None: ...
+        def __init__(self, *_: Any) -> None: ...
 
         def tables(self, *_: Any) -> Iterator[pa.Table]:
             record = {"part": 3, "result": pickle.dumps("done"), "error": b""}

@@ -1,0 +1,149 @@
+"""Sending a file straight into the store, by URLs that the data service has signed: for bulk, past the service."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from millrace.data.v1 import data_service_pb2 as pb
+from millrace.data.v1 import resources_pb2
+from millrace_client.calls import Caller, new_request_id
+from millrace_client.errors import FailedPrecondition, Unavailable
+from millrace_client.uploads import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    PATIENCE_S,
+    SILENCE_S,
+    OnProgress,
+    commit,
+    patiently,
+    telling_how_to_resume,
+)
+
+AT_ONCE = 4
+PIECE_BYTES = 1 << 20
+FORBIDDEN, FIRST_OF_SERVER = 403, 500
+
+
+def upload_presigned(
+    caller: Caller,
+    stub: Any,
+    dataset: str,
+    path: str | os.PathLike[str],
+    *,
+    upload_id: str = "",
+    part_size_bytes: int = 0,
+    on_progress: OnProgress | None = None,
+) -> resources_pb2.Upload:
+    """Sends the file in parts, `AT_ONCE` of them side by side, into a new upload of `datasets/{d}`, and commits it. A
+    part has 5 MiB to 5 GiB; 0 means 64 MiB.
+
+    The store must be S3, and its public endpoint must be reachable from here. A part that fails is sent again for two
+    minutes. Where that does not help, the error's `metadata["upload"]` names the upload: `resume_upload` sends what is
+    missing, by way of the service. Raises `FailedPrecondition` for another store, and where the store refuses a part.
+    """
+    with Path(path).open("rb", buffering=0) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        request = pb.StartUploadRequest(
+            parent=dataset,
+            upload_id=upload_id,
+            request_id=new_request_id(),
+            presigned=pb.PresignedParts(size_bytes=size_bytes, part_size_bytes=part_size_bytes),
+        )
+        # Of the same request the same parts, with URLs that are good for another hour.
+        sending = _Sending(file.fileno(), lambda: caller.unary(stub.StartUpload, request, resources_pb2.Upload))
+        with telling_how_to_resume(sending.name):
+            sha256 = sending.run(on_progress)
+            return commit(caller, stub, sending.name, size_bytes, sha256)
+
+
+class _Sending:
+    """`start` gives the upload with its parts, as often as it is called."""
+
+    def __init__(self, file: int, start: Any) -> None:
+        self._file = file
+        self._start = start
+        self._upload: resources_pb2.Upload = start()
+
+    @property
+    def name(self) -> str:
+        return self._upload.name
+
+    def run(self, on_progress: OnProgress | None) -> str:
+        """The file's SHA-256, when all of its parts are there."""
+        parts = list(self._upload.presigned_parts)
+        total, sent = sum(part.size_bytes for part in parts), 0
+        threads = ThreadPoolExecutor(AT_ONCE + 1, thread_name_prefix="presigned-upload")
+        try:
+            digest = threads.submit(self._sha256, total)
+            putting = {threads.submit(self._put, number): part for number, part in enumerate(parts)}
+            for done in as_completed(putting):
+                done.result()
+                sent += putting[done].size_bytes
+                if on_progress:
+                    on_progress(sent, total)
+            return digest.result()
+        finally:
+            threads.shutdown(wait=True, cancel_futures=True)
+
+    def _sha256(self, size_bytes: int) -> str:
+        digest, part = hashlib.sha256(), _Part(self._file, 0, size_bytes)
+        while piece := part.read(PIECE_BYTES):
+            digest.update(piece)
+        return digest.hexdigest()
+
+    def _put(self, number: int) -> None:
+        began, pause_s, forbidden = time.monotonic(), FIRST_PAUSE_S, False
+        while True:
+            part = self._upload.presigned_parts[number]
+            body = _Part(self._file, part.offset, part.size_bytes)
+            headers = {"Content-Length": str(part.size_bytes), "Content-Type": "application/octet-stream"}
+            try:
+                with urlopen(Request(part.url, body, headers, method="PUT"), timeout=SILENCE_S):
+                    return
+            except HTTPError as error:
+                why = f"HTTP {error.code}"
+                if error.code < FIRST_OF_SERVER and (forbidden or error.code != FORBIDDEN):
+                    raise FailedPrecondition(
+                        f"the store refuses the part at {part.offset}: {why}", reason="PART_REFUSED"
+                    ) from error
+                forbidden = error.code == FORBIDDEN
+            except (OSError, HTTPException) as error:
+                if body.error is not None:
+                    raise body.error from None
+                why = str(error)
+            if time.monotonic() - began > PATIENCE_S:
+                raise Unavailable(f"the store does not take the part at {part.offset}: {why}")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            # Its hour may be over, of which some stores say nothing but hang up.
+            self._upload = patiently(self._start)
+
+
+class _Part:
+    """Some bytes of a file, read in order. `error` is what went wrong with the file, and not with the wire."""
+
+    def __init__(self, file: int, offset: int, size_bytes: int) -> None:
+        self._file = file
+        self._offset = offset
+        self._left = size_bytes
+        self.error: OSError | None = None
+
+    def read(self, most: int = PIECE_BYTES) -> bytes:
+        try:
+            piece = os.pread(self._file, min(most, self._left), self._offset)
+            if not piece and self._left:
+                raise OSError(f"the file became shorter: nothing is left at {self._offset}")
+        except OSError as error:
+            self.error = error
+            raise
+        self._offset += len(piece)
+        self._left -= len(piece)
+        return piece

@@ -1,0 +1,140 @@
+"""The SDK's way past the service: parts put by URL on a real S3 server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_service.uploads.parts import MIN_PART_BYTES
+from data_service.uploads.reader import open_upload
+from millrace.data.v1 import data_service_pb2_grpc as pb_grpc
+from millrace.data.v1 import resources_pb2
+from millrace_client import presigned_upload
+from millrace_client.calls import Caller, open_channel
+from millrace_client.errors import FailedPrecondition, Unavailable
+from millrace_client.presigned_upload import upload_presigned
+from millrace_client.uploads import resume_upload
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
+from tests.support.ports import free_ports
+from tests.support.upload_server import DATASET, upload_server
+
+DATA = bytes(range(256)) * 65_536  # 16 MiB: four parts, of which the last is short
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    made = tmp_path / "rows.bin"
+    made.write_bytes(DATA)
+    return made
+
+
+class Service:
+    """A stub whose StartUpload answers may be changed on their way, and who calls."""
+
+    def __init__(self, store: ObjectStore, address: str) -> None:
+        self.store = store
+        self.channel = open_channel(address)
+        self.caller = Caller(self.channel, address)
+        self._stub: Any = pb_grpc.DataServiceStub(self.channel)
+        self.started = 0
+        self.change: Any = lambda _: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stub, name)
+
+    def StartUpload(self, request: Any, **options: Any) -> resources_pb2.Upload:  # noqa: N802
+        answer: resources_pb2.Upload = self._stub.StartUpload(request, **options)
+        self.started += 1
+        self.change(answer)
+        return answer
+
+    def upload(self, path: Path, **options: Any) -> resources_pb2.Upload:
+        return upload_presigned(self.caller, self, DATASET, path, part_size_bytes=MIN_PART_BYTES, **options)
+
+
+def serving(settings: StoreSettings) -> Iterator[Service]:
+    store = open_store(settings)
+    with upload_server(store) as server:
+        service = Service(store, server.address)
+        with service.channel:
+            yield service
+
+
+@pytest.fixture
+def service(s3_store: StoreSettings) -> Iterator[Service]:
+    yield from serving(s3_store)
+
+
+@pytest.fixture
+def local(file_store: StoreSettings) -> Iterator[Service]:
+    yield from serving(file_store)
+
+
+def kept(service: Service, upload: resources_pb2.Upload) -> bytes:
+    with open_upload(service.store, upload.name) as file:
+        return bytes(file.read())
+
+
+def test_a_file_goes_past_the_service_in_parts(service: Service, path: Path) -> None:
+    told = []
+    upload = service.upload(path, on_progress=lambda *progress: told.append(progress))
+    assert upload.state == resources_pb2.Upload.STATE_COMMITTED
+    assert kept(service, upload) == DATA
+    assert len(told) == 4
+    assert told[-1] == (len(DATA), len(DATA))
+
+
+def test_urls_that_are_no_longer_good_are_asked_for_anew(service: Service, path: Path) -> None:
+    def age(upload: resources_pb2.Upload) -> None:
+        for part in upload.presigned_parts if service.started == 1 else ():
+            part.url = part.url.replace("X-Amz-Signature=", "X-Amz-Signature=0")
+
+    service.change = age
+    assert kept(service, service.upload(path)) == DATA
+
+
+def test_where_the_store_cannot_be_reached_the_upload_stays_open_for_the_other_way(
+    service: Service, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presigned_upload, "PATIENCE_S", 0.2)
+    (nobody,) = free_ports(1)
+
+    def lead_astray(upload: resources_pb2.Upload) -> None:
+        upload.presigned_parts[2].url = f"http://127.0.0.1:{nobody}/"
+
+    service.change = lead_astray
+    with pytest.raises(Unavailable, match="refused") as raised:
+        service.upload(path)
+    name = raised.value.metadata["upload"]
+    assert name in raised.value.remedy
+    assert kept(service, resume_upload(service.caller, service, name, path)) == DATA
+
+
+def test_a_part_that_the_store_refuses_is_not_tried_for_ever(
+    service: Service, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presigned_upload, "PATIENCE_S", 1.0)
+
+    def damage(upload: resources_pb2.Upload) -> None:
+        upload.presigned_parts[0].url += "0"
+
+    service.change = damage
+    # It says so, or hangs up while it is being sent the part.
+    with pytest.raises((FailedPrecondition, Unavailable), match="the part at 0") as raised:
+        service.upload(path)
+    assert raised.value.metadata["upload"].startswith(f"{DATASET}/uploads/")
+
+
+def test_a_local_store_has_no_such_way_and_nothing_is_begun(local: Service, path: Path) -> None:
+    with pytest.raises(FailedPrecondition):
+        local.upload(path)
+    assert not local.store.folders(f"{DATASET}/uploads")
