@@ -12,12 +12,12 @@ from google.protobuf.empty_pb2 import Empty
 from grpc import aio
 
 from data_service import reading, verification
-from data_service.bounded_report import bound_report
+from data_service.bounded_answer import bound_answer
 from data_service.converters.datasets import dataset_message, retention_from
 from data_service.converters.imports import import_spec_from
 from data_service.converters.predictions import predict_spec_from
 from data_service.converters.transforms import selection_from, transform_spec_from
-from data_service.converters.versions import checked_operation, version_message
+from data_service.converters.versions import checked_operation, listed_message, version_message
 from data_service.datasets import Datasets
 from data_service.lifecycle import Deletions
 from data_service.preview import preview
@@ -35,7 +35,6 @@ Context = aio.ServicerContext[Any, Any]
 
 # Of all that stream a version's content; each holds about 40 MiB.
 MAX_READS = 32
-PIECE_BYTES = 1024 * 1024
 
 # Whatever asks for a new version.
 VersionRequest = (
@@ -148,9 +147,7 @@ class DataServicer(UploadServicerPart):
         found, token = await asyncio.to_thread(
             self._versions.list, request.parent, request.page_size, request.page_token
         )
-        return data_service_pb2.ListVersionsResponse(
-            versions=[version_message(version) for version in found], next_page_token=token
-        )
+        return listed_message(found, token)
 
     async def DeleteVersion(self, request: data_service_pb2.DeleteVersionRequest, context: Context) -> Empty:
         await asyncio.to_thread(self._deletions.delete, request.name, request.etag)
@@ -168,7 +165,7 @@ class DataServicer(UploadServicerPart):
             contact_sheet_png=shown.contact_sheet_png,
             report=json_format.ParseDict(report, quality_pb2.QualityReport()),
         )
-        await asyncio.to_thread(bound_report, answer)
+        await asyncio.to_thread(bound_answer, answer)
         return answer
 
     async def ReadVersion(
@@ -178,7 +175,7 @@ class DataServicer(UploadServicerPart):
         with self._reads.one() as slot:
             # Messages that are serialized already: their bytes are many, and each copy of them would cost.
             async for message in in_threads(reading.read_stream(version.reader, selection_from(request))):
-                with slot.sending():
+                with slot.waiting():
                     yield message
 
     async def ReadQuarantine(
@@ -186,10 +183,9 @@ class DataServicer(UploadServicerPart):
     ) -> AsyncIterator[data_service_pb2.ReadQuarantineResponse]:
         version = await asyncio.to_thread(self._versions.active, request.name)
         with self._reads.one() as slot:
-            lines = await asyncio.to_thread(self._versions.quarantine, version)
-            for start in range(0, len(lines), PIECE_BYTES):
-                with slot.sending():
-                    yield data_service_pb2.ReadQuarantineResponse(json_lines=lines[start : start + PIECE_BYTES])
+            async for lines in in_threads(self._versions.quarantine(version)):
+                with slot.waiting():
+                    yield data_service_pb2.ReadQuarantineResponse(json_lines=lines)
 
     async def VerifyVersion(
         self, request: data_service_pb2.VerifyVersionRequest, context: Context
@@ -197,7 +193,7 @@ class DataServicer(UploadServicerPart):
         version = await asyncio.to_thread(self._versions.active, request.name)
         with self._reads.one() as slot:
             async for state in in_threads(verification.verify(self._versions.store, version.reader.version)):
-                with slot.sending():
+                with slot.waiting():
                     yield _verified_message(state)
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from shared.errors import DeadlineExceeded, ResourceExhausted
@@ -39,25 +40,52 @@ async def in_threads(items: Generator[Item, None, None]) -> AsyncIterator[Item]:
         await asyncio.to_thread(close)
 
 
-# A reader that takes no message for so long gives its slot up to one that waits. A message has up to 3.5 MiB, so
+# A client that keeps its call waiting for so long gives its slot up to one that waits. A message has up to 3.5 MiB, so
 # whoever takes 60 KiB a second stays in any case, and while there are slots left so does whoever pauses.
 STALLED_AFTER_S = 60.0
+
+
+@dataclass(frozen=True)
+class Wording:
+    """What refused clients are told: `full`, with the reason `full_reason`, where every slot is taken; `stalled`, with
+    `stalled_reason`, where theirs went to another."""
+
+    full: str
+    full_reason: str
+    stalled: str
+    stalled_reason: str
+
+
+READS = Wording(
+    full="versions are being read",
+    full_reason="TOO_MANY_READS",
+    stalled="no message was taken for {:.0f} s while others wait to read; read on with `offset` from the first row "
+    "that is missing",
+    stalled_reason="READER_STALLED",
+)
+UPLOADS = Wording(
+    full="calls are sending chunks",
+    full_reason="TOO_MANY_UPLOADS",
+    stalled="no chunk came for {:.0f} s while others wait to send theirs; go on in a new call from what GetUpload says",
+    stalled_reason="SENDER_STALLED",
+)
 
 
 class Slots:
     """So many streams at once: each holds some tens of MiB, whatever its client does. For one event loop."""
 
-    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic, wording: Wording = READS) -> None:
         self._most = most
         self._clock = clock
+        self._wording = wording
         self._taken: set[Slot] = set()
 
     @contextmanager
     def one(self) -> Iterator[Slot]:
-        """Raises `ResourceExhausted` where all are taken by readers that take something."""
+        """Raises `ResourceExhausted` where all are taken by clients that do something."""
         if len(self._taken) >= self._most:
             self._take_from_stalled()
-        slot = Slot(self._clock)
+        slot = Slot(self._clock, self._wording)
         self._taken.add(slot)
         try:
             yield slot
@@ -68,8 +96,8 @@ class Slots:
         longest = max(self._taken, key=lambda slot: slot.stalled_s)
         if longest.stalled_s < STALLED_AFTER_S:
             raise ResourceExhausted(
-                f"{self._most} versions are being read at present, which is the most; try again",
-                reason="TOO_MANY_READS",
+                f"{self._most} {self._wording.full} at present, which is the most; try again",
+                reason=self._wording.full_reason,
                 retry_after_s=1.0,
             )
         self._taken.remove(longest)
@@ -77,41 +105,43 @@ class Slots:
 
 
 class Slot:
-    """Of one call, in whose task all is called but `lose`."""
+    """Of one call, in whose tasks all is called but `lose`."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], wording: Wording) -> None:
         self._clock = clock
-        self._since: float | None = None
-        self._task: asyncio.Task[Any] | None = None
+        self._wording = wording
+        # Since when each of the call's tasks waits for the client.
+        self._waiting: dict[asyncio.Task[Any], float] = {}
         self._lost = False
 
     @property
     def stalled_s(self) -> float:
-        """How long the client has taken nothing of a message that lies ready."""
-        return 0.0 if self._since is None else self._clock() - self._since
+        """How long the client has taken nothing of a message that lies ready, or sent none that is waited for."""
+        return max((self._clock() - since for since in self._waiting.values()), default=0.0)
 
     @contextmanager
-    def sending(self) -> Iterator[None]:
-        """Around each `yield` of a message. Raises `DeadlineExceeded` where the slot was lost meanwhile."""
-        self._since, self._task = self._clock(), asyncio.current_task()
+    def waiting(self) -> Iterator[None]:
+        """Around each wait for the client: at the `yield` of a message, or until it sends one. Raises
+        `DeadlineExceeded` where the slot was lost meanwhile."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting[task] = self._clock()
         try:
             yield
         finally:
-            self._since = None
-            if self._lost and self._task is not None:
-                # The call's task waits in the interceptor, for its client to take the message. Its cancellation closes
+            del self._waiting[task]
+            if self._lost:
+                # A call's task waits in the interceptor, for its client to take the message. Its cancellation closes
                 # the servicer's generator, and here becomes an error that has a status.
-                self._task.uncancel()
+                task.uncancel()
                 raise DeadlineExceeded(
-                    f"no message was taken for {STALLED_AFTER_S:.0f} s while others wait to read; read on with "
-                    "`offset` from the first row that is missing",
-                    reason="READER_STALLED",
+                    self._wording.stalled.format(STALLED_AFTER_S), reason=self._wording.stalled_reason
                 )
 
     def lose(self) -> None:
         self._lost = True
-        if self._task is not None:
-            self._task.cancel()
+        for task in self._waiting:
+            task.cancel()
 
 
 def framed(field_number: int, parts: Sequence[bytes | memoryview]) -> bytes:

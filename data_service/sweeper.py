@@ -15,8 +15,8 @@ from data_service.datasets import SERVICE, Datasets
 from data_service.domain.retention import Committed, outlived
 from data_service.lifecycle import Deletions
 from shared.dataset_version.users import live_users, markers
-from shared.dataset_version.version import IMPORT_KIND
-from shared.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from shared.dataset_version.version import IMPORT_KIND, committed_version
+from shared.errors import DataLoss, FailedPrecondition, ResourceExhausted, Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.storage import ObjectStore
 
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # After a week nobody repeats a call, hoping for its first answer.
 REQUEST_CLAIM_S = 7 * 24 * 3600.0
+# What a writer that was killed left goes after so long: no object, and no job's last act, takes as long to write.
+LEFT_FOR_S = 3600.0
 # A pass ends after the dataset with which it has looked at so many versions; the next one goes on behind it.
 VERSIONS_A_PASS = 1000
 CLAIMS_A_PASS = 10_000
@@ -52,6 +54,8 @@ class Sweeper:
         self._clock = clock
         # The dataset that the last pass ended with, where it did not come to the end.
         self._after = ""
+        # Committed folders in which there is nothing but what their manifests name, nor will be: looked through once.
+        self._tidy: set[str] = set()
 
     def sweep(self) -> None:
         """One pass. What goes wrong with one resource is logged and leaves the others be; raises `Unavailable`."""
@@ -66,6 +70,7 @@ class Sweeper:
             self._apart(name, partial(self._sweep_dataset, name, versions))
             for version in versions:
                 self._apart(version, partial(self._sweep_version, version))
+            self._apart(name, partial(self._store.delete_unfinished, name, self._clock() - LEFT_FOR_S))
             seen += len(versions)
             if seen >= VERSIONS_A_PASS:
                 self._after = dataset
@@ -135,6 +140,28 @@ class Sweeper:
             if attempt != committed:
                 logger.info("%s is of no version and goes", attempt)
                 self._store.delete_folder(attempt)
+        if committed and committed not in self._tidy:
+            self._tidy_up(job, committed)
+
+    def _tidy_up(self, job: JobRecord, committed: str) -> None:
+        """Takes away what the attempt that made the version had no time to: only what was there before the manifest
+        was read, and only where that is the one that was committed."""
+        before = self._clock() - LEFT_FOR_S
+        found = list(self._store.list(committed))
+        try:
+            manifest = committed_version(self._store, job).manifest
+        except DataLoss:
+            return  # what it named nobody knows
+        paths = (*(file.path for file in manifest.files), *(one.path for one in manifest.attachments))
+        named = {job.result["manifest"], *(f"{committed}/{path}" for path in paths)}
+        others = [info for info in found if info.key not in named]
+        for info in others:
+            if info.modified < before:
+                logger.info("%s is named by no manifest and goes", info.key)
+                self._store.delete(info.key)
+        # Later nobody writes there any more.
+        if job.update_time < before and all(info.modified < before for info in others):
+            self._tidy.add(committed)
 
 
 def _is_active(job: JobRecord) -> bool:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from data_service.datasets import Datasets
 from shared import names, paging
 from shared.dataset_version import VersionReader
-from shared.dataset_version.attachments import read_attachment, read_report
-from shared.dataset_version.manifest import QUARANTINE
+from shared.dataset_version.attachments import read_report
+from shared.dataset_version.manifest import QUARANTINE, Attachment
 from shared.dataset_version.version import NAME_PATTERN, committed_version
 from shared.errors import DataLoss
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.storage import ObjectStore
+from shared.storage import ObjectMissing, ObjectStore
 
 KEPT_READERS = 64
+# Of quarantined rows so much is in memory at a time.
+PIECE_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,28 @@ class Versions:
         """Its QualityReport as JSON. Raises `DataLoss`."""
         return read_report(self.store, version.reader.version)
 
-    def quarantine(self, version: ActiveVersion) -> bytes:
-        """The rows that were left out, as JSON Lines; empty where there are none. Raises `DataLoss`."""
-        return read_attachment(self.store, version.reader.version, QUARANTINE) or b""
+    def quarantine(self, version: ActiveVersion) -> Generator[bytes, None, None]:
+        """The rows that were left out, as JSON Lines in pieces; none where there are none. Raises `DataLoss`, before
+        the first piece where the file is not what was committed: it is read once for that, and again for the rows."""
+        attachment = version.reader.version.manifest.attachment(QUARANTINE)
+        if attachment is None:
+            return
+        digest = hashlib.sha256()
+        for piece in self._pieces(version, attachment):
+            digest.update(piece)
+        if digest.hexdigest() != attachment.sha256:
+            raise _damaged(version, attachment)
+        yield from self._pieces(version, attachment)
+
+    def _pieces(self, version: ActiveVersion, attachment: Attachment) -> Iterator[bytes]:
+        key = f"{version.reader.version.folder}/{attachment.path}"
+        if self.store.size(key) != attachment.size_bytes:
+            raise _damaged(version, attachment)
+        for start in range(0, attachment.size_bytes, PIECE_BYTES):
+            try:
+                yield self.store.get_range(key, start, min(PIECE_BYTES, attachment.size_bytes - start))
+            except (ObjectMissing, DataLoss):
+                raise _damaged(version, attachment) from None
 
     def _listed(self, job: JobRecord) -> Version:
         """One damaged manifest must not hide all the other versions."""
@@ -80,6 +103,15 @@ class Versions:
             return self.of(job)
         except DataLoss as error:
             return DamagedVersion(job, error)
+
+
+def _damaged(version: ActiveVersion, attachment: Attachment) -> DataLoss:
+    name = version.job.name
+    return DataLoss(
+        f"{attachment.path} of {name} is not what was committed",
+        reason="DAMAGED_FILE",
+        metadata={"resource": name, "file": attachment.path},
+    )
 
 
 class _Readers:

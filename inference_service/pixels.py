@@ -14,8 +14,6 @@ import numpy as np
 from inference_service.domain.tensors import Array
 from shared.errors import MillraceError, ResourceExhausted
 
-# Of rows that are decoded side by side: 100 MB of colours. Where there are more, each row is prepared by itself.
-PIXELS_AT_ONCE = 32_000_000
 # Of one request's rows in one batch: some 5 s of decoding. A single image is refused from 100 megapixels on.
 REQUEST_PIXELS = 150_000_000
 # Of all requests' in one batch. As many requests as a batch has rows may have their share of it, whatever others send.

@@ -11,19 +11,17 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
-import pyarrow.types as kinds
 
 from inference_service.domain.rows import PREPARED, Rows
 from inference_service.domain.signature import FREE, TensorSpec
 from inference_service.domain.tensors import Array
-from inference_service.pixels import PIXELS_AT_ONCE, Beyond, beyond_limits
+from inference_service.pixels import Beyond, beyond_limits
 from inference_service.raw_columns import column_of_tensor, tensor_of_column
 from shared.checkpoint import CheckpointContent
 from shared.custom_transforms import check_functions
 from shared.errors import FailedPrecondition, InvalidArgument, MillraceError
-from shared.transforms import Pipeline, RowError, ScalarType, TensorType
-from shared.transforms.schema import ColumnType
-from shared.transforms.steps.decoding import DecodeImage, claimed_pixels
+from shared.transforms import Pipeline, RowError, TensorType
+from shared.transforms.steps.decoding import PIXELS_AT_ONCE, DecodeImage, claimed_pixels, image_columns
 from shared.unexpected import hidden
 
 logger = logging.getLogger(__name__)
@@ -42,7 +40,6 @@ class Preprocessing:
         """
         check_functions(content.transforms, custom_allowed, "on the nodes that serve")
         pipeline = content.serving()
-        decodes = any(isinstance(step, DecodeImage) for step in pipeline.steps)
         self._pipeline = pipeline.with_steps(
             [
                 replace(step, at_once=PIXELS_AT_ONCE) if isinstance(step, DecodeImage) else step
@@ -55,8 +52,7 @@ class Preprocessing:
         self._columns = {name: ingested[name] for name in needed}
         self.raw = tuple(tensor_of_column(name, one) for name, one in self._columns.items())
         self.prepared = self._prepared()
-        # Which may hold images: of other bytes no pixels are counted.
-        self._images = [name for name, one in self._columns.items() if decodes and _is_binary(one)]
+        self._images = image_columns(pipeline.steps, self._columns)
 
     def prepare(self, rows: Rows) -> tuple[Array, dict[int, str], dict[int, MillraceError]]:
         """The model's input of these rows, float32 (B, *shape), what is wrong with those that it cannot be made of, and
@@ -127,9 +123,3 @@ class Preprocessing:
             before = Pipeline(self._pipeline.steps[: int(place.group(1))])
             names = before.reads(self._pipeline.steps[int(place.group(1))].reads, self._columns)
         return f"tensor {', '.join(map(repr, names))}: {error.problem}"
-
-
-def _is_binary(column: ColumnType) -> bool:
-    return isinstance(column, ScalarType) and bool(
-        kinds.is_binary(column.arrow_type) or kinds.is_large_binary(column.arrow_type)
-    )

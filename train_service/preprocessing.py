@@ -10,6 +10,7 @@ from shared.dataset_version.manifest import Column
 from shared.errors import InvalidArgument, invalid_field
 from shared.transforms import Pipeline, RowError, RowKeys, Schema, TensorSpec, TensorType, schema_of_columns
 from shared.transforms.slicing import needed_columns, sliced
+from shared.transforms.steps.decoding import image_columns, side_by_side
 from shared.transforms.walk import Walk
 from train_service.domain.spec import TrainingSpec
 from train_service.rows import Array, Rows
@@ -39,6 +40,7 @@ class Preprocessing:
         read = {name: given[name] for name in self.columns}
         # Each with its place in the whole transform, from which augmentations draw.
         self._steps = sliced(whole.steps, [read, *schemas[1:]], needed)
+        self._images = image_columns([step for _, step in self._steps], read)
         # As a checkpoint keeps it: every step names its column.
         self.config = whole.config
 
@@ -55,8 +57,19 @@ class Preprocessing:
     def __call__(self, rows: Rows, keys: RowKeys | None = None) -> Array:
         """The model's input of these rows (B, *shape). With `keys`, those of the rows, augmentations act.
 
-        Raises `InvalidArgument` naming the id of a row that a step cannot work on.
+        As many images are decoded side by side as there is room for. Raises `InvalidArgument` naming the id of a row
+        that a step cannot work on.
         """
+        if not self._images:
+            return self._made_of(rows, keys)
+        images = [rows.batch()[name] for name in self._images]
+        parts = []
+        for begin, end in side_by_side(images, len(rows.row_ids)):
+            few_keys = keys and RowKeys(keys.seed, keys.epoch, keys.row_ids[begin:end])
+            parts.append(self._made_of(rows.slice(begin, end), few_keys))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _made_of(self, rows: Rows, keys: RowKeys | None) -> Array:
         try:
             walk = Walk(rows.batch(), keys)
             for place, step in self._steps:

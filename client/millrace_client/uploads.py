@@ -241,9 +241,9 @@ class _Digest:
 
 
 def _may_pass(error: MillraceError) -> bool:
-    """A broken connection has many statuses, and what went wrong on the wire is sent again; a fault that the server
-    tells of would come again."""
-    if isinstance(error, (Unavailable, DeadlineExceeded)) or error.reason == "WRONG_CRC32C":
+    """A broken connection has many statuses, what went wrong on the wire is sent again, and a place becomes free; a
+    fault that the server tells of would come again."""
+    if isinstance(error, (Unavailable, DeadlineExceeded)) or error.reason in ("WRONG_CRC32C", "TOO_MANY_UPLOADS"):
         return True
     broken = isinstance(error, (Cancelled, Internal)) or error.status == "UNKNOWN"
     return broken and not error.correlation_id

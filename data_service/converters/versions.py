@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from google.longrunning import operations_pb2
 from google.protobuf import json_format
 
+from data_service.bounded_answer import ANSWER_BYTES
 from data_service.converters.times import timestamp
 from data_service.operation_pointers import operation_id
 from data_service.versions import ActiveVersion, DamagedVersion, Version
 from millrace.data.v1 import data_service_pb2, resources_pb2
+from shared import paging
 from shared.dataset_version.manifest import Manifest
 from shared.errors import Cancelled
 from shared.grpc_errors import status_proto, status_proto_from_record
@@ -31,7 +33,8 @@ VERSION_STATES = {
 }
 
 
-def version_message(version: Version) -> resources_pb2.DatasetVersion:
+def version_message(version: Version, *, brief: bool = False) -> resources_pb2.DatasetVersion:
+    """`brief`: without what may be long, its files, the names of values and its transform."""
     job = version.job
     message = resources_pb2.DatasetVersion(
         name=job.name,
@@ -48,8 +51,22 @@ def version_message(version: Version) -> resources_pb2.DatasetVersion:
     if isinstance(version, ActiveVersion):
         message.commit_time.CopyFrom(timestamp(job.update_time))
         message.manifest_sha256 = version.reader.version.manifest_sha256
-        _add_manifest(message, version.reader.version.manifest)
+        _add_manifest(message, version.reader.version.manifest, brief)
     return message
+
+
+def listed_message(versions: Sequence[Version], next_page_token: str) -> data_service_pb2.ListVersionsResponse:
+    """A page, cut short where the versions are more than one message may have."""
+    answer = data_service_pb2.ListVersionsResponse(next_page_token=next_page_token)
+    size_bytes = 0
+    for version in versions:
+        message = version_message(version, brief=True)
+        size_bytes += message.ByteSize()
+        if answer.versions and size_bytes > ANSWER_BYTES:
+            answer.next_page_token = paging.token_of(answer.versions[-1].name.rsplit("/", 1)[-1])
+            break
+        answer.versions.append(message)
+    return answer
 
 
 def operation_message(version: Version, progress: Mapping[str, Any], waiting_for: str = "") -> operations_pb2.Operation:
@@ -115,7 +132,7 @@ def _metadata(
     return cast(_TransformMetadata | _PredictMetadata, made)
 
 
-def _add_manifest(message: resources_pb2.DatasetVersion, manifest: Manifest) -> None:
+def _add_manifest(message: resources_pb2.DatasetVersion, manifest: Manifest, brief: bool) -> None:
     message.row_count = manifest.row_count
     message.size_bytes = manifest.size_bytes
     message.quarantined_row_count = manifest.quarantined_row_count
@@ -123,11 +140,14 @@ def _add_manifest(message: resources_pb2.DatasetVersion, manifest: Manifest) -> 
         message.parents.add(version=parent.version, manifest_sha256=parent.manifest_sha256)
     for column in manifest.columns:
         message.columns.add(
-            name=column.name, arrow_type=column.arrow_type, shape=column.shape, value_names=column.value_names
+            name=column.name,
+            arrow_type=column.arrow_type,
+            shape=column.shape,
+            value_names=() if brief else column.value_names,
         )
     for split in manifest.splits:
         message.splits.add(name=split.name, first_row_id=split.first_row_id, row_count=split.row_count)
-    for file in manifest.files:
+    for file in () if brief else manifest.files:
         message.files.add(
             path=file.path,
             split=file.split,
@@ -140,5 +160,5 @@ def _add_manifest(message: resources_pb2.DatasetVersion, manifest: Manifest) -> 
         message.prediction.checkpoint, message.prediction.checkpoint_sha256 = one.checkpoint, one.checkpoint_sha256
         message.prediction.trained_on = one.trained_on
         message.prediction.columns.extend(one.columns)
-    elif manifest.transforms:
+    elif manifest.transforms and not brief:
         json_format.ParseDict(manifest.transforms[-1], message.transform)

@@ -7,6 +7,8 @@ import re
 
 import pyarrow as pa
 
+from shared.dataset_version.columns import scalar_remedy
+
 MAX_FIXED_BYTES = 16 * 1024 * 1024
 
 _PLAIN = {
@@ -34,7 +36,7 @@ _PLAIN = {
     "time64[us]": pa.time64("us"),
     "time64[ns]": pa.time64("ns"),
 }
-_TIMESTAMP = re.compile(r"timestamp\[(s|ms|us|ns)(?:, ?tz=([A-Za-z0-9_+:/-]{1,64}))?\]")
+_TIMESTAMP = re.compile(r"timestamp\[(s|ms|us|ns)(?:, ?tz=(.+))?\]")
 _DECIMAL = re.compile(r"decimal128\((\d{1,2}), ?(-?\d{1,2})\)")
 _FIXED_BINARY = re.compile(r"fixed_size_binary\[(\d{1,9})\]")
 _TENSOR = re.compile(
@@ -53,7 +55,7 @@ def parse_type(text: str) -> pa.DataType:
     if text in _PLAIN:
         return _PLAIN[text]
     if match := _TIMESTAMP.fullmatch(text):
-        return pa.timestamp(match[1], tz=match[2])
+        return _kept(pa.timestamp(match[1], tz=match[2]))
     if match := _DECIMAL.fullmatch(text):
         return _decimal(int(match[1]), int(match[2]))
     if match := _FIXED_BINARY.fullmatch(text):
@@ -69,9 +71,15 @@ def parse_type(text: str) -> pa.DataType:
 
 
 def _decimal(precision: int, scale: int) -> pa.DataType:
-    if not (1 <= precision <= 38 and -38 <= scale <= 38):
-        raise TypeRefused("use a precision of 1 to 38 and a scale of -38 to 38")
+    if not (1 <= precision <= 38 and 0 <= scale <= precision):
+        raise TypeRefused("use a precision of 1 to 38 and a scale of 0 to the precision")
     return pa.decimal128(precision, scale)
+
+
+def _kept(scalar: pa.DataType) -> pa.DataType:
+    if remedy := scalar_remedy(scalar):
+        raise TypeRefused(remedy)
+    return scalar
 
 
 def _tensor(value_name: str, shape: list[int]) -> pa.DataType:

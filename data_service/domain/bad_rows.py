@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from shared.arrow_values import value_shown
 from shared.errors import InvalidArgument
 
 MAX_REASONS, MAX_EXAMPLES, MAX_EXCERPT = 100, 5, 500
@@ -60,7 +61,8 @@ class BadRowLog:
     """Takes bad rows in the order of their sources; writes the first `MAX_LINES` of them as JSON lines to `path`.
 
     It keeps `MAX_REASONS` reasons, those that came first; all more are counted together as `other reasons`. What it
-    finds depends on the rows and their order alone.
+    finds depends on the rows and their order alone. Every text is cut where it is long: sources name files, members of
+    archives and columns as they like.
     """
 
     def __init__(self, path: Path, policy: BadRowPolicy) -> None:
@@ -84,6 +86,7 @@ class BadRowLog:
 
         Raises `InvalidArgument` where the policy has none of it, or not so many.
         """
+        source, place, reason = _cut(source), _cut(place), _cut(reason)
         if not self._policy.quarantines:
             raise InvalidArgument(
                 f"{source}, {place}: {reason}; mend the source, or let bad rows be quarantined",
@@ -102,7 +105,7 @@ class BadRowLog:
 
     def leave_out(self, source: str, place: str, reason: str, excerpt: str, rows: int = 1) -> None:
         """The same for rows that a check has quarantined, whatever the policy says of bad ones."""
-        example = Example(source, place, _cut(excerpt))
+        example, reason = Example(_cut(source), _cut(place), _cut(excerpt)), _cut(reason)
         self._count(reason, rows, [example])
         self._write([json.dumps({**example.to_json(), "reason": reason, "rows": rows}, ensure_ascii=False)], 1)
 
@@ -156,12 +159,20 @@ def excerpt(table: pa.Table, row: int) -> str:
     for field_, column in zip(table.schema, table.columns, strict=True):
         if isinstance(field_.type, pa.FixedShapeTensorType):
             continue
-        value = column[row].as_py()
+        value = _in_python(column[row])
         if isinstance(value, str):
             shown[field_.name] = _cut(value)
         else:
             shown[field_.name] = f"<{len(value)} bytes>" if isinstance(value, bytes) else value
     return _cut(json.dumps(shown, ensure_ascii=False, default=str))
+
+
+def _in_python(value: pa.Scalar) -> Any:
+    """As text where Python has no such value."""
+    try:
+        return value.as_py()
+    except (OverflowError, ValueError):
+        return value_shown(value)
 
 
 def _cut(text: str) -> str:

@@ -17,7 +17,8 @@ import pyarrow as pa
 from data_service.domain.checks import CHECK_FAILED, Check, CheckResult, Unique
 from data_service.domain.checks_conditions import violating
 from data_service.domain.checks_unique import KeySet, Mask, Ordinals, UniqueKeys, keys_of
-from shared.errors import FailedPrecondition, shown
+from shared.arrow_values import value_shown
+from shared.errors import FailedPrecondition
 
 PASSES = -1
 
@@ -235,4 +236,4 @@ def _passing(table: pa.Table, column: str, goes_on: Mask) -> tuple[pa.Array, npt
 def _shown_value(value: pa.Scalar) -> str:
     if isinstance(value.type, pa.FixedShapeTensorType) or pa.types.is_binary(value.type):
         return str(value.type)
-    return shown(value.as_py())
+    return value_shown(value)

@@ -19,6 +19,8 @@ import pyarrow as pa
 import pyarrow.types as kinds
 from PIL import Image, ImageDraw, ImageOps
 
+from shared.arrow_values import value_shown
+
 LABEL = "label"
 COLUMNS = 10
 MAX_IMAGE_COLUMNS = 8
@@ -112,12 +114,14 @@ def _tiles(table: pa.Table, column: str, value_names: Mapping[str, Sequence[str]
         images = [_decoded(value.as_py()) for value in values]
     captions = [""] * table.num_rows
     if LABEL in table.schema.names:
-        captions = [_caption(value, value_names.get(LABEL, ())) for value in table.column(LABEL).to_pylist()]
+        captions = [_caption(value, value_names.get(LABEL, ())) for value in table.column(LABEL)]
     return [Tile(image, caption) for image, caption in zip(images, captions, strict=True)]
 
 
-def _caption(value: object, names: Sequence[str]) -> str:
-    return names[value] if isinstance(value, int) and 0 <= value < len(names) else str(value)
+def _caption(value: pa.Scalar, names: Sequence[str]) -> str:
+    if kinds.is_integer(value.type) and value.is_valid and 0 <= value.as_py() < len(names):
+        return str(names[value.as_py()])
+    return value_shown(value) if kinds.is_temporal(value.type) else str(value.as_py())
 
 
 def _pixels(tensor: npt.NDArray[Any]) -> Pixels:

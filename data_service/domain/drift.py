@@ -7,7 +7,9 @@ Credit Risk Scorecards, 2006; customary limits are 0.1 and 0.25.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,14 +29,15 @@ def population_stability_index(
 ) -> float | None:
     """Of one column; one statistics for each split, `new_counts` over all of them where they are known.
 
-    Numbers are compared over the parent's deciles, everything else over the parent's frequent values, with one bin for
-    all others. None where one of the two has no values, or the parent too many different ones.
+    Numbers are compared over the parent's deciles, everything else over the parent's frequent values, with bins for all
+    others. None where one of the two has no values, or too many different ones.
     """
     if not (_present(parent) and _present(new)):
         return None
-    parent_counts = _complete_counts(parent)
     if all(one.numbers is None or _has_booleans(one) for one in parent):
-        return None if parent_counts is None or new_counts is None else _over_values(parent_counts, new_counts)
+        listed = _Listed.of(parent)
+        return None if listed is None or new_counts is None else _over_values(listed, new_counts)
+    parent_counts = _complete_counts(parent)
     if parent_counts is not None and new_counts is not None:
         expected, found = _Steps(parent_counts), _Steps(new_counts)
         return _over_deciles(expected.edges(), expected.reached, found.reached)
@@ -96,13 +99,56 @@ def _over_deciles(edges: npt.NDArray[np.float64], expected: Any, found: Any) -> 
     return _psi(shares[0].tolist(), shares[1].tolist())
 
 
-def _over_values(expected: Counts, found: Counts) -> float:
-    """The last bin has the values that the parent does not have."""
-    totals = sum(expected.values()), sum(found.values())
-    expected_shares = [count / totals[0] for count in expected.values()] + [0.0]
-    known = [found.get(value, 0) for value in expected]
-    found_shares = [count / totals[1] for count in [*known, totals[1] - sum(known)]]
-    return _psi(expected_shares, found_shares)
+@dataclass(frozen=True)
+class _Listed:
+    """How often each value occurs, as far as reports tell that list the frequent values of each split alone.
+
+    One that no split lists occurs `unlisted` times at most, since in each it is no more frequent than those listed.
+    """
+
+    total: int
+    least: Mapping[Any, int]
+    most: Mapping[Any, int]
+    unlisted: int
+
+    @classmethod
+    def of(cls, splits: Sequence[ColumnStatistics]) -> _Listed | None:
+        """None where a split has values and lists none."""
+        least: Counter[Any] = Counter()
+        known: Counter[Any] = Counter()  # of `unlisted`, the part of the splits that list the value
+        total = unlisted = 0
+        for one in splits:
+            if not (there := _present([one])):
+                continue
+            if not one.values:
+                return None
+            counts = dict(one.values)
+            rarest = min(*counts.values(), there - sum(counts.values()))
+            least.update(counts)
+            known.update(dict.fromkeys(counts, rarest))
+            total, unlisted = total + there, unlisted + rarest
+        most = {value: count + unlisted - known[value] for value, count in least.items()}
+        return cls(total, least, most, unlisted)
+
+
+def _over_values(parent: _Listed, found: Counts) -> float:
+    """Where the parent's count of a value may be one of several, it is the one next to what was found.
+
+    So equal values give 0, whatever the reports leave out. The last two bins have the values that the parent does not
+    list: those that are more frequent now than they can have been, and the others.
+    """
+    total = sum(found.values())
+    shares = [found.get(value, 0) / total for value in parent.least]
+    expected = [
+        min(max(share, parent.least[value] / parent.total), parent.most[value] / parent.total)
+        for value, share in zip(parent.least, shares, strict=True)
+    ]
+    limit = parent.unlisted / parent.total
+    risen = [count / total for value, count in found.items() if value not in parent.least and count / total > limit]
+    rest = max(0.0, 1 - math.fsum(expected))
+    expected_risen = min(rest, limit * len(risen))
+    others = max(0.0, 1 - math.fsum(shares) - math.fsum(risen))
+    return _psi([*expected, expected_risen, rest - expected_risen], [*shares, math.fsum(risen), others])
 
 
 def _psi(expected: Sequence[float], found: Sequence[float]) -> float:
@@ -123,13 +169,9 @@ def _has_booleans(one: ColumnStatistics) -> bool:
 
 
 def _complete_counts(splits: Sequence[ColumnStatistics]) -> dict[Any, int] | None:
-    """Over all splits, where their reports have every value; of texts, too, where the rare ones are missing."""
+    """Over all splits, where their reports have every value."""
     counts: dict[Any, int] = {}
     for one in splits:
         for value, count in one.values:
             counts[value] = counts.get(value, 0) + count
-    there = _present(splits)
-    if sum(counts.values()) == there:
-        return counts
-    is_text = bool(counts) and all(isinstance(value, str) for value in counts)
-    return counts if is_text else None
+    return counts if sum(counts.values()) == _present(splits) else None

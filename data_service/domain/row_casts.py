@@ -12,6 +12,7 @@ import pyarrow.types as kinds
 from numpy.typing import NDArray
 
 from data_service.domain.text_values import from_text
+from shared.dataset_version.columns import refuse_beyond_milliseconds
 
 # True for each row that fits; None where all do.
 Fits = NDArray[np.bool_] | None
@@ -86,14 +87,13 @@ def _tensor_cast(given: pa.DataType, wanted: pa.DataType) -> Cast:
 
 
 def _checked(given: pa.Array, cast: pa.Array) -> pa.Array:
-    """Refuses what Arrow lets pass: a finite number that became infinite in a narrower float, and seconds beyond what
-    milliseconds can tell."""
+    """Refuses what Arrow lets pass: a finite number that became infinite in a narrower float, and seconds that a
+    version's files do not hold."""
     if kinds.is_floating(cast.type) and (kinds.is_floating(given.type) or kinds.is_decimal(given.type)):
         wide = given.cast(pa.float64())
         if pc.any(pc.and_(pc.is_finite(wide), pc.is_inf(cast.cast(pa.float64())))).as_py():
             raise pa.ArrowInvalid("beyond the range of the float")
-    if kinds.is_timestamp(cast.type) and cast.type.unit == "s":
-        cast.cast(pa.timestamp("ms", cast.type.tz))  # as a version's files keep them; raises for those beyond
+    refuse_beyond_milliseconds(cast)
     return cast
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from shared.errors import shown
+
 BLOCK = 512
 MAX_MEMBER_BYTES = 256 * 1024 * 1024
 MAX_MEMBERS = 5_000_000
@@ -69,7 +71,7 @@ def members(stream: BinaryIO) -> Iterator[TarMember]:
         if count > MAX_MEMBERS:
             raise TarError(f"it has more than {MAX_MEMBERS} members")
         if size > MAX_MEMBER_BYTES:
-            raise TarError(f"member {name!r} has {size} bytes; at most {MAX_MEMBER_BYTES} are read")
+            raise TarError(f"member {shown(name)} has {size} bytes; at most {MAX_MEMBER_BYTES} are read")
         content = _Content(stream, name, size)
         if kind in _FILES and not name.endswith("/"):
             yield TarMember(name, size, content)
@@ -100,7 +102,7 @@ class _Content:
             self._left -= len(data)
 
     def _truncated(self) -> TarError:
-        return TarError(f"it ends within member {self._name!r}")
+        return TarError(f"it ends within member {shown(self._name)}")
 
 
 def _size_of(header: bytes, extended: dict[str, str]) -> int:
@@ -190,18 +192,19 @@ def _text(name: bytes) -> str:
     try:
         return name.decode()
     except UnicodeDecodeError:
-        raise TarError(f"member {name[:200]!r} has a name that is not UTF-8") from None
+        raise TarError(f"member {shown(name)} has a name that is not UTF-8") from None
 
 
 def _checked_name(name: str) -> str:
-    shown = repr(name if len(name) <= 200 else name[:200] + "…")
     if not name or "\0" in name:
-        raise TarError(f"member {shown} has no name, or a zero byte in it")
+        raise TarError(f"member {shown(name)} has no name, or a zero byte in it")
+    if (size := len(name.encode())) > MAX_NAME_BYTES:
+        raise TarError(f"member {shown(name)} has a name of {size} bytes; at most {MAX_NAME_BYTES} are read")
     if name.startswith("/"):
-        raise TarError(f"member {shown} has an absolute path")
+        raise TarError(f"member {shown(name)} has an absolute path")
     parts = name.split("/")
     if ".." in parts:
-        raise TarError(f"member {shown} has '..' in its path")
+        raise TarError(f"member {shown(name)} has '..' in its path")
     return "/".join(part for part in parts if part not in ("", ".")) + ("/" if name.endswith("/") else "")
 
 
@@ -210,7 +213,7 @@ def _check_kind(kind: bytes, name: str, extended: dict[str, str]) -> None:
     if refused is None and kind not in (*_FILES, _FOLDER):
         refused = f"of the unknown kind {kind!r}"
     if refused is not None:
-        raise TarError(f"member {name!r} is {refused}; archive regular files")
+        raise TarError(f"member {shown(name)} is {refused}; archive regular files")
 
 
 def _some(stream: BinaryIO, size: int) -> bytes:

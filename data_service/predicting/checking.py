@@ -12,6 +12,7 @@ from shared.dataset_version.manifest import Manifest
 from shared.errors import FailedPrecondition, invalid_fields
 from shared.transforms import Pipeline, Schema, TensorType, schema_of_columns
 from shared.transforms.schema import ColumnType
+from shared.transforms.steps.decoding import image_columns
 from shared.transforms.steps.step import Step
 
 # What errors call the checkpoint's chain of steps.
@@ -23,10 +24,11 @@ KEEP_VALUES = ("select", "drop", "filter")
 @dataclass(frozen=True)
 class Preparation:
     """From rows of a version to the model's `input_column`, float32 (B, *shape). `reads` are the version's columns that
-    it takes. Picklable."""
+    it takes, `images` those of them whose images it decodes. Picklable."""
 
     steps: Pipeline
     reads: list[str]
+    images: list[str]
     input_column: str
 
 
@@ -41,9 +43,10 @@ def preparation(content: CheckpointContent, source: Manifest, source_name: str) 
     before = Pipeline(chain[:begin], field=CHAIN).output(content.ingested_schema)
     steps = Pipeline(chain[begin:], field=CHAIN).serving([content.input_column], before)
     reads = steps.reads([content.input_column], before)
-    _check_columns({name: before[name] for name in reads}, schema_of_columns(source.columns), source_name)
+    given = {name: before[name] for name in reads}
+    _check_columns(given, schema_of_columns(source.columns), source_name)
     _check_input(steps.output(before)[content.input_column], content)
-    return Preparation(steps, reads, content.input_column)
+    return Preparation(steps, reads, image_columns(steps.steps, given), content.input_column)
 
 
 def chained(transforms: Iterable[Mapping[str, Any]]) -> Pipeline:

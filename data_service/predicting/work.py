@@ -60,7 +60,8 @@ class Preparer:
         columns = [*self.kept, *(name for name in self.preparation.reads if name not in self.kept)]
         for rows in self.source.divided(part, columns):
             try:
-                yield PreparedRows(rows, rows.worked(self._prepare))
+                made = [few.worked(self._prepare) for few in rows.few_pixels(self.preparation.images)]
+                yield PreparedRows(rows, made[0] if len(made) == 1 else np.concatenate(made))
             except InvalidArgument:
                 if not self.quarantines:
                     raise

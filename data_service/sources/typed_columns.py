@@ -16,9 +16,11 @@ from data_service.domain.row_casts import Fits, cast_rows, rows_without_nulls
 from data_service.sources.interface import MAX_COLUMNS, BadRowSink, excerpt_of
 from data_service.sources.source_files import SourceFile
 from shared.dataset_version.columns import ROW_ID, is_tensor, logical_field
-from shared.errors import InvalidArgument
+from shared.errors import InvalidArgument, shown
 
 MAX_ROW_BYTES = 64 * 1024 * 1024
+# Of one column's name: every report, error and quarantined row has it.
+MAX_NAME_BYTES = 1024
 
 
 def logical_schema_of(file: SourceFile, given: pa.Schema) -> pa.Schema:
@@ -41,6 +43,11 @@ def check_names(file: SourceFile, names: Sequence[str]) -> None:
         raise file.corrupt(f"it has a column {ROW_ID!r}, the name that row ids have; rename it")
     if not names or len(set(names)) < len(names) or "" in names:
         raise file.corrupt("it needs columns, each with a name of its own")
+    for name in names:
+        if (size := len(name.encode())) > MAX_NAME_BYTES:
+            raise file.corrupt(f"a column has a name of {size} bytes; at most {MAX_NAME_BYTES} are read: {shown(name)}")
+        if "\0" in name:
+            raise file.corrupt(f"column {shown(name)} has a zero byte in its name; rename it")
 
 
 def is_text(arrow_type: pa.DataType) -> bool:

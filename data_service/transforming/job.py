@@ -40,6 +40,7 @@ from shared.storage import ObjectStore
 from shared.transforms.fitting import Fitter
 from shared.transforms.pipeline import Pipeline
 from shared.transforms.schema import schema_of
+from shared.transforms.steps.decoding import image_columns
 
 
 def run_transform(context: AttemptContext, run_parts: PartRunner = run_on_ray) -> dict[str, Any]:
@@ -176,7 +177,8 @@ class _Transform:
 
     def _rows(self, made: pa.Schema) -> RowSource:
         limit = batch_rows(self._pipeline, self._reader.schema, made)
-        return RowSource(self._context.store.settings, self._source, self._divider, limit)
+        images = tuple(image_columns(self._pipeline.steps, self._given))
+        return RowSource(self._context.store.settings, self._source, self._divider, limit, images)
 
     def _pass(self, phase: str, work: Work, parts: list[Part]) -> Results:
         return self._passes.over(phase, work, parts, foreign_code=self._pipeline.has_custom)

@@ -23,6 +23,7 @@ from shared.storage import open_store
 from shared.transforms.batch import Batch, batch_of
 from shared.transforms.pipeline import Pipeline
 from shared.transforms.problems import RowError
+from shared.transforms.steps.decoding import DecodeImage, side_by_side
 
 # Rows are worked on so many bytes at a time, before or after: what stays within a processor's cache.
 BATCH_BYTES = 2 * 1024 * 1024
@@ -33,7 +34,7 @@ DEFAULT_BATCH_ROWS = 1024
 READ_BYTES = 4 * 1024 * 1024
 # A dictionary hides how much its texts make, but no group makes more than its share; so few hold a batch of small rows.
 UNEQUAL_GROUPS = DEFAULT_BATCH_ROWS // DEFAULT_GROUP_ROWS
-# Decoded images are as large as they like until they are resized: few at a time.
+# Decoded images may be large until they are resized: few at a time, and fewer where they claim too many pixels.
 DECODED_BATCH_ROWS = 16
 # A batch that fails sooner is searched for the row at fault.
 SEARCH_WITHIN_S = 1.0
@@ -43,7 +44,7 @@ T = TypeVar("T")
 
 def batch_rows(pipeline: Pipeline, given: pa.Schema, made: pa.Schema) -> int:
     """How many rows to work on at a time."""
-    if any(step.op == "decode_image" for step in pipeline.steps):
+    if any(isinstance(step, DecodeImage) for step in pipeline.steps):
         return DECODED_BATCH_ROWS
     widths = [row_bytes(given), row_bytes(made)]
     if None in widths:
@@ -73,6 +74,14 @@ class SplitRows:
             searched = time.monotonic() - started < SEARCH_WITHIN_S
             rows = self._smallest_refused(work) if searched else self
             raise rows._named(error) from error
+
+    def few_pixels(self, images: Sequence[str]) -> Iterator[SplitRows]:
+        """The same rows, as many at a time as may be decoded side by side; `images` are the columns that hold some."""
+        if not images:
+            yield self
+            return
+        for begin, end in side_by_side(map(self.table.column, images), len(self.row_ids)):
+            yield self._slice(begin, end)
 
     def _smallest_refused(self, work: Callable[[Batch], object]) -> SplitRows:
         """Of rows that `work` refuses, the first row by whose half of a half of … it is refused still."""
@@ -107,16 +116,23 @@ def _told(field: str, why: str, metadata: dict[str, str]) -> InvalidArgument:
 class RowSource:
     """Reads parts of a version, at most `batch_rows` rows at a time; travels to Ray's workers.
 
-    Without a divider rows stay in their split.
+    Without a divider rows stay in their split. `images` are columns whose images will be decoded: of them come as many
+    at a time as may be decoded side by side.
     """
 
     settings: StoreSettings
     version: DatasetVersion
     divider: Divider | None
     batch_rows: int
+    images: tuple[str, ...] = ()
 
     def divided(self, part: Part, columns: Sequence[str]) -> Iterator[SplitRows]:
         """The named columns. Raises `InvalidArgument` for a row without a split, `DataLoss` for a damaged source."""
+        images = [name for name in self.images if name in columns]
+        for rows in self._divided(part, columns):
+            yield from rows.few_pixels(images)
+
+    def _divided(self, part: Part, columns: Sequence[str]) -> Iterator[SplitRows]:
         keys = self.divider.columns if self.divider else []
         wanted = [*columns, *(name for name in keys if name not in columns)]
         for table, row_ids in self._batches(part, wanted):

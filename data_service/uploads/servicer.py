@@ -12,6 +12,7 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.timestamp_pb2 import Timestamp
 from grpc import aio
 
+from data_service.streaming import UPLOADS, Slot, Slots
 from data_service.uploads.expiry import Upload
 from data_service.uploads.parts import Part, PresignedPut
 from data_service.uploads.receiving import Chunk
@@ -22,6 +23,9 @@ from shared.requests import body_digest
 
 Context = aio.ServicerContext[Any, Any]
 
+# Of all that send chunks; each holds about 40 MiB.
+MAX_SENDS = 32
+
 STATES = {
     UploadState.OPEN: resources_pb2.Upload.State.STATE_OPEN,
     UploadState.COMMITTED: resources_pb2.Upload.State.STATE_COMMITTED,
@@ -31,6 +35,7 @@ STATES = {
 class UploadServicerPart(data_service_pb2_grpc.DataServiceServicer):
     def __init__(self, uploads: Uploads) -> None:
         self._uploads = uploads
+        self._sends = Slots(MAX_SENDS, wording=UPLOADS)
 
     async def StartUpload(self, request: data_service_pb2.StartUploadRequest, context: Context) -> resources_pb2.Upload:
         upload, parts = await asyncio.to_thread(
@@ -48,9 +53,11 @@ class UploadServicerPart(data_service_pb2_grpc.DataServiceServicer):
     async def UploadChunks(
         self, request_iterator: AsyncIterator[data_service_pb2.UploadChunksRequest], context: Context
     ) -> AsyncIterator[data_service_pb2.UploadChunksResponse]:
-        async with aclosing(self._uploads.receive(_chunks(request_iterator))) as sizes:
-            async for size in sizes:
-                yield data_service_pb2.UploadChunksResponse(acknowledged_size=size)
+        with self._sends.one() as slot:
+            async with aclosing(self._uploads.receive(_chunks(request_iterator, slot))) as sizes:
+                async for size in sizes:
+                    with slot.waiting():
+                        yield data_service_pb2.UploadChunksResponse(acknowledged_size=size)
 
     async def GetUpload(self, request: data_service_pb2.GetUploadRequest, context: Context) -> resources_pb2.Upload:
         return upload_message(await asyncio.to_thread(self._uploads.get, request.name))
@@ -96,8 +103,13 @@ def _part_message(part: Part) -> resources_pb2.PresignedPart:
     return resources_pb2.PresignedPart(url=part.url, offset=part.offset, size_bytes=part.size_bytes)
 
 
-async def _chunks(requests: AsyncIterator[data_service_pb2.UploadChunksRequest]) -> AsyncIterator[Chunk]:
-    async for request in requests:
+async def _chunks(requests: AsyncIterator[data_service_pb2.UploadChunksRequest], slot: Slot) -> AsyncIterator[Chunk]:
+    given = aiter(requests)
+    while True:
+        with slot.waiting():
+            request = await anext(given, None)
+        if request is None:
+            return
         yield Chunk(request.name, request.offset, request.data, request.crc32c)
 
 

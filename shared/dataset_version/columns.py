@@ -2,13 +2,16 @@
 
 A tensor column is logically a `fixed_shape_tensor` and is stored as FIXED_LEN_BYTE_ARRAY, row-major and little-endian,
 with value type and shape in the field's metadata: eight times faster to read than Parquet's nested lists
-(docs/decisions/0004). Everything else is stored as it is.
+(docs/decisions/0004). Parquet has no whole seconds, and stores them as milliseconds: by the types that the manifest
+names they are read as seconds again. Everything else is stored as it is.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -28,10 +31,9 @@ _SCALARS = (
     kinds.is_string,
     kinds.is_binary,
     kinds.is_date32,
-    kinds.is_timestamp,
     kinds.is_time,
-    kinds.is_decimal128,
 )
+_ZONE = re.compile(r"[A-Za-z0-9_+:/-]{1,64}")
 
 
 def logical_field(field: pa.Field) -> pa.Field:
@@ -42,6 +44,28 @@ def logical_field(field: pa.Field) -> pa.Field:
     """
     kept = _logical_type(field.name, field.type)
     return pa.field(field.name, kept, nullable=field.nullable and not is_tensor(kept))
+
+
+def scalar_remedy(given: pa.DataType) -> str | None:
+    """What to use instead of a type of scalars; None where a version keeps it as it is."""
+    if kinds.is_decimal128(given):
+        return None if 0 <= given.scale <= given.precision else "use a scale of 0 to the decimal's precision"
+    if kinds.is_timestamp(given):
+        named = given.tz is None or _ZONE.fullmatch(given.tz)
+        return None if named else "name a time zone such as UTC, +02:00 or Europe/Berlin"
+    if kinds.is_fixed_size_binary(given):
+        return None if given.byte_width else "use values of at least one byte"
+    if any(check(given) for check in _SCALARS):
+        return None
+    return "use numbers, booleans, strings, binary, dates, times or timestamps"
+
+
+def refuse_beyond_milliseconds(scalars: pa.Array) -> None:
+    """Raises `pa.ArrowInvalid` for whole seconds that a version's files, which have milliseconds, do not hold."""
+    if scalars.type == pa.time32("s"):
+        scalars.validate(full=True)  # a cast would wrap around
+    elif kinds.is_timestamp(scalars.type) and scalars.type.unit == "s":
+        scalars.cast(pa.timestamp("ms", scalars.type.tz))
 
 
 def is_tensor(arrow_type: pa.DataType) -> bool:
@@ -81,13 +105,15 @@ def stored_schema(schema: pa.Schema) -> pa.Schema:
     return pa.schema([_stored_field(field) for field in schema])
 
 
-def logical_schema(stored: pa.Schema) -> pa.Schema:
-    """The inverse of `stored_schema`."""
+def logical_schema(stored: pa.Schema, spellings: Mapping[str, str]) -> pa.Schema:
+    """The inverse of `stored_schema`; `spellings` are the types by column that the manifest names."""
     fields = []
     for field in stored:
         described = (field.metadata or {}).get(TENSOR_KEY)
         if described is None:
-            fields.append(field.remove_metadata())
+            seconds = _in_seconds(field.type)
+            wanted = seconds if spellings.get(field.name) == str(seconds) else field.type
+            fields.append(field.remove_metadata().with_type(wanted))
         else:
             tensor = json.loads(described)
             value_type = pa.type_for_alias(tensor["value_type"])
@@ -139,14 +165,25 @@ def _logical_type(name: str, given: pa.DataType) -> pa.DataType:
         return pa.fixed_shape_tensor(given.value_type, given.shape)
     if kinds.is_fixed_size_list(given) and given.list_size > 0 and _is_number(given.value_type):
         return pa.fixed_shape_tensor(given.value_type, [given.list_size])
-    if any(check(given) for check in _SCALARS) or kinds.is_fixed_size_binary(given):
+    remedy = scalar_remedy(given)
+    if remedy is None:
         return given
+    if kinds.is_nested(given) or isinstance(given, pa.BaseExtensionType):
+        remedy = "use scalars, strings, binary, or fixed-size lists of numbers"
     raise InvalidArgument(
-        f"column {name!r} has the type {given}, which a version cannot keep; use scalars, strings, binary, or "
-        "fixed-size lists of numbers",
+        f"column {name!r} has the type {given}, which a version cannot keep; {remedy}",
         reason="UNSUPPORTED_COLUMN",
         metadata={"column": name, "arrow_type": str(given)},
     )
+
+
+def _in_seconds(arrow_type: pa.DataType) -> pa.DataType:
+    """Of milliseconds the type of whole seconds, which Parquet stores so; other types as they are."""
+    if arrow_type == pa.time32("ms"):
+        return pa.time32("s")
+    if kinds.is_timestamp(arrow_type) and arrow_type.unit == "ms":
+        return pa.timestamp("s", arrow_type.tz)
+    return arrow_type
 
 
 def _is_row_major(tensor: pa.FixedShapeTensorType) -> bool:

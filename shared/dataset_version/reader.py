@@ -52,7 +52,8 @@ class VersionReader:
     def schema(self) -> pa.Schema:
         """The logical columns, `_row_id` last."""
         if self._schema is None:
-            self._schema = logical_schema(self._open(0, []).schema_arrow)
+            spellings = {column.name: column.arrow_type for column in self.version.columns}
+            self._schema = logical_schema(self._open(0, []).schema_arrow, spellings)
         return self._schema
 
     def row_groups(self, split: str) -> list[RowGroup]:

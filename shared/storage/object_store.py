@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +30,10 @@ FULL_SIGNS = (
     "<Code>XMinioStorageFull",
     "<Code>XMinioAdminBucketQuotaExceeded",
 )
+
+
+# A local directory's file for an object that is being written; no object can have such a key.
+TORN_NAME = re.compile(r".+#\d+")
 
 
 class ObjectExists(Exception):
@@ -137,12 +143,37 @@ class ObjectStore:
         """Removes every object below `prefix`."""
         for key in [info.key for info in self.list(prefix)]:
             self.delete(key)
+        with _errors(prefix):
+            for path in self._torn(prefix):
+                path.unlink(missing_ok=True)
+
+    def delete_unfinished(self, prefix: str, before: float) -> None:
+        """Removes what writers that were killed have left of objects below `prefix`, which no listing shows: what was
+        last written to, on S3 begun, before `before`, in seconds since the epoch."""
+        if not isinstance(self._backend, LocalStore):
+            # Here alone: its client takes a sixth of a second to import.
+            from shared.storage.multipart import abort_uploads
+
+            abort_uploads(self.settings, prefix, before)
+            return
+        with _errors(prefix):
+            for path in self._torn(prefix):
+                with suppress(FileNotFoundError):  # its writer has just ended
+                    if path.stat().st_mtime < before:
+                        path.unlink()
 
     def upload_file(self, path: Path, key: str) -> None:
         """Writes a local file as an object, in parts where it is large. Raises `FileNotFoundError` without one."""
         path.stat()
         with _errors(key):
             obstore.put(self._backend, key, path, mode="overwrite")
+
+    def _torn(self, prefix: str) -> Sequence[Path]:
+        """The files of objects below `prefix` that are being written, or were when their writer was killed."""
+        if not isinstance(self._backend, LocalStore):
+            return []
+        folders = os.walk(Path(str(self._backend.prefix)) / prefix)
+        return [Path(folder, name) for folder, _, names in folders for name in names if TORN_NAME.fullmatch(name)]
 
     def filesystem(self) -> fs.FileSystem:
         """The same objects for Arrow and Ray Data; its paths are this store's keys."""

@@ -16,7 +16,10 @@ from shared.storage.object_store import ObjectStore
 from shared.storage.probe import StoreRefused
 
 if TYPE_CHECKING:
+    from minio import Minio
     from obstore.store import BackoffConfig
+
+S3_ENDPOINT = "https://s3.amazonaws.com"
 
 # Short enough that an RPC can still answer UNAVAILABLE before its deadline.
 RETRY_FOR = timedelta(seconds=10)
@@ -48,21 +51,10 @@ def ensure_bucket(settings: StoreSettings) -> None:
         return
     # Here alone: they take a sixth of a second, and workers, which start often, make no buckets.
     import urllib3
-    from minio import Minio
     from minio.error import MinioException, S3Error
 
-    endpoint = urlsplit(settings.s3_endpoint or "https://s3.amazonaws.com")
-    client = Minio(
-        endpoint=endpoint.netloc,
-        access_key=settings.s3_access_key,
-        secret_key=settings.s3_secret_key,
-        region=settings.s3_region,
-        secure=endpoint.scheme == "https",
-        http_client=urllib3.PoolManager(
-            timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT.total_seconds(), read=SILENCE_TIMEOUT.total_seconds()),
-            retries=urllib3.Retry(total=2, backoff_factor=0.2),
-        ),
-    )
+    client = s3_client(settings)
+    endpoint = urlsplit(settings.s3_endpoint or S3_ENDPOINT)
     try:
         if not client.bucket_exists(parts.netloc):
             client.make_bucket(parts.netloc)
@@ -75,6 +67,25 @@ def ensure_bucket(settings: StoreSettings) -> None:
         raise Unavailable(
             f"no S3 server answers at {endpoint.netloc}", reason="STORE_UNAVAILABLE", retry_after_s=1.0
         ) from error
+
+
+def s3_client(settings: StoreSettings) -> Minio:
+    """For what the store's own client cannot ask an S3 server for."""
+    import urllib3
+    from minio import Minio
+
+    endpoint = urlsplit(settings.s3_endpoint or S3_ENDPOINT)
+    return Minio(
+        endpoint=endpoint.netloc,
+        access_key=settings.s3_access_key,
+        secret_key=settings.s3_secret_key,
+        region=settings.s3_region,
+        secure=endpoint.scheme == "https",
+        http_client=urllib3.PoolManager(
+            timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT.total_seconds(), read=SILENCE_TIMEOUT.total_seconds()),
+            retries=urllib3.Retry(total=2, backoff_factor=0.2),
+        ),
+    )
 
 
 def _open_local(root: Path, settings: StoreSettings) -> ObjectStore:

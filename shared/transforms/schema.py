@@ -13,7 +13,8 @@ from shared.dataset_version.columns import is_tensor, tensor_field
 from shared.dataset_version.manifest import Column
 
 _TENSOR = re.compile(r"fixed_shape_tensor\[value_type=(\w+)")
-_TIMESTAMP = re.compile(r"timestamp\[(s|ms|us|ns), tz=([\w/+:-]+)\]")
+# Any zone: which ones a version keeps, `scalar_remedy` says.
+_TIMESTAMP = re.compile(r"timestamp\[(s|ms|us|ns), tz=(.+)\]", re.DOTALL)
 _DECIMAL = re.compile(r"decimal(?:128)?\((\d+), ?(-?\d+)\)")
 _FIXED_BINARY = re.compile(r"fixed_size_binary\[(\d+)\]")
 

@@ -11,12 +11,14 @@ import pyarrow.compute as pc
 import pyarrow.types as kinds
 
 from millrace.common.v1 import transform_pb2
+from shared.arrow_values import value_shown
+from shared.dataset_version.columns import refuse_beyond_milliseconds, scalar_remedy
 from shared.errors import shown
 from shared.transforms.batch import Column
 from shared.transforms.problems import RowProblem, StepError
 from shared.transforms.randomness import StepKeys
 from shared.transforms.schema import ColumnType, ScalarType, arrow_type_of
-from shared.transforms.steps.step import ColumnStep, first_failing_row, scalar, value_shown
+from shared.transforms.steps.step import ColumnStep, first_failing_row, scalar
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class Cast(ColumnStep):
         except (ValueError, pa.ArrowException):
             remedy = "use an Arrow type such as int64, double, string, bool, timestamp[us] or date32[day]"
             raise StepError(f"{shown(message.arrow_type)}: {remedy}", "cast.arrow_type") from None
-        if not _is_kept(target):
-            raise StepError(f"a version cannot keep {target}; use another type", "cast.arrow_type")
+        if wanted := scalar_remedy(target):
+            raise StepError(f"a version cannot keep {target}; {wanted}", "cast.arrow_type")
         return cls(column, target)
 
     def message(self) -> transform_pb2.Cast:
@@ -79,7 +81,9 @@ def cast_exactly(column: pa.Array, target: pa.DataType) -> pa.Array:
     if kinds.is_integer(column.type) and kinds.is_decimal(target):
         # By itself Arrow refuses every decimal with less room than the greatest integer takes.
         column = pc.cast(column, pa.decimal128(38, max(target.scale, 0)))
-    return pc.cast(column, target, safe=safe)
+    made = pc.cast(column, target, safe=safe)
+    refuse_beyond_milliseconds(made)
+    return made
 
 
 def _is_exact(column: pa.Array, made: pa.Array) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -112,19 +116,3 @@ def _text_is_finite(column: pa.Array, made: pa.Array) -> np.ndarray[tuple[int], 
         pc.or_(pc.invert(infinite), says_so).fill_null(True).to_numpy(zero_copy_only=False)
     )
     return fine
-
-
-def _is_kept(target: pa.DataType) -> bool:
-    checks = (
-        kinds.is_boolean,
-        kinds.is_integer,
-        kinds.is_floating,
-        kinds.is_string,
-        kinds.is_binary,
-        kinds.is_fixed_size_binary,
-        kinds.is_date32,
-        kinds.is_timestamp,
-        kinds.is_time,
-        kinds.is_decimal128,
-    )
-    return any(check(target) for check in checks)

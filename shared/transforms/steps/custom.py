@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 import pyarrow as pa
 
 from millrace.common.v1 import transform_pb2
-from shared.dataset_version.columns import is_tensor, logical_field
+from shared.dataset_version.columns import is_tensor, logical_field, refuse_beyond_milliseconds
 from shared.errors import InvalidArgument, first_line, shown
 from shared.transforms.batch import Batch, batch_of, table_of
 from shared.transforms.problems import StepError
@@ -134,6 +134,7 @@ class Custom(Step):
                     column = pa.ExtensionArray.from_storage(kept.type, column.cast(kept.type.storage_type))
                 elif kept.type != field.type:
                     column = column.cast(kept.type)
+                refuse_beyond_milliseconds(column)
                 fields.append(pa.field(field.name, kept.type, kept.nullable))
                 columns.append(column)
             record = pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))

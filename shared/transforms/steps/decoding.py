@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, Self
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.types as kinds
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -17,12 +20,15 @@ from shared.errors import first_line
 from shared.transforms.batch import Array, Column, RaggedImages
 from shared.transforms.problems import RowProblem, StepError
 from shared.transforms.randomness import StepKeys
-from shared.transforms.schema import ColumnType, TensorType
-from shared.transforms.steps.step import ColumnStep, scalar
+from shared.transforms.schema import ColumnType, ScalarType, Schema, TensorType
+from shared.transforms.steps.step import ColumnStep, Step, scalar
 
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP")
 # As many or more are refused before any is decoded: a few bytes may claim far more memory than there is.
 PIXEL_LIMIT = 100_000_000
+
+# Of rows that are decoded side by side: 100 MB of colours. One image alone may have more.
+PIXELS_AT_ONCE = 32_000_000
 
 _Mode = transform_pb2.DecodeImage.Mode
 
@@ -55,7 +61,7 @@ class DecodeImage(ColumnStep):
 
     def becomes(self, given: ColumnType) -> ColumnType:
         column = scalar(given, "decode_image needs a column of bytes")
-        if not (kinds.is_binary(column.arrow_type) or kinds.is_large_binary(column.arrow_type)):
+        if not _is_bytes(column):
             raise StepError(f"decode_image needs a column of bytes, not {column}")
         return TensorType("uint8", self._shape)
 
@@ -83,14 +89,17 @@ class ImageRefused(ValueError):
 
 def decoded(data: bytes, gray: bool, room: int | None = None) -> Array:
     """uint8 (H, W, 3), or (H, W, 1) where `gray`. Raises `ImageRefused`, and `TooManyPixels` for more than `room`."""
-    (pixels,) = _converted(data, ["L" if gray else "RGB"], room)
+    with _opened(data, room) as image:
+        pixels = np.asarray(image.convert("L" if gray else "RGB"))
     return pixels[:, :, None] if gray else pixels
 
 
 def why_refused(data: bytes) -> str | None:
     """What `decoded` would say of these bytes, in colour or in grey; None where it takes them in both."""
     try:
-        _converted(data, ["RGB", "L"])
+        with _opened(data) as image:
+            for mode in ("RGB", "L"):
+                image.convert(mode)  # and let go of: one of them may take hundreds of megabytes
     except ImageRefused as refused:
         return str(refused)
     return None
@@ -106,8 +115,36 @@ def claimed_pixels(data: bytes) -> int:
     return pixels if pixels < PIXEL_LIMIT else 0
 
 
-def _converted(data: bytes, modes: Sequence[str], room: int | None = None) -> list[Array]:
-    """The pixels in each of the modes."""
+def image_columns(steps: Iterable[Step], given: Schema) -> list[str]:
+    """The columns that may hold images which the steps decode; of other bytes no pixels are counted."""
+    if not any(isinstance(step, DecodeImage) for step in steps):
+        return []
+    return [name for name, one in given.items() if isinstance(one, ScalarType) and _is_bytes(one)]
+
+
+def side_by_side(columns: Iterable[pa.Array | pa.ChunkedArray], rows: int) -> list[tuple[int, int]]:
+    """Cuts so many rows into stretches [begin, end), at least one: of rows whose images in these columns claim at most
+    `PIXELS_AT_ONCE` together, or of one row."""
+    pixels = [0] * rows
+    for column in columns:
+        for row, data in enumerate(column):
+            pixels[row] += claimed_pixels(data.as_py()) if data.is_valid else 0
+    ends, begin, claimed = [], 0, 0
+    for row, more in enumerate(pixels):
+        if row > begin and claimed + more > PIXELS_AT_ONCE:
+            ends.append(row)
+            begin, claimed = row, 0
+        claimed += more
+    return list(pairwise([0, *ends, rows]))
+
+
+def _is_bytes(column: ScalarType) -> bool:
+    return bool(kinds.is_binary(column.arrow_type) or kinds.is_large_binary(column.arrow_type))
+
+
+@contextmanager
+def _opened(data: bytes, room: int | None = None) -> Iterator[Image.Image]:
+    """The image as it stands upright; what goes wrong with it within, too, is an `ImageRefused`."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
@@ -116,8 +153,7 @@ def _converted(data: bytes, modes: Sequence[str], room: int | None = None) -> li
             if room is not None and width * height > room:
                 raise TooManyPixels
             image.load()
-            upright = _upright(image)
-            return [np.asarray(upright.convert(mode)) for mode in modes]
+            yield _upright(image)
     except UnidentifiedImageError:
         raise ImageRefused(f"is no image of the formats {', '.join(FORMATS)}") from None
     except Image.DecompressionBombError:  # Pillow's own limit, which it checks on opening

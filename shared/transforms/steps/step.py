@@ -7,11 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from millrace.common.v1 import transform_pb2
-from shared.errors import shown
 from shared.transforms.batch import Batch, Column
 from shared.transforms.problems import StepError
 from shared.transforms.randomness import StepKeys
@@ -148,18 +144,6 @@ def scalar(given: ColumnType, needs: str) -> ScalarType:
     if not isinstance(given, ScalarType):
         raise StepError(f"{needs}, not {given}")
     return given
-
-
-def value_shown(value: pa.Scalar) -> str:
-    """As an error shows it, also where Python has no such value: its dates and times end with the year 9999."""
-    try:
-        return shown(value.as_py())
-    except (OverflowError, ValueError):
-        pass
-    try:
-        return shown(pc.cast(value, pa.string()).as_py())
-    except pa.ArrowException:
-        return f"a value beyond what {value.type} can be shown as"
 
 
 def first_failing_row(rows: int, works: Callable[[int, int], bool]) -> int:

@@ -12,12 +12,12 @@ import pytest
 from google.protobuf import json_format
 from PIL import Image
 
-from data_service import bounded_report
+from data_service import bounded_answer
 from data_service import preview as previews
-from data_service.bounded_report import ANSWER_BYTES, bound_report
+from data_service.bounded_answer import ANSWER_BYTES, bound_answer
 from data_service.domain.statistics import SplitStatistics
 from data_service.preview import preview
-from millrace.data.v1 import data_service_pb2, quality_pb2
+from millrace.data.v1 import data_service_pb2, quality_pb2, resources_pb2
 from shared.dataset_version import VersionReader, load_version
 from shared.dataset_version.columns import tensor_array
 from shared.errors import InvalidArgument
@@ -117,14 +117,39 @@ def wide_report(columns: int, text_bytes: int) -> dict[str, Any]:
 def test_a_report_that_fits_stays_as_it_is() -> None:
     answer = answer_of(wide_report(100, 30), 2 * MIB)
     before = answer.SerializeToString()
-    bound_report(answer)
+    bound_answer(answer)
     assert answer.SerializeToString() == before
+
+
+def described(files: int = 0, value_names: int = 0, learnt: int = 0) -> data_service_pb2.PreviewVersionResponse:
+    """Of a version with so many files of 200 bytes, names of values and learnt categories of 20 bytes, and a report."""
+    answer = answer_of(wide_report(100, 30), 2 * MIB)
+    answer.version.name, answer.version.row_count = "datasets/d/versions/v", 7
+    texts = [f"{n:020d}" for n in range(max(value_names, learnt))]
+    answer.version.columns.add(name="a", arrow_type="int64", value_names=texts[:value_names])
+    answer.version.columns.add(name="b", arrow_type="int64", value_names=["no", "yes"])
+    answer.version.files.extend(resources_pb2.File(path="p" * 128, sha256="0" * 64) for _ in range(files))
+    answer.version.transform.steps.add(column="a").ordinal_encode.categories.extend(texts[:learnt])
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("made_of", "lost"),
+    [({"files": 10_000}, "files"), ({"value_names": 100_000}, "value_names"), ({"learnt": 100_000}, "transform")],
+)
+def test_of_the_version_what_is_long_goes_and_the_rest_stays(made_of: dict[str, int], lost: str) -> None:
+    answer, whole = described(**made_of), described(**made_of)
+    assert answer.ByteSize() > ANSWER_BYTES
+    bound_answer(answer)
+    assert answer.ByteSize() <= ANSWER_BYTES
+    (whole.version.columns[0] if lost == "value_names" else whole.version).ClearField(lost)
+    assert answer == whole
 
 
 def test_columns_lose_their_largest_lists_of_values_first() -> None:
     answer, again = (answer_of(wide_report(300, 100), 2 * MIB) for _ in range(2))
-    bound_report(answer)
-    bound_report(again)
+    bound_answer(answer)
+    bound_answer(again)
     assert ANSWER_BYTES - 15_000 < answer.ByteSize() <= ANSWER_BYTES
     assert answer == again
     assert len(answer.report.columns) == 300
@@ -138,12 +163,12 @@ def test_columns_lose_their_largest_lists_of_values_first() -> None:
 def test_very_wide_reports_lose_histograms_and_at_last_columns(
     columns: int, left: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded_report, "ANSWER_BYTES", 150_000)
+    monkeypatch.setattr(bounded_answer, "ANSWER_BYTES", 150_000)
     plain = [
         {"split": "s", "column": f"c{n}", "numbers": {"max": 1, "histogram": ["1000"] * 20}} for n in range(columns)
     ]
     answer = answer_of({"columns": plain}, 50_000)
-    bound_report(answer)
+    bound_answer(answer)
     assert 50_000 < answer.ByteSize() <= 150_000
     if left:
         bars = [bool(column.numbers.histogram) for column in answer.report.columns]

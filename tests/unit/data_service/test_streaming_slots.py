@@ -57,7 +57,7 @@ class Reader:
     async def _read(self, _: object, __: object) -> AsyncIterator[bytes]:
         with self._slots.one() as slot:
             while True:
-                with slot.sending():
+                with slot.waiting():
                     yield b"rows"
 
     async def _write(self, _: bytes) -> None:

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import pyarrow as pa
 import pytest
 
+from data_service.commit import columns_of
+from data_service.commit import commit_version as commit_files
 from data_service.datasets import Datasets
+from data_service.domain.layout import SplitRange
 from data_service.domain.retention import Retention
 from data_service.lifecycle import Deletions
-from data_service.sweeper import REQUEST_CLAIM_S, Sweeper
-from shared.dataset_version import load_version
+from data_service.sweeper import LEFT_FOR_S, REQUEST_CLAIM_S, Sweeper
+from data_service.verification import verify
+from shared.dataset_version import SplitWriter, load_version
 from shared.dataset_version.users import mark_used
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.record import begin_attempt, confirm_cancel, fail, request_cancel, request_delete
+from shared.jobs.record import begin_attempt, confirm_cancel, fail, request_cancel, request_delete, succeed
+from shared.settings import StoreSettings
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 
@@ -65,6 +74,31 @@ def commit(store: ObjectStore, name: str = VERSION) -> None:
     commit_version(store, name, {"train": striped_digits(10)})
 
 
+def commit_with_attachments(store: ObjectStore) -> str:
+    """The folder of a version with a report and quarantined rows."""
+    folder = f"{VERSION}/data/a00001-{uuid.uuid4().hex[:8]}"
+    jobs = Jobs(store, IMPORT_KIND)
+    running(jobs, VERSION)
+    with tempfile.TemporaryDirectory() as scratch:
+        table = pa.table({"label": [1, 2, 3]})
+        writer = SplitWriter(store, folder, Path(scratch), schema=table.schema, split="train", first_row_id=0)
+        writer.write(table)
+        quarantine = Path(scratch, "quarantine.jsonl")
+        quarantine.write_bytes(b"{}\n")
+        result = commit_files(
+            store,
+            folder,
+            columns=columns_of(table.schema, {}),
+            ranges=[SplitRange("train", 0, 3)],
+            files=writer.close(),
+            report={},
+            quarantine=quarantine,
+            quarantined_row_count=1,
+        )
+    jobs.transition(VERSION, lambda newest: succeed(newest, result, time.time()), attempt=1)
+    return folder
+
+
 def attempts(store: ObjectStore, name: str = VERSION) -> list[str]:
     return list(store.folders(f"{name}/data"))
 
@@ -81,6 +115,80 @@ def test_attempts_that_lost_go_and_the_committed_one_stays(store: ObjectStore, s
     store.put(f"{VERSION}/data/a00007-zombie/manifest.json", b"x")
     sweeping.sweeper.sweep()
     assert attempts(store) == committed
+    load_version(store, VERSION)
+
+
+def test_of_a_committed_attempt_stays_what_its_manifest_names_and_nothing_else(
+    store: ObjectStore, sweeping: Sweeping
+) -> None:
+    folder = commit_with_attachments(store)
+    named = {info.key for info in store.list(folder)}
+    assert {f"{folder}/manifest.json", f"{folder}/report.json", f"{folder}/quarantine.jsonl"} < named
+    for left in ("begun/0-abc", "part-of-nothing.parquet", "report.json.bak"):
+        store.put(f"{folder}/{left}", b"x")
+
+    sweeping.sweeper.sweep()
+    assert {info.key for info in store.list(folder)} > named, "it may still be at its last act"
+    sweeping.now += LEFT_FOR_S + 60
+    for _ in range(2):
+        sweeping.sweeper.sweep()
+        assert {info.key for info in store.list(folder)} == named
+    assert not [one.damages for one in verify(store, load_version(store, VERSION)) if one.damages]
+
+
+@pytest.mark.parametrize("manifest", [b"{}", None], ids=["damaged", "gone"])
+def test_where_the_manifest_is_not_what_was_committed_nothing_of_the_attempt_goes(
+    store: ObjectStore, sweeping: Sweeping, manifest: bytes | None
+) -> None:
+    folder = commit_with_attachments(store)
+    store.put(f"{folder}/begun/0-abc", b"")
+    if manifest is None:
+        store.delete(f"{folder}/manifest.json")
+    else:
+        store.put(f"{folder}/manifest.json", manifest)
+    before = {info.key for info in store.list(folder)}
+    sweeping.now += LEFT_FOR_S + 60
+    sweeping.sweeper.sweep()
+    assert {info.key for info in store.list(folder)} == before
+
+
+def test_a_committed_attempt_is_looked_through_until_nobody_can_be_writing_there(
+    store: ObjectStore, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(store)
+    read: list[str] = []
+    get = store.get
+
+    def counted(key: str) -> bytes:
+        read.append(key)
+        return get(key)
+
+    monkeypatch.setattr(store, "get", counted)
+    counts = []
+    for passed_s in (0.0, LEFT_FOR_S + 60, 0.0, LEFT_FOR_S):
+        sweeping.now += passed_s
+        sweeping.sweeper.sweep()
+        counts.append(sum(key.endswith("/manifest.json") for key in read))
+    assert counts == [1, 2, 2, 2]
+
+
+def test_files_that_killed_writers_never_finished_go_after_a_while(
+    store: ObjectStore, sweeping: Sweeping, file_store: StoreSettings
+) -> None:
+    root = Path(urlsplit(file_store.url).path)
+    commit(store)
+    torn = [
+        root / f"{VERSION}/data/a00001-lost/train-00000.parquet#1",
+        root / f"{DATASET}/uploads/u/chunks/x/000000000000#2",
+    ]
+    for path in torn:
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"half")
+    sweeping.sweeper.sweep()
+    assert all(path.exists() for path in torn)
+    sweeping.now += LEFT_FOR_S + 60
+    sweeping.sweeper.sweep()
+    assert not any(path.exists() for path in torn)
     load_version(store, VERSION)
 
 

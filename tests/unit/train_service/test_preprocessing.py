@@ -11,7 +11,10 @@ import pytest
 from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
 from shared.transforms import RowKeys
+from shared.transforms.steps import decoding
+from shared.transforms.steps.decoding import DecodeImage
 from tests.support.versions import columns_of
+from tests.unit.shared.transforms.samples import encoded
 from train_service.domain.spec import TrainingSpec
 from train_service.preprocessing import Preprocessing
 from train_service.rows import Rows
@@ -94,3 +97,34 @@ def test_a_step_draws_the_same_for_a_row_whatever_else_the_transform_makes() -> 
     unneeded = cropped({"column": "name", "cast": {"arrowType": "string"}})
     assert unneeded == cropped({"drop": {"columns": ["name"]}})
     assert unneeded != cropped()
+
+
+def test_images_are_decoded_a_few_at_a_time_and_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = np.random.default_rng(2).integers(0, 256, (16, 30, 20, 3), np.uint8)
+    given = rows(photo=[encoded(one) for one in pixels])
+    one = preprocessing(
+        {"decodeImage": {}}, {"randomCrop": {"height": 8, "width": 8}}, {"toFloat": {}}, input_column="photo"
+    )
+    decoded: list[int] = []
+    whole = DecodeImage.work
+
+    def counted(self: DecodeImage, column: Any, keys: Any) -> Any:
+        decoded.append(len(column))
+        return whole(self, column, keys)
+
+    monkeypatch.setattr(DecodeImage, "work", counted)
+    for keys in (None, RowKeys(1, 0, given.row_ids)):
+        at_once = one(given, keys)
+        with monkeypatch.context() as bounded:
+            bounded.setattr(decoding, "PIXELS_AT_ONCE", 4 * 600)
+            cut = one(given, keys)
+        assert cut.tobytes() == at_once.tobytes()
+        assert cut.shape == (16, 3, 8, 8)
+        assert (cut.flags.c_contiguous, cut.flags.writeable) == (True, True)
+        assert len(one(given.slice(0, 0))) == 0
+    assert decoded == [16, 4, 4, 4, 4, 0] * 2
+
+    broken = rows(photo=[encoded(pixels[0])] * 9 + [b"no image"])
+    monkeypatch.setattr(decoding, "PIXELS_AT_ONCE", 4 * 600)
+    with pytest.raises(InvalidArgument, match=r"^spec.transform.steps\[0\]: row 109 of "):
+        one(broken)

@@ -74,6 +74,40 @@ def test_parts_merged_in_order_are_as_one_log(tmp_path: Path, monkeypatch: pytes
     assert json.loads(written.decode().split("\n")[8])["note"] == "the first 8 are listed; 12 more are not"
 
 
+def test_long_names_of_sources_places_and_reasons_are_cut(tmp_path: Path) -> None:
+    with BadRowLog(tmp_path / "q", KEEP_ASIDE) as log:
+        for _ in range(3):
+            log.add("file:///" + "a" * 900_000, "member " + "é" * 900_000, "column " + "c" * 900_000, "x")
+        log.close()
+        (reason,) = log.to_json()
+    assert len(json.dumps(reason, ensure_ascii=False)) < 8_000
+    assert reason["examples"][0]["place"].startswith("member éé")
+    assert (tmp_path / "q").stat().st_size < 10_000
+
+
+@pytest.mark.parametrize("policy", [BadRowPolicy(), BadRowPolicy(quarantines=True, max_rows=1)])
+def test_long_names_are_cut_in_the_error(tmp_path: Path, policy: BadRowPolicy) -> None:
+    with BadRowLog(tmp_path / "q", policy) as log, pytest.raises(InvalidArgument) as caught:
+        log.add("file:///" + "a" * 900_000, "member " + "b" * 900_000, "column " + "c" * 900_000, "x", rows=2)
+    assert len(json.dumps(caught.value.as_record())) < 4_000
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (pa.scalar(2**60, pa.timestamp("us")), "1152921504606846976"),
+        (pa.scalar(5_000_000, pa.date32()), "15659-07-15"),
+        (pa.scalar(5, pa.timestamp("us", "Nowhere/Land")), "tz=Nowhere/Land"),
+    ],
+    ids=["timestamp", "date", "time zone"],
+)
+def test_an_excerpt_shows_values_that_python_does_not_have(value: pa.Scalar, shown: str) -> None:
+    table = pa.table({"at": pa.array([value]), "n": [7]})
+    row = json.loads(excerpt(table, 0))
+    assert shown in row["at"]
+    assert row["n"] == 7
+
+
 def test_an_excerpt_is_short_and_spells_out_no_pixels(tmp_path: Path) -> None:
     table = pa.table({"image": tensor_array(np.zeros((1, 28, 28), np.uint8)), "file": [b"abc"], "text": ["x" * 900]})
     text = excerpt(table, 0)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,77 @@ def test_drift_is_of_all_splits_together() -> None:
     check = Check("x", Drift(0.01))
     parent = report(splits(train=[1.5, 2.5], test=[3.5, 4.5]))
     assert judged(check, splits(all=[4.5, 3.5, 2.5, 1.5]), parent).violations == 0
+
+
+def repeated(counts: Iterable[int], first: str = "t") -> list[str]:
+    """The text of number i as often as the i-th count says."""
+    return [f"{first}{index:04}" for index, count in enumerate(counts) for _ in range(count)]
+
+
+def in_splits(kind: str, distinct: int) -> dict[str, list[str]]:
+    """A report lists 100 texts of a split: in two, they are the same or others."""
+    rising = range(1, distinct + 1)
+    match kind:
+        case "one":
+            return {"train": repeated([5] * distinct)}
+        case "one of many shares":
+            return {"train": repeated(rising)}
+        case "two alike":
+            return {"train": repeated([4] * distinct), "test": repeated([2] * distinct)}
+        case "two with other lists":
+            return {"train": repeated(rising), "test": repeated(reversed(rising))}
+        case _:
+            return {"train": repeated([5] * (distinct // 2)), "test": repeated([5] * (distinct - distinct // 2), "u")}
+
+
+SPLITS = ["one", "one of many shares", "two alike", "two with other lists", "two with no text in common"]
+
+
+@pytest.mark.parametrize("kind", SPLITS)
+@pytest.mark.parametrize("distinct", [100, 101, 150, 900])
+def test_the_same_texts_do_not_drift_however_many_a_report_leaves_out(kind: str, distinct: int) -> None:
+    parts = in_splits(kind, distinct)
+    together = {"all": [text for texts in parts.values() for text in texts] * 3}
+    for new in (parts, together):
+        result = judged(Check("x", Drift(1e-6)), splits(**new), report(splits(**parts)))
+        assert result.violations == 0, result.observed
+
+
+@pytest.mark.parametrize("kind", SPLITS)
+@pytest.mark.parametrize("distinct", [100, 101, 150, 900])
+def test_other_texts_drift_however_many_a_report_leaves_out(kind: str, distinct: int) -> None:
+    parts = in_splits(kind, distinct)
+    texts = [text for texts in parts.values() for text in texts]
+    half = sorted(set(texts))[: distinct // 2]
+    others = {
+        "all are new": [f"new {text}" for text in texts],
+        "one is nearly all": texts + ["new"] * 9 * len(texts),
+        "half are gone": [text for text in texts if text in half],
+    }
+    for what, new in others.items():
+        result = judged(Check("x", Drift(0.2)), splits(train=new), report(splits(**parts)))
+        assert result.violations == 1, f"{what}: {result.observed}"
+
+
+@pytest.mark.parametrize("distinct", [100, 101, 900])
+def test_the_same_decimals_and_dates_do_not_drift_however_many_a_report_leaves_out(distinct: int) -> None:
+    for values in (
+        pa.array([*range(distinct)] * 5).cast(pa.decimal128(19, 0)),
+        pa.array([*range(distinct)] * 5, pa.date32()),
+    ):
+        assert psi(values, values) == 0
+
+
+def test_texts_drawn_again_drift_little() -> None:
+    rng = np.random.default_rng(5)
+    shares = 1 / np.arange(1, 301)
+    drawn = [[f"t{one}" for one in rng.choice(300, 30_000, p=shares / shares.sum())] for _ in range(2)]
+    assert 0 < psi(*drawn) < 0.05
+
+
+def test_a_split_whose_texts_are_too_long_to_list_cannot_be_compared() -> None:
+    parts = splits(train=["x" * 201] * 9, test=["a", "b"])
+    assert "not comparable" in judged(Check("x", Drift(0.1)), parts, report(parts)).observed
 
 
 @pytest.mark.parametrize(

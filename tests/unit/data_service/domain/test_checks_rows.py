@@ -120,6 +120,24 @@ def test_the_error_names_check_column_value_and_the_first_row() -> None:
     assert caught.value.metadata == {"check_index": "1", "kind": "range", "column": "x", "row": "2"}
 
 
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        (pa.array([2**60] * 2, pa.timestamp("us")), "1152921504606846976"),
+        (pa.array([5_000_000] * 2, pa.date32()), "15659-07-15"),
+        (pa.array([5] * 2, pa.timestamp("us", "Nowhere/Land")), "tz=Nowhere/Land"),
+    ],
+    ids=["timestamp", "date", "time zone"],
+)
+def test_the_error_shows_values_that_python_does_not_have(values: pa.Array, shown: str) -> None:
+    checks = [Check("x", Unique())]
+    table = pa.table({"x": values})
+    counts = CheckCounts(checks)
+    counts.add(KeepFirst(RowChecks(checks, table.schema)).apply(table, 0))
+    with pytest.raises(FailedPrecondition, match=r"checks\[0\]: in row 1, .*" + shown):
+        counts.refuse()
+
+
 def test_a_row_that_is_left_out_fails_nothing_more() -> None:
     checks = [Check("x", NotNull(), quarantines=True), Check("y", NotNull())]
     table = pa.table({"x": [None], "y": pa.array([None], pa.int8())})

@@ -83,6 +83,11 @@ def test_each_image_column_has_a_block_of_its_own() -> None:
     assert opened(contact_sheet({"train": many})).height < 10 * opened(contact_sheet({"train": one})).height
 
 
+def test_a_label_beyond_what_python_can_say_is_shown_all_the_same() -> None:
+    labels = pa.array([2**62], pa.timestamp("us"))
+    assert opened(contact_sheet({"train": pa.table({"image": [encoded((8, 8), "PNG")], "label": labels})}))
+
+
 def test_bytes_that_are_no_images_make_no_sheet() -> None:
     assert contact_sheet({"train": pa.table({"x": [b"abc", None], "y": [1, 2]})}) == b""
 

@@ -112,6 +112,34 @@ def test_a_name_that_is_no_utf_8_is_refused() -> None:
         read(buffer.getvalue())
 
 
+@pytest.mark.parametrize("layout", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_a_name_that_is_too_long_is_refused_and_shown_in_part(layout: int) -> None:
+    with pytest.raises(TarError, match="at most 65536 are read") as caught:
+        read(tar_of({"c/" + "n" * 900_000: b"x"}, layout))
+    assert len(str(caught.value)) < 400
+
+
+def test_the_length_of_a_name_is_counted_in_bytes() -> None:
+    longest = "é" * (tar_members.MAX_NAME_BYTES // 2)
+    assert list(read(tar_of({longest: b"x"}))) == [longest]
+    with pytest.raises(TarError, match=r"'éé.*….* has a name of 65537 bytes"):
+        read(tar_of({longest + "n": b"x"}))
+
+
+@pytest.mark.parametrize("kind", ["a link", "a large file", "a truncated one", "no UTF-8"])
+def test_a_message_shows_a_long_name_in_part(kind: str) -> None:
+    name = "n" * 60_000
+    data = {
+        "a link": with_member(member(name, tarfile.SYMTYPE)),
+        "a large file": member(name, size=2**41).tobuf(tarfile.PAX_FORMAT),
+        "a truncated one": tar_of({name: b"x"})[:-10_000],
+        "no UTF-8": with_member(member(name)).replace(b"n" * 60_000, b"\xff" * 60_000),
+    }[kind]
+    with pytest.raises(TarError, match="member") as caught:
+        read(data)
+    assert len(str(caught.value)) < 400
+
+
 def test_a_member_that_claims_terabytes_costs_nothing() -> None:
     for header in (member("big", size=2**41).tobuf(tarfile.GNU_FORMAT), member("big", size=2**41).tobuf()):
         with pytest.raises(TarError, match="at most 268435456 are read"):

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_service import pipeline
-from data_service.domain.import_spec import HoldOut, ImportSpec, Source
+from data_service.domain.import_spec import Base, HoldOut, ImportSpec, Source
 from data_service.ingest import job as import_job
 from shared.dataset_version import VersionReader, load_version
 from shared.dataset_version.version import IMPORT_KIND
@@ -37,13 +37,13 @@ def parquet(folder: Path, name: str, split: str, **columns: object) -> Source:
     return Source(split=split, format="parquet", uris={"parquet.uri": (folder / name).as_uri()})
 
 
-def begun(store: ObjectStore, folder: Path, spec: ImportSpec) -> Jobs:
+def begun(store: ObjectStore, folder: Path, spec: ImportSpec, name: str = NAME) -> Jobs:
     """A job whose first attempt has the log."""
     jobs = Jobs(store, IMPORT_KIND)
     now = time.time()
     recorded = {"import": spec.as_record(), "import_roots": [str(folder)], "request_id": ""}
-    jobs.create(NAME, JobRecord(uid=uuid.uuid4().hex, name=NAME, spec=recorded, create_time=now, update_time=now))
-    jobs.transition(NAME, lambda job: begin_attempt(job, time.time()), attempt=1)
+    jobs.create(name, JobRecord(uid=uuid.uuid4().hex, name=name, spec=recorded, create_time=now, update_time=now))
+    jobs.transition(name, lambda job: begin_attempt(job, time.time()), attempt=1)
     return jobs
 
 
@@ -92,6 +92,38 @@ def test_a_column_may_be_null_where_any_source_lets_it(store: ObjectStore, tmp_p
     run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 1)
     reader = VersionReader(store, load_version(store, NAME))
     assert reader.read(reader.row_groups("train")[0])["n"].to_pylist() == [1, None, 2]
+
+
+def test_whole_seconds_stay_seconds_and_take_the_same_file_again(store: ObjectStore, tmp_path: Path) -> None:
+    given = pa.table(
+        {
+            "at": pa.array([0, -1, None, 2**63 // 1000], pa.timestamp("s")),
+            "zoned": pa.array([1, None, 2, 3], pa.timestamp("s", "Europe/Berlin")),
+            "time": pa.array([0, 86_399, None, 7], pa.time32("s")),
+            "fine": pa.array([0, 86_399_999, None, 7], pa.time32("ms")),
+        }
+    )
+    with pa.ipc.new_file(tmp_path / "a.arrow", given.schema) as file:
+        file.write_table(given)
+    source = Source(split="train", format="arrow", uris={"arrow.uri": (tmp_path / "a.arrow").as_uri()})
+    first = begun(store, tmp_path, ImportSpec(sources=[source], hold_outs=[]))
+    run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 1)
+    assert first.get(NAME, NAME).state is JobState.SUCCEEDED
+    version = load_version(store, NAME)
+    reader = VersionReader(store, version)
+    # Parquet has no whole seconds.
+    stored = pq.read_schema(pa.BufferReader(store.get(f"{version.folder}/{version.manifest.files[0].path}")))
+    assert [str(stored.field(name).type) for name in ("at", "time")] == ["timestamp[ms]", "time32[ms]"]
+    assert [column.arrow_type for column in version.columns] == list(map(str, given.schema.types))
+    assert reader.read(reader.row_groups("train")[0]).equals(given)
+
+    appended = "datasets/d/versions/v2"
+    spec = ImportSpec(sources=[source], hold_outs=[], base=Base(version=NAME, mode="append"))
+    jobs = begun(store, tmp_path, spec, appended)
+    run_attempt(pipeline.run, store, IMPORT_KIND, appended, 1)
+    assert (jobs.get(appended, appended).state, jobs.get(appended, appended).error) == (JobState.SUCCEEDED, None)
+    both = VersionReader(store, load_version(store, appended))
+    assert both.read(both.row_groups("train")[0]).equals(pa.concat_tables([given, given]).combine_chunks())
 
 
 def test_an_attempt_that_fails_takes_its_files_away(

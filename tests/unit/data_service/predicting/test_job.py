@@ -28,6 +28,8 @@ from shared.model_spec import REGRESSION, ModelSpec
 from shared.models.loaded import LoadedModel
 from shared.storage import ObjectStore
 from shared.transforms import schema_of_columns
+from shared.transforms.steps import decoding
+from shared.transforms.steps.decoding import DecodeImage
 from tests.support.predicting import (
     CHECKPOINT,
     CLASS_NAMES,
@@ -39,6 +41,7 @@ from tests.support.predicting import (
     write,
 )
 from tests.support.transforming import SOURCE, commit_tables, rows_of, transform_here
+from tests.unit.shared.transforms.samples import encoded, pixels
 
 TRAIN, TEST = 3000, 700
 # Models compute the same in the last bits only in batches of one size.
@@ -82,6 +85,33 @@ def test_every_row_is_predicted_once_in_its_place_as_a_deployment_answers(store:
         np.testing.assert_allclose(found["score"], probabilities.max(axis=1), atol=CLOSE)
         np.testing.assert_allclose(np.array(found["probabilities"]), probabilities, atol=CLOSE)
     assert len(set(rows["train"]["prediction"])) > 1
+
+
+def test_images_are_decoded_a_few_at_a_time_and_predicted_the_same(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    photos = [encoded(one) for one in pixels(16, (30, 20, 3))]
+    source = pa.table({"photo": pa.array(photos, pa.binary()), "id": range(16)})
+    commit_tables(store, {"train": source})
+    steps = [
+        {"column": "photo", "decodeImage": {}},
+        {"column": "photo", "resize": {"height": 32, "width": 32}},
+        {"column": "photo", "toFloat": {}},
+    ]
+    model = ModelSpec(builder="torchvision.squeezenet1_1", in_channels=3, num_classes=3)
+    write(store, ingested=source.schema, transforms=[{"steps": steps}], input_column="photo", model=model)
+    decoded: list[int] = []
+    whole = DecodeImage.work
+
+    def counted(self: DecodeImage, column: Any, keys: Any) -> Any:
+        decoded.append(len(column))
+        return whole(self, column, keys)
+
+    monkeypatch.setattr(DecodeImage, "work", counted)
+    at_once = rows_of(store, done(predict_here(store)))
+    monkeypatch.setattr(decoding, "PIXELS_AT_ONCE", 4 * 600)
+    assert rows_of(store, done(predict_here(store))) == at_once
+    assert [rows for rows in decoded if rows] == [16, 4, 4, 4, 4]
 
 
 @pytest.mark.usefixtures("tables")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime
 import struct
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,9 @@ def test_the_metadata_that_a_million_columns_take_is_not_read(tmp_path: Path) ->
         (pa.array([{"a": 1}]), "has the type struct"),
         (pa.nulls(1), "has the type null"),
         (pa.array([b""], pa.binary(0)), "no bytes"),
+        (pa.array([None], pa.decimal128(5, -1)), r"'a' has the type decimal128\(5, -1\).* scale of 0"),
+        (pa.array([None], pa.decimal128(5, 7)), r"'a' has the type decimal128\(5, 7\).* scale of 0"),
+        (pa.array([1], pa.timestamp("us", "A B")), "'a' has the type timestamp.* such as UTC"),
     ],
 )
 def test_columns_that_no_version_keeps_are_refused_by_name(tmp_path: Path, column: pa.Array, said: str) -> None:
@@ -181,6 +185,7 @@ def test_tensors_with_nulls_are_bad_rows(tmp_path: Path) -> None:
         (pa.array(["1", "x"]), "int64", [1], ["row 2"]),
         (pa.array([1e300, 0.1]), "float", [pytest.approx(0.1)], ["row 1"]),
         (pa.array([b"\xff", b"a"]), "string", ["a"], ["row 1"]),
+        (pa.array([2**31 - 1, 61], pa.int32()), "time32[s]", [datetime.time(0, 1, 1)], ["row 1"]),
     ],
 )
 def test_values_that_do_not_fit_a_given_type_are_bad_rows(

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from google.protobuf import json_format
+from numpy.typing import NDArray
 from PIL import Image
 
 from data_service.domain.split_rules import (
@@ -31,6 +32,8 @@ from shared.dataset_version.columns import tensor_array
 from shared.jobs import JobRecord, JobState
 from shared.storage import ObjectStore
 from shared.transforms.pipeline import Pipeline
+from shared.transforms.steps import decoding
+from shared.transforms.steps.decoding import DecodeImage
 from tests.support.transforming import FICKLE_FOLDER, SOURCE, commit_tables, rows_of, transform_here
 
 HALVES = [Share(split="left", weight=1), Share(split="right", weight=1)]
@@ -55,6 +58,12 @@ def source(store: ObjectStore) -> None:
         }
     )
     commit_tables(store, {"train": table.slice(0, 6000), "test": table.slice(6000)})
+
+
+def encoded(pixels: NDArray[np.uint8]) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
 
 
 def made(store: ObjectStore, job: JobRecord) -> dict[str, dict[str, list[Any]]]:
@@ -314,13 +323,8 @@ def test_progress_tells_the_phase_and_adds_up(store: ObjectStore) -> None:
 
 def test_images_of_any_size_become_tensors(store: ObjectStore) -> None:
     generator = np.random.default_rng(0)
-    encoded = []
-    for i in range(40):
-        pixels = generator.integers(0, 256, (20 + i, 50 - i, 3), np.uint8)
-        file = io.BytesIO()
-        Image.fromarray(pixels).save(file, "PNG")
-        encoded.append(file.getvalue())
-    commit_tables(store, {"train": pa.table({"image": encoded, "label": range(40)})})
+    images = [encoded(generator.integers(0, 256, (20 + i, 50 - i, 3), np.uint8)) for i in range(40)]
+    commit_tables(store, {"train": pa.table({"image": images, "label": range(40)})})
     steps = [
         column("image", decodeImage={}),
         column("image", resize={"height": 8, "width": 6}),
@@ -328,9 +332,40 @@ def test_images_of_any_size_become_tensors(store: ObjectStore) -> None:
     ]
     job = transform_here(store, steps)
     rows = made(store, job)["train"]
-    alone = Pipeline.from_config({"steps": steps[:2]})({"image": pa.array(encoded[39:]), "label": pa.array([39])})
+    alone = Pipeline.from_config({"steps": steps[:2]})({"image": pa.array(images[39:]), "label": pa.array([39])})
     assert len(rows["label"]) == 39
     assert np.array_equal(np.array(rows["image"][-1], np.uint8).reshape(8, 6, 3), alone["image"][0])
+
+
+def test_no_more_pixels_than_the_bound_are_decoded_side_by_side_and_the_rows_are_the_same(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides = [100] * 12 + [300, 20, 30, 100]
+    images = [encoded(np.full((side, 100, 3), place, np.uint8)) for place, side in enumerate(sides)]
+    commit_tables(store, {"train": pa.table({"image": images, "x": np.arange(16.0), "n": range(16)})})
+    decoded: list[int] = []
+    whole = DecodeImage.work
+
+    def counted(self: DecodeImage, given: Any, keys: Any) -> Any:
+        made = whole(self, given, keys)
+        decoded.append(sum(image.shape[0] * image.shape[1] for image in made.images))
+        return made
+
+    monkeypatch.setattr(DecodeImage, "work", counted)
+    steps = [
+        column("x", standardize={}),
+        {"rename": {"columns": {"image": "photo"}}},
+        column("photo", decodeImage={}),
+        column("photo", resize={"height": 4, "width": 3}),
+        column("photo", toFloat={}),
+        {"custom": {"function": "tests.support.transforming:doubles", "columns": ["n"]}},
+    ]
+    at_once = made(store, transform_here(store, steps))
+    assert max(decoded) == sum(sides) * 100
+    decoded.clear()
+    monkeypatch.setattr(decoding, "PIXELS_AT_ONCE", 25_000)
+    assert made(store, transform_here(store, steps)) == at_once
+    assert decoded == [*[20_000] * 6, 30_000, 15_000]  # one image alone may have more
 
 
 def test_bytes_that_are_no_image_are_named_by_their_row(store: ObjectStore) -> None:

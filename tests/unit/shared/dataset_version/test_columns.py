@@ -39,7 +39,7 @@ def test_tensors_come_back_from_storage_bit_for_bit(values: np.ndarray[Any, Any]
     begin = cut.draw(st.integers(0, len(values) - 1))
     table = pa.Table.from_arrays([tensors], schema=schema).slice(begin)
     stored = to_stored(table)
-    assert logical_schema(stored.schema) == schema
+    assert logical_schema(stored.schema, {}) == schema
     back = to_logical(stored, schema)["x"].chunk(0).to_numpy_ndarray()
     assert back.dtype == values.dtype
     assert back.tobytes() == values[begin:].tobytes()
@@ -54,7 +54,15 @@ def test_a_tensor_is_stored_as_bytes_that_say_what_they_are() -> None:
 def test_other_columns_are_stored_as_they_are() -> None:
     schema = pa.schema([pa.field("a", pa.string()), pa.field("b", pa.binary(3)), pa.field("c", pa.float64())])
     assert stored_schema(schema) == schema
-    assert logical_schema(schema) == schema
+    assert logical_schema(schema, {}) == schema
+
+
+def test_milliseconds_are_seconds_where_the_manifest_says_so() -> None:
+    whole = pa.schema([("a", pa.timestamp("s", "UTC")), ("b", pa.time32("s"))])
+    fine = pa.schema([("a", pa.timestamp("ms", "UTC")), ("b", pa.time32("ms"))])
+    assert logical_schema(fine, {field.name: str(field.type) for field in whole}) == whole
+    assert logical_schema(fine, {field.name: str(field.type) for field in fine}) == fine
+    assert logical_schema(fine, {"a": "timestamp[s]", "b": "timestamp[s]"}) == fine
 
 
 def test_several_chunks_become_one() -> None:
@@ -92,6 +100,13 @@ def test_encodings_are_taken_off(given_type: pa.DataType, kept: pa.DataType) -> 
         pa.fixed_shape_tensor(pa.uint8(), [2, 3], permutation=[1, 0]),
         pa.null(),
         pa.month_day_nano_interval(),
+        pa.decimal128(5, -1),
+        pa.decimal128(5, 7),
+        pa.binary(0),
+        pa.timestamp("us", "A B"),
+        pa.timestamp("us", "weird.zone"),
+        pa.timestamp("us", "Z" * 65),
+        pa.dictionary(pa.int8(), pa.decimal128(5, 7)),
     ],
     ids=str,
 )

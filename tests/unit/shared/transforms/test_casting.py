@@ -80,6 +80,9 @@ def test_values_that_the_type_holds_are_cast(given_values: list[Any], given_type
         (["2019-03-01", "1st of March"], "string", "date32[day]", 1),
         ([b"abc", b"\xff"], "binary", "string", 1),
         ([1.0, 1.5], "halffloat", "int8", 1),
+        ([1, 2**63 - 1], "int64", "timestamp[s]", 1),
+        ([1, -(2**63)], "int64", "timestamp[s, tz=UTC]", 1),
+        ([86_399, 2**31 - 1], "int32", "time32[s]", 1),
     ],
 )
 def test_a_value_that_the_type_cannot_hold_names_its_row(
@@ -117,7 +120,12 @@ def test_integers_are_cast_exactly_or_refused_at_the_first_that_cannot(values: l
 
 
 @pytest.mark.parametrize(
-    "spelling", ["", "int", "complex", "list<item: int64>", "timestamp", "struct", "null", "duration[s]"]
+    "spelling",
+    [
+        *("", "int", "complex", "list<item: int64>", "timestamp", "struct", "null", "duration[s]"),
+        *("decimal128(5, -1)", "decimal128(5, 7)", "decimal128(39, 0)", "fixed_size_binary[0]"),
+        *("timestamp[us, tz=A B]", "timestamp[us, tz=weird.zone]"),
+    ],
 )
 def test_types_that_no_column_has_are_refused(spelling: str) -> None:
     with pytest.raises(InvalidArgument) as refused:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import tracemalloc
 import zlib
 from typing import Any
 
@@ -16,7 +17,8 @@ from PIL import Image
 
 from shared.errors import InvalidArgument
 from shared.transforms import RaggedImages, RowError, ScalarType, TensorType
-from shared.transforms.steps.decoding import ImageRefused, decoded
+from shared.transforms.steps import decoding
+from shared.transforms.steps.decoding import ImageRefused, decoded, side_by_side, why_refused
 from tests.unit.shared.transforms.samples import encoded, pipeline, pixels
 
 COLOUR = pixels(1, (13, 17, 3))[0]
@@ -115,6 +117,28 @@ def test_a_row_that_is_no_good_image_is_named(broken: bytes | None, why: str) ->
         decode(encoded(COLOUR), broken)
 
     assert (refused.value.row, refused.value.path) == (1, "transform.steps[0]")
+
+
+def test_rows_are_cut_by_the_pixels_that_their_images_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "PIXELS_AT_ONCE", 2 * 13 * 17)
+    one, large = encoded(COLOUR), huge_png(300, 300)
+    photos = pa.array([one, one, one, large, None, one, b"hello", one, one])
+    more = pa.array([*[None] * 6, one, None, None])
+
+    assert side_by_side([photos], 9) == [(0, 2), (2, 3), (3, 4), (4, 8), (8, 9)]
+    assert side_by_side([photos, more], 9) == [(0, 2), (2, 3), (3, 4), (4, 7), (7, 9)]
+    assert side_by_side([pa.chunked_array([photos[:4], photos[4:]])], 9) == side_by_side([photos], 9)
+    assert side_by_side([photos[:0]], 0) == [(0, 0)]
+    assert side_by_side([], 9) == [(0, 9)]
+
+
+def test_an_image_is_looked_at_in_one_mode_at_a_time_without_a_copy() -> None:
+    data = encoded(np.zeros((1000, 1000), np.uint8))
+    tracemalloc.start()  # which sees numpy's memory
+    assert why_refused(data) is None
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 1e6
 
 
 @given(data=st.data(), file_format=st.sampled_from(["JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP"]))

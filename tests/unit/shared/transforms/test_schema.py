@@ -40,7 +40,7 @@ TYPES = [
     pa.timestamp("ns", "America/Argentina/Buenos_Aires"),
     pa.timestamp("ms", "+02:00"),
     pa.decimal128(10, 2),
-    pa.decimal128(5, -1),
+    pa.decimal128(5, 5),
 ]
 TENSORS = [
     tensor_field("bytes", pa.uint8(), (28, 28)),
@@ -69,6 +69,13 @@ def test_logical_columns_a_manifests_columns_and_schemas_say_the_same() -> None:
     assert schema_of_columns(columns) == schema_of(arrow)
     assert schema_of(arrow)["floats"] == TensorType("float32", (3,))
     assert not arrow_schema({"x": ScalarType(pa.int8(), nullable=False)}).field("x").nullable
+
+
+@pytest.mark.parametrize("zone", ["A B", "weird.zone", "a]b", "one, tz=two", "two\nlines"])
+def test_a_zone_that_an_older_version_kept_is_read_back(zone: str) -> None:
+    arrow_type = pa.timestamp("us", zone)
+
+    assert schema_of_columns([Column(name="t", arrow_type=str(arrow_type), shape=[])]) == {"t": ScalarType(arrow_type)}
 
 
 def test_a_shape_that_is_not_fixed_has_no_column() -> None:

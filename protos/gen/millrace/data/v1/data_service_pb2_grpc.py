@@ -200,11 +200,13 @@ class DataServiceServicer:
 
     def UploadChunks(self, request_iterator, context):
         """Sends chunks and is answered with how much is durable. After a break, or any error, go on from the last
-        acknowledged byte, in a new call: GetUpload tells it. A client that goes away commits nothing.
+        acknowledged byte, in a new call: GetUpload tells it. A client that goes away commits nothing. 32 calls are served
+        at once; a client that pauses keeps its place, but after a minute without a chunk one that waits gets it.
         Fails with UNAVAILABLE (it is being aborted, which may yet be refused), INVALID_ARGUMENT (a malformed or too large
-        chunk), NOT_FOUND, DATA_LOSS (a chunk's bytes are not those of
-        its CRC32C), OUT_OF_RANGE (a chunk that begins after the acknowledged size), ABORTED (another client writes other
-        chunks), FAILED_PRECONDITION (the upload is committed) and RESOURCE_EXHAUSTED (the store is full).
+        chunk), NOT_FOUND, DATA_LOSS (a chunk's bytes are not those of its CRC32C), OUT_OF_RANGE (a chunk that begins after
+        the acknowledged size), ABORTED (another client writes other chunks), FAILED_PRECONDITION (the upload is committed),
+        RESOURCE_EXHAUSTED (the store is full, or every place is taken: TOO_MANY_UPLOADS, with RetryInfo) and
+        DEADLINE_EXCEEDED (the place went to another).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -289,7 +291,8 @@ class DataServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListVersions(self, request, context):
-        """In the order of their names, in any state. Fails with INVALID_ARGUMENT and NOT_FOUND (the dataset).
+        """In the order of their names, in any state, without `files`, `transform` and the `value_names` of columns: GetVersion
+        has them. Fails with INVALID_ARGUMENT and NOT_FOUND (the dataset).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -305,8 +308,9 @@ class DataServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PreviewVersion(self, request, context):
-        """The first rows of each split, the quality report, and a contact sheet of an image column. The answer stays below
-        4 MiB: large rows are left out, and of the report of a very wide version frequent values and histograms.
+        """The first rows of each split, the quality report, and a contact sheet of the image columns. The answer stays below
+        4 MiB: large rows are left out, and of a version that is very wide, or of many files or categories, what is longest:
+        of the report frequent values and histograms, of `version` what ListVersions leaves out.
         Fails with INVALID_ARGUMENT, NOT_FOUND and FAILED_PRECONDITION (the version is not ACTIVE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

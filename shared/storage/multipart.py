@@ -1,0 +1,49 @@
+"""What a killed writer leaves on S3: a large object goes there in parts, which stay until somebody aborts them."""
+
+from __future__ import annotations
+
+import logging
+from urllib.parse import urlsplit
+
+import urllib3
+from minio import Minio
+from minio.error import MinioException, S3Error
+
+from shared.errors import Unavailable
+from shared.settings import StoreSettings
+from shared.storage.opening import s3_client
+
+logger = logging.getLogger(__name__)
+
+# Gone meanwhile: completed, or aborted by another.
+GONE = "NoSuchUpload"
+
+
+def abort_uploads(settings: StoreSettings, prefix: str, before: float) -> None:
+    """Aborts what was begun below the folder `prefix` before `before`, a thousand at most: the next call goes on.
+
+    A server that refuses is left alone: it may be set up to do it by itself. Raises `Unavailable` where none answers.
+    """
+    parts = urlsplit(settings.url)
+    folder = "/".join(filter(None, (parts.path.strip("/"), prefix.strip("/")))) + "/"
+    client = s3_client(settings)
+    try:
+        # The client has no public method for either.
+        for upload in client._list_multipart_uploads(parts.netloc, prefix=folder).uploads:
+            begun = upload.initiated_time
+            if begun and upload.upload_id and begun.timestamp() < before and upload.object_name.startswith(folder):
+                _abort(client, parts.netloc, upload.object_name, upload.upload_id)
+    except MinioException as error:
+        logger.info("what killed writers left below %s/%s stays: %s", parts.netloc, folder, error)
+    except urllib3.exceptions.HTTPError as error:
+        raise Unavailable(
+            "the object store does not answer; try again", reason="STORE_UNAVAILABLE", retry_after_s=1.0
+        ) from error
+
+
+def _abort(client: Minio, bucket: str, key: str, upload_id: str) -> None:
+    try:
+        client._abort_multipart_upload(bucket, key, upload_id)
+    except S3Error as error:
+        if error.code != GONE:
+            raise

@@ -1,0 +1,115 @@
+"""Rows that were left out are read in pieces, and only where all of them are what was committed."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+import tracemalloc
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from data_service.commit import columns_of, commit_version
+from data_service.datasets import Datasets
+from data_service.domain.layout import SplitRange
+from data_service.servicer import DataServicer
+from data_service.versions import Versions
+from millrace.data.v1 import data_service_pb2
+from shared.dataset_version import SplitWriter
+from shared.dataset_version.version import IMPORT_KIND
+from shared.errors import DataLoss
+from shared.jobs import JobRecord, Jobs
+from shared.jobs.record import begin_attempt, succeed
+from shared.storage import ObjectStore
+
+MIB = 1024 * 1024
+VERSION = "datasets/d/versions/v1"
+LINES = b"".join(b'{"source": "file:///s.csv", "place": "line %d"}\n' % n for n in range(600_000))
+
+
+def commit(store: ObjectStore, lines: bytes = b"") -> str:
+    """The key of the quarantined rows of a new version; with none, of what would be there."""
+    folder = f"{VERSION}/data/a00001-{uuid.uuid4().hex[:8]}"
+    jobs = Jobs(store, IMPORT_KIND)
+    now = time.time()
+    jobs.create(VERSION, JobRecord(uid=uuid.uuid4().hex, name=VERSION, spec={}, create_time=now, update_time=now))
+    jobs.transition(VERSION, lambda newest: begin_attempt(newest, now), attempt=1)
+    with tempfile.TemporaryDirectory() as scratch:
+        table = pa.table({"label": [1, 2, 3]})
+        writer = SplitWriter(store, folder, Path(scratch), schema=table.schema, split="train", first_row_id=0)
+        writer.write(table)
+        quarantine = Path(scratch, "quarantine.jsonl")
+        quarantine.write_bytes(lines)
+        result = commit_version(
+            store,
+            folder,
+            columns=columns_of(table.schema, {}),
+            ranges=[SplitRange("train", 0, 3)],
+            files=writer.close(),
+            report={},
+            quarantine=quarantine,
+            quarantined_row_count=lines.count(b"\n"),
+        )
+    jobs.transition(VERSION, lambda newest: succeed(newest, result, now), attempt=1)
+    return f"{folder}/quarantine.jsonl"
+
+
+def read(store: ObjectStore, take: Callable[[bytes], object]) -> None:
+    """Gives what a call answers, message by message."""
+    given: Any = None
+    versions = Versions(store, Jobs(store, IMPORT_KIND), Datasets(store))
+    servicer = DataServicer(given, given, versions, given, given, given)
+
+    async def call() -> None:
+        request = data_service_pb2.ReadQuarantineRequest(name=VERSION)
+        async for message in servicer.ReadQuarantine(request, given):
+            take(message.json_lines)
+
+    asyncio.run(call())
+
+
+@pytest.mark.parametrize("lines", [b"", b"{}\n", LINES[: 3 * MIB]], ids=["none", "one", "several pieces"])
+def test_the_rows_come_as_they_were_committed(store: ObjectStore, lines: bytes) -> None:
+    commit(store, lines)
+    pieces: list[bytes] = []
+    read(store, pieces.append)
+    assert b"".join(pieces) == lines
+    assert all(0 < len(piece) <= MIB for piece in pieces)
+
+
+def test_a_call_holds_a_few_pieces_of_them_however_many_there_are(store: ObjectStore) -> None:
+    commit(store, LINES)
+    tracemalloc.start()
+    try:
+        read(store, len)
+        assert tracemalloc.get_traced_memory()[1] < len(LINES) / 3
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+        lambda data: data[: 2 * MIB],
+        lambda data: data + b"{}\n",
+        None,
+    ],
+    ids=["last byte", "short", "long", "gone"],
+)
+def test_of_a_damaged_file_no_row_is_given_out(store: ObjectStore, damage: Callable[[bytes], bytes] | None) -> None:
+    data = LINES[: 3 * MIB]
+    key = commit(store, data)
+    if damage:
+        store.put(key, damage(data))
+    else:
+        store.delete(key)
+    pieces: list[bytes] = []
+    with pytest.raises(DataLoss, match=r"quarantine\.jsonl of datasets/d/versions/v1 is not what was committed"):
+        read(store, pieces.append)
+    assert not pieces

@@ -1,0 +1,120 @@
+"""Calls that send chunks hold much memory each, and are counted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import google_crc32c
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from data_service import streaming
+from data_service.uploads import servicer as upload_servicer
+from millrace.data.v1 import data_service_pb2 as pb
+from millrace_client.uploads import upload
+from shared.storage import ObjectStore
+from tests.support.upload_server import DATASET, UploadServer, calling, stub_of, upload_server
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def server(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadServer]:
+    """Takes two calls at a time."""
+    monkeypatch.setattr(upload_servicer, "MAX_SENDS", 2, raising=False)
+    with upload_server(store) as running:
+        yield running
+
+
+class Sending:
+    """A call that has sent one chunk, and goes on as it is told."""
+
+    def __init__(self, stub: Any, upload_id: str) -> None:
+        self.name = stub.StartUpload(pb.StartUploadRequest(parent=DATASET, upload_id=upload_id)).name
+        self._go = threading.Semaphore(0)
+        self._over = False
+        self.call = stub.UploadChunks(self._requests(), timeout=30)
+        assert next(self.call).acknowledged_size == 1
+
+    def more(self) -> int:
+        """How much is acknowledged with one chunk more."""
+        self._go.release()
+        return int(next(self.call).acknowledged_size)
+
+    def end(self) -> None:
+        self._over = True
+        self._go.release()
+        assert list(self.call) == []
+
+    def _requests(self) -> Iterator[pb.UploadChunksRequest]:
+        offset = 0
+        while not self._over:
+            yield pb.UploadChunksRequest(name=self.name, offset=offset, data=b"x", crc32c=google_crc32c.value(b"x"))
+            offset += 1
+            self._go.acquire()
+
+
+def refusal(stub: Any, upload_id: str) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as raised:
+        Sending(stub, upload_id)
+    return raised.value
+
+
+def reason_of(error: Any) -> str:
+    status, info = rpc_status.from_call(error), error_details_pb2.ErrorInfo()
+    assert any(detail.Unpack(info) for detail in status.details)
+    return str(info.reason)
+
+
+def test_one_call_more_than_there_is_room_for_is_refused_until_one_ends(server: UploadServer) -> None:
+    with stub_of(server) as stub:
+        first, second = Sending(stub, "a"), Sending(stub, "b")
+        error: Any = refusal(stub, "c")
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert reason_of(error) == "TOO_MANY_UPLOADS"
+        retry = error_details_pb2.RetryInfo()
+        assert any(detail.Unpack(retry) for detail in rpc_status.from_call(error).details)
+        assert first.more() == 2
+        first.end()
+        third = Sending(stub, "d")
+        third.end()
+        second.end()
+
+
+def test_a_client_that_sends_nothing_gives_its_place_to_one_that_waits(
+    server: UploadServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stub_of(server) as stub:
+        silent, busy = Sending(stub, "a"), Sending(stub, "b")
+        monkeypatch.setattr(streaming, "STALLED_AFTER_S", 1.0)
+        time.sleep(1.1)
+        assert busy.more() == 2
+        third = Sending(stub, "c")
+        with pytest.raises(grpc.RpcError) as raised:
+            next(silent.call)
+        error: Any = raised.value
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert reason_of(error) == "SENDER_STALLED"
+        there = stub.GetUpload(pb.GetUploadRequest(name=silent.name))
+        assert there.acknowledged_size == 1
+        busy.end()
+        third.end()
+
+
+def test_the_client_waits_for_its_turn(server: UploadServer) -> None:
+    with stub_of(server) as stub, calling(server) as (caller, calls):
+        others = [Sending(stub, "a"), Sending(stub, "b")]
+        done: list[Any] = []
+        waiting = threading.Thread(target=lambda: done.append(upload(caller, calls, DATASET, b"patient")))
+        waiting.start()
+        waiting.join(1)
+        assert waiting.is_alive()
+        others[0].end()
+        wait_until(lambda: bool(done), "the upload")
+        waiting.join()
+        assert done[0].size_bytes == len(b"patient")
+        others[1].end()
