@@ -11,6 +11,7 @@ import copy
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ import pyarrow as pa
 import ray.data
 from ray import ObjectRef, ObjectRefGenerator
 from ray.data import DataContext, Dataset
+from ray.data._internal.execution import streaming_executor_state
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.data._internal.execution.interfaces import ExecutionResources
 from ray.data._internal.execution.streaming_executor import StreamingExecutor
@@ -25,6 +27,10 @@ from ray.data._internal.stats import Timer
 
 logger = logging.getLogger(__name__)
 
+# How long it waits for tasks before it looks which have ended. With its own tenth of a second, an eighth of what takes
+# two seconds is such waits.
+LOOKED_AT_EVERY_S, RAYS_OWN_EVERY_S = 0.02, streaming_executor_state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S
+SHORT_S = 10.0
 # So many tables wait for whoever takes them.
 TABLES_AHEAD = 16
 # Ray's own second is long where all the work takes two.
@@ -102,9 +108,13 @@ class DatasetStream:
         Raises `RayFailed`. In any case no task runs any more when the iterator is closed.
         """
         while_waiting()
+        began_s = time.monotonic()
+        _look_every(LOOKED_AT_EVERY_S)
         self._thread.start()
         try:
             while True:
+                if time.monotonic() - began_s > SHORT_S:
+                    _look_every(RAYS_OWN_EVERY_S)
                 while_waiting()
                 try:
                     item = self._queue.get(timeout=interval_s)
@@ -116,6 +126,7 @@ class DatasetStream:
                     raise RayFailed from item
                 yield item
         finally:
+            _look_every(RAYS_OWN_EVERY_S)
             self._end()
 
     def counting(self, share: Callable[[], ExecutionResources]) -> Callable[[], ExecutionResources]:
@@ -165,6 +176,11 @@ class DatasetStream:
                 return
             except queue.Full:
                 continue
+
+
+def _look_every(seconds: float) -> None:
+    """In all of this process: how often is no matter for what comes out."""
+    streaming_executor_state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S = seconds
 
 
 class _Ending:
