@@ -6,11 +6,17 @@ import threading
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from pyarrow import csv
 
 import millrace_client
+from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1.resources_pb2 import Upload
 from shared.storage.opening import ensure_bucket
 from tests.support.blows import Blows
@@ -96,6 +102,44 @@ def test_a_bad_way_to_the_store_changes_nothing(
         proxy.fault = NONE
     place.assert_made_once(imported, scene.imported)
     place.assert_made_once(transformed, scene.transformed)
+
+
+@chaos
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(failing(503, share=0.2), id="a fifth fails with 503"),
+        pytest.param(resetting("response", 500, share=0.2), id="a fifth of answers is cut"),
+    ],
+)
+def test_sources_on_s3_are_read_by_a_bad_way_too(
+    scene: Scene, fault: Fault, blows: Blows, request: pytest.FixtureRequest
+) -> None:
+    place, proxy = scene.place, scene.proxy
+    sources = sources_on_s3(place)
+    wanted = place.get(place.version_of(place.ended(place.start_import_of(*sources)))).manifest_sha256
+    proxy.fault = fault
+    try:
+        imported = place.ended(place.start_import_of(*sources))
+        assert proxy.struck >= 3
+        blows.add(f"requests to S3: {request.node.callspec.id}", "import from s3://", S3, proxy.struck)
+    finally:
+        proxy.fault = NONE
+    place.assert_made_once(imported, wanted)
+
+
+def sources_on_s3(place: DataPlace) -> list[pb.ImportSource]:
+    """The same columns as Parquet of many row groups, and as CSV."""
+    rows = pa.table({"id": np.arange(100_000), "x": np.random.default_rng(5).normal(size=100_000)})
+    for name, write in (("a.parquet", partial(pq.write_table, row_group_size=5_000)), ("b.csv", csv.write_csv)):
+        sink = pa.BufferOutputStream()
+        write(rows, sink)
+        place.store.put(f"sources/{name}", bytes(sink.getvalue()))
+    uri = f"{place.store.settings.url}/sources"
+    return [
+        pb.ImportSource(split="train", parquet=pb.ParquetSource(uri=f"{uri}/a.parquet")),
+        pb.ImportSource(split="test", csv=pb.CsvSource(uri=f"{uri}/b.csv")),
+    ]
 
 
 @chaos

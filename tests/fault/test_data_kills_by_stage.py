@@ -20,6 +20,7 @@ from tests.support.data_place import digits_stream, normalising
 from tests.support.data_strikes import Struck, cases, strike, uploaded
 from tests.support.stores import STORES
 from tests.support.waiting import wait_until
+from tests.support.waiting_client import waiting
 
 ROWS = 8_000
 HALF = 12 * CHUNK_BYTES
@@ -169,6 +170,26 @@ def test_an_import_finishes_once(scene: Scene, stage: str, victim: str) -> None:
     assert metadata_of(done).attempt in attempts_after(stage, victim)
 
 
+@cases({"reading": "client"}, quick=[])
+def test_an_import_outlives_the_client_that_waits_for_it(scene: Scene, stage: str, victim: str, blows: Blows) -> None:
+    assert victim == "client"
+    place, data = scene.place, scene.place.client.data
+    place.at_rest()
+    upload = place.start_upload()
+    send(data, upload, scene.data, 0, HALF)
+    request = place.import_request(pb.ImportSource(split="train", arrow=pb.ArrowSource(uri=upload)))
+    with waiting(place.service.address, request) as (started, client):
+        wait_until(lambda: metadata_of(place.operation(started.name)).rows_read > 0, "the first rows", 60)
+        client.kill()
+    blows.add("SIGKILL client", f"import, {stage}", STORES[scene.store])
+    place.assert_invisible(place.version_of(started))
+    send(data, upload, scene.data, HALF, len(scene.data))
+    commit(data, upload, scene.data)
+    done = place.ended(started)
+    place.assert_made_once(done, scene.imported)
+    assert metadata_of(done).attempt == 1
+
+
 # --- transforms -------------------------------------------------------------------------------------------------
 
 
@@ -220,3 +241,21 @@ def test_a_transform_finishes_once(scene: Scene, stage: str, victim: str) -> Non
     metadata = pb.TransformVersionMetadata()
     assert done.metadata.Unpack(metadata)
     assert metadata.attempt in attempts_after(stage, victim)
+
+
+@cases({"working": "client"}, quick=[])
+def test_a_transform_outlives_the_client_that_waits_for_it(scene: Scene, stage: str, victim: str, blows: Blows) -> None:
+    assert victim == "client"
+    place, gate, wanted = scene.place, scene.gate, scene.transformed
+    place.at_rest()
+    gate.shut()
+    with waiting(place.service.address, place.transform_request(scene.source, normalising("gated"))) as (
+        started,
+        client,
+    ):
+        wait_until(lambda: bool(gate.waiting()), "a worker at work", 120)
+        client.kill()
+    blows.add("SIGKILL client", f"transform, {stage}", STORES[scene.store])
+    place.assert_invisible(place.version_of(started))
+    gate.open()
+    place.assert_made_once(place.ended(started), wanted.manifest_sha256)

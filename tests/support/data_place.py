@@ -138,17 +138,27 @@ class DataPlace:
         request = pb.GetUploadRequest(name=upload)
         return int(patiently(lambda: self.client.data.GetUpload(request, timeout=30)).acknowledged_size)
 
+    def import_request(self, *sources: pb.ImportSource) -> pb.ImportVersionRequest:
+        return pb.ImportVersionRequest(parent=self.dataset, sources=sources, request_id=str(uuid.uuid4()))
+
     def start_import(self, upload: str) -> operations_pb2.Operation:
-        source = pb.ImportSource(split="train", arrow=pb.ArrowSource(uri=upload))
-        request = pb.ImportVersionRequest(parent=self.dataset, sources=[source], request_id=str(uuid.uuid4()))
+        return self.start_import_of(pb.ImportSource(split="train", arrow=pb.ArrowSource(uri=upload)))
+
+    def start_import_of(self, *sources: pb.ImportSource) -> operations_pb2.Operation:
+        request = self.import_request(*sources)
         return patiently(lambda: self.client.data.ImportVersion(request, timeout=30))
+
+    def transform_request(
+        self, source: str, transform: transform_pb2.Transform, **fields: Any
+    ) -> pb.TransformVersionRequest:
+        return pb.TransformVersionRequest(
+            parent=self.dataset, source=source, transform=transform, request_id=str(uuid.uuid4()), **fields
+        )
 
     def start_transform(
         self, source: str, transform: transform_pb2.Transform, **fields: Any
     ) -> operations_pb2.Operation:
-        request = pb.TransformVersionRequest(
-            parent=self.dataset, source=source, transform=transform, request_id=str(uuid.uuid4()), **fields
-        )
+        request = self.transform_request(source, transform, **fields)
         return patiently(lambda: self.client.data.TransformVersion(request, timeout=30))
 
     def start_prediction(self, source: str, checkpoint: str, **fields: Any) -> operations_pb2.Operation:

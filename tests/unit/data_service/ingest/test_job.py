@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -23,6 +24,7 @@ from shared.jobs.attempt import run_attempt
 from shared.jobs.record import begin_attempt, lose_attempt, request_cancel
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
+from tests.support.small_disk import small_disk
 
 NAME = "datasets/d/versions/v1"
 
@@ -79,6 +81,22 @@ def test_rows_keep_their_order_within_a_split(store: ObjectStore, tmp_path: Path
         assert columns["n"] == sorted(columns["n"])
     imported = sorted(n for name in ("train", "cut0", "cut1") for n in read[name]["n"])
     assert imported == list(range(5000))
+
+
+def test_a_full_disk_of_the_node_ends_the_attempt_and_not_the_job(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = parquet(tmp_path, "a", "train", noise=np.random.default_rng(7).normal(size=500_000))
+    jobs = begun(store, tmp_path, ImportSpec(sources=[source], hold_outs=[]))
+    with small_disk(tmp_path / "disk", 1) as disk:
+        monkeypatch.setattr(tempfile, "tempdir", str(disk))
+        run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 1)
+        assert list(disk.iterdir()) == []
+    job = jobs.get(NAME, NAME)
+    assert job.state is JobState.RECOVERING
+    assert job.error is not None
+    assert (job.error["kind"], job.error["reason"]) == ("ResourceExhausted", "SCRATCH_FULL")
+    assert data_keys(store) == []
 
 
 def test_a_column_may_be_null_where_any_source_lets_it(store: ObjectStore, tmp_path: Path) -> None:
