@@ -66,7 +66,8 @@ READS = Wording(
 UPLOADS = Wording(
     full="calls are sending chunks",
     full_reason="TOO_MANY_UPLOADS",
-    stalled="no chunk came for {:.0f} s while others wait to send theirs; go on in a new call from what GetUpload says",
+    stalled="nothing was sent or taken for {:.0f} s while others wait to send their chunks; go on in a new call from "
+    "what GetUpload says",
     stalled_reason="SENDER_STALLED",
 )
 

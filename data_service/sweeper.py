@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 REQUEST_CLAIM_S = 7 * 24 * 3600.0
 # What a writer that was killed left goes after so long: no object, and no job's last act, takes as long to write.
 LEFT_FOR_S = 3600.0
+# Those that have gone since are among them, so now and then all are forgotten.
+TIDY_REMEMBERED = 100_000
 # A pass ends after the dataset with which it has looked at so many versions; the next one goes on behind it.
 VERSIONS_A_PASS = 1000
 CLAIMS_A_PASS = 10_000
@@ -61,6 +63,7 @@ class Sweeper:
         """One pass. What goes wrong with one resource is logged and leaves the others be; raises `Unavailable`."""
         self._apart("request claims", self._sweep_claims)
         self._apart("uploads", lambda: self._sweep_uploads(self._clock()))
+        self._apart("torn objects", lambda: self._store.delete_unfinished("datasets", self._clock() - LEFT_FOR_S))
         seen = 0
         for dataset in sorted(self._store.folders("datasets")):
             if dataset <= self._after:
@@ -70,7 +73,6 @@ class Sweeper:
             self._apart(name, partial(self._sweep_dataset, name, versions))
             for version in versions:
                 self._apart(version, partial(self._sweep_version, version))
-            self._apart(name, partial(self._store.delete_unfinished, name, self._clock() - LEFT_FOR_S))
             seen += len(versions)
             if seen >= VERSIONS_A_PASS:
                 self._after = dataset
@@ -161,6 +163,8 @@ class Sweeper:
                 self._store.delete(info.key)
         # Later nobody writes there any more.
         if job.update_time < before and all(info.modified < before for info in others):
+            if len(self._tidy) >= TIDY_REMEMBERED:
+                self._tidy.clear()
             self._tidy.add(committed)
 
 

@@ -91,7 +91,7 @@ class DatasetStream:
     """The tables of a dataset that was made under `quiet_context`.
 
     With several `tasks_a_cpu`, one is at work and the next has been submitted: else a CPU has nothing to do until Ray
-    Data, which looks every tenth of a second, has seen that its task has ended.
+    Data, which looks every tenth of a second, has seen that its task has ended. At first it then looks more often.
     """
 
     def __init__(self, dataset: Dataset, tasks_a_cpu: int = 1) -> None:
@@ -108,13 +108,11 @@ class DatasetStream:
         Raises `RayFailed`. In any case no task runs any more when the iterator is closed.
         """
         while_waiting()
-        began_s = time.monotonic()
-        _look_every(LOOKED_AT_EVERY_S)
+        short_until_s = time.monotonic() + (SHORT_S if self._tasks_a_cpu > 1 else 0.0)
         self._thread.start()
         try:
             while True:
-                if time.monotonic() - began_s > SHORT_S:
-                    _look_every(RAYS_OWN_EVERY_S)
+                _look_every(LOOKED_AT_EVERY_S if time.monotonic() < short_until_s else RAYS_OWN_EVERY_S)
                 while_waiting()
                 try:
                     item = self._queue.get(timeout=interval_s)

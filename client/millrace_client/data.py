@@ -299,10 +299,14 @@ class DataClient:
         return every_page(self._caller, self._stub.ListVersions, request, "versions")
 
     def preview_version(self, name: str, *, rows_per_split: int = 0) -> pb.PreviewVersionResponse:
-        """The first rows of each split as an Arrow stream, the quality report, and a contact sheet of an image
-        column."""
+        """The first rows of each split as an Arrow stream, the quality report, and a contact sheet of image columns.
+
+        The version is whole; the server's answer may not have room for all of it.
+        """
         request = pb.PreviewVersionRequest(name=name, rows_per_split=rows_per_split)
-        return self._caller.unary(self._stub.PreviewVersion, request, pb.PreviewVersionResponse)
+        preview = self._caller.unary(self._stub.PreviewVersion, request, pb.PreviewVersionResponse)
+        preview.version.CopyFrom(self.get_version(name))
+        return preview
 
     def read_batches(
         self,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from http.client import HTTPException
 from pathlib import Path
@@ -15,7 +17,7 @@ from urllib.request import Request, urlopen
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import resources_pb2
 from millrace_client.calls import Caller, new_request_id
-from millrace_client.errors import FailedPrecondition, Unavailable
+from millrace_client.errors import FailedPrecondition, NotFound, Unavailable
 from millrace_client.uploads import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -30,6 +32,8 @@ from millrace_client.uploads import (
 AT_ONCE = 4
 PIECE_BYTES = 1 << 20
 FORBIDDEN, FIRST_OF_SERVER = 403, 500
+# Of those that say that a client is at fault: a request that took too long, and too many of them.
+PASSING = (408, 429)
 
 
 def upload_presigned(
@@ -45,9 +49,10 @@ def upload_presigned(
     """Sends the file in parts, `AT_ONCE` of them side by side, into a new upload of `datasets/{d}`, and commits it. A
     part has 5 MiB to 5 GiB; 0 means 64 MiB.
 
-    The store must be S3, and its public endpoint must be reachable from here. A part that fails is sent again for two
-    minutes. Where that does not help, the error's `metadata["upload"]` names the upload: `resume_upload` sends what is
-    missing, by way of the service. Raises `FailedPrecondition` for another store, and where the store refuses a part.
+    The store must be S3, and its public endpoint must be reachable from here. A part that fails is sent again, for two
+    minutes and as long as it took to fail. Where that does not help, the error's `metadata["upload"]` names the upload:
+    `resume_upload` sends what is missing, by way of the service. Raises `FailedPrecondition` for another store, and
+    where the store refuses a part.
     """
     with Path(path).open("rb", buffering=0) as file:
         size_bytes = os.fstat(file.fileno()).st_size
@@ -67,10 +72,11 @@ def upload_presigned(
 class _Sending:
     """`start` gives the upload with its parts, as often as it is called."""
 
-    def __init__(self, file: int, start: Any) -> None:
+    def __init__(self, file: int, start: Callable[[], resources_pb2.Upload]) -> None:
         self._file = file
         self._start = start
-        self._upload: resources_pb2.Upload = start()
+        self._upload = start()
+        self._over = threading.Event()
 
     @property
     def name(self) -> str:
@@ -91,26 +97,27 @@ class _Sending:
                     on_progress(sent, total)
             return digest.result()
         finally:
+            self._over.set()
             threads.shutdown(wait=True, cancel_futures=True)
 
     def _sha256(self, size_bytes: int) -> str:
-        digest, part = hashlib.sha256(), _Part(self._file, 0, size_bytes)
+        digest, part = hashlib.sha256(), _Part(self._file, 0, size_bytes, self._over)
         while piece := part.read(PIECE_BYTES):
             digest.update(piece)
         return digest.hexdigest()
 
     def _put(self, number: int) -> None:
-        began, pause_s, forbidden = time.monotonic(), FIRST_PAUSE_S, False
+        pause_s, forbidden, until = FIRST_PAUSE_S, False, 0.0
         while True:
-            part = self._upload.presigned_parts[number]
-            body = _Part(self._file, part.offset, part.size_bytes)
+            part, began = self._upload.presigned_parts[number], time.monotonic()
+            body = _Part(self._file, part.offset, part.size_bytes, self._over)
             headers = {"Content-Length": str(part.size_bytes), "Content-Type": "application/octet-stream"}
             try:
                 with urlopen(Request(part.url, body, headers, method="PUT"), timeout=SILENCE_S):
                     return
             except HTTPError as error:
                 why = f"HTTP {error.code}"
-                if error.code < FIRST_OF_SERVER and (forbidden or error.code != FORBIDDEN):
+                if not _may_pass(error) and (forbidden or error.code != FORBIDDEN):
                     raise FailedPrecondition(
                         f"the store refuses the part at {part.offset}: {why}", reason="PART_REFUSED"
                     ) from error
@@ -119,24 +126,46 @@ class _Sending:
                 if body.error is not None:
                     raise body.error from None
                 why = str(error)
-            if time.monotonic() - began > PATIENCE_S:
+            now = time.monotonic()
+            # Time for another try, however long one takes.
+            until = until or now + PATIENCE_S + (now - began)
+            if now > until or self._over.wait(pause_s):
                 raise Unavailable(f"the store does not take the part at {part.offset}: {why}")
-            time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             # Its hour may be over, of which some stores say nothing but hang up.
-            self._upload = patiently(self._start)
+            self._renew()
+
+    def _renew(self) -> None:
+        renewed = patiently(self._start)
+        if renewed.create_time != self._upload.create_time:
+            raise NotFound(f"{self.name} was aborted meanwhile", metadata={"resource": self.name})
+        self._upload = renewed
+
+
+def _may_pass(error: HTTPError) -> bool:
+    if error.code >= FIRST_OF_SERVER or error.code in PASSING:
+        return True
+    return b"RequestTimeout" in error.read(PIECE_BYTES)  # as S3 says it
+
+
+class _Over(Exception):
+    """The upload has failed, or was interrupted."""
 
 
 class _Part:
-    """Some bytes of a file, read in order. `error` is what went wrong with the file, and not with the wire."""
+    """Some bytes of a file, read in order until all is `over`. `error` is what went wrong with the file, and not with
+    the wire."""
 
-    def __init__(self, file: int, offset: int, size_bytes: int) -> None:
+    def __init__(self, file: int, offset: int, size_bytes: int, over: threading.Event) -> None:
         self._file = file
         self._offset = offset
         self._left = size_bytes
+        self._over = over
         self.error: OSError | None = None
 
     def read(self, most: int = PIECE_BYTES) -> bytes:
+        if self._over.is_set():
+            raise _Over
         try:
             piece = os.pread(self._file, min(most, self._left), self._offset)
             if not piece and self._left:

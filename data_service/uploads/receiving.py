@@ -83,8 +83,11 @@ async def receive(store: ObjectStore, digests: KeptDigests, chunks: AsyncIterato
         if unsaid:
             yield call.acknowledged
     finally:
-        # Writes in flight cannot be stopped, and need not: each makes a whole chunk or none.
-        feeding.cancel()
+        # Writes in flight cannot be stopped, and need not: each makes a whole chunk or none. One cancellation may be
+        # taken for that of a lost place, whose error then waits for somebody to hear it.
+        while not feeding.done():
+            feeding.cancel()
+            await asyncio.sleep(0)
 
 
 async def _failure_of(settling: Awaitable[None]) -> Exception | None:

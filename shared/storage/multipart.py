@@ -20,19 +20,22 @@ GONE = "NoSuchUpload"
 
 
 def abort_uploads(settings: StoreSettings, prefix: str, before: float) -> None:
-    """Aborts what was begun below the folder `prefix` before `before`, a thousand at most: the next call goes on.
+    """Aborts what was begun below the folder `prefix` before `before`.
 
     A server that refuses is left alone: it may be set up to do it by itself. Raises `Unavailable` where none answers.
     """
     parts = urlsplit(settings.url)
     folder = "/".join(filter(None, (parts.path.strip("/"), prefix.strip("/")))) + "/"
-    client = s3_client(settings)
+    client, marker, more = s3_client(settings), None, True
     try:
-        # The client has no public method for either.
-        for upload in client._list_multipart_uploads(parts.netloc, prefix=folder).uploads:
-            begun = upload.initiated_time
-            if begun and upload.upload_id and begun.timestamp() < before and upload.object_name.startswith(folder):
-                _abort(client, parts.netloc, upload.object_name, upload.upload_id)
+        while more:
+            # The client has no public method for either.
+            page = client._list_multipart_uploads(parts.netloc, prefix=folder, key_marker=marker)
+            for upload in page.uploads:
+                begun = upload.initiated_time
+                if begun and upload.upload_id and begun.timestamp() < before and upload.object_name.startswith(folder):
+                    _abort(client, parts.netloc, upload.object_name, upload.upload_id)
+            marker, more = page.next_key_marker, page.is_truncated and bool(page.next_key_marker)
     except MinioException as error:
         logger.info("what killed writers left below %s/%s stays: %s", parts.netloc, folder, error)
     except urllib3.exceptions.HTTPError as error:
@@ -46,4 +49,4 @@ def _abort(client: Minio, bucket: str, key: str, upload_id: str) -> None:
         client._abort_multipart_upload(bucket, key, upload_id)
     except S3Error as error:
         if error.code != GONE:
-            raise
+            logger.info("what a killed writer left of %s/%s stays: %s", bucket, key, error)

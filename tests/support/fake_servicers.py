@@ -16,6 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from inference import grpc_service_pb2, grpc_service_pb2_grpc
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc
+from millrace.data.v1 import resources_pb2 as data_resources_pb2
 from millrace.train.v1 import resources_pb2, train_service_pb2, train_service_pb2_grpc
 from tests.support.grpc_answers import abort, status
 
@@ -127,10 +128,19 @@ class Doubling(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 class OnePreview(data_service_pb2_grpc.DataServiceServicer):
-    """Answers every PreviewVersion with `preview`."""
+    """Answers every PreviewVersion with `preview`, but for what is long of its version, which GetVersion has."""
 
     def __init__(self, preview: data_service_pb2.PreviewVersionResponse) -> None:
         self._preview = preview
 
     def PreviewVersion(self, request: Any, context: grpc.ServicerContext) -> data_service_pb2.PreviewVersionResponse:
-        return self._preview
+        answer = data_service_pb2.PreviewVersionResponse()
+        answer.CopyFrom(self._preview)
+        answer.version.ClearField("transform")
+        answer.version.ClearField("files")
+        for column in answer.version.columns:
+            column.ClearField("value_names")
+        return answer
+
+    def GetVersion(self, request: Any, context: grpc.ServicerContext) -> data_resources_pb2.DatasetVersion:
+        return self._preview.version

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from data_service.uploads.parts import MIN_PART_BYTES
 from data_service.uploads.reader import open_upload
+from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import data_service_pb2_grpc as pb_grpc
 from millrace.data.v1 import resources_pb2
 from millrace_client import presigned_upload
 from millrace_client.calls import Caller, open_channel
-from millrace_client.errors import FailedPrecondition, Unavailable
+from millrace_client.errors import FailedPrecondition, MillraceError, NotFound, Unavailable
 from millrace_client.presigned_upload import upload_presigned
 from millrace_client.uploads import resume_upload
 from shared.settings import StoreSettings
@@ -119,19 +123,95 @@ def test_where_the_store_cannot_be_reached_the_upload_stays_open_for_the_other_w
     assert kept(service, resume_upload(service.caller, service, name, path)) == DATA
 
 
+class Scripted(BaseHTTPRequestHandler):
+    """A store that answers PUTs with `answers` in turn, after `takes_s`; None hangs up half-way. `puts` are counted."""
+
+    answers: ClassVar[list[int | None]] = []
+    puts: ClassVar[list[int]] = []
+    takes_s: ClassVar[float] = 0.0
+
+    def do_PUT(self) -> None:
+        size_bytes, answer = int(self.headers["Content-Length"]), self.answers.pop(0)
+        self.puts.append(size_bytes)
+        self.rfile.read(size_bytes if answer is not None else size_bytes // 2)
+        time.sleep(self.takes_s)
+        if answer is not None:
+            self.send_response(answer)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        self.close_connection = True
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def scripted(service: Service) -> Iterator[type[Scripted]]:
+    """Of the third part; the others go to the store."""
+    Scripted.answers, Scripted.puts, Scripted.takes_s = [], [], 0.0
+    with ThreadingHTTPServer(("127.0.0.1", 0), Scripted) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def lead(upload: resources_pb2.Upload) -> None:
+            upload.presigned_parts[2].url = f"http://127.0.0.1:{server.server_port}/"
+
+        service.change = lead
+        yield Scripted
+        server.shutdown()
+
+
+@pytest.mark.parametrize(("answers", "puts"), [([403, 403], 2), ([400], 1), ([503, 403, 403], 3)])
 def test_a_part_that_the_store_refuses_is_not_tried_for_ever(
-    service: Service, path: Path, monkeypatch: pytest.MonkeyPatch
+    service: Service, scripted: type[Scripted], path: Path, answers: list[int | None], puts: int
 ) -> None:
-    monkeypatch.setattr(presigned_upload, "PATIENCE_S", 1.0)
-
-    def damage(upload: resources_pb2.Upload) -> None:
-        upload.presigned_parts[0].url += "0"
-
-    service.change = damage
-    # It says so, or hangs up while it is being sent the part.
-    with pytest.raises((FailedPrecondition, Unavailable), match="the part at 0") as raised:
+    scripted.answers = answers
+    with pytest.raises(FailedPrecondition, match="the store refuses the part at 10485760") as raised:
         service.upload(path)
+    assert raised.value.reason == "PART_REFUSED"
     assert raised.value.metadata["upload"].startswith(f"{DATASET}/uploads/")
+    assert len(scripted.puts) == puts
+
+
+def test_a_part_that_broke_off_late_is_sent_once_more_however_long_it_takes(
+    service: Service, scripted: type[Scripted], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presigned_upload, "PATIENCE_S", 0.3)
+    scripted.answers, scripted.takes_s = [None, 429, 200], 1.0
+    with pytest.raises(MillraceError):  # what this server was given is in no store
+        service.upload(path)
+    assert scripted.puts == [MIN_PART_BYTES] * 3
+
+
+def test_a_failure_ends_what_goes_on_beside_it_at_once(
+    service: Service, scripted: type[Scripted], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow_digest(self: Any, size_bytes: int) -> str:
+        part = presigned_upload._Part(self._file, 0, size_bytes, self._over)
+        while part.read(16):
+            time.sleep(0.01)
+        return ""
+
+    monkeypatch.setattr(presigned_upload._Sending, "_sha256", slow_digest)  # for three hours
+    scripted.answers = [400]
+    began = time.monotonic()
+    with pytest.raises(FailedPrecondition):
+        service.upload(path)
+    assert time.monotonic() - began < 20
+
+
+def test_an_upload_that_was_aborted_meanwhile_is_not_begun_again(
+    service: Service, scripted: type[Scripted], path: Path
+) -> None:
+    scripted.answers = [503]
+    lead = service.change
+
+    def abort_first(upload: resources_pb2.Upload) -> None:
+        lead(upload)
+        if service.started == 1:
+            service.AbortUpload(pb.AbortUploadRequest(name=upload.name))
+
+    service.change = abort_first
+    with pytest.raises(NotFound, match="aborted meanwhile"):
+        service.upload(path)
 
 
 def test_a_local_store_has_no_such_way_and_nothing_is_begun(local: Service, path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import aclosing
 from typing import Any
 
 import google_crc32c
@@ -15,10 +17,12 @@ from grpc_status import rpc_status
 
 from data_service import streaming
 from data_service.uploads import servicer as upload_servicer
+from data_service.uploads.servicer import UploadServicerPart
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace_client.uploads import upload
+from shared.errors import DeadlineExceeded
 from shared.storage import ObjectStore
-from tests.support.upload_server import DATASET, UploadServer, calling, stub_of, upload_server
+from tests.support.upload_server import DATASET, UploadServer, calling, stub_of, upload_server, uploads_of
 from tests.support.waiting import wait_until
 
 
@@ -118,3 +122,40 @@ def test_the_client_waits_for_its_turn(server: UploadServer) -> None:
         waiting.join()
         assert done[0].size_bytes == len(b"patient")
         others[1].end()
+
+
+def test_a_call_that_lost_its_place_leaves_nothing_behind(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client takes nothing and sends nothing, so two of its tasks wait when both are told."""
+    monkeypatch.setattr(streaming, "STALLED_AFTER_S", 0.0)
+    monkeypatch.setattr(upload_servicer, "MAX_SENDS", 1)
+    servicer: Any = UploadServicerPart(uploads_of(store))
+
+    async def requests(name: str, answered: asyncio.Event) -> Any:
+        for offset in range(4):
+            if offset:
+                await answered.wait()
+            yield pb.UploadChunksRequest(name=name, offset=offset, data=b"x", crc32c=google_crc32c.value(b"x"))
+        await asyncio.Event().wait()
+
+    async def take_one(name: str) -> None:
+        answered = asyncio.Event()
+        async with aclosing(servicer.UploadChunks(requests(name, answered), None)) as answers:
+            async for _ in answers:
+                answered.set()
+                await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        names = [
+            (await servicer.StartUpload(pb.StartUploadRequest(parent=DATASET, upload_id=one), None)).name
+            for one in "ab"
+        ]
+        stalled = asyncio.create_task(take_one(names[0]))
+        await asyncio.sleep(0.5)
+        other = asyncio.create_task(take_one(names[1]))
+        with pytest.raises(DeadlineExceeded, match="sent or taken"):
+            await stalled
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
