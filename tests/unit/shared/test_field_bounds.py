@@ -30,7 +30,7 @@ def test_a_message_of_too_many_fields_is_refused_by_the_one_that_has_them(data: 
     started_s = time.process_time()
     with pytest.raises(InvalidArgument) as refused:
         check_fields(data, REQUEST)
-    assert time.process_time() - started_s < 1
+    assert time.process_time() - started_s < 10  # half a minute is what the parser would take
     assert refused.value.fields[0][0] == field
     assert f"more than {MAX_FIELDS} fields" in refused.value.message
 
