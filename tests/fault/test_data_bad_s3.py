@@ -109,7 +109,7 @@ def test_a_bad_way_to_the_store_changes_nothing(
     "fault",
     [
         pytest.param(failing(503, share=0.2), id="a fifth fails with 503"),
-        pytest.param(resetting("response", 500, share=0.2), id="a fifth of answers is cut"),
+        pytest.param(resetting("response", 500, share=0.1), id="a tenth of answers is cut"),
     ],
 )
 def test_sources_on_s3_are_read_by_a_bad_way_too(
