@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
-import time
 import tracemalloc
-import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
-from data_service.commit import columns_of, commit_version
 from data_service.datasets import Datasets
-from data_service.domain.layout import SplitRange
 from data_service.servicer import DataServicer
 from data_service.versions import Versions
 from millrace.data.v1 import data_service_pb2
-from shared.dataset_version import SplitWriter
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import DataLoss
-from shared.jobs import JobRecord, Jobs
-from shared.jobs.record import begin_attempt, succeed
+from shared.jobs import Jobs
 from shared.storage import ObjectStore
+from tests.support.quarantined_version import commit_with_quarantine
 
 MIB = 1024 * 1024
 VERSION = "datasets/d/versions/v1"
@@ -34,29 +26,7 @@ LINES = b"".join(b'{"source": "file:///s.csv", "place": "line %d"}\n' % n for n 
 
 def commit(store: ObjectStore, lines: bytes = b"") -> str:
     """The key of the quarantined rows of a new version; with none, of what would be there."""
-    folder = f"{VERSION}/data/a00001-{uuid.uuid4().hex[:8]}"
-    jobs = Jobs(store, IMPORT_KIND)
-    now = time.time()
-    jobs.create(VERSION, JobRecord(uid=uuid.uuid4().hex, name=VERSION, spec={}, create_time=now, update_time=now))
-    jobs.transition(VERSION, lambda newest: begin_attempt(newest, now), attempt=1)
-    with tempfile.TemporaryDirectory() as scratch:
-        table = pa.table({"label": [1, 2, 3]})
-        writer = SplitWriter(store, folder, Path(scratch), schema=table.schema, split="train", first_row_id=0)
-        writer.write(table)
-        quarantine = Path(scratch, "quarantine.jsonl")
-        quarantine.write_bytes(lines)
-        result = commit_version(
-            store,
-            folder,
-            columns=columns_of(table.schema, {}),
-            ranges=[SplitRange("train", 0, 3)],
-            files=writer.close(),
-            report={},
-            quarantine=quarantine,
-            quarantined_row_count=lines.count(b"\n"),
-        )
-    jobs.transition(VERSION, lambda newest: succeed(newest, result, now), attempt=1)
-    return f"{folder}/quarantine.jsonl"
+    return f"{commit_with_quarantine(store, VERSION, lines)}/quarantine.jsonl"
 
 
 def read(store: ObjectStore, take: Callable[[bytes], object]) -> None:

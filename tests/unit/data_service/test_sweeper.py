@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -10,25 +9,22 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import pyarrow as pa
 import pytest
 
-from data_service.commit import columns_of
-from data_service.commit import commit_version as commit_files
 from data_service.datasets import Datasets
-from data_service.domain.layout import SplitRange
 from data_service.domain.retention import Retention
 from data_service.lifecycle import Deletions
 from data_service.sweeper import LEFT_FOR_S, REQUEST_CLAIM_S, Sweeper
 from data_service.verification import verify
-from shared.dataset_version import SplitWriter, load_version
+from shared.dataset_version import load_version
 from shared.dataset_version.users import mark_used
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.record import begin_attempt, confirm_cancel, fail, request_cancel, request_delete, succeed
+from shared.jobs.record import begin_attempt, confirm_cancel, fail, request_cancel, request_delete
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore
+from tests.support.quarantined_version import commit_with_quarantine
 from tests.support.versions import commit_version, striped_digits
 
 DATASET = "datasets/d"
@@ -74,31 +70,6 @@ def commit(store: ObjectStore, name: str = VERSION) -> None:
     commit_version(store, name, {"train": striped_digits(10)})
 
 
-def commit_with_attachments(store: ObjectStore) -> str:
-    """The folder of a version with a report and quarantined rows."""
-    folder = f"{VERSION}/data/a00001-{uuid.uuid4().hex[:8]}"
-    jobs = Jobs(store, IMPORT_KIND)
-    running(jobs, VERSION)
-    with tempfile.TemporaryDirectory() as scratch:
-        table = pa.table({"label": [1, 2, 3]})
-        writer = SplitWriter(store, folder, Path(scratch), schema=table.schema, split="train", first_row_id=0)
-        writer.write(table)
-        quarantine = Path(scratch, "quarantine.jsonl")
-        quarantine.write_bytes(b"{}\n")
-        result = commit_files(
-            store,
-            folder,
-            columns=columns_of(table.schema, {}),
-            ranges=[SplitRange("train", 0, 3)],
-            files=writer.close(),
-            report={},
-            quarantine=quarantine,
-            quarantined_row_count=1,
-        )
-    jobs.transition(VERSION, lambda newest: succeed(newest, result, time.time()), attempt=1)
-    return folder
-
-
 def attempts(store: ObjectStore, name: str = VERSION) -> list[str]:
     return list(store.folders(f"{name}/data"))
 
@@ -121,7 +92,7 @@ def test_attempts_that_lost_go_and_the_committed_one_stays(store: ObjectStore, s
 def test_of_a_committed_attempt_stays_what_its_manifest_names_and_nothing_else(
     store: ObjectStore, sweeping: Sweeping
 ) -> None:
-    folder = commit_with_attachments(store)
+    folder = commit_with_quarantine(store, VERSION, b"{}\n")
     named = {info.key for info in store.list(folder)}
     assert {f"{folder}/manifest.json", f"{folder}/report.json", f"{folder}/quarantine.jsonl"} < named
     for left in ("begun/0-abc", "part-of-nothing.parquet", "report.json.bak"):
@@ -140,7 +111,7 @@ def test_of_a_committed_attempt_stays_what_its_manifest_names_and_nothing_else(
 def test_where_the_manifest_is_not_what_was_committed_nothing_of_the_attempt_goes(
     store: ObjectStore, sweeping: Sweeping, manifest: bytes | None
 ) -> None:
-    folder = commit_with_attachments(store)
+    folder = commit_with_quarantine(store, VERSION, b"{}\n")
     store.put(f"{folder}/begun/0-abc", b"")
     if manifest is None:
         store.delete(f"{folder}/manifest.json")

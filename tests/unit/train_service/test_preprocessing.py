@@ -12,8 +12,8 @@ from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
 from shared.transforms import RowKeys
 from shared.transforms.steps import decoding
-from shared.transforms.steps.decoding import DecodeImage
 from tests.support.versions import columns_of
+from tests.support.watched_decodes import watched_decodes
 from tests.unit.shared.transforms.samples import encoded
 from train_service.domain.spec import TrainingSpec
 from train_service.preprocessing import Preprocessing
@@ -105,14 +105,7 @@ def test_images_are_decoded_a_few_at_a_time_and_give_the_same_bits(monkeypatch: 
     one = preprocessing(
         {"decodeImage": {}}, {"randomCrop": {"height": 8, "width": 8}}, {"toFloat": {}}, input_column="photo"
     )
-    decoded: list[int] = []
-    whole = DecodeImage.work
-
-    def counted(self: DecodeImage, column: Any, keys: Any) -> Any:
-        decoded.append(len(column))
-        return whole(self, column, keys)
-
-    monkeypatch.setattr(DecodeImage, "work", counted)
+    decoded = watched_decodes(monkeypatch)
     for keys in (None, RowKeys(1, 0, given.row_ids)):
         at_once = one(given, keys)
         with monkeypatch.context() as bounded:
@@ -122,7 +115,7 @@ def test_images_are_decoded_a_few_at_a_time_and_give_the_same_bits(monkeypatch: 
         assert cut.shape == (16, 3, 8, 8)
         assert (cut.flags.c_contiguous, cut.flags.writeable) == (True, True)
         assert len(one(given.slice(0, 0))) == 0
-    assert decoded == [16, 4, 4, 4, 4, 0] * 2
+    assert [len(images) for images in decoded] == [16, 4, 4, 4, 4, 0] * 2
 
     broken = rows(photo=[encoded(pixels[0])] * 9 + [b"no image"])
     monkeypatch.setattr(decoding, "PIXELS_AT_ONCE", 4 * 600)

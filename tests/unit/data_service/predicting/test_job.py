@@ -29,7 +29,6 @@ from shared.models.loaded import LoadedModel
 from shared.storage import ObjectStore
 from shared.transforms import schema_of_columns
 from shared.transforms.steps import decoding
-from shared.transforms.steps.decoding import DecodeImage
 from tests.support.predicting import (
     CHECKPOINT,
     CLASS_NAMES,
@@ -41,6 +40,7 @@ from tests.support.predicting import (
     write,
 )
 from tests.support.transforming import SOURCE, commit_tables, rows_of, transform_here
+from tests.support.watched_decodes import watched_decodes
 from tests.unit.shared.transforms.samples import encoded, pixels
 
 TRAIN, TEST = 3000, 700
@@ -100,18 +100,11 @@ def test_images_are_decoded_a_few_at_a_time_and_predicted_the_same(
     ]
     model = ModelSpec(builder="torchvision.squeezenet1_1", in_channels=3, num_classes=3)
     write(store, ingested=source.schema, transforms=[{"steps": steps}], input_column="photo", model=model)
-    decoded: list[int] = []
-    whole = DecodeImage.work
-
-    def counted(self: DecodeImage, column: Any, keys: Any) -> Any:
-        decoded.append(len(column))
-        return whole(self, column, keys)
-
-    monkeypatch.setattr(DecodeImage, "work", counted)
+    decoded = watched_decodes(monkeypatch)
     at_once = rows_of(store, done(predict_here(store)))
     monkeypatch.setattr(decoding, "PIXELS_AT_ONCE", 4 * 600)
     assert rows_of(store, done(predict_here(store))) == at_once
-    assert [rows for rows in decoded if rows] == [16, 4, 4, 4, 4]
+    assert [len(images) for images in decoded if images] == [16, 4, 4, 4, 4]
 
 
 @pytest.mark.usefixtures("tables")

@@ -33,8 +33,8 @@ from shared.jobs import JobRecord, JobState
 from shared.storage import ObjectStore
 from shared.transforms.pipeline import Pipeline
 from shared.transforms.steps import decoding
-from shared.transforms.steps.decoding import DecodeImage
 from tests.support.transforming import FICKLE_FOLDER, SOURCE, commit_tables, rows_of, transform_here
+from tests.support.watched_decodes import watched_decodes
 
 HALVES = [Share(split="left", weight=1), Share(split="right", weight=1)]
 
@@ -343,15 +343,7 @@ def test_no_more_pixels_than_the_bound_are_decoded_side_by_side_and_the_rows_are
     sides = [100] * 12 + [300, 20, 30, 100]
     images = [encoded(np.full((side, 100, 3), place, np.uint8)) for place, side in enumerate(sides)]
     commit_tables(store, {"train": pa.table({"image": images, "x": np.arange(16.0), "n": range(16)})})
-    decoded: list[int] = []
-    whole = DecodeImage.work
-
-    def counted(self: DecodeImage, given: Any, keys: Any) -> Any:
-        made = whole(self, given, keys)
-        decoded.append(sum(image.shape[0] * image.shape[1] for image in made.images))
-        return made
-
-    monkeypatch.setattr(DecodeImage, "work", counted)
+    decoded = watched_decodes(monkeypatch)
     steps = [
         column("x", standardize={}),
         {"rename": {"columns": {"image": "photo"}}},
@@ -361,11 +353,11 @@ def test_no_more_pixels_than_the_bound_are_decoded_side_by_side_and_the_rows_are
         {"custom": {"function": "tests.support.transforming:doubles", "columns": ["n"]}},
     ]
     at_once = made(store, transform_here(store, steps))
-    assert max(decoded) == sum(sides) * 100
+    assert max(map(sum, decoded)) == sum(sides) * 100
     decoded.clear()
     monkeypatch.setattr(decoding, "PIXELS_AT_ONCE", 25_000)
     assert made(store, transform_here(store, steps)) == at_once
-    assert decoded == [*[20_000] * 6, 30_000, 15_000]  # one image alone may have more
+    assert list(map(sum, decoded)) == [*[20_000] * 6, 30_000, 15_000]  # one image alone may have more
 
 
 def test_bytes_that_are_no_image_are_named_by_their_row(store: ObjectStore) -> None:
