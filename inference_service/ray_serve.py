@@ -1,7 +1,7 @@
 """Ray Serve, as far as this service uses it: applications by name, and calls of one.
 
 Nothing of Serve's listens: its proxies are off, requests come through our own front. It calls the replicas through a
-`DeploymentHandle`, or those on its own machine over their sockets, where these are switched on.
+`DeploymentHandle`, or those on its own machine over their sockets, unless these are switched off.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def settings_from(environ: Mapping[str, str]) -> InferenceSettings:
         metrics_listen=_metrics_listen(environ, _fronts(environ)),
         fronts=_fronts(environ),
         cluster_max=largest_cluster(environ),
-        replica_sockets=is_on(environ, "MILLRACE_REPLICA_SOCKETS", default=False),
+        replica_sockets=is_on(environ, "MILLRACE_REPLICA_SOCKETS", default=True),
         tracing=tracing_environ(environ),
     )
 

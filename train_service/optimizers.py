@@ -7,6 +7,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,11 +21,19 @@ FIELD = "spec.optimizer"
 # What a scheduler may need to know of the run, where its kwargs do not say so.
 STEPS_OF_THE_RUN = ("total_steps", "T_max")
 STEPS_TRIED = 2_000
+# Those with a fused kernel on CPUs as on GPUs, and the arguments that choose another way to compute the same. On a CPU
+# torch otherwise takes parameter by parameter, several calls each.
+FUSED = ("SGD", "Adam", "AdamW")
+HOW = frozenset({"fused", "foreach", "capturable", "differentiable"})
 
 
-def build_optimizer(spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Raises what the class does; `check_optimizer` tells it by its field."""
-    return _optimizer_class(spec.name)(parameters, lr=spec.learning_rate, **spec.kwargs)
+def build_optimizer(spec: OptimizerSpec, model: nn.Module, *, fused: bool = True) -> torch.optim.Optimizer:
+    """By torch's fused kernel where there is one for the class and the model, unless `fused` is False or the kwargs say
+    how it computes. Raises what the class does; `check_optimizer` tells it by its field."""
+    kwargs = dict(spec.kwargs)
+    if fused and spec.name in FUSED and not HOW.intersection(kwargs) and _is_plain(model):
+        kwargs["fused"] = True
+    return _optimizer_class(spec.name)(model.parameters(), lr=spec.learning_rate, **kwargs)
 
 
 def build_scheduler(spec: OptimizerSpec, optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler | None:
@@ -71,7 +80,7 @@ def _check_scheduler(spec: OptimizerSpec, dimensions: list[int], total_steps: in
 
 
 def _try_optimizer(spec: OptimizerSpec, kwargs: dict[str, Any], dimensions: list[int]) -> torch.optim.Optimizer:
-    optimizer = _optimizer_class(spec.name)(_parameters(dimensions), lr=spec.learning_rate, **kwargs)
+    optimizer = build_optimizer(replace(spec, kwargs=kwargs), _model(dimensions))
     optimizer.step()
     return optimizer
 
@@ -91,6 +100,13 @@ def _try_scheduler(spec: OptimizerSpec, dimensions: list[int], total_steps: int)
     torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
 
 
+def _is_plain(model: nn.Module) -> bool:
+    """Whether its gradients are what fused kernels take: dense, of real numbers."""
+    if any(getattr(module, "sparse", False) for module in model.modules()):
+        return False
+    return all(parameter.is_floating_point() for parameter in model.parameters())
+
+
 def _needs_closure(spec: OptimizerSpec, dimensions: list[int]) -> bool:
     try:
         _try_optimizer(spec, {}, dimensions)
@@ -99,8 +115,9 @@ def _needs_closure(spec: OptimizerSpec, dimensions: list[int]) -> bool:
     return False
 
 
-def _parameters(dimensions: list[int]) -> list[nn.Parameter]:
-    parameters = [nn.Parameter(torch.ones((2,) * count)) for count in dimensions or [1]]
+def _model(dimensions: list[int]) -> nn.Module:
+    """A parameter of each number of dimensions, with a gradient."""
+    parameters = nn.ParameterList(torch.ones((2,) * count) for count in dimensions or [1])
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     return parameters

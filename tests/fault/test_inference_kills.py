@@ -141,7 +141,7 @@ def running_replicas(head: RayHead) -> set[int]:
     return {replica["pid"] for replica in found if replica["state"] == "RUNNING"}
 
 
-def test_a_replica_killed_under_load_costs_no_client_an_answer(head: RayHead, client: Client, blows: Blows) -> None:
+def kill_a_replica_under_load(head: RayHead, client: Client, blows: Blows) -> None:
     replicas = set(head.processes(REPLICA))
     assert len(replicas) == 2
     with Load(lambda: ask(client), CLIENTS) as load:
@@ -153,6 +153,23 @@ def test_a_replica_killed_under_load_costs_no_client_an_answer(head: RayHead, cl
         eventually(lambda: len(set(head.processes(REPLICA)) - {victim}) == 2, 120, "a new replica is started")
         load.wait_for(50)
     assert load.errors == []
+
+
+def test_a_replica_killed_under_load_costs_no_client_an_answer(head: RayHead, client: Client, blows: Blows) -> None:
+    kill_a_replica_under_load(head, client, blows)
+
+
+@pytest.mark.chaos
+def test_nor_does_it_where_batches_go_through_serves_handle(
+    head: RayHead, service: Process, client: Client, blows: Blows
+) -> None:
+    assert service.stop() == 0
+    service.start(MILLRACE_REPLICA_SOCKETS="0")
+    wait_until_served(client)
+    kill_a_replica_under_load(head, client, blows)
+    assert service.stop() == 0
+    service.start()
+    wait_until_served(client)
 
 
 def test_a_killed_service_started_again_serves_the_same_replicas(

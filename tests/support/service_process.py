@@ -47,12 +47,12 @@ class ServiceProcess:
         assert self._process is not None
         return self._process.pid
 
-    def start(self) -> None:
-        """Returns once the health service says SERVING."""
+    def start(self, **variables: str) -> None:
+        """Returns once the health service says SERVING. This once, with further `variables` in its environment."""
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", self._module],
-                env=self._environ,
+                env={**self._environ, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

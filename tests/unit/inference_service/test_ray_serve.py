@@ -88,7 +88,7 @@ def asked_folder(monkeypatch: pytest.MonkeyPatch, *, replica_sockets: bool) -> P
     return folder
 
 
-def test_replicas_open_no_socket_unless_they_are_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_open_no_socket_where_they_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked_folder(monkeypatch, replica_sockets=False) is None
     assert asked_folder(monkeypatch, replica_sockets=True) is not None
 
@@ -134,7 +134,7 @@ def test_an_application_without_a_replica_that_is_well_is_unavailable(monkeypatc
     asyncio.run(called())
 
 
-@pytest.mark.parametrize(("text", "expected"), [(None, False), ("", False), ("0", False), ("1", True)])
+@pytest.mark.parametrize(("text", "expected"), [(None, True), ("", True), ("0", False), ("1", True)])
 def test_sockets_are_a_setting(text: str | None, expected: bool) -> None:
     environ = ENVIRON if text is None else {**ENVIRON, "MILLRACE_REPLICA_SOCKETS": text}
     assert settings_from(environ).replica_sockets is expected

@@ -39,6 +39,7 @@ from tests.unit.train_service.learning import (
     what_ranks_learn,
 )
 from train_service.domain.spec import BFLOAT16, FLOAT16, EarlyStopping, LossSpec, OptimizerSpec, TrainingSpec
+from train_service.learner import seed_generators
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -316,3 +317,18 @@ def test_validation_measures_the_whole_split(tmp_path: Path) -> None:
         },
         rel=1e-5,
     )
+
+
+def test_after_a_validation_a_step_trains_again(tmp_path: Path) -> None:
+    made = learner(replace(SPEC, model=replace(SPEC.model, kwargs={"hidden": [16], "dropout": 0.5})))
+    made.evaluate(*validation(SPEC, table_store(tmp_path)))
+    assert not made.model.training
+    made.step(batch())
+    assert all(module.training for module in made.model.modules())
+
+
+def test_the_noise_of_a_step_is_that_of_torchs_own_seeding() -> None:
+    seed_generators(7, torch.device("cpu"))
+    drawn = torch.rand(4)
+    torch.manual_seed(7)
+    assert drawn.equal(torch.rand(4))

@@ -1,0 +1,79 @@
+"""Optimizers compute as fast as torch can, and the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from train_service.domain.spec import OptimizerSpec
+from train_service.optimizers import build_optimizer
+
+
+def a_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 10) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(16, 6, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return [one.detach().clone() for one in model.parameters()]
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    return any(group.get("fused") for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("SGD", {}),
+        ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+        ("Adam", {"amsgrad": True}),
+        ("AdamW", {"betas": [0.8, 0.99], "maximize": True}),
+    ],
+)
+def test_a_fused_kernel_learns_what_the_loop_over_parameters_learns(name: str, kwargs: dict[str, Any]) -> None:
+    fused_model, plain_model = a_model(), a_model()
+    fused = build_optimizer(OptimizerSpec(name=name, learning_rate=0.01, kwargs=kwargs), fused_model)
+    plain = getattr(torch.optim, name)(plain_model.parameters(), lr=0.01, foreach=False, fused=False, **kwargs)
+    assert is_fused(fused)
+    for given, expected in zip(stepped(fused_model, fused), stepped(plain_model, plain), strict=True):
+        torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [("SGD", {"foreach": True}), ("AdamW", {"fused": False}), ("Adam", {"differentiable": True}), ("RMSprop", {})],
+)
+def test_who_says_how_it_computes_and_classes_without_a_fused_kernel_are_left_as_they_are(
+    name: str, kwargs: dict[str, Any]
+) -> None:
+    assert not is_fused(build_optimizer(OptimizerSpec(name=name, learning_rate=0.01, kwargs=kwargs), a_model()))
+
+
+def test_sparse_gradients_which_fused_kernels_refuse_are_learnt_from() -> None:
+    model = nn.Embedding(10, 4, sparse=True)
+    before = model.weight.detach().clone()
+    optimizer = build_optimizer(OptimizerSpec(name="SGD", learning_rate=0.1), model)
+    model(torch.tensor([2, 7])).sum().backward()
+    optimizer.step()
+    changed = (model.weight != before).any(1).nonzero().flatten().tolist()
+    assert changed == [2, 7]
+
+
+def test_a_run_that_began_with_another_kernel_goes_on_with_it_bit_for_bit() -> None:
+    whole = a_model()
+    expected = stepped(whole, torch.optim.AdamW(whole.parameters(), lr=0.01), steps=3)
+    saved = torch.optim.AdamW(a_model().parameters(), lr=0.01).state_dict()
+    resumed = a_model()
+    optimizer = build_optimizer(OptimizerSpec(name="AdamW", learning_rate=0.01), resumed)
+    optimizer.load_state_dict(saved)
+    for given, wanted in zip(stepped(resumed, optimizer, steps=3), expected, strict=True):
+        torch.testing.assert_close(given, wanted, rtol=0, atol=0)
