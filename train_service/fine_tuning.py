@@ -93,7 +93,8 @@ def load_initial(store: ObjectStore, name: str, model: nn.Module) -> tuple[Check
     Raises `FailedPrecondition` where the checkpoint is gone or damaged: another attempt would not find it either.
     """
     import safetensors.torch
-    import torch
+
+    from train_service.sharding import put_some_weights
 
     try:
         entry = resolve(store, FIELD, name)
@@ -107,9 +108,7 @@ def load_initial(store: ObjectStore, name: str, model: nn.Module) -> tuple[Check
         ) from None
     own = model.state_dict()
     found = fit({key: one.shape for key, one in own.items()}, {key: one.shape for key, one in weights.items()})
-    with torch.no_grad():
-        for key in found.taken:
-            own[key].copy_(weights[key])
+    put_some_weights(model, {key: weights[key] for key in found.taken})
     return entry, found
 
 

@@ -60,8 +60,7 @@ class Learner:
         self._loss = build_loss(spec.loss)
         self._training_step = build_training_step(spec.training_step)
         self._metrics = Metrics(spec, ranks.device, most_sums=MOST_SUMS_OF_A_STEP)
-        # Not for shards: on one worker the same run has none, and goes on with the same optimizer.
-        self._optimizer = build_optimizer(spec.optimizer, self.model, fused=spec.placement.parallel != FSDP)
+        self._optimizer = build_optimizer(spec.optimizer, self.model, fused=_may_be_fused(spec))
         self._scheduler = build_scheduler(spec.optimizer, self._optimizer, total_steps)
         self._scaler = torch.amp.GradScaler(ranks.device.type, enabled=spec.precision == FLOAT16)
 
@@ -217,6 +216,12 @@ class Learner:
         if self._spec.precision == FLOAT32:
             return nullcontext()
         return torch.autocast(self._ranks.device.type, AUTOCAST[self._spec.precision])
+
+
+def _may_be_fused(spec: TrainingSpec) -> bool:
+    """Not for shards: on one worker the same run has none, and goes on with the same optimizer. Nor in float16: a fused
+    kernel skips a step that overflows by itself, and SGD's then leaves memory as it found it for momentum."""
+    return spec.placement.parallel != FSDP and spec.precision != FLOAT16
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

@@ -101,10 +101,11 @@ def _try_scheduler(spec: OptimizerSpec, dimensions: list[int], total_steps: int)
 
 
 def _is_plain(model: nn.Module) -> bool:
-    """Whether its gradients are what fused kernels take: dense, of real numbers."""
+    """Whether its gradients are what fused kernels take: dense, of real numbers, and row by row in memory, as a
+    checkpoint gives the optimizer's state back; the kernels of CPUs go through all of them side by side."""
     if any(getattr(module, "sparse", False) for module in model.modules()):
         return False
-    return all(parameter.is_floating_point() for parameter in model.parameters())
+    return all(one.is_floating_point() and one.is_contiguous() for one in model.parameters())
 
 
 def _needs_closure(spec: OptimizerSpec, dimensions: list[int]) -> bool:

@@ -63,6 +63,18 @@ def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     return None
 
 
+def put_some_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Whole weights on every rank, of some of the model's tensors; the others stay as they are."""
+    if not sharded(model):
+        own = model.state_dict()
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)
+        return
+    from torch.distributed.checkpoint import state_dict
+
+    state_dict.set_model_state_dict(model, dict(weights), options=_whole(strict=False))
+
+
 def whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, parallel: str) -> dict[str, Any]:
     """As `whole_weights`. With FSDP keyed by the names of parameters, on one rank as on many, so that a run may go on
     on another number of them."""
@@ -90,7 +102,7 @@ def put_optimizer_state(
     return None
 
 
-def _whole(*, cpu_offload: bool = False) -> Any:
+def _whole(*, cpu_offload: bool = False, strict: bool = True) -> Any:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-    return StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
+    return StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload, strict=strict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +14,18 @@ from shared.checkpoint.users import live_users
 from shared.errors import FailedPrecondition, InvalidArgument, NotFound
 from shared.model_spec import ModelSpec
 from shared.models import build_model
-from shared.storage import ObjectStore
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
 from tests.support.snapshots import CONTENT
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION
+from tests.unit.train_service.in_ranks import in_ranks
 from tests.unit.train_service.test_loop import events, new_job, run_of
-from train_service.domain.spec import TrainingSpec
+from train_service.domain.spec import FSDP, TrainingSpec
 from train_service.events import EventKind
 from train_service.fine_tuning import check_fits, fit, load_initial
+from train_service.ranks import Ranks
+from train_service.sharding import whole_weights
 from train_service.snapshots import CheckpointWriter
 from train_service.training_jobs import TrainingJobs
 
@@ -58,12 +63,38 @@ def weights(store: ObjectStore, entry: CheckpointEntry) -> dict[str, torch.Tenso
     return safetensors.torch.load(load_checkpoint(store, entry.folder, entry.manifest_sha256).read(WEIGHTS))
 
 
+def tuned_shards(ranks: Ranks, settings: StoreSettings) -> dict[str, torch.Tensor]:
+    """Whole weights, on rank 0, of a sharded model that began from the checkpoint."""
+    torch.manual_seed(8)
+    model = ranks.wrap(build_model(MODEL), FSDP)
+    load_initial(open_store(settings), SPEC.initial_checkpoint, model)
+    return whole_weights(model)
+
+
+def tuned_with_another_head(ranks: Ranks, settings: StoreSettings) -> dict[str, torch.Tensor]:
+    torch.manual_seed(8)
+    model = ranks.wrap(build_model(replace(MODEL, num_classes=3)), FSDP)
+    load_initial(open_store(settings), SPEC.initial_checkpoint, model)
+    return whole_weights(model)
+
+
 def test_tensors_agree_in_name_and_shape() -> None:
     found = fit({"a": (2, 3), "b": (2,), "c": ()}, {"a": (2, 3), "b": (3,), "d": (1,)})
 
     assert (found.taken, found.anew, found.unused) == (("a",), ("b", "c"), ("b", "d"))
     assert found.left_out() == "b, c start anew; b, d are not used"
     assert fit({"a": ()}, {"a": ()}).left_out() == ""
+
+
+def test_shards_take_what_a_whole_model_takes(store: ObjectStore, source: CheckpointEntry, tmp_path: Path) -> None:
+    expected = weights(store, source)
+    for work, anew in ((tuned_shards, set()), (tuned_with_another_head, {"fc.weight", "fc.bias"})):
+        folder = tmp_path / work.__name__
+        folder.mkdir()
+        first, second = in_ranks(2, work, folder, store.settings)
+        assert second == {}
+        assert first.keys() == expected.keys()
+        assert {name for name in first if not torch.equal(first[name], expected[name])} == anew
 
 
 def test_everything_is_taken_where_the_model_is_the_same(store: ObjectStore, source: CheckpointEntry) -> None:

@@ -332,3 +332,25 @@ def test_the_noise_of_a_step_is_that_of_torchs_own_seeding() -> None:
     drawn = torch.rand(4)
     torch.manual_seed(7)
     assert drawn.equal(torch.rand(4))
+
+
+def test_momentum_begins_with_the_first_step_that_does_not_overflow() -> None:
+    momentum = OptimizerSpec(name="SGD", learning_rate=0.05, kwargs={"momentum": 0.9})
+    made = learner(replace(SPEC, precision=FLOAT16, optimizer=momentum))
+    made.load_state({**made.state(), "scaler": {**made.state()["scaler"], "scale": 2.0**60}})
+    before = {name: one.clone() for name, one in made.weights().items()}
+    made.step(batch())
+    assert_same(made.weights(), before)
+    kept = made.state()["optimizer"]["state"].values()
+    assert all(one.get("momentum_buffer") is None for one in kept)
+
+
+def test_a_run_in_half_precision_that_began_with_another_kernel_goes_on() -> None:
+    spec = replace(SPEC, precision=FLOAT16)
+    state = trained(spec, range(4)).state()
+    state["optimizer"]["param_groups"][0]["fused"] = None
+    rest = learner(spec, prepared=False)
+    rest.load(trained(spec, range(4)).weights(), saved_and_read(state))
+    rest.prepare()
+    rest.step(batch(step=4))
+    assert_same(rest.weights(), trained(spec, range(5)).weights())

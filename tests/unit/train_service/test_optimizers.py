@@ -10,6 +10,7 @@ from torch import nn
 
 from train_service.domain.spec import OptimizerSpec
 from train_service.optimizers import build_optimizer
+from train_service.tensor_files import NEST, TensorFile, put_together, take_apart
 
 
 def a_model() -> nn.Module:
@@ -66,6 +67,32 @@ def test_sparse_gradients_which_fused_kernels_refuse_are_learnt_from() -> None:
     optimizer.step()
     changed = (model.weight != before).any(1).nonzero().flatten().tolist()
     assert changed == [2, 7]
+
+
+def test_parameters_that_do_not_lie_row_by_row_learn_the_same_after_a_checkpoint() -> None:
+    def convolution() -> nn.Module:
+        torch.manual_seed(4)
+        made: nn.Module = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return made
+
+    def learn(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(step)
+            model(torch.randn(4, 2, 8, 8, generator=generator)).square().mean().backward()
+            optimizer.step()
+
+    spec = OptimizerSpec(name="AdamW", learning_rate=0.05)
+    whole, half, rest = convolution(), convolution(), convolution()
+    learn(whole, build_optimizer(spec, whole), range(6))
+    first, second = build_optimizer(spec, half), build_optimizer(spec, rest)
+    learn(half, first, range(3))
+    rest.load_state_dict(half.state_dict())
+    tensors, form = take_apart(first.state_dict())
+    second.load_state_dict(put_together(bytes(TensorFile().fill(tensors, {NEST: form}))))
+    learn(rest, second, range(3, 6))
+    for given, expected in zip(rest.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(given, expected, rtol=0, atol=0)
 
 
 def test_a_run_that_began_with_another_kernel_goes_on_with_it_bit_for_bit() -> None:
