@@ -55,9 +55,9 @@ class _Entry:
         self.future = future
         self.input_s = self.infer_s = 0.0
         self.back_s = 0.0
-        # Whether it was sent to the model; and all of its request's, itself among them.
+        # Whether it was sent to the model; and all of its request's, where these are several.
         self.sent = False
-        self.of_request: Sequence[_Entry] = (self,)
+        self.of_request: Sequence[_Entry] = ()
         self.traced = tracing().waiting(waiting.rows)
 
 
@@ -106,13 +106,10 @@ class Batcher:
         now_s = self._loop.time()
         deadline_s = now_s + remaining_s if remaining_s is not None else float("inf")
         self._admit(len(rows), deadline_s, priority, now_s)
-        entries = [
-            self._enqueue(rows.slice(start, stop), start, priority - 1, now_s, deadline_s)
-            for start, stop in pieces(len(rows), self._limits.max_rows)
-        ]
-        if len(entries) > 1:
-            for entry in entries:
-                entry.of_request = entries
+        if len(rows) <= self._limits.max_rows:
+            entries = [self._enqueue(rows, 0, priority - 1, now_s, deadline_s)]
+        else:
+            entries = self._enqueue_pieces(rows, priority - 1, now_s, deadline_s)
         self._load.add(len(rows), now_s)
         if len(self._batches) < self._limits.max_in_flight:
             self._pump()
@@ -121,16 +118,16 @@ class Batcher:
                 answers = [await entries[0].future]
             else:
                 answers = await asyncio.gather(*(entry.future for entry in entries))
+            back_s = max(entry.back_s for entry in entries)
+            input_s, infer_s = sum(entry.input_s for entry in entries), sum(entry.infer_s for entry in entries)
         finally:
-            for entry in entries:
-                self._leave(entry)
-                entry.future.cancel()
+            self._let_go(entries)
             self._load.add(-len(rows), self._loop.time())
-        self._answering.learn(1, self._loop.time() - max(entry.back_s for entry in entries))
+        self._answering.learn(1, self._loop.time() - back_s)
         return Outputs(
             answers[0] if len(answers) == 1 else [np.concatenate(parts) for parts in zip(*answers, strict=True)],
-            input_s=sum(entry.input_s for entry in entries),
-            infer_s=sum(entry.infer_s for entry in entries),
+            input_s=input_s,
+            infer_s=infer_s,
         )
 
     def apart(self) -> Batcher:
@@ -225,11 +222,20 @@ class Batcher:
         return chain.from_iterable(self._levels)
 
     def _enqueue(self, rows: Rows, first_row: int, level: int, now_s: float, deadline_s: float) -> _Entry:
-        waiting = Waiting(len(rows), rows.form, now_s, deadline_s)
+        waiting = Waiting(len(rows), rows.form, now_s, deadline_s, rows.size_bytes)
         entry = _Entry(rows, first_row, level, waiting, self._loop.create_future())
         self._levels[level][entry] = None
         self._rows_at[level] += waiting.rows
         return entry
+
+    def _enqueue_pieces(self, rows: Rows, level: int, now_s: float, deadline_s: float) -> list[_Entry]:
+        entries = [
+            self._enqueue(rows.slice(start, stop), start, level, now_s, deadline_s)
+            for start, stop in pieces(len(rows), self._limits.max_rows)
+        ]
+        for entry in entries:
+            entry.of_request = entries
+        return entries
 
     def _leave(self, entry: _Entry) -> None:
         if entry in self._levels[entry.level]:
@@ -237,6 +243,14 @@ class Batcher:
             self._rows_at[entry.level] -= entry.waiting.rows
             if entry.traced is not None:
                 entry.traced.end()
+
+    def _let_go(self, entries: list[_Entry]) -> None:
+        """Of a request that is over. The list is emptied: an error of theirs has it in its traceback, and is in their
+        futures, so that all their rows would wait for the garbage collector."""
+        for entry in entries:
+            self._leave(entry)
+            entry.future.cancel()
+        entries.clear()
 
     def _pump(self) -> None:
         """Sends and refuses whatever is due, until the policy says to wait."""
@@ -261,14 +275,17 @@ class Batcher:
                     self._timer = self._loop.call_at(decision.wake_s, self._pump)
                 return
             chosen = {i: entry for i, entry in enumerate(islice(self._queue(), max(positions) + 1)) if i in positions}
-            for entry in chosen.values():
+            # A caller that has just been cancelled takes its rows from the queue only when it runs again.
+            gone = [entry for entry in chosen.values() if entry.future.done()]
+            for entry in gone or chosen.values():
                 self._leave(entry)
+            if gone:
+                continue
             for position in decision.late:
                 late = chosen[position]
-                if not late.future.done():
-                    self._load.refuse(late.waiting.rows)
-                    begun = any(one.sent for one in late.of_request)
-                    late.future.set_exception(too_late(late.waiting.deadline_s - now_s, begun=begun))
+                self._load.refuse(late.waiting.rows)
+                begun = any(one.sent for one in late.of_request)
+                late.future.set_exception(too_late(late.waiting.deadline_s - now_s, begun=begun))
             if decision.batch:
                 self._send([chosen[position] for position in decision.batch])
 
@@ -298,10 +315,10 @@ class Batcher:
         task.add_done_callback(done)
 
     async def _run(self, entries: list[_Entry]) -> None:
-        # One request alone is handed on as it came, without a copy.
-        rows = Rows.joined([entry.rows for entry in entries])
-        started_s = self._loop.time()
         try:
+            # One request alone is handed on as it came, without a copy.
+            rows = Rows.joined([entry.rows for entry in entries])
+            started_s = self._loop.time()
             with tracing().batch((entry.traced for entry in entries), len(rows)):
                 outputs = await self._model.forward(rows)
             back_s = self._loop.time()
@@ -316,7 +333,8 @@ class Batcher:
                 try:
                     entry.future.set_result(outputs.slice(start, stop).checked(entry.first_row))
                 except MillraceError as error:  # this request's own; the others are fine
-                    entry.future.set_exception(error)
+                    # Its traceback has this frame, and with it the rows of all, see `_let_go`.
+                    entry.future.set_exception(error.with_traceback(None))
             self._statistics.batch_ran(
                 rows=len(rows),
                 round_trip_s=back_s - started_s,
@@ -329,6 +347,7 @@ class Batcher:
             raise
         except Exception as error:
             self._fail(entries, error)
+            entries.clear()  # see `_let_go`
 
     @staticmethod
     def _fail(entries: list[_Entry], error: Exception) -> None:

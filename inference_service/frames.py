@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # The call's number, the kind, the length of the pickle, and how many buffers there are; then the length of each buffer.
-HEADER = struct.Struct("<QBII")
+# Where this changes, so does the suffix of the sockets: replicas of an earlier release may still run.
+HEADER = struct.Struct("<QBQI")
 LENGTH = struct.Struct("<Q")
 
 

@@ -21,8 +21,9 @@ from inference_service.open_inference_converters import (
     streamed_answer,
     streamed_error,
 )
-from shared.errors import DeadlineExceeded, MillraceError
+from shared.errors import DeadlineExceeded, MillraceError, invalid_field
 from shared.grpc_errors import status_code
+from shared.grpc_server.server import MAX_MESSAGE_BYTES
 from shared.tracing import tracing
 from shared.unexpected import hidden
 
@@ -30,6 +31,13 @@ logger = logging.getLogger(__name__)
 
 # Numbers of which the greatest are found within a few milliseconds.
 CLASSIFIED_AT_ONCE = 5000
+# Bytes of outputs that become a message as fast, in typed contents, too.
+CONVERTED_AT_ONCE = 256 * 1024
+# Of an answer: in a stream it gets some bytes more.
+MAX_ANSWER_BYTES = MAX_MESSAGE_BYTES - 1024
+# What is cancelled so shortly before its time has passed is cancelled because of it: gRPC tells a server the time that
+# is left in two or three digits, rounded up, while clients keep to it exactly; and timers differ.
+ROUNDED_UP, TIMERS_DIFFER_S = 0.01, 0.005
 # Gives a call's pairs of str and str or bytes, or None: asked for only where it matters.
 Metadata = Callable[[], Any]
 
@@ -71,6 +79,7 @@ class Inference:
             inputs, requested = inputs_from_proto(request), outputs_from_proto(request)
             limit_s = _limit(wishes, remaining_s)
             inferring = self._models.infer(deployment, version, inputs, requested, limit_s, wishes.priority)
+            del inputs  # as in `infer`
             if limit_s == remaining_s and ends_itself:
                 answer = await inferring
             else:
@@ -93,7 +102,8 @@ class Inference:
             status = status_code(error).name
             raise
         except asyncio.CancelledError:
-            late = remaining_s is not None and time.perf_counter() - began_s >= remaining_s
+            passed_s = time.perf_counter() - began_s + TIMERS_DIFFER_S
+            late = remaining_s is not None and passed_s >= remaining_s * (1 - ROUNDED_UP)
             status = "DEADLINE_EXCEEDED" if late else "CANCELLED"
             raise
         finally:
@@ -122,11 +132,26 @@ class Inference:
 async def _message(
     request: pb.ModelInferRequest, answer: Answer, requested: Sequence[RequestedOutput]
 ) -> pb.ModelInferResponse:
-    """Of the answer. Others' requests need not wait while many numbers become strings."""
+    """Of the answer. Others' requests need not wait while many numbers become strings, or a large message.
+
+    Raises `InvalidArgument` where it is larger than a message may be, which is not told by the model's signature for
+    classifications and for integers in typed contents.
+    """
     classes = sum(values.size for _, values in answer.outputs) if any(output.top for output in requested) else 0
-    if classes <= CLASSIFIED_AT_ONCE:
+    size_bytes = sum(values.nbytes for _, values in answer.outputs)
+    if classes <= CLASSIFIED_AT_ONCE and size_bytes <= CONVERTED_AT_ONCE:
         return answer_to_proto(request, answer, requested)
-    return await asyncio.to_thread(answer_to_proto, request, answer, requested)
+    return await asyncio.to_thread(_large_message, request, answer, requested)
+
+
+def _large_message(
+    request: pb.ModelInferRequest, answer: Answer, requested: Sequence[RequestedOutput]
+) -> pb.ModelInferResponse:
+    response = answer_to_proto(request, answer, requested)
+    if (size_bytes := response.ByteSize()) > MAX_ANSWER_BYTES:
+        remedy = f"an answer may have {MAX_ANSWER_BYTES}; send fewer rows, or ask for less"
+        raise invalid_field("outputs", f"{size_bytes} bytes for {answer.rows} rows", remedy)
+    return response
 
 
 def _limit(wishes: Wishes, remaining_s: float | None) -> float | None:

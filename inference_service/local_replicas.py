@@ -17,7 +17,7 @@ from typing import Any
 
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.frames import HEADER, LENGTH, Frame, Kind, decode, encode, is_private, lengths_after
-from inference_service.replica_socket import SUFFIX
+from inference_service.socket_folders import SUFFIX
 from shared.errors import MillraceError
 
 logger = logging.getLogger(__name__)
@@ -40,10 +40,13 @@ class ReplicaLost(Exception):
 
 class LocalReplicas:
     """Finds them by the sockets in `folder`, and is of use where all `replicas` of the application are there: else
-    those on other machines would have little to do. Lives on one event loop; any thread may set `replicas`."""
+    those on other machines would have little to do. `name` is for the log. Lives on one event loop; any thread may set
+    `replicas`."""
 
-    def __init__(self, folder: Path | None, replicas: int = 1) -> None:
+    def __init__(self, folder: Path | None, replicas: int = 1, name: str = "") -> None:
         self._folder = folder
+        self._name = name
+        self._told_that_some_are_elsewhere = False
         self.replicas = replicas
         self._all_here_s = -math.inf  # when they were, last
         # When the folder had last changed as it was looked through to its end.
@@ -59,13 +62,29 @@ class LocalReplicas:
         replicas, too. With `busy_too`, any that takes batches."""
         await self._search()
         now_s = time.monotonic()
-        if len(self._connections) >= self.replicas:
+        if len(self._connections) >= max(self.replicas, 1):
             self._all_here_s = now_s
         if now_s - self._all_here_s > STARTS_WITHIN_S and not busy_too:
+            self._tell_that_some_are_elsewhere()
             return None
         usable = (one for one in self._connections.values() if one.takes_batches(now_s))
         found = min(usable, key=lambda one: one.in_flight, default=None)
         return found if found is not None and (busy_too or found.in_flight < BATCHES_EACH) else None
+
+    def _tell_that_some_are_elsewhere(self) -> None:
+        """Once: else serving would be slow in silence."""
+        if self._folder is None or not self.replicas or self._told_that_some_are_elsewhere:
+            return
+        self._told_that_some_are_elsewhere = True
+        logger.warning(
+            "%s: the sockets of %d of %d replicas are here, in %s; batches go through Serve's handle, which takes "
+            "several times as long. That is as it must be where replicas are on other machines; on this one, they must "
+            "see the same folder: look at TMPDIR, and at what containers share",
+            self._name,
+            len(self._connections),
+            self.replicas,
+            self._folder,
+        )
 
     async def _search(self) -> None:
         """Looks for new sockets where the folder has changed, which costs microseconds otherwise."""

@@ -12,18 +12,22 @@ from inference_service.batcher import Batcher
 from inference_service.domain.absences import LOST_AFTER_S, Absences
 from inference_service.domain.classification import check_classifiable
 from inference_service.domain.deployment import Deployment, ModelVersion, State
+from inference_service.domain.held_bytes import HeldBytes
 from inference_service.domain.load import Load
 from inference_service.domain.request_parameters import DEFAULT_PRIORITY, PRIORITY_LEVELS, RequestedOutput
 from inference_service.domain.routing import choose_version, find_version, no_version, weighed_answering
 from inference_service.domain.rows import Rows
-from inference_service.domain.signature import Signature, TensorSpec, outputs_wanted, rows_of
+from inference_service.domain.signature import Signature, TensorSpec, check_answer_fits, outputs_wanted, rows_of
 from inference_service.domain.statistics import Statistics
 from inference_service.domain.tensors import Array, WireTensor
 from inference_service.domain.traffic import Shadow
 from inference_service.shadowing import Shadowing
 from shared.errors import FailedPrecondition, NotFound, Unavailable, invalid_field, not_found
+from shared.grpc_server.server import MAX_MESSAGE_BYTES
 
 MAX_SHOWN_NAME = 100
+# Of the outputs alone: beside them an answer has names and parameters.
+MAX_OUTPUT_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Models:
     has written.
     """
 
-    def __init__(self, lost_after_s: float = LOST_AFTER_S) -> None:
+    def __init__(self, lost_after_s: float = LOST_AFTER_S, held: HeldBytes | None = None) -> None:
         self._deployments: dict[str, Deployment] | None = None
         self._puts: list[Deployment] = []
         self._batchers: dict[str, Batcher] = {}
@@ -67,7 +71,8 @@ class Models:
         self._replicas: Mapping[str, int] | None = None
         self._absences = Absences(lost_after_s)
         self._changed = asyncio.Event()
-        self._shadowing = Shadowing()
+        self._held = held or HeldBytes()
+        self._shadowing = Shadowing(self._held)
         self._asked_last: tuple[Batcher, int] | None = None
         self.unchosen = Statistics()
         self.written = 0
@@ -96,18 +101,26 @@ class Models:
         """The outputs themselves, also where a classification of them is `requested`.
 
         `remaining_s` is the caller's time left, None for no deadline.
-        Raises `InvalidArgument` naming the tensor, `Unavailable`, `ResourceExhausted`, `DeadlineExceeded`.
+        Raises `InvalidArgument` naming the tensor, or `outputs` that no answer has room for, `Unavailable`,
+        `ResourceExhausted` (the model's queue is full, or this process's memory), `DeadlineExceeded`.
         """
         signature = _signature(deployment, version)
         wanted = outputs_wanted(signature, [output.name for output in requested])
         check_classifiable(wanted, requested)
         rows = rows_of(signature, inputs, deployment.spec.max_queued_rows)
+        del inputs  # what bytes objects were cut from need not wait with them
+        if len(rows) * signature.answer_row_bytes > MAX_OUTPUT_BYTES:
+            check_answer_fits(_unclassified(wanted, requested), len(rows), MAX_OUTPUT_BYTES)
         began_s = time.perf_counter()
         batcher = self._batcher(deployment, version)
-        if deployment.shadow is not None:
-            self._shadow(deployment, version, deployment.shadow, rows, batcher)
-        self._asked_last = batcher, len(rows)
-        outputs = await batcher.submit(rows, remaining_s, priority)
+        self._held.take(rows.size_bytes)
+        try:
+            if deployment.shadow is not None:
+                self._shadow(deployment, version, deployment.shadow, rows, batcher)
+            self._asked_last = batcher, len(rows)
+            outputs = await batcher.submit(rows, remaining_s, priority)
+        finally:
+            self._held.give_back(rows.size_bytes)
         by_name = {spec.name: array for spec, array in zip(signature.outputs, outputs.arrays, strict=True)}
         return Answer(
             deployment,
@@ -132,9 +145,9 @@ class Models:
         return [*(self._deployments or {}).values()]
 
     async def try_out(self, deployment: Deployment, version: ModelVersion, rows: Rows) -> Sequence[Array]:
-        """A version's outputs, in the order of its signature, of rows that nobody asked for: behind all requests, and
-        counted as none. Raises as `infer`."""
-        return (await self._batcher(deployment, version).submit(rows, None, PRIORITY_LEVELS)).arrays
+        """A version's outputs, in the order of its signature, of rows that nobody asked for: in batches of their own,
+        and counted as none. Raises as `infer`."""
+        return (await self._batcher(deployment, version).apart().submit(rows, None, PRIORITY_LEVELS)).arrays
 
     def signature(self, model_name: str, model_version: str) -> tuple[Deployment, ModelVersion, Signature]:
         """What a model takes and gives. Raises `NotFound`, and `Unavailable` while it is not READY."""
@@ -146,8 +159,9 @@ class Models:
         """Of a version, from the first time that it is asked for until its deployment is gone."""
         name = application_name(deployment, version)
         found = self._statistics.get(name)
-        if found is None:  # not setdefault, which would make one for every request
-            found = self._statistics[name] = Statistics()
+        if found is None:  # not setdefault alone, which would make one for every request
+            # Another thread may have made one since: the first one made is kept.
+            found = self._statistics.setdefault(name, Statistics())
         return found
 
     def listed(self) -> Iterator[Listed]:
@@ -219,11 +233,14 @@ class Models:
 
     def replace(self, deployments: Iterable[Deployment]) -> None:
         """Takes over what the logs said."""
-        self._deployments = {}
+        read: dict[str, Deployment] = {}
         for one in (*deployments, *self._puts):
-            _take_over(self._deployments, one)
-        there = {application_name(one.deployment, one.version) for one in self.listed()}
-        self._statistics = {name: kept for name, kept in self._statistics.items() if name in there}
+            _take_over(read, one)
+        self._deployments = read  # at once: other threads read it
+        there = {application_name(one, version) for one in read.values() for version in one.versions}
+        for name in list(self._statistics):
+            if name not in there:
+                del self._statistics[name]
         self._tell()
 
     def put(self, deployment: Deployment) -> None:
@@ -341,6 +358,11 @@ def _take_over(deployments: dict[str, Deployment], newest: Deployment) -> None:
         deployments[newest.model_name] = newest
     elif there is not None and there.uid == newest.uid:
         del deployments[newest.model_name]
+
+
+def _unclassified(wanted: Sequence[TensorSpec], requested: Sequence[RequestedOutput]) -> Sequence[TensorSpec]:
+    """Those that are sent as they are; `wanted` are those `requested`, or all."""
+    return [spec for spec, asked in zip(wanted, requested, strict=True) if not asked.top] if requested else wanted
 
 
 def _starting() -> Unavailable:

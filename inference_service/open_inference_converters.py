@@ -31,6 +31,8 @@ from shared.grpc_errors import status_code
 MAX_PARAMETERS = 64
 # So many beyond those of the model.
 TOO_MANY_TENSORS = 100
+# Numbers that are put into a message in one go, while no other thread can run.
+TYPED_AT_ONCE = 64 * 1024
 PLATFORM = "millrace_pytorch"
 LINEAGE = ("dataset_version", "training_job", "checkpoint", "checkpoint_sha256", "deployment", "model_version")
 
@@ -104,8 +106,10 @@ def answer_to_proto(
     for spec, values in outputs:
         output = response.outputs.add(name=spec.name, datatype=spec.datatype, shape=values.shape)
         if typed:
-            field, elements = encode_typed(spec.datatype, values)
-            getattr(output.contents, field).extend(elements)
+            flat = values.ravel()
+            for start in range(0, flat.size, TYPED_AT_ONCE):
+                field, elements = encode_typed(spec.datatype, flat[start : start + TYPED_AT_ONCE])
+                getattr(output.contents, field).extend(elements)
         else:
             response.raw_output_contents.append(encode_raw(spec.datatype, values))
     return response

@@ -20,6 +20,8 @@ from inference_service.repository import ModelRepository
 from inference_service.repository_converters import config_to_proto, index_to_proto, statistics_to_proto
 from inference_service.streaming import in_order
 from shared.errors import Unimplemented, invalid_field
+from shared.grpc_server import message_bytes
+from shared.grpc_server.server import MAX_MESSAGE_BYTES
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -29,6 +31,8 @@ EXTENSIONS = ("classification", "model_configuration", "model_repository", "sche
 # Of `RepositoryModelUnload`: no model here depends on another, so none is left behind.
 UNLOAD_DEPENDENTS = "unload_dependents"
 STREAM_REQUESTS_AT_ONCE = 64
+# One request may have as many; while those that are worked on have, no other is read.
+STREAM_BYTES_AT_ONCE = MAX_MESSAGE_BYTES
 STREAM_REQUEST_WITHIN_S = 60.0
 
 
@@ -59,7 +63,7 @@ class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         return metadata_to_proto(deployment, signature)
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        # gRPC cancels a call when its deadline passes.
+        # gRPC cancels a call when its deadline passes, or our server where it has none of its own.
         return await self._inference.answer(
             request, context.time_remaining(), context.invocation_metadata, ends_itself=True
         )
@@ -72,9 +76,17 @@ class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
             within_s = STREAM_REQUEST_WITHIN_S if left_s is None else min(left_s, STREAM_REQUEST_WITHIN_S)
             return await self._inference.streamed(request, within_s, context.invocation_metadata)
 
-        async with aclosing(in_order(request_iterator, answer, most=STREAM_REQUESTS_AT_ONCE)) as answers:
+        answered = in_order(
+            request_iterator,
+            answer,
+            most=STREAM_REQUESTS_AT_ONCE,
+            size_bytes=lambda _: message_bytes(),
+            most_bytes=STREAM_BYTES_AT_ONCE,
+        )
+        async with aclosing(answered) as answers:
             async for one in answers:
                 yield one
+                del one  # as in `in_order`
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
         return pb.ModelConfigResponse(config=config_to_proto(*self._models.signature(request.name, request.version)))

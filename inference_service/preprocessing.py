@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +21,7 @@ from shared.checkpoint import CheckpointContent
 from shared.custom_transforms import check_functions
 from shared.errors import FailedPrecondition, InvalidArgument, MillraceError
 from shared.transforms import Pipeline, RowError, TensorType
+from shared.transforms.steps.custom import DEFAULT_TIMEOUT_S, Custom
 from shared.transforms.steps.decoding import PIXELS_AT_ONCE, DecodeImage, claimed_pixels, image_columns
 from shared.unexpected import hidden
 
@@ -30,7 +31,8 @@ _STEP = re.compile(r"steps\[(\d+)\]")
 
 
 class Preprocessing:
-    """`raw` are the inputs that raw rows have, `prepared` is the model's own. Immutable."""
+    """`raw` are the inputs that raw rows have, `prepared` is the model's own; `custom_s` is how long its custom
+    functions may take together, by their own limits. Immutable."""
 
     def __init__(self, content: CheckpointContent, custom_allowed: Collection[str] = ()) -> None:
         """`custom_allowed` are the functions that this node's operator lets custom steps name.
@@ -53,13 +55,17 @@ class Preprocessing:
         self.raw = tuple(tensor_of_column(name, one) for name, one in self._columns.items())
         self.prepared = self._prepared()
         self._images = image_columns(pipeline.steps, self._columns)
+        self.custom_s = sum(one.timeout_s or DEFAULT_TIMEOUT_S for one in pipeline.steps if isinstance(one, Custom))
 
-    def prepare(self, rows: Rows) -> tuple[Array, dict[int, str], dict[int, MillraceError]]:
+    def prepare(
+        self, rows: Rows, moved: Callable[[], None] = lambda: None
+    ) -> tuple[Array, dict[int, str], dict[int, MillraceError]]:
         """The model's input of these rows, float32 (B, *shape), what is wrong with those that it cannot be made of, and
         with what error others failed, by their place; both are zeros.
 
         A row comes out the same in any company, so where one of many fails, or they hold too many pixels to be decoded
-        side by side, each is tried alone: the fault of one request is not that of the others in its batch.
+        side by side, each is tried alone: the fault of one request is not that of the others in its batch. `moved` is
+        called before each.
         """
         if rows.form == PREPARED:
             return rows.values[self._input_column], {}, {}
@@ -73,6 +79,7 @@ class Preprocessing:
         for row in range(len(rows)):
             if row in beyond.skipped:
                 continue
+            moved()
             try:
                 prepared[row] = self._apply(rows.slice(row, row + 1))[0]
             except Exception as error:

@@ -9,18 +9,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import os
 import shutil
-import tempfile
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import (
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 from ray.serve._private.common import ReplicaState
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation
 from ray.serve.exceptions import DeploymentUnavailableError
@@ -33,8 +38,10 @@ from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.scaling import Autoscaling, Scale
 from inference_service.local_replicas import LocalReplicas, ReplicaLost
 from inference_service.replica import Loaded, ModelReplica, ReplicaSpec
+from inference_service.socket_folders import socket_folder
 from shared.errors import MillraceError, Unavailable
 from shared.tracing import tracing
+from shared.unexpected import hidden
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +53,17 @@ RUNNING = ReplicaState.RUNNING
 CALLS_PER_REPLICA = 100
 # How often a replica hands on what it was told; what the fronts tell is a mean already.
 RECORD_EVERY_S = 2.0
+# What a batch ends with whose replica is gone: it died, was killed for want of memory, or went with its node; or its
+# answer, which may be too large to travel by itself, did.
+LOST = (
+    ReplicaLost,
+    RayActorError,
+    WorkerCrashedError,
+    OutOfMemoryError,
+    NodeDiedError,
+    LocalRayletDiedError,
+    ObjectLostError,
+)
 
 
 @dataclass(frozen=True)
@@ -70,6 +88,8 @@ class ServeApplications:
         self._replica_sockets = replica_sockets
         self._prefix = f"millrace-{hashlib.sha256(store_url.encode()).hexdigest()[:8]}-"
         self._models: dict[str, ServeModel] = {}
+        # Ray's name for the session of the cluster that was joined.
+        self._cluster = ""
 
     def connect(self, address: str) -> None:
         """Joins the cluster at host:port, and starts Serve there if it is not running."""
@@ -78,6 +98,8 @@ class ServeApplications:
             serve.start(proxy_location=ProxyLocation.Disabled)
         except ValueError:  # another process started it at the same moment: its controller has the name
             serve.start(proxy_location=ProxyLocation.Disabled)
+        # A head makes it when it starts: another one, and the one that comes after it, has another.
+        self._cluster = ray.get_runtime_context().get_session_name()
 
     def nodes(self) -> dict[str, dict[str, float]]:
         """What each node of the cluster has in all, by its id."""
@@ -115,7 +137,7 @@ class ServeApplications:
             graceful_shutdown_timeout_s=5.0,
             logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
         )(ModelReplica)
-        sockets = _socket_folder(self._prefix + name) if self._replica_sockets else None
+        sockets = socket_folder(self._cluster, self._prefix + name) if self._replica_sockets else None
         target = serve.RunTarget(target=deployment.bind(spec, sockets), name=self._prefix + name, route_prefix=None)
         serve.run_many([target], wait_for_applications_running=False)
 
@@ -127,7 +149,8 @@ class ServeApplications:
         """Returns when it is gone; no error if it was not there."""
         self.forget(name)
         serve.delete(self._prefix + name)
-        shutil.rmtree(_socket_folder(self._prefix + name), ignore_errors=True)
+        # What replicas that were killed have left here; on other machines it goes when others start.
+        shutil.rmtree(socket_folder(self._cluster, self._prefix + name), ignore_errors=True)
 
     async def describe(self, name: str, replicas: int) -> tuple[ServeModel, Loaded]:
         """A running application's model, for this event loop, once so many of its replicas say that they have loaded
@@ -154,8 +177,9 @@ class ServeApplications:
             # Serve tells its handles of a replica a little later than its status does.
             raise Unavailable(f"{len(loaded)} of {replicas} replicas of {name} are known", reason="MODEL_NOT_READY")
         # The application may have been deployed when the setting was another one.
-        sockets = loaded[0].sockets if self._replica_sockets else None
-        model = self._models[name] = ServeModel(handle, LocalReplicas(sockets, len(loaded)))
+        folders = [one.sockets for one in loaded if one.sockets is not None and self._replica_sockets]
+        local = LocalReplicas(folders[0] if folders else None, len(loaded), name)
+        model = self._models[name] = ServeModel(handle, local)
         return model, loaded[0]
 
     async def tell_load(self, name: str, front: str, load: Load) -> None:
@@ -175,7 +199,7 @@ class ServeModel:
 
     def scaled(self, replicas: int) -> None:
         """So many run now; any thread may say so."""
-        self._local.replicas = max(replicas, 1)
+        self._local.replicas = replicas
 
     async def tell_load(self, front: str, load: Load) -> None:
         """Raises what one of them raises, or why it was not reached; the others have been told."""
@@ -188,13 +212,13 @@ class ServeModel:
         """Raises `Unavailable` when the second replica dies as well, or none is well, and what the replica raises."""
         try:
             return await self._call(rows)
-        except (RayActorError, ReplicaLost):
+        except LOST:
             logger.warning("a replica died with a batch of %d rows; sending it once more", len(rows))
         try:
             # A replica on this machine that is connected lives, as far as anybody knows; those that Serve's handle
             # chooses from may be dead for seconds before it hears of it.
             return replace(await self._call(rows, busy_too=True), sent_again=True)
-        except (RayActorError, ReplicaLost):
+        except LOST:
             raise Unavailable(
                 "two replicas died while they worked on this request; try again",
                 reason="REPLICA_LOST",
@@ -213,7 +237,10 @@ class ServeModel:
         try:
             outputs: Outputs = await self._handle.forward.remote(rows)
         except RayTaskError as error:
-            raise _cause(error) from None
+            cause = _cause(error)
+            if isinstance(cause, (MillraceError, *LOST)):
+                raise cause from None
+            raise hidden(error, logger, "a batch failed") from None
         except DeploymentUnavailableError:
             raise Unavailable(
                 "no replica of this model is well; try again", reason="MODEL_NOT_READY", retry_after_s=1.0
@@ -235,12 +262,6 @@ def _autoscaling(wanted: Autoscaling, initial: int) -> AutoscalingConfig:
             metrics_interval_s=RECORD_EVERY_S,
             policy=AutoscalingPolicy(policy_function=by_rows),  # type: ignore[no-untyped-call]
         )
-
-
-def _socket_folder(application: str) -> Path:
-    """Where the replicas of an application that are on this machine listen. Short: a socket's path has 107 bytes."""
-    digest = hashlib.sha256(application.encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"millrace-{os.geteuid()}" / digest
 
 
 def _cause(error: Exception) -> Exception:

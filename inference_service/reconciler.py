@@ -1,7 +1,8 @@
 """Makes Ray Serve run what the resource logs say, on start-up and every few seconds.
 
 So a restarted service finds its replicas, a new Ray head gets all deployments back, and an application that no log
-names goes. Of several front processes the first does so; the others take over what there is, and let go of what goes.
+names goes; while a log cannot be read, those that it may name stay. Of several front processes the first does so; the
+others take over what there is, and let go of what goes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -32,7 +33,7 @@ from inference_service.registry import Deployments
 from inference_service.replica import Loaded, ReplicaSpec
 from inference_service.settings import InferenceSettings
 from inference_service.siblings import Siblings
-from shared.errors import DataLoss, FailedPrecondition, MillraceError
+from shared.errors import STORE_OUTAGES, DataLoss, FailedPrecondition, MillraceError
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,8 @@ class Reconciler:
         # The applications whose checkpoints, and whose dataset versions, this process has marked as used.
         self._kept: set[str] = set()
         self._marked: set[str] = set()
+        # The deployments whose logs could not be read the last time.
+        self._unreadable: set[str] = set()
 
     def holds(self) -> list[str]:
         """The applications that this process may still send a batch to."""
@@ -98,8 +101,8 @@ class Reconciler:
                 if first:
                     await on_first()
                     first = False
-            # The store, which does not answer, is full, or has a log that cannot be read: Ray, which was asked before,
-            # has nothing to do with it, and what is served goes on being served.
+            # The store, which does not answer or is full: Ray, which was asked before, has nothing to do with it, and
+            # what is served goes on being served.
             except MillraceError as error:
                 logger.warning("%s; trying again", error.message)
                 well_at = time.monotonic()
@@ -107,7 +110,7 @@ class Reconciler:
                 logger.warning("Ray Serve does not answer: %s", str(error).partition("\\n")[0])
                 if time.monotonic() - well_at > self._settings.ray_silent_after_s:
                     raise RayLost(f"Ray Serve has not answered for long: {error}") from error
-            # A fault of ours, such as a record that nobody here can read: a new process would have it, too.
+            # A fault of ours: a new process would have it, too.
             except Exception:
                 logger.exception("unexpected while reconciling; trying again")
                 well_at = time.monotonic()
@@ -120,8 +123,10 @@ class Reconciler:
         self._cluster.note(await self._serve(self._applications.nodes))
         self._models.scaled({name: one.replicas for name, one in running.items()})
         self._models.begin_reading()
-        deployments = await asyncio.to_thread(self._deployments.all)
-        self._models.replace(deployments)
+        read, unreadable = await asyncio.to_thread(self._deployments.all)
+        self._tell_of_unreadable(unreadable)
+        # One that can no longer be read is served as it was when it could.
+        self._models.replace([*read, *(one for one in self._models.deployments() if one.name in unreadable)])
         # What was written since they were read may name more.
         deployments = self._models.deployments()
         wanted = {
@@ -139,7 +144,11 @@ class Reconciler:
             if deployment.state is State.DELETING
             for version in deployment.versions
         }
-        for name in running.keys() - wanted.keys() - going - self._removing.keys():
+        unwanted = running.keys() - wanted.keys() - going - self._removing.keys()
+        if unreadable:  # whose applications may be among them
+            known = {one.uid for one in deployments if one.name not in unreadable}
+            unwanted = {name for name in unwanted if _uid_of(name) in known}
+        for name in unwanted:
             if self._siblings.leads:
                 logger.info("deleting application %s, which no log wants", name)
             self._removing[name] = asyncio.create_task(self._retire(name))
@@ -154,6 +163,13 @@ class Reconciler:
             except Exception as error:  # one that cannot be helped now must not hold up the others
                 logger.warning("%s: %r; trying again", deployment.name, error)
 
+    def _tell_of_unreadable(self, unreadable: Mapping[str, DataLoss]) -> None:
+        for name in unreadable.keys() - self._unreadable:
+            logger.error("%s; until then no application is deleted that may be its own", unreadable[name].message)
+        for name in self._unreadable - unreadable.keys():
+            logger.info("the log of %s can be read again, or has gone", name)
+        self._unreadable = set(unreadable)
+
     async def _mark_used(self, deployments: list[Deployment]) -> None:
         there = [
             (application_name(deployment, version), deployment, version)
@@ -163,12 +179,17 @@ class Reconciler:
             if version.retired_at is None
         ]
         for name, deployment, version in there:
-            if name not in self._kept:
-                await asyncio.to_thread(self._deployments.keep_checkpoints, deployment, [version])
-                self._kept.add(name)
-            if version.signature is not None and name not in self._marked:
-                await asyncio.to_thread(self._deployments.mark_datasets, deployment, [version])
-                self._marked.add(name)
+            try:
+                if name not in self._kept:
+                    await asyncio.to_thread(self._deployments.keep_checkpoints, deployment, [version])
+                    self._kept.add(name)
+                if version.signature is not None and name not in self._marked:
+                    await asyncio.to_thread(self._deployments.mark_datasets, deployment, [version])
+                    self._marked.add(name)
+            except STORE_OUTAGES:
+                raise
+            except Exception as error:  # a log of its job that cannot be read must not hold up the others
+                logger.warning("%s: what it uses is not marked: %r; trying again", deployment.name, error)
         names = {name for name, *_ in there}
         self._kept &= names
         self._marked &= names
@@ -348,6 +369,11 @@ async def _answered(call: Awaitable[T]) -> T:
         raise
     except Exception as error:
         raise ServeSilent(repr(error)) from error
+
+
+def _uid_of(application: str) -> str:
+    """Of its deployment: the inverse of `application_name`."""
+    return application.rpartition("-v")[0]
 
 
 def _may_still_answer(version: ModelVersion, application: Application) -> bool:

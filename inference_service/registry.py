@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from inference_service.domain.deployment import Deployment, ModelVersion, State, with_deletion
 from shared import paging
@@ -24,7 +25,8 @@ Step = Callable[[Deployment], Deployment | None]
 
 
 class Deployments:
-    """Safe to call from several threads."""
+    """Safe to call from several threads. Whatever reads a deployment raises `DataLoss` where its log cannot be read: a
+    record is damaged, or was written by a later release."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -36,25 +38,25 @@ class Deployments:
         """
 
         def decide(record: Record | None) -> dict[str, object] | None:
-            there = _deployment(record)
+            there = _deployment(wanted.name, record)
             if there is None or there.state is State.GONE:
                 return wanted.as_record()
             if wanted.request_id and there.request_id == wanted.request_id:
                 return None
             raise already_exists(wanted.name)
 
-        made = _deployment(self._log(wanted.name).update(decide))
+        made = _deployment(wanted.name, self._log(wanted.name).update(decide))
         assert made is not None
         return made
 
     def find(self, name: str) -> Deployment | None:
         """What the log says now, also of a deployment that is gone."""
-        return _deployment(self._log(name).head())
+        return _deployment(name, self._log(name).head())
 
     def follow(self, name: str) -> Callable[[], Deployment | None]:
         """What the log says at each call, at the cost of one read where nothing is new. Not for several threads."""
         log = self._log(name)
-        return lambda: _deployment(log.head())
+        return lambda: _deployment(name, log.head())
 
     def get(self, name: str) -> Deployment:
         """Raises `NotFound`."""
@@ -79,21 +81,37 @@ class Deployments:
         log = self._log(name)
         record = log.head()
         while record is not None:
-            deployment = Deployment.from_record(record.state)
-            if fits(deployment):
+            deployment = _deployment(name, record)
+            if deployment is not None and fits(deployment):
                 return deployment
             record = log.read(record.number - 1)
         return None
 
     def page(self, size: int, token: str) -> tuple[list[Deployment], str]:
-        """In the order of names; those that are gone are left out, so a page may be short."""
-        names, next_token = paging.page(self._store.folders(ROOT), size, token)
-        return [one for one in map(self._find_id, names) if one and one.state is not State.GONE], next_token
+        """In the order of names; those that are gone, or whose log cannot be read, are left out, so a page may be
+        short."""
+        ids, next_token = paging.page(self._store.folders(ROOT), size, token)
+        found, unreadable = self._read(ids)
+        for error in unreadable.values():
+            logger.error("left out of a list: %s", error.message)
+        return found, next_token
 
-    def all(self) -> list[Deployment]:
-        """Every deployment that is not gone."""
-        found = map(self._find_id, self._store.folders(ROOT))
-        return [one for one in found if one and one.state is not State.GONE]
+    def all(self) -> tuple[list[Deployment], dict[str, DataLoss]]:
+        """Every deployment that is not gone; and by name, why the logs of others cannot be read."""
+        return self._read(self._store.folders(ROOT))
+
+    def _read(self, ids: Iterable[str]) -> tuple[list[Deployment], dict[str, DataLoss]]:
+        found: list[Deployment] = []
+        unreadable: dict[str, DataLoss] = {}
+        for name in (f"{ROOT}/{one}" for one in ids):
+            try:
+                deployment = self.find(name)
+            except DataLoss as error:
+                unreadable[name] = error
+                continue
+            if deployment is not None and deployment.state is not State.GONE:
+                found.append(deployment)
+        return found, unreadable
 
     def delete(self, name: str, etag: str, now_s: float) -> Deployment:
         """Writes the wish. Raises `NotFound` and `Conflict`."""
@@ -104,10 +122,10 @@ class Deployments:
         where there is no such deployment, that must be something."""
 
         def appended(record: Record | None) -> dict[str, object] | None:
-            after = decide(_deployment(record))
+            after = decide(_deployment(name, record))
             return after.as_record() if after is not None else None
 
-        newest = _deployment(self._log(name).update(appended))
+        newest = _deployment(name, self._log(name).update(appended))
         assert newest is not None
         return newest
 
@@ -118,11 +136,11 @@ class Deployments:
         """
 
         def decide(record: Record | None) -> dict[str, object] | None:
-            before = _deployment(record)
+            before = _deployment(name, record)
             after = step(before) if before is not None and before.uid == uid else None
             return after.as_record() if after is not None else None
 
-        newest = _deployment(self._log(name).update(decide))
+        newest = _deployment(name, self._log(name).update(decide))
         return newest if newest is not None and newest.uid == uid else None
 
     def roll_out_made_by(self, name: str, request_id: str) -> Deployment | None:
@@ -170,11 +188,20 @@ class Deployments:
         for name in {version.checkpoint for version in versions} - {version.checkpoint for version in others}:
             checkpoint_users.release(self._store, name, USER_KIND, deployment.uid)
 
-    def _find_id(self, deployment_id: str) -> Deployment | None:
-        return self.find(f"{ROOT}/{deployment_id}")
-
     def _log(self, name: str) -> ResourceLog:
-        return ResourceLog(self._store, f"{name}/log")
+        return _Log(self._store, name)
+
+
+class _Log(ResourceLog):
+    """A deployment's."""
+
+    def __init__(self, store: ObjectStore, name: str) -> None:
+        super().__init__(store, f"{name}/log")
+        self._name = name
+
+    def read(self, number: int) -> Record | None:
+        with _reading(self._name):
+            return super().read(number)
 
 
 def _dataset_versions(versions: Iterable[ModelVersion]) -> list[str]:
@@ -185,5 +212,20 @@ def new_uid() -> str:
     return uuid.uuid4().hex
 
 
-def _deployment(record: Record | None) -> Deployment | None:
-    return Deployment.from_record(record.state) if record else None
+def _deployment(name: str, record: Record | None) -> Deployment | None:
+    with _reading(name):
+        return Deployment.from_record(record.state) if record else None
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Raises `DataLoss` for what bytes that are no record of ours raise; an outage of the store stays what it is."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataLoss(
+            f"the log of {name} cannot be read: {type(error).__name__}: {error}; restore its newest record, or run the "
+            "release that wrote it",
+            reason="LOG_UNREADABLE",
+            metadata={"resource": name},
+        ) from error

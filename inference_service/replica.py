@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from inference_service.domain.load import Load
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.signature import Signature
+from inference_service.hang_watch import HangWatch
 from inference_service.replica_socket import Door, listen
 from inference_service.told_loads import ToldLoads
 from shared.checkpoint import CheckpointContent, load_checkpoint
@@ -36,6 +37,11 @@ STORE_RETRY_S = 2.0
 # When Serve stops a replica: within the 5 s after which it kills it.
 TAKE_LEAVE_WITHIN_S = 4.0
 EXPORT_WITHIN_S = 0.5
+# A batch that makes no progress for so long never will. What its custom functions may take by their own limits counts
+# besides the rest, for which it has ten times what the model's largest batch took when it was loaded.
+HANGS_AFTER_S = 90.0
+BESIDES_CUSTOM_S = 30.0
+TIMES_THE_LARGEST = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +61,7 @@ class ReplicaSpec:
 @dataclass(frozen=True)
 class Loaded:
     """What a replica says of the checkpoint that it serves. `batch_s`: rows → seconds. `sockets` is the folder in which
-    it listens for a front on its machine, as do the others there."""
+    it listens for a front on its machine, as do the others there; None where it does not."""
 
     signature: Signature
     dataset_version: str
@@ -79,16 +85,17 @@ class ModelReplica:
         self._loaded: Loaded | None = None
         self._failure: MillraceError | None = None
         self._loads = ToldLoads()
+        self._watch = HangWatch()
         _trace(spec.tracing or {})
         try:
-            self._model, loaded = self._thread.submit(_load, spec).result()
-            self._loaded = replace(loaded, sockets=sockets)
+            self._model, self._loaded = self._thread.submit(_load, spec).result()
         except Unavailable:
             raise
         except MillraceError as error:
             self._failure = error
-        if self._model is not None and sockets is not None:
+        if self._loaded is not None and sockets is not None:
             self._door = listen(sockets, self._thread, self._compute)
+            self._loaded = replace(self._loaded, sockets=sockets if self._door is not None else None)
 
     def __del__(self) -> None:
         """Serve calls it when it stops the replica, and knows nothing of what comes over the socket."""
@@ -101,6 +108,23 @@ class ModelReplica:
         if self._loaded is None:
             raise self._why()
         return self._loaded
+
+    async def check_health(self) -> None:
+        """Asked by Ray Serve, every 2 s: a replica for which it raises three times in a row is replaced by another.
+
+        The thread of a model that hangs never comes back: only in a main thread could a function be interrupted.
+        """
+        lasts_s = self._watch.lasts_s()
+        if lasts_s > self._hangs_after_s():
+            logger.error("the model has been at one batch for %.0f s, here:\n%s", lasts_s, self._watch.stack())
+            raise RuntimeError(f"the model has been at one batch for {lasts_s:.0f} s")
+
+    def _hangs_after_s(self) -> float:
+        if self._model is None or self._loaded is None:
+            return HANGS_AFTER_S
+        largest_s = max(self._loaded.batch_s.values(), default=0.0)
+        rest_s = max(BESIDES_CUSTOM_S, TIMES_THE_LARGEST * largest_s)
+        return max(HANGS_AFTER_S, self._model.preprocessing.custom_s + rest_s)
 
     async def tell_load(self, front: str, load: Load) -> None:
         """What this front has for all replicas of this version together."""
@@ -120,9 +144,9 @@ class ModelReplica:
 
     def _compute(self, rows: Rows) -> Outputs:
         assert self._model is not None
-        with tracing().received("model", rows.trace, rows=len(rows)):
+        with self._watch.working(), tracing().received("model", rows.trace, rows=len(rows)):
             began_ns = time.time_ns()
-            outputs = self._model.forward(rows)
+            outputs = self._model.forward(rows, self._watch.moved)
             tracing().parts(began_ns, preprocess=outputs.input_s, infer=outputs.infer_s)
         return outputs
 

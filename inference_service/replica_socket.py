@@ -16,38 +16,50 @@ from functools import partial
 from pathlib import Path
 
 from inference_service.domain.rows import Outputs, Rows
-from inference_service.frames import HEADER, LENGTH, Frame, Kind, decode, encode, is_private, lengths_after
-from shared.errors import Internal, MillraceError
+from inference_service.frames import HEADER, LENGTH, Frame, Kind, decode, encode, lengths_after
+from inference_service.socket_folders import SUFFIX, make_private, sweep
+from shared.errors import MillraceError
+from shared.unexpected import hidden
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = ".sock"
 # Of one front: answers that wait to be sent, which are more than the batches that it has on their way here.
 MAX_UNSENT = 16
 # A front that reads nothing for so long has stopped.
 SEND_WITHIN_S = 5.0
 # After an error of the listener, such as too many open files.
 ACCEPT_AGAIN_S = 0.1
+# Another replica that stops may take the empty folder away between two of our steps.
+TRIES = 5
 
 
 def listen(folder: Path, thread: ThreadPoolExecutor, forward: Callable[[Rows], Outputs]) -> Door | None:
     """From now on answers calls over a socket in `folder` with `forward`, run in `thread`, until it is closed. Where
     the folder cannot be had for this user alone, it does not, and Ray's calls remain."""
     try:
-        folder.parent.mkdir(mode=0o700, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if not (is_private(folder.parent) and is_private(folder)):
-            raise PermissionError(f"{folder} and its parent must be this user's alone")
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # Under another name until it listens, so that nobody finds it refusing.
-        name = uuid.uuid4().hex[:12]
-        listener.bind(str(folder / f"{name}.new"))
-        listener.listen()
-        path = (folder / f"{name}.new").rename(folder / f"{name}{SUFFIX}")
+        make_private(folder.parent)
+        sweep(folder.parent)
+        listener, path = _opened(folder, TRIES)
     except OSError as error:
         logger.warning("no socket of its own for this replica, only Ray's calls: %s", error)
         return None
     return Door(listener, path, thread, forward)
+
+
+def _opened(folder: Path, tries: int) -> tuple[socket.socket, Path]:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # Under another name until it listens, so that nobody finds it refusing.
+    name = uuid.uuid4().hex[:12]
+    try:
+        make_private(folder)
+        listener.bind(str(folder / f"{name}.new"))
+        listener.listen()
+        return listener, (folder / f"{name}.new").rename(folder / f"{name}{SUFFIX}")
+    except OSError:
+        listener.close()
+        if tries == 1:
+            raise
+    return _opened(folder, tries - 1)
 
 
 class Door:
@@ -73,6 +85,8 @@ class Door:
         self._closed.set()
         with suppress(OSError):
             self._path.unlink()
+        with suppress(OSError):  # there are others
+            self._path.parent.rmdir()
         # Closing alone would leave `accept` waiting.
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -172,9 +186,7 @@ class _Connection:
         except MillraceError as error:
             encoded = encode(Frame(call, Kind.ERROR, error))
         except BaseException as error:
-            logger.exception("a batch failed")
-            told = Internal(f"the model failed: {type(error).__name__}: {error}")
-            encoded = encode(Frame(call, Kind.ERROR, told))
+            encoded = encode(Frame(call, Kind.ERROR, hidden(error, logger, "a batch failed")))
         self._send(encoded)
 
     def _forget(self, call: int, _: Future[None]) -> None:

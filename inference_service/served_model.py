@@ -6,7 +6,7 @@ Only replicas import this: `shared.models.loaded` brings torch, which takes seco
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import numpy as np
 import torch
@@ -52,11 +52,12 @@ class ServedModel:
             outputs=_outputs(content.model, tuple(content.class_names)),
         )
 
-    def forward(self, rows: Rows) -> Outputs:
+    def forward(self, rows: Rows, moved: Callable[[], None] = lambda: None) -> Outputs:
         """Of B rows, without those that the preprocessing refuses: logits (B, classes) float32, probabilities
-        (B, classes) float32 and label (B,) int64 of a classifier, values (B, numbers) float32 of a regression."""
+        (B, classes) float32 and label (B,) int64 of a classifier, values (B, numbers) float32 of a regression.
+        `moved` is that of `Preprocessing.prepare`."""
         started_s = time.perf_counter()
-        prepared, refused, failed = self.preprocessing.prepare(rows)
+        prepared, refused, failed = self.preprocessing.prepare(rows, moved)
         prepared_s = time.perf_counter()
         arrays = self._run(prepared)
         return Outputs(arrays, refused, prepared_s - started_s, time.perf_counter() - prepared_s, failed=failed)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from inference_service.batcher import Batcher
+from inference_service.domain.held_bytes import HeldBytes
 from inference_service.domain.request_parameters import PRIORITY_LEVELS
 from inference_service.domain.rows import Rows
 from inference_service.domain.statistics import OK, Statistics
@@ -24,20 +25,25 @@ class Shadowing:
     """Lives on one event loop. At most `AT_ONCE` copies are worked on; each costs its request only the making of a
     task."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: HeldBytes) -> None:
+        self._held = held
         self._copies: set[asyncio.Task[None]] = set()
 
     def copy(self, rows: Rows, real: Batcher, shadow: Batcher | None, statistics: Statistics) -> None:
         """Sends the rows to the model of `shadow`, in batches of copies alone, and returns at once; sheds them where
-        anything waits for a model, so that a machine that is busy with real requests does not get busier. `statistics`
-        are the shadow's."""
+        anything waits for a model, so that a machine that is busy with real requests does not get busier, and where
+        they would leave these less than half of the bytes. `statistics` are the shadow's."""
         waits = shadow is None or real.queued_rows or shadow.queued_rows or shadow.apart().queued_rows
-        if shadow is None or waits or len(self._copies) >= AT_ONCE:
+        size_bytes = rows.size_bytes
+        many = len(self._copies) >= AT_ONCE or not self._held.would_leave_half(size_bytes)
+        if shadow is None or waits or many:
             statistics.shadow_ended(SHED)
             return
+        self._held.take(size_bytes)
         task = asyncio.create_task(_send(rows, shadow.apart(), statistics))
         self._copies.add(task)
         task.add_done_callback(self._copies.discard)
+        task.add_done_callback(lambda _: self._held.give_back(size_bytes))
 
 
 async def _send(rows: Rows, shadow: Batcher, statistics: Statistics) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
@@ -11,37 +12,54 @@ Answered = TypeVar("Answered")
 
 
 async def in_order(
-    requests: AsyncIterator[Asked], answer: Callable[[Asked], Awaitable[Answered]], *, most: int
+    requests: AsyncIterator[Asked],
+    answer: Callable[[Asked], Awaitable[Answered]],
+    *,
+    most: int,
+    size_bytes: Callable[[Asked], int] = lambda _: 0,
+    most_bytes: float = math.inf,
 ) -> AsyncGenerator[Answered, None]:
-    """The answers in the order of the requests, at most `most` of which are worked on, or wait to be taken, at a time:
-    so a client that takes no answers is not read any further.
+    """The answers in the order of the requests, at most `most` of which are worked on, or wait to be taken, at a time,
+    and none is read while these have `most_bytes`: so a client that takes no answers is not read any further.
+    `size_bytes` is asked for a request as soon as it was read, by whoever read it.
 
     Ends when the requests do. What reading them raises comes after the answers before it. Closed or cancelled: what is
     being worked on is cancelled, and has ended when this returns.
     """
-    room = asyncio.Semaphore(most)
-    waiting: asyncio.Queue[asyncio.Task[Answered] | None] = asyncio.Queue()
+    waiting: asyncio.Queue[tuple[asyncio.Task[Answered], int] | None] = asyncio.Queue()
     working: set[asyncio.Task[Answered]] = set()
+    held = held_bytes = 0
+    taken = asyncio.Event()
 
     async def work(request: Asked) -> Answered:
         return await answer(request)
 
     async def read() -> None:
+        nonlocal held, held_bytes
         try:
             async for request in requests:
-                await room.acquire()
+                size = size_bytes(request)
+                held, held_bytes = held + 1, held_bytes + size
                 task = asyncio.create_task(work(request))
                 working.add(task)
                 task.add_done_callback(working.discard)
-                waiting.put_nowait(task)
+                waiting.put_nowait((task, size))
+                # Whoever waits, here and below, keeps nothing meanwhile: a stream may be idle for hours.
+                del request, task
+                while held >= most or held_bytes >= most_bytes:
+                    taken.clear()
+                    await taken.wait()
         finally:
             waiting.put_nowait(None)
 
     reader = asyncio.create_task(read())
     try:
-        while (task := await waiting.get()) is not None:
+        while (next_one := await waiting.get()) is not None:
+            task, size = next_one
             yield await task
-            room.release()
+            del next_one, task
+            held, held_bytes = held - 1, held_bytes - size
+            taken.set()
         await reader
     finally:
         left = [reader, *working]

@@ -16,7 +16,7 @@ from shared.jobs import Jobs, JobState
 from shared.log import ResourceLog
 from shared.storage import ObjectMissing, ObjectStore
 
-# A marker is written before its user is: for so long it counts without one.
+# A marker is written before its user is, or before that goes on: for so long it counts without one.
 USER_APPEARS_WITHIN_S = 600.0
 
 
@@ -44,6 +44,9 @@ class UserMarker:
             job = Jobs(store, self.kind).newest(self.job_folder)  # its tombstone, too: it is not still to come
             if job is None or job.uid != self.uid:
                 return self._may_appear(now)
+            if job.state in (JobState.FAILED, JobState.CANCELLED):
+                # One that is resumed marks what it needs before its log says that it goes on.
+                return self.marked_at > job.update_time and self._may_appear(now)
             # One that is suspended waits to go on with what it uses.
             return not job.state.final or job.state is JobState.SUSPENDED
         if not self.ends_in:

@@ -27,8 +27,8 @@ def line_of(event: Event) -> str:
                 f"{payload['rows_per_second']:.0f} rows/s  {payload['seconds_left']:.0f} s left"
             )
         case EventKind.VALIDATED:
-            metrics = {"loss": payload["loss"], "accuracy": payload["accuracy"], **payload["metrics"]}
-            told = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            first = {name: payload[name] for name in ("loss", "accuracy") if name in payload}
+            told = "  ".join(f"{name} {value:.4f}" for name, value in {**first, **payload["metrics"]}.items())
             return f"validated after epoch {payload['epoch'] + 1}: {told}"
         case EventKind.CHECKPOINT_COMMITTED:
             return f"checkpoint {payload['name']}  sha256:{payload['manifest_sha256'][:12]}"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shared.checkpoint import users as checkpoint_users
+from shared.dataset_version import DatasetVersion
 from shared.dataset_version.users import unmark, using
 from shared.jobs import JobRecord
 from shared.storage import ObjectStore
@@ -15,14 +16,15 @@ from train_service.fine_tuning import FIELD
 
 
 @contextlib.contextmanager
-def using_inputs(store: ObjectStore, kind: str, job: JobRecord, spec: TrainingSpec) -> Iterator[None]:
-    """Marks what `spec` reads while the body makes `job`, of this kind; the marks stay unless the body is refused."""
+def using_inputs(store: ObjectStore, kind: str, job: JobRecord, spec: TrainingSpec) -> Iterator[DatasetVersion]:
+    """Marks what `spec` reads, and gives its version, while the body makes `job`, of this kind; the marks stay unless
+    the body is refused."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(using(store, spec.dataset_version, kind, job.uid, job.name))
+        version = stack.enter_context(using(store, spec.dataset_version, kind, job.uid, job.name))
         if spec.initial_checkpoint:
             mark = checkpoint_users.using(store, FIELD, spec.initial_checkpoint, kind, job.uid, job.name)
             stack.enter_context(mark)
-        yield
+        yield version
 
 
 def release_inputs(store: ObjectStore, kind: str, uid: str, training: Mapping[str, Any]) -> None:

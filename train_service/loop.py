@@ -199,9 +199,9 @@ class Run:
             self._history.append((epoch, metrics[self._spec.early_stopping.metric]))
         if reporter:
             others = {name.removeprefix("validation_"): value for name, value in metrics.items()}
-            loss, accuracy = others.pop("loss"), others.pop("accuracy", 0.0)
-            told = {"step": step, "epoch": epoch, "loss": loss, "accuracy": accuracy, "row_count": rows}
-            reporter.tell(EventKind.VALIDATED, **told, metrics=others)
+            # Of numbers there is no accuracy to tell.
+            told = {name: others.pop(name) for name in ("loss", "accuracy") if name in others}
+            reporter.tell(EventKind.VALIDATED, step=step, epoch=epoch, row_count=rows, **told, metrics=others)
         return metrics
 
     def _taken(self, batch: Batch, waited_s: float, stalled_s: float) -> StepTaken:

@@ -9,8 +9,9 @@ from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoi
 from shared.checkpoint.registry import latest
 from shared.checkpoint.resolving import FINAL
 from shared.dataset_version import load_version
-from shared.errors import DataLoss, OutOfRange, invalid_field, not_found
-from shared.jobs import Jobs
+from shared.dataset_version.manifest import Split
+from shared.errors import DataLoss, FailedPrecondition, NotFound, OutOfRange, invalid_field, not_found
+from shared.jobs import JobRecord, Jobs
 from shared.storage import ObjectStore
 from train_service.coverage import read_part, row_ids_of
 from train_service.domain.coverage import Counts, count_rows
@@ -43,9 +44,11 @@ class RunRecords:
         self._jobs = Jobs(store, TRAIN_KIND)
 
     def coverage(self, name: str, epoch: int, checkpoint: str) -> Coverage:
-        """Raises `OutOfRange` for an epoch that the job does not have, `DataLoss` where a record is damaged."""
+        """Raises `OutOfRange` for an epoch that the job does not have, `DataLoss` where a record is damaged, and
+        `FailedPrecondition` where only a dataset version that is gone knew the rows."""
         names.parse("name", name, PATTERN)
-        spec = TrainingSpec.from_config(self._jobs.get(name, name).spec["training"])
+        job = self._jobs.get(name, name)
+        spec = TrainingSpec.from_config(job.spec["training"])
         if not 0 <= epoch < spec.epochs:
             raise OutOfRange(
                 f"epoch {epoch} is none of {name}; use 0 to {spec.epochs - 1}",
@@ -54,7 +57,7 @@ class RunRecords:
                 fields=[("epoch", f"use 0 to {spec.epochs - 1}")],
             )
         entry = self._checkpoint(name, checkpoint)
-        split = load_version(self._store, spec.dataset_version).split(spec.train_split)
+        split = self._train_split(job, spec)
         steps = steps_per_epoch(split.row_count, spec.global_batch_size)
         begin, end = epoch * steps, (epoch + 1) * steps
         parts = load_checkpoint(self._store, entry.folder, entry.manifest_sha256).content.coverage if entry else ()
@@ -92,6 +95,20 @@ class RunRecords:
         if rank is not None and rank < -1:
             raise invalid_field("rank", rank, "use -1 for the attempt's own process, or a rank from 0")
         return find_logs(self._store, self._jobs, name, attempt, rank, follow)
+
+    def _train_split(self, job: JobRecord, spec: TrainingSpec) -> Split:
+        """As the job's own record has it: the version may have been deleted since the run. Jobs of earlier releases
+        have none, and the version is asked."""
+        if split := job.spec.get("train_split"):
+            return Split(**split)
+        try:
+            return load_version(self._store, spec.dataset_version).split(spec.train_split)
+        except NotFound as error:
+            raise FailedPrecondition(
+                f"which rows {job.name} had to consume is not known any more: {error.message}",
+                reason="VERSION_GONE",
+                metadata={"resource": job.name, "dataset_version": spec.dataset_version},
+            ) from None
 
     def _checkpoint(self, name: str, checkpoint: str) -> CheckpointEntry | None:
         entries = CheckpointRegistry(self._store, name).entries()

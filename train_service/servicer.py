@@ -17,7 +17,7 @@ from train_service.run_records import RunRecords
 from train_service.spec_converters import spec_from_proto
 from train_service.sweeps.servicer import SweepServicerPart
 from train_service.sweeps.sweeps import Sweeps
-from train_service.training_jobs import JobView, TrainingJobs
+from train_service.training_jobs import TrainingJobs
 
 WATCH_INTERVAL_S = 0.25
 FOLLOW_INTERVAL_S = 0.5
@@ -70,19 +70,20 @@ class TrainServicer(SweepServicerPart):
         sequence = request.after_sequence
         view = await asyncio.to_thread(self._jobs.get, request.name)
         await asyncio.to_thread(self._jobs.check_sequence, request.name, sequence)
-        sent: JobView | None = None
+        yield train_service_pb2.WatchTrainingJobResponse(job=job_to_proto(view))
+        # A suspended job ends no stream: sent again behind its events it says that those were all.
+        sent = None if view.record.state is JobState.SUSPENDED else (view.record, view.waiting_for)
         while True:
-            if sent is None or (view.record, view.waiting_for) != (sent.record, sent.waiting_for):
+            # The record was read before the events: what was written before a transition is sent before it, and once
+            # the job is final and none are left, none will come.
+            while events := await asyncio.to_thread(self._jobs.events, request.name, sequence):
+                for event in events:
+                    yield train_service_pb2.WatchTrainingJobResponse(event=event_to_proto(event))
+                    sequence = event.sequence
+            if (view.record, view.waiting_for) != sent:
                 yield train_service_pb2.WatchTrainingJobResponse(job=job_to_proto(view))
-                sent = view
-            events = await asyncio.to_thread(self._jobs.events, request.name, sequence)
-            for event in events:
-                yield train_service_pb2.WatchTrainingJobResponse(event=event_to_proto(event))
-                sequence = event.sequence
-            if events:
-                continue
-            # The record was read before the events: once it is final and none are left, none will come. A suspended job
-            # is only between two of its parts.
+                sent = (view.record, view.waiting_for)
+            # A suspended job is only between two of its parts.
             if view.record.state.final and view.record.state is not JobState.SUSPENDED:
                 return
             await asyncio.sleep(WATCH_INTERVAL_S)

@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shared import names, paging
@@ -15,7 +15,7 @@ from shared.checkpoint import CheckpointEntry, CheckpointRegistry, resolve
 from shared.errors import AlreadyExists, FailedPrecondition, NotFound, OutOfRange, already_exists
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.record import take_up
-from shared.requests import claimed
+from shared.requests import claimed, claimed_before
 from shared.storage import ObjectStore
 from train_service.cluster_memory import ClusterMemory, check_ever_fits
 from train_service.domain.spec import TrainingSpec
@@ -30,8 +30,9 @@ from train_service.version_fit import fitted, steps_of_run
 
 COLLECTION = "trainingJobs"
 PATTERN = "trainingJobs/{j}"
-# So many events in one look of a watcher.
-EVENTS_AT_ONCE = 256
+# So many events in one look of a watcher. They are read one after another, maybe from a slow store, and clients take a
+# silence for the end of what there is.
+EVENTS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class TrainingJobs:
         """The job is durable when this returns. Raises what the RPC's comment says; `digest` is the body's."""
         names.check_id("training_job_id", job_id)
         request_id = names.check_request_id("request_id", request_id)
+        if not validate_only and (first := self._first_answer(request_id, digest)):
+            return self._view(first)
         spec = self.checked(spec)
         job = _new_job(job_id, spec, request_id=request_id, digest=digest)
         if validate_only:
@@ -156,7 +159,8 @@ class TrainingJobs:
         spec = self._still_read(job)
         try:
             # What a job stands on may be deleted once it is over; from here on it may not again. The marks stay even
-            # if the wish is refused: another resumption may have been faster, and those of an ended job do not count.
+            # if the wish is refused: another resumption may have been faster, and those of a job that stays as it is
+            # soon count for nothing.
             with using_inputs(self._store, TRAIN_KIND, job, spec):
                 pass
         except NotFound as error:
@@ -218,13 +222,21 @@ class TrainingJobs:
     def make(self, job: JobRecord, spec: TrainingSpec) -> JobRecord:
         """Makes a job durable whose `spec` was checked. The same record again gives the job that there is."""
         try:
-            with using_inputs(self._store, TRAIN_KIND, job, spec):
-                return self._jobs.create(job.name, job)
+            with using_inputs(self._store, TRAIN_KIND, job, spec) as version:
+                # What the run consumed may be asked for when the version is gone.
+                split = asdict(version.split(spec.train_split))
+                return self._jobs.create(job.name, replace(job, spec={**job.spec, "train_split": split}))
         except AlreadyExists:
             # The same request, sent twice at once, may have made it in between.
             if there := self._made_by(job.spec["request_id"], job.name):
                 return there
             raise
+
+    def _first_answer(self, request_id: str, digest: str) -> JobRecord | None:
+        """The job that an earlier call with this id made. What that was made of may be gone since, so its
+        specification is not checked again. Raises `AlreadyExists` where the body was another."""
+        name = claimed_before(self._store, TRAIN_KIND, request_id, digest)
+        return self._made_by(request_id, name) if name else None
 
     def _made_by(self, request_id: str, name: str) -> JobRecord | None:
         """The job of that name if this request made it; somebody else's is not the answer to it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import uuid
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import grpc
@@ -73,17 +73,26 @@ class Caller:
         return response
 
     def stream(
-        self, method: Any, request: Any, *, timeout_s: float | None = None, idle_s: float | None = None
+        self,
+        method: Any,
+        request: Any,
+        *,
+        timeout_s: float | None = None,
+        idle_s: float | None = None,
+        server_ends: Callable[[Any], bool] = lambda _: False,
     ) -> Generator[Any, None, None]:
         """One request, a stream of responses; closing the iterator cancels the call. Unset: no deadline.
 
-        With `idle_s` a stream that brings nothing for so long, after its first response, has ended.
+        With `idle_s` a stream that brings nothing for so long, after its first response, has ended; but not behind a
+        response of which `server_ends` holds: what is still to come is waited for.
         """
         request_id = uuid.uuid4().hex
         call = method(request, timeout=timeout_s, metadata=((REQUEST_ID_KEY, request_id),))
         idle = _Idle(call, idle_s) if idle_s is not None else None
         try:
             for response in call:
+                if idle is not None and server_ends(response):
+                    idle.close()
                 yield response
                 if idle is not None:
                     idle.heard()
@@ -118,7 +127,8 @@ class _Idle:
         self._heard.wait()
         while not self._closed:
             self._heard.clear()
-            if not self._heard.wait(self._idle_s):
+            # It may have been closed between the look above and the event's clearing.
+            if not self._heard.wait(self._idle_s) and not self._closed:
                 self.ended = True
                 self._call.cancel()
                 return

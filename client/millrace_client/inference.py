@@ -13,7 +13,7 @@ import grpc
 import numpy.typing as npt
 
 from inference import grpc_service_pb2 as pb
-from inference import grpc_service_pb2_grpc
+from inference import grpc_service_pb2_grpc, model_config_pb2
 from millrace.common.v1.lineage_pb2 import Lineage
 from millrace_client.calls import Caller, new_request_id
 from millrace_client.errors import REQUEST_ID_KEY, ResourceExhausted, from_rpc_error
@@ -64,6 +64,11 @@ class InferenceClient:
         request = pb.ModelMetadataRequest(name=model, version=version)
         return self._caller.unary(self._stub.ModelMetadata, request, pb.ModelMetadataResponse)
 
+    def model_config(self, model: str, *, version: str = "") -> model_config_pb2.ModelConfig:
+        """What Triton's clients know it by, its `max_batch_size` among it. A server without that is `Unimplemented`."""
+        request = pb.ModelConfigRequest(name=model, version=version)
+        return self._caller.unary(self._stub.ModelConfig, request, pb.ModelConfigResponse).config
+
     def infer(
         self,
         model: str,
@@ -71,9 +76,13 @@ class InferenceClient:
         *,
         version: str = "",
         timeout_s: float | None = None,
+        outputs: Mapping[str, int] | None = None,
     ) -> Answer:
-        """One request with arrays by input name, e.g. `{"image": uint8 array of shape (N, 28, 28)}`."""
-        request = infer_request(model, inputs, version=version, request_id=new_request_id())
+        """One request with arrays by input name, e.g. `{"image": uint8 array of shape (N, 28, 28)}`.
+
+        `outputs` are asked for, or all where none is named: see `millrace_client.tensors.infer_request`.
+        """
+        request = infer_request(model, inputs, version=version, request_id=new_request_id(), outputs=outputs)
         started = time.perf_counter()
         response = self._caller.unary(self._stub.ModelInfer, request, pb.ModelInferResponse, timeout_s=timeout_s)
         return _answer(response, time.perf_counter() - started)
@@ -86,17 +95,18 @@ class InferenceClient:
         in_flight: int = 64,
         version: str = "",
         timeout_s: float = 30.0,
+        outputs: Mapping[str, int] | None = None,
     ) -> Iterator[Answer]:
         """Answers in the order of the requests, with at most `in_flight` of them on the way at once.
 
         A request that meets a full queue is sent again after the time that the server asks for. The first other error
-        ends it.
+        ends it. `outputs` as in `infer`.
         """
         room = threading.BoundedSemaphore(in_flight)
         waiting: deque[_InFlight] = deque()
         try:
             for inputs in requests:
-                request = infer_request(model, inputs, version=version, request_id=new_request_id())
+                request = infer_request(model, inputs, version=version, request_id=new_request_id(), outputs=outputs)
                 room.acquire()
                 waiting.append(_InFlight(self._stub.ModelInfer, request, timeout_s, room))
                 while waiting and waiting[0].done():

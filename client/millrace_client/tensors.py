@@ -31,15 +31,32 @@ _LENGTH = struct.Struct("<I")
 
 
 def infer_request(
-    model: str, inputs: Mapping[str, npt.ArrayLike], *, version: str = "", request_id: str = ""
+    model: str,
+    inputs: Mapping[str, npt.ArrayLike],
+    *,
+    version: str = "",
+    request_id: str = "",
+    outputs: Mapping[str, int] | None = None,
 ) -> pb.ModelInferRequest:
-    """One request. Raises `TypeError` for an array of a type that the protocol does not have."""
+    """One request. `outputs` are asked for, or all where none is named: 0 for the tensor itself, else for so many of
+    each row's greatest numbers, as strings "value:index:name" (Triton's classification).
+
+    Bytes and text go whole out of lists and arrays of objects. An array of numpy's own strings has already lost the
+    zeros that they ended in.
+
+    Raises `TypeError` for an array of a type that the protocol does not have, and for an object that is neither text
+    nor bytes.
+    """
     request = pb.ModelInferRequest(model_name=model, model_version=version, id=request_id)
     for name, value in inputs.items():
-        array = np.asarray(value)
+        array = _array(value)
         datatype, raw = _encode(name, array)
         request.inputs.add(name=name, datatype=datatype, shape=array.shape)
         request.raw_input_contents.append(raw)
+    for name, top in (outputs or {}).items():
+        wanted = request.outputs.add(name=name)
+        if top:
+            wanted.parameters["classification"].int64_param = top
     return request
 
 
@@ -55,15 +72,31 @@ def output_arrays(response: pb.ModelInferResponse) -> dict[str, npt.NDArray[Any]
     return arrays
 
 
+def _array(value: npt.ArrayLike) -> npt.NDArray[Any]:
+    array = np.asarray(value)
+    if isinstance(value, np.ndarray) or array.dtype.kind not in "SU":
+        return array
+    # numpy's own strings end before their last zeros, and have made text of numbers among them.
+    return np.array(value, dtype=object)
+
+
 def _encode(name: str, array: npt.NDArray[Any]) -> tuple[str, bytes]:
     if array.dtype.kind in "OSU":
-        elements = [one.encode() if isinstance(one, str) else bytes(one) for one in array.reshape(-1)]
+        elements = [_bytes(name, one) for one in array.reshape(-1)]
         return "BYTES", b"".join(_LENGTH.pack(len(one)) + one for one in elements)
     little = array.dtype.newbyteorder("<")
     datatype = _NAMES.get(little)
     if datatype is None:
         raise TypeError(f"input {name!r}: the protocol has no type for {array.dtype}; use one of {', '.join(DTYPES)}")
     return datatype, array.astype(little, copy=False).tobytes()
+
+
+def _bytes(name: str, element: object) -> bytes:
+    if isinstance(element, str):
+        return element.encode()
+    if isinstance(element, bytes | bytearray | memoryview):
+        return bytes(element)
+    raise TypeError(f"input {name!r}: an element is {element!r:.40}; give text or bytes, or an array of numbers")
 
 
 def _decode(datatype: str, raw: bytes, shape: tuple[int, ...]) -> npt.NDArray[Any]:

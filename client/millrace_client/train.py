@@ -152,16 +152,19 @@ class TrainClient:
             request = pb.WatchTrainingJobRequest(name=name, after_sequence=after_sequence)
             ended = False
             try:
-                for response in self._caller.stream(self._stub.WatchTrainingJob, request):
+                for number, response in enumerate(self._caller.stream(self._stub.WatchTrainingJob, request)):
                     last_heard = time.monotonic()
                     if response.HasField("event"):
                         after_sequence = response.event.sequence
                         yield response.event
                     else:
-                        ended = response.job.state in FINAL
+                        suspended = response.job.state == resources_pb2.TrainingJob.STATE_SUSPENDED
+                        ended = response.job.state in FINAL and not suspended
                         yield response.job
-                        if response.job.state == resources_pb2.TrainingJob.STATE_SUSPENDED:
-                            return  # the server goes on watching until it is resumed
+                        if suspended and number > 0:
+                            # Behind the first response a job comes after its events. The server goes on watching a
+                            # suspended one until it is resumed.
+                            return
             except Unavailable:
                 if time.monotonic() - last_heard > reconnect_for_s:
                     raise
@@ -176,12 +179,16 @@ class TrainClient:
         request = pb.WatchTrainingJobRequest(name=name)
         began = time.time()
         events: list[pb.TrainingEvent] = []
-        with contextlib.closing(self._caller.stream(self._stub.WatchTrainingJob, request, idle_s=idle_s)) as updates:
-            for update in updates:
+        # Of a job that is over a slow store may take any time to read: the server says when that was all.
+        stream = self._caller.stream(self._stub.WatchTrainingJob, request, idle_s=idle_s, server_ends=_tells_rest)
+        with contextlib.closing(stream) as updates:
+            for number, update in enumerate(updates):
                 if update.HasField("event"):
                     events.append(update.event)
                     if update.event.time.seconds > began:
                         break
+                elif number > 0 and update.job.state == resources_pb2.TrainingJob.STATE_SUSPENDED:
+                    break  # as in `watch_training_job`
         return events
 
     def wait_training_job(self, name: str, *, reconnect_for_s: float = 120.0) -> resources_pb2.TrainingJob:
@@ -243,3 +250,8 @@ class TrainClient:
         for sweep in self.watch_sweep(name, reconnect_for_s=reconnect_for_s):
             last = sweep
         return last
+
+
+def _tells_rest(update: pb.WatchTrainingJobResponse) -> bool:
+    """Whether the job is told to be at rest."""
+    return update.HasField("job") and update.job.state in FINAL

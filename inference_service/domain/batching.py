@@ -14,16 +14,20 @@ from dataclasses import dataclass
 from shared.errors import DeadlineExceeded, ResourceExhausted
 
 MIN_RETRY_AFTER_S = 0.01
+# Of a batch that several requests share: on its way to a replica there are two more copies of it.
+MAX_BATCH_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """`max_in_flight` counts batches: one at work in each replica and one on its way there."""
+    """`max_in_flight` counts batches: one at work in each replica and one on its way there. `max_bytes`
+    bounds what is added to a batch, not its first rows."""
 
     max_rows: int
     max_delay_s: float
     max_queued_rows: int
     max_in_flight: int
+    max_bytes: int = MAX_BATCH_BYTES
 
     @property
     def at_work(self) -> int:
@@ -39,6 +43,7 @@ class Waiting:
     form: str
     arrived_s: float
     deadline_s: float
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,16 +117,20 @@ def decide(
         return Decision()
     late: list[int] = []
     batch: list[int] = []
-    rows, form, oldest_s, earliest_s, full = 0, "", math.inf, math.inf, False
+    rows, size_bytes, form, oldest_s, earliest_s, full = 0, 0, "", math.inf, math.inf, False
     for position, waiting in enumerate(queue):
         if _hopeless(waiting.deadline_s, now_s, in_flight, batch_s):
             late.append(position)
             continue
-        if batch and (waiting.form != form or rows + waiting.rows > limits.max_rows):
+        if batch and (
+            waiting.form != form
+            or rows + waiting.rows > limits.max_rows
+            or size_bytes + waiting.size_bytes > limits.max_bytes
+        ):
             full = True
             break
         batch.append(position)
-        rows, form = rows + waiting.rows, waiting.form
+        rows, size_bytes, form = rows + waiting.rows, size_bytes + waiting.size_bytes, waiting.form
         oldest_s = min(oldest_s, waiting.arrived_s)
         earliest_s = min(earliest_s, waiting.deadline_s)
         full = rows >= limits.max_rows

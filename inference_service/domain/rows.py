@@ -21,6 +21,7 @@ class Rows:
 
     `nulls` says of some tensors where they are null: bool (rows,). What `values` holds there means nothing. `trace` are
     the W3C's headers of the span that rows on their way to a replica are computed for, if that is recorded.
+    `size_bytes` is about what the values of a request's rows take in memory.
     """
 
     form: str
@@ -28,17 +29,16 @@ class Rows:
     nulls: Mapping[str, Array] = field(default_factory=dict)
     trace: Mapping[str, str] | None = None
     requests: tuple[int, ...] = ()
+    size_bytes: int = 0
 
     def __len__(self) -> int:
         return len(next(iter(self.values.values())))
 
     def slice(self, start: int, stop: int) -> Rows:
         """The rows `start` to `stop`, without a copy."""
-        return Rows(
-            self.form,
-            {name: values[start:stop] for name, values in self.values.items()},
-            {name: flags[start:stop] for name, flags in self.nulls.items()},
-        )
+        values = {name: whole[start:stop] for name, whole in self.values.items()}
+        nulls = {name: flags[start:stop] for name, flags in self.nulls.items()}
+        return Rows(self.form, values, nulls, size_bytes=sum(map(bytes_of, values.values())))
 
     @staticmethod
     def joined(parts: Sequence[Rows]) -> Rows:
@@ -55,6 +55,11 @@ class Rows:
             },
             requests=tuple(map(len, parts)),
         )
+
+
+def bytes_of(values: Array) -> int:
+    """What an array takes in memory; of one of bytes objects, what these do."""
+    return sum(map(len, values.flat)) if values.dtype.kind == "O" else values.nbytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from inference_service.domain.rows import PREPARED, RAW, Rows
+from inference_service.domain.datatypes import DATATYPES
+from inference_service.domain.rows import PREPARED, RAW, Rows, bytes_of
 from inference_service.domain.tensors import Array, WireTensor, check_shape, decode
 from shared.errors import InvalidArgument, invalid_field
 
@@ -34,6 +36,11 @@ class TensorSpec:
             and len(shape) == len(self.shape)
             and all(want in (FREE, size) for want, size in zip(self.shape, shape, strict=True))
         )
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """What a row of it takes in a message; 0 where that varies."""
+        return DATATYPES[self.datatype].item_bytes * math.prod(max(size, 0) for size in self.shape[1:])
 
     def __str__(self) -> str:
         return f"{self.datatype} {list(self.shape)}"
@@ -82,6 +89,11 @@ class Signature:
         """Of the tensors of a request: raw rows with all flags of their nulls, or the prepared input."""
         return max(len(self.raw) + len(self.null_flags), 1)
 
+    @cached_property
+    def answer_row_bytes(self) -> int:
+        """What a row of all outputs takes in a message, without those for which that varies."""
+        return sum(spec.row_bytes for spec in self.outputs)
+
 
 def _spec(record: Mapping[str, Any]) -> TensorSpec:
     return TensorSpec(
@@ -107,7 +119,8 @@ def rows_of(signature: Signature, tensors: Sequence[WireTensor], max_rows: int) 
     if not given:
         raise invalid_field("inputs", [], f"tensor {signature.raw[0].name!r} is missing: {_inputs(signature)}")
     if _is_prepared(signature, given):
-        return Rows(PREPARED, _decoded(given, max_rows))
+        values = _decoded(given, max_rows)
+        return Rows(PREPARED, values, size_bytes=_size_bytes(given, values))
     for name in wanted:
         if name not in given:
             raise invalid_field("inputs", list(given)[:MAX_SHOWN_NAME], f"tensor {name!r} is missing")
@@ -120,8 +133,10 @@ def rows_of(signature: Signature, tensors: Sequence[WireTensor], max_rows: int) 
         if not spec.fits(tensor.datatype, tensor.shape):
             raise _misfit(signature, spec, tensor)
     values = _decoded(given, max_rows)
+    size_bytes = _size_bytes(given, values)
     nulls = {name.removesuffix(NULLS): values.pop(name) for name in flags if name in values}
-    return Rows(RAW, values, {name: where for name, where in nulls.items() if where.any()})
+    nulls = {name: where for name, where in nulls.items() if where.any()}
+    return Rows(RAW, values, nulls, size_bytes=size_bytes)
 
 
 def _is_prepared(signature: Signature, given: Mapping[str, WireTensor]) -> bool:
@@ -150,6 +165,15 @@ def _decoded(given: Mapping[str, WireTensor], max_rows: int) -> dict[str, Array]
             remedy = f"tensor {name!r} must have as many rows as {first.name!r}, {first.shape[0]}"
             raise invalid_field(f"{tensor.field}.shape", list(tensor.shape), remedy)
     return {name: decode(tensor) for name, tensor in given.items()}
+
+
+def _size_bytes(given: Mapping[str, WireTensor], decoded: Mapping[str, Array]) -> int:
+    """About what they take in memory, without a look at each element of those whose bytes tell it."""
+    size = 0
+    for name, tensor in given.items():
+        values = decoded[name]
+        size += bytes_of(values) if tensor.raw is None else max(len(tensor.raw), values.nbytes)
+    return size
 
 
 def _misfit(signature: Signature, spec: TensorSpec, tensor: WireTensor) -> InvalidArgument:
@@ -183,3 +207,12 @@ def outputs_wanted(signature: Signature, requested: Sequence[str]) -> tuple[Tens
         if name in requested[:index]:
             raise invalid_field(field, name, "this output is asked for twice")
     return tuple(known[name] for name in requested)
+
+
+def check_answer_fits(wanted: Sequence[TensorSpec], rows: int, most_bytes: int) -> None:
+    """Raises `InvalidArgument` where these outputs of so many rows have more bytes than an answer may."""
+    row_bytes = sum(spec.row_bytes for spec in wanted)
+    if rows * row_bytes > most_bytes:
+        fewer = f"send at most {most_bytes // row_bytes} rows, or " if row_bytes <= most_bytes else ""
+        remedy = f"an answer may have {most_bytes}; {fewer}ask for fewer outputs"
+        raise invalid_field("outputs", f"{rows * row_bytes} bytes for {rows} rows", remedy)

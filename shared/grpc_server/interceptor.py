@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 import grpc
@@ -36,6 +37,13 @@ SEND_WITHIN_S = 300.0
 REFUSALS = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 Context = aio.ServicerContext[Any, Any]
+
+_message_bytes: ContextVar[int] = ContextVar("message_bytes", default=0)
+
+
+def message_bytes() -> int:
+    """What the message took on the wire that this task was the last to read."""
+    return _message_bytes.get()
 
 
 class Malformed:
@@ -84,11 +92,12 @@ class CallInterceptor:
             async with _call(context, method):
                 if context.time_remaining() is not None:
                     # A call with a deadline is cancelled by grpc itself when it passes.
-                    return await behaviour(_well_formed(request), context)
+                    return await behaviour(_well_formed(request, context), context)
                 limit = self._default_deadline_s
+                limited = _Limited(context, limit)
                 try:
                     async with asyncio.timeout(limit) as timer:
-                        return await behaviour(_well_formed(request), context)
+                        return await behaviour(_well_formed(request, context), limited)
                 except TimeoutError:
                     if not timer.expired():
                         raise
@@ -101,12 +110,27 @@ class CallInterceptor:
         async def call(request: Any, context: Context) -> None:
             async with (
                 _call(context, method),
-                aclosing(behaviour(_well_formed(request), context)) as responses,
+                aclosing(behaviour(_well_formed(request, context), context)) as responses,
             ):
                 async for response in responses:
                     await _send(context, response)
+                    del response  # it is not kept until the next one comes
 
         return call
+
+
+class _Limited:
+    """A call's context, with the deadline that the server gave it."""
+
+    def __init__(self, context: Context, limit_s: float) -> None:
+        self._context = context
+        self._until_s = time.monotonic() + limit_s
+
+    def time_remaining(self) -> float:
+        return max(self._until_s - time.monotonic(), 0.0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
 
 
 def _behind(door: Door, unary: Callable[[Any, Context], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
@@ -122,10 +146,9 @@ def _behind(door: Door, unary: Callable[[Any, Context], Awaitable[Any]]) -> Call
             request = await context.read()
             if request is aio.EOF:
                 request = Malformed(InvalidArgument("the call came without a request", reason="MALFORMED_MESSAGE"))
-            return await unary(request, context)
-        except aio.AbortError:
+            answer = await unary(request, context)
             in_vain = context.code() in REFUSALS
-            raise
+            return answer
         except asyncio.CancelledError:
             in_vain = context.time_remaining() == 0.0
             raise
@@ -182,8 +205,12 @@ async def _call(context: Context, method: str) -> AsyncIterator[None]:
                 span.end(outcome, error.message if error is not None else "")
         if error is not None:
             message, status = details_and_status(error)
-            trailers = ((REQUEST_ID, request_id), (STATUS, status))
-            await context.abort(status_code(error), message, trailers)
+            # Not by `abort`: grpc keeps what that raises with its traceback, and so all that the call has, until the
+            # garbage collector comes. So would this frame, which is in the error's own traceback.
+            context.set_code(status_code(error))
+            context.set_details(message)
+            context.set_trailing_metadata(((REQUEST_ID, request_id), (STATUS, status)))
+            error = None
 
 
 def _request_id(given: str | bytes | None) -> str:
@@ -199,6 +226,7 @@ def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
     descriptor = getattr(getattr(deserialize, "__self__", None), "DESCRIPTOR", None)
 
     def parse(data: bytes) -> Any:
+        _message_bytes.set(len(data))
         try:
             if descriptor is not None:
                 check_fields(data, descriptor)
@@ -219,12 +247,14 @@ def _or_bytes(serialize: Callable[[Any], bytes] | None) -> Callable[[Any], bytes
     return lambda message: message if isinstance(message, bytes) else serialize(message)
 
 
-def _well_formed(request: Any) -> Any:
+def _well_formed(request: Any, context: Context) -> Any:
     if isinstance(request, Malformed):
         raise request.why
-    return _each_well_formed(request) if hasattr(request, "__aiter__") else request
+    return _each_well_formed(context) if hasattr(request, "__aiter__") else request
 
 
-async def _each_well_formed(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        yield _well_formed(request)
+async def _each_well_formed(context: Context) -> AsyncIterator[Any]:
+    # Not by grpc's iterator, which keeps each message until the next one comes, and that may be never.
+    while (request := await context.read()) is not aio.EOF:
+        yield _well_formed(request, context)
+        del request

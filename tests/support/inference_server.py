@@ -19,12 +19,14 @@ from inference_service.batcher import Batcher
 from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits
 from inference_service.domain.deployment import Deployment, ModelVersion, State, check_spec
+from inference_service.domain.held_bytes import HeldBytes
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.signature import Signature, TensorSpec
 from inference_service.models import Models, application_name
 from inference_service.open_inference_servicer import OpenInferenceServicer
 from inference_service.registry import Deployments
 from inference_service.repository import ModelRepository
+from shared.grpc_server.interceptor import DEFAULT_DEADLINE_S
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from tests.support.grpc_kit import Kit, running
@@ -114,9 +116,15 @@ def attach(models: Models, one: Deployment, model: Any, number: str = "1", **lim
 
 
 @asynccontextmanager
-async def inference_server(one: Deployment | None = None, model: Any = None, **limits: Any) -> AsyncIterator[Server]:
+async def inference_server(
+    one: Deployment | None = None,
+    model: Any = None,
+    default_deadline_s: float = DEFAULT_DEADLINE_S,
+    held: HeldBytes | None = None,
+    **limits: Any,
+) -> AsyncIterator[Server]:
     """`one` (by default `m`, of four numbers a row), answered by `model`."""
-    one, models, classifier = one or deployment(), Models(), Classifier()
+    one, models, classifier = one or deployment(), Models(held=held), Classifier()
     models.replace([one])
     attach(models, one, model or classifier, **limits)
     with tempfile.TemporaryDirectory() as folder:
@@ -127,7 +135,7 @@ async def inference_server(one: Deployment | None = None, model: Any = None, **l
             oip_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
             return ["inference.GRPCInferenceService"]
 
-        async with running(register) as kit:
+        async with running(register, default_deadline_s=default_deadline_s) as kit:
             yield Server(models, deployments, classifier, kit)
             classifier.may_work.set()
 

@@ -14,17 +14,21 @@ from millrace.train.v1 import train_service_pb2 as pb
 from tests.support.grpc_answers import abort, status
 
 Job = resources_pb2.TrainingJob
+Spec = resources_pb2.TrainingSpec
 NAME = "trainingJobs/j"
 STEPS = 30
 NASTY = "<script>alert(1)</script>[bold]"
 CREATED = 1_700_000_000
+REGRESSION = Spec.TASK_REGRESSION
+# What a run of `REGRESSION` measures besides its loss.
+MEASURED = {"mae": 1.25, "r2": -0.5}
 
 
 def at(seconds: float) -> Timestamp:
     return Timestamp(seconds=CREATED + int(seconds))
 
 
-def job(state: Job.State = Job.STATE_SUCCEEDED) -> Job:
+def job(state: Job.State = Job.STATE_SUCCEEDED, task: Spec.Task = Spec.TASK_UNSPECIFIED) -> Job:
     made = Job(
         name=NAME,
         uid="0123abcd",
@@ -40,6 +44,7 @@ def job(state: Job.State = Job.STATE_SUCCEEDED) -> Job:
     )
     made.spec.dataset_version = "datasets/d/versions/v"
     made.spec.epochs = 3
+    made.spec.task = task
     made.spec.optimizer.learning_rate = 0.002
     made.spec.model.kwargs["note"] = NASTY
     made.spec.transform.steps.add(column="image").to_float.SetInParent()
@@ -57,8 +62,8 @@ def points() -> list[pb.MetricPoint]:
     return found
 
 
-def events() -> list[pb.TrainingEvent]:
-    return [
+def events(task: Spec.Task = Spec.TASK_UNSPECIFIED) -> list[pb.TrainingEvent]:
+    told = [
         pb.TrainingEvent(attempt=1, time=at(1), attempt_started=pb.AttemptStarted(num_workers=3)),
         pb.TrainingEvent(attempt=1, time=at(9), progress=resources_pb2.Progress(step=14, total_steps=STEPS, loss=0.5)),
         pb.TrainingEvent(
@@ -80,32 +85,53 @@ def events() -> list[pb.TrainingEvent]:
             ),
         ),
     ]
+    if task == REGRESSION:
+        told[-1].progress.metrics.update(MEASURED)
+        validated = pb.Validated(step=STEPS, epoch=2, loss=0.75, row_count=100, metrics=MEASURED)
+        told.append(pb.TrainingEvent(attempt=2, time=at(61), validated=validated))
+    return told
 
 
 class RecordedRun(train_service_pb2_grpc.TrainServiceServicer):
-    """`repeated`: rows consumed twice in epoch 1. `breaks`: the logs' stream is cut so often."""
+    """`repeated`: rows consumed twice in epoch 1; None: which rows there were is not known. `breaks`: the logs' stream
+    is cut so often. `pause_s`: before the events, as on a slow store."""
 
-    def __init__(self, *, state: Job.State = Job.STATE_SUCCEEDED, repeated: int = 0, breaks: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        state: Job.State = Job.STATE_SUCCEEDED,
+        task: Spec.Task = Spec.TASK_UNSPECIFIED,
+        repeated: int | None = 0,
+        breaks: int = 0,
+        pause_s: float = 0.0,
+    ) -> None:
         self._state = state
+        self._task = task
         self._repeated = repeated
         self._breaks = breaks
+        self._pause_s = pause_s
         self.wishes: list[Any] = []
 
     def GetTrainingJob(self, request: Any, context: grpc.ServicerContext) -> Job:
-        return job(self._state)
+        return job(self._state, self._task)
+
+    def ListTrainingJobs(self, request: Any, context: grpc.ServicerContext) -> pb.ListTrainingJobsResponse:
+        return pb.ListTrainingJobsResponse(training_jobs=[job(self._state, self._task)])
 
     def WatchTrainingJob(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        yield pb.WatchTrainingJobResponse(job=job(Job.STATE_RUNNING))
-        for sequence, event in enumerate(events(), 1):
+        now = pb.WatchTrainingJobResponse(job=job(self._state, self._task))
+        ended = threading.Event()
+        context.add_callback(ended.set)
+        yield now
+        ended.wait(self._pause_s)
+        for sequence, event in enumerate(events(self._task), 1):
             event.sequence = sequence
             if sequence > request.after_sequence:
                 yield pb.WatchTrainingJobResponse(event=event)
-        if self._state == Job.STATE_RUNNING:
-            ended = threading.Event()
-            context.add_callback(ended.set)
-            ended.wait(60)
-            return
-        yield pb.WatchTrainingJobResponse(job=job(self._state))
+        if self._state == Job.STATE_SUSPENDED:
+            yield now
+        if self._state in (Job.STATE_RUNNING, Job.STATE_SUSPENDED):
+            ended.wait(60)  # more may come
 
     def ListCheckpoints(self, request: Any, context: grpc.ServicerContext) -> pb.ListCheckpointsResponse:
         found = [
@@ -129,7 +155,9 @@ class RecordedRun(train_service_pb2_grpc.TrainServiceServicer):
     def GetCoverage(self, request: Any, context: grpc.ServicerContext) -> pb.Coverage:
         if request.epoch > 2:
             abort(context, status(grpc.StatusCode.OUT_OF_RANGE, "no such epoch"))
-        repeated = self._repeated if request.epoch == 1 else 0
+        if self._repeated is None:
+            abort(context, status(grpc.StatusCode.FAILED_PRECONDITION, "the version is gone"))
+        repeated = (self._repeated or 0) if request.epoch == 1 else 0
         return pb.Coverage(
             training_job=request.name,
             epoch=request.epoch,

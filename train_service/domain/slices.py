@@ -5,6 +5,8 @@ N = rows of the split, G = global batch, S = steps of an epoch, L = lanes, W = w
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,16 +47,55 @@ def rank_positions(begin: int, end: int, lanes: int, rank: int, world_size: int)
     return mine
 
 
-def fewest_rows_of_a_rank(rows: int, steps: int, lanes: int, world_size: int) -> int:
-    """The smallest slice that any rank gets in any step of an epoch.
+def shapes_of_steps(rows: int, steps: int, lanes: int) -> list[tuple[int, Ints]]:
+    """All that the ranks' shares of an epoch's steps depend on: each length that a step has, and the lanes at which
+    steps of that length begin. Takes time for 2·L lookups, however many steps there are.
 
-    A step's shares depend only on where it begins among the lanes and how long it is, so each such pair counts once.
+    Step s begins at position ⌊s·N/S⌋. So s·N modulo S·L tells, divided by S, the lane at which it begins; and the rest
+    of that division whether it is one of the N mod S steps that have a row more, which then is S - N mod S or above.
     """
-    seen = {(begin % lanes, end - begin) for begin, end in (step_bounds(rows, steps, step) for step in range(steps))}
-    return min(
-        int(np.bincount(np.arange(phase, phase + length) % lanes % world_size, minlength=world_size).min())
-        for phase, length in seen
-    )
+    length, longer = divmod(rows, steps)
+    shapes = []
+    for one, low, high in ((length, 0, steps - longer), (length + 1, steps - longer, steps)):
+        at = [
+            lane
+            for lane in range(lanes)
+            if low < high and _first_within(rows, steps * lanes, lane * steps + low, lane * steps + high - 1) < steps
+        ]
+        if at:
+            shapes.append((one, np.asarray(at, np.int64)))
+    return shapes
+
+
+def fewest_rows_of_a_rank(shapes: Sequence[tuple[int, Ints]], lanes: int, world_size: int) -> int:
+    """The smallest slice that any rank gets in any step of an epoch whose steps have these `shapes`."""
+    owners = np.arange(2 * lanes) % lanes % world_size
+    # (W, 2·L + 1): of so many lanes, counted twice around, how many are the rank's.
+    own = np.zeros((world_size, 2 * lanes + 1), np.int64)
+    own[owners, np.arange(1, 2 * lanes + 1)] = 1
+    own = own.cumsum(axis=1)
+    fewest = []
+    for length, begins in shapes:
+        turns, rest = divmod(length, lanes)
+        fewest.append((turns * own[:, lanes, None] + own[:, begins + rest] - own[:, begins]).min())
+    return int(min(fewest))
+
+
+def _first_within(stride: int, modulus: int, low: int, high: int) -> float:
+    """The least n ≥ 0 for which n·stride mod modulus is in [low, high], which is within [0, modulus); infinity where
+    there is none. As Euclid's algorithm, in as few rounds."""
+    if low == 0:
+        return 0
+    stride %= modulus
+    if stride == 0:
+        return math.inf
+    n = -(-low // stride)
+    if n * stride <= high:
+        return n
+    # Not in the first turn around the modulus. After m turns a multiple of the stride is in [low, high] + m·modulus
+    # where m·modulus mod stride is in [-high, -low] mod stride.
+    turns = _first_within(modulus, stride, -high % stride, -low % stride)
+    return turns if turns == math.inf else -(-(low + int(turns) * modulus) // stride)
 
 
 def loss_scale(world_size: int, step_weight: float) -> float:

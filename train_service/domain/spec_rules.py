@@ -6,8 +6,8 @@ import math
 
 from shared.errors import invalid_fields
 from train_service.domain.schedule import CONSTANT, COSINE_WITH_WARMUP
-from train_service.domain.sizing import ACCELERATOR
-from train_service.domain.slices import FEWEST_ROWS_PER_RANK, fewest_rows_of_a_rank, steps_per_epoch
+from train_service.domain.sizing import ACCELERATOR, GRAIN
+from train_service.domain.slices import FEWEST_ROWS_PER_RANK, fewest_rows_of_a_rank, shapes_of_steps, steps_per_epoch
 from train_service.domain.spec import (
     BFLOAT16,
     CLASSIFICATION,
@@ -44,9 +44,9 @@ def check_rows(spec: TrainingSpec, rows: int) -> None:
     path = "spec.global_batch_size"
     if spec.global_batch_size > rows:
         raise invalid_fields([(path, spec.global_batch_size, f"the split has {rows} rows; use at most as many")])
-    steps = steps_per_epoch(rows, spec.global_batch_size)
+    shapes = shapes_of_steps(rows, steps_per_epoch(rows, spec.global_batch_size), spec.lanes)
     for world_size in range(1, spec.most_ranks + 1):
-        fewest = fewest_rows_of_a_rank(rows, steps, spec.lanes, world_size)
+        fewest = fewest_rows_of_a_rank(shapes, spec.lanes, world_size)
         if fewest < FEWEST_ROWS_PER_RANK * spec.accumulation_steps:
             remedy = (
                 f"with {world_size} workers and {spec.lanes} lanes a worker would get {fewest} rows in a step, and "
@@ -61,7 +61,8 @@ def _of_the_run(spec: TrainingSpec) -> list[Rule]:
     return [
         _one_of("task", spec.task, (CLASSIFICATION, REGRESSION), "TASK_"),
         (1 <= spec.epochs <= 10_000, "epochs", spec.epochs, "use 1 to 10,000"),
-        (spec.global_batch_size >= 1, "global_batch_size", spec.global_batch_size, "use 1 or more"),
+        (1 <= spec.global_batch_size < 2**31, "global_batch_size", spec.global_batch_size, "use 1 to 2^31 - 1"),
+        (0 <= spec.seed < 2**64, "seed", spec.seed, "use 0 to 2^64 - 1"),
         (
             0 <= spec.num_workers <= MAX_WORKERS,
             "num_workers",
@@ -169,12 +170,17 @@ def _of_placement(spec: TrainingSpec) -> list[Rule]:
     gpus = placement.gpus_per_worker
     rules: list[Rule] = [
         (
-            0 < placement.cpus_per_worker <= 1024,
+            GRAIN <= placement.cpus_per_worker <= 1024,
             "placement.cpus_per_worker",
             placement.cpus_per_worker,
-            "use above 0 to 1,024",
+            f"use {GRAIN:g} to 1,024",
         ),
-        (gpus is None or 0 <= gpus <= 64, "placement.gpus_per_worker", gpus, "use 0 to 64"),
+        (
+            gpus is None or gpus == 0 or GRAIN <= gpus <= 1 or gpus in range(65),
+            "placement.gpus_per_worker",
+            gpus,
+            f"use 0, a part of one from {GRAIN:g} up, or a whole number to 64",
+        ),
         _one_of("placement.strategy", placement.strategy, STRATEGIES),
         _one_of("placement.parallel", placement.parallel, (DDP, FSDP)),
         _one_of("placement.backend", placement.backend, ("", "gloo", "nccl")),
@@ -193,7 +199,9 @@ def _of_placement(spec: TrainingSpec) -> list[Rule]:
     ]
     for name, amount in placement.resources_per_worker.items():
         path = f"placement.resources_per_worker[{name}]"
-        rules.append((bool(name) and 0 < amount < math.inf, path, amount, "use a finite number above 0"))
+        rules.append(
+            (bool(name) and GRAIN <= amount < math.inf, path, amount, f"use a finite number from {GRAIN:g} up")
+        )
         rules.append((not (remedy := _own_field(name)), path, amount, remedy))
     return rules
 

@@ -77,5 +77,5 @@ def _next(store: ObjectStore, name: str, sequence: int) -> list[Event]:
 
 def _value(trial: Followed, payload: dict[str, Any]) -> float:
     name = trial.metric.removeprefix(PREFIX)
-    value = float({**payload["metrics"], "loss": payload["loss"], "accuracy": payload["accuracy"]}[name])
+    value = float({**payload, **payload["metrics"]}[name])
     return value if math.isfinite(value) else -WORST if trial.maximize else WORST

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from shared import names, paging
 from shared.errors import AlreadyExists, FailedPrecondition, NotFound, already_exists, invalid_field
 from shared.jobs import JobRecord, Jobs
-from shared.requests import claimed
+from shared.requests import claimed, claimed_before
 from shared.storage import ObjectStore
 from train_service.domain import search_space, sweep
 from train_service.domain.sweep import MAX_SWEEP_ID, SweepSpec
@@ -54,6 +54,8 @@ class Sweeps:
             remedy = f"its trials' ids add a number, and may have 63 characters; use at most {MAX_SWEEP_ID}"
             raise invalid_field("sweep_id", sweep_id, remedy)
         request_id = names.check_request_id("request_id", request_id)
+        if not validate_only and (first := self._first_answer(request_id, digest)):
+            return self._view(first)
         spec = self._checked(spec)
         now = time.time()
         record = JobRecord(
@@ -140,6 +142,12 @@ class Sweeps:
             name = trials.name(number)
             if name.rpartition("/")[2] in there and self._training.exists(name):
                 raise already_exists(name, "it would be a trial's; choose another sweep_id")
+
+    def _first_answer(self, request_id: str, digest: str) -> JobRecord | None:
+        """The sweep that an earlier call with this id made. What that was made of may be gone since, so its
+        specification is not checked again. Raises `AlreadyExists` where the body was another."""
+        name = claimed_before(self._store, SWEEP_KIND, request_id, digest)
+        return self._made_by(request_id, name) if name else None
 
     def _made_by(self, request_id: str, name: str) -> JobRecord | None:
         """The sweep of that name if this request made it; somebody else's is not the answer to it."""

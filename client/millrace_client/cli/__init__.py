@@ -18,7 +18,7 @@ COMMANDS = {
     "deploy": ("deploy", "Serve a checkpoint."),
     "rollout": ("rollout", "Move a deployment to another checkpoint, step by step."),
     "rollback": ("rollout", "Give a deployment's traffic back to the version before."),
-    "predict": ("predict", "Ask a served model."),
+    "predict": ("predict", "Ask a served model about images, CSV or Parquet."),
     "bench": ("bench", "Load a served model, and measure it."),
 }
 

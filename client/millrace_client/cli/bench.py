@@ -59,7 +59,8 @@ def bench(
 ) -> None:
     """Load MODEL, and print its throughput, latencies and what its answers were."""
     from millrace_client.load.generator import Plan, closed_loop, open_loop
-    from millrace_client.load.inputs import BadInput, made_up_rows, requests_of, rows_of_file
+    from millrace_client.load.inputs import made_up_rows, requests_of, rows_of_file
+    from millrace_client.rows.typed import BadInput
 
     if in_flight is not None and rate is not None:
         raise click.UsageError("give either --in-flight (closed loop) or --rate (open loop)")
@@ -73,7 +74,7 @@ def bench(
             given = rows_of_file(metadata, rows_from)
         requests = requests_of(model, given, rows, version=version)
     except BadInput as error:
-        raise CommandFailed(str(error), remedy="--rows-from names a file of rows") from None
+        raise CommandFailed(str(error), remedy=error.remedy or "--rows-from names a file of rows") from None
     plan = Plan(
         address=address,
         requests=requests,

@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
 
 @cache
@@ -94,3 +95,14 @@ def state_text(state: str) -> str:
         "CANCELLED": "yellow",
     }.get(word, "cyan")
     return f"[{colour}]{word.lower().replace('_', ' ')}[/]"
+
+
+def cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def verbatim(text: str, style: str = "") -> Text:
+    """As it stands: brackets in data are no markup, and control characters do not reach the terminal."""
+    from rich.text import Text
+
+    return Text("".join(one if one.isprintable() else " " for one in text), style=style)

@@ -1,10 +1,10 @@
-"""`millrace predict`: images, or rows of a dataset version, through a served model."""
+"""`millrace predict`: images, rows of CSV and Parquet files, or of a dataset version, through a served model."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,25 +13,20 @@ import click
 from millrace_client.cli.exits import CommandFailed, PlainCommand
 from millrace_client.cli.lineage import print_lineage
 from millrace_client.cli.options import address_options, connected, json_option
-from millrace_client.cli.output import console, new_table, print_json
-from millrace_client.connection import Millrace
+from millrace_client.cli.output import print_json
+from millrace_client.cli.predictions import Predictions, outputs_wanted, with_rows_named
+from millrace_client.errors import InvalidArgument, Unimplemented
+from millrace_client.inference import Answer, InferenceClient
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
-    from millrace_client.inference import Answer
+    from inference import grpc_service_pb2 as pb
+    from millrace_client.rows.asking import Request, Row
 
-ROWS_SHOWN = 20
-
-
-@dataclass(frozen=True)
-class Input:
-    """One image with what it is called and, where it is known, what it shows."""
-
-    source: str
-    image: npt.NDArray[np.uint8]
-    truth: int | None = None
+# Of a model whose server does not tell how many it computes together.
+DEFAULT_BATCH = 16
+QUEUED_ROWS = "max_queued_rows"
 
 
 @click.command(cls=PlainCommand)
@@ -39,8 +34,10 @@ class Input:
 @click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--dataset", metavar="NAME", help="Rows of datasets/d/versions/v instead of files.")
 @click.option("--split", default="test", show_default=True)
-@click.option("--limit", default=100, show_default=True, help="At most so many rows; 0: all.")
-@click.option("--in-flight", default=64, show_default=True, help="Requests on the way at once.")
+@click.option(
+    "--limit", type=click.IntRange(0), help="At most so many rows; 0: all.  [default: 100 of a dataset, all of files]"
+)
+@click.option("--in-flight", type=click.IntRange(1), default=64, show_default=True, help="Rows on the way at once.")
 @address_options
 @json_option
 def predict(
@@ -48,94 +45,74 @@ def predict(
     files: tuple[Path, ...],
     dataset: str | None,
     split: str,
-    limit: int,
+    limit: int | None,
     in_flight: int,
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Ask MODEL what FILES (PNG, JPEG) show, or the rows of a dataset version."""
+    """Ask MODEL about FILES, or about the rows of a dataset version, and show what it answers.
+
+    FILES are images, or CSV and Parquet files with a column for each of the model's inputs, by its name; further ones
+    are left out. They are read as `millrace data import` reads them: an empty field, NA, N/A, null and NaN of a CSV are
+    null, its times are microseconds, and those of a Parquet file keep their unit. Files that have some of the columns
+    each are put side by side. Rows of files are counted from 1.
+    """
+    from millrace_client.rows.asking import asking_of_files, asking_of_version, limited, most_rows
+    from millrace_client.rows.typed import BadInput
+
     if bool(files) == bool(dataset):
-        raise click.UsageError("give either image files or --dataset datasets/d/versions/v")
+        raise click.UsageError("give either files or --dataset datasets/d/versions/v")
     with connected(values) as millrace:
-        name, shape = _image_input(millrace, model)
-        inputs = list(_rows(millrace, dataset, name, split, limit) if dataset else _decoded(files, shape))
-        started = time.perf_counter()
-        requests = ({name: one.image[None]} for one in inputs)
-        answers = list(millrace.inference.infer_many(model, requests, in_flight=in_flight))
-        seconds = time.perf_counter() - started
-    if as_json:
-        print_json(_document(model, inputs, answers))
-    else:
-        _print(inputs, answers, seconds)
-
-
-def _image_input(millrace: Millrace, model: str) -> tuple[str, tuple[int, ...]]:
-    """The name and the shape (without the batch) of the one raw image input of a model."""
-    metadata = millrace.inference.model_metadata(model)
-    for tensor in metadata.inputs:
-        if tensor.datatype == "UINT8" and len(tensor.shape) in (3, 4):
-            return tensor.name, tuple(tensor.shape[1:])
-    found = ", ".join(f"{one.name} {one.datatype} {list(one.shape)}" for one in metadata.inputs)
-    raise CommandFailed(f"{model} takes no uint8 images but {found}", remedy="ask it through the SDK")
-
-
-def _decoded(files: Iterable[Path], shape: tuple[int, ...]) -> Iterator[Input]:
-    """Each file in the shape (H, W) or (H, W, 3) that the model wants; other sizes are resized to it."""
-    import numpy as np
-    from PIL import Image, UnidentifiedImageError
-
-    height, width, *channels = shape
-    for file in files:
+        metadata = millrace.inference.model_metadata(model)
+        predictions = Predictions(keep_all=as_json)
         try:
-            with Image.open(file) as opened:
-                image = opened.convert("RGB" if channels else "L")
-        except (UnidentifiedImageError, OSError) as error:
-            raise CommandFailed(f"{file} is no image that can be read: {error}", remedy="use a PNG or a JPEG") from None
-        if image.size != (width, height):
-            image = image.resize((width, height), Image.Resampling.BILINEAR)
-        yield Input(str(file), np.asarray(image, dtype=np.uint8))
+            together = most_rows(metadata.inputs, min(_batch(millrace.inference, model), in_flight))
+            if dataset:
+                most = 100 if limit is None else limit
+                asking = asking_of_version(millrace.data, dataset, split, most, metadata.inputs, together)
+            else:
+                asking = asking_of_files(files, metadata.inputs, together)
+            requests = limited(asking.requests, limit or 0)
+            started_s = time.perf_counter()
+            for rows, answer in _answers(millrace.inference, metadata, requests, max(in_flight // asking.rows, 1)):
+                predictions.add(rows, answer)
+            seconds = time.perf_counter() - started_s
+        except BadInput as error:
+            raise CommandFailed(str(error), remedy=error.remedy) from None
+    if as_json:
+        print_json({"model": model, "predictions": predictions.documents(), "lineage": predictions.lineage})
+        return
+    predictions.print(seconds)
+    if predictions.lineage is not None:
+        print_lineage(predictions.lineage)
 
 
-def _rows(millrace: Millrace, version: str, column: str, split: str, limit: int) -> Iterator[Input]:
-    from millrace_client.images import image_rows
-
-    images, labels = image_rows(millrace.data.read_table(version, split=split, limit=limit), column)
-    for index, image in enumerate(images):
-        yield Input(f"{split} {index}", image, None if labels is None else int(labels[index]))
-
-
-def _best(answer: Answer) -> tuple[int, float]:
-    label = int(answer.outputs["label"][0])
-    return label, float(answer.outputs["probabilities"][0][label])
-
-
-def _document(model: str, inputs: Sequence[Input], answers: Sequence[Answer]) -> dict[str, Any]:
-    predictions = []
-    for one, answer in zip(inputs, answers, strict=True):
-        label, probability = _best(answer)
-        known = {} if one.truth is None else {"truth": one.truth}
-        predictions.append({"source": one.source, "label": label, "probability": probability, **known})
-    return {"model": model, "predictions": predictions, "lineage": answers[0].lineage if answers else None}
+def _batch(inference: InferenceClient, model: str) -> int:
+    """How many rows the model computes together, and takes in one request."""
+    try:
+        config = inference.model_config(model)
+    except Unimplemented:
+        return DEFAULT_BATCH
+    batch = config.max_batch_size or 1
+    if QUEUED_ROWS in config.parameters:
+        batch = min(batch, int(config.parameters[QUEUED_ROWS].string_value))
+    return batch
 
 
-def _print(inputs: Sequence[Input], answers: Sequence[Answer], seconds: float) -> None:
-    known = [one.truth for one in inputs if one.truth is not None]
-    table = new_table(
-        "image", "label", "probability", *(["truth"] if known else []), numbers=("label", "probability", "truth")
-    )
-    right = 0
-    for index, (one, answer) in enumerate(zip(inputs, answers, strict=True)):
-        label, probability = _best(answer)
-        right += label == one.truth
-        if index < ROWS_SHOWN:
-            truth = [] if one.truth is None else [f"[{'green' if label == one.truth else 'red'}]{one.truth}[/]"]
-            table.add_row(one.source, f"[bold]{label}[/]", f"{probability:.1%}", *truth)
-    console().print(table)
-    if len(inputs) > ROWS_SHOWN:
-        console().print(f"… and {len(inputs) - ROWS_SHOWN:,} more (--json shows all)")
-    if known:
-        console().print(
-            f"{right:,} of {len(inputs):,} right ({right / len(inputs):.2%}), {len(inputs) / seconds:,.0f} requests/s"
-        )
-    if answers:
-        print_lineage(answers[0].lineage)
+def _answers(
+    inference: InferenceClient, metadata: pb.ModelMetadataResponse, requests: Iterable[Request], in_flight: int
+) -> Iterator[tuple[Sequence[Row], Answer]]:
+    """Each request's rows with their answer. An error about a row names it as its file counts it."""
+    asked: deque[Sequence[Row]] = deque()
+
+    def inputs() -> Iterator[Mapping[str, npt.NDArray[Any]]]:
+        for one in requests:
+            asked.append(one.rows)
+            yield one.inputs
+
+    wanted = outputs_wanted(metadata, inference.server_metadata().extensions)
+    try:
+        for answer in inference.infer_many(metadata.name, inputs(), in_flight=in_flight, outputs=wanted):
+            yield asked.popleft(), answer
+    except InvalidArgument as error:
+        raise with_rows_named(error, asked[0] if asked else ()) from None

@@ -42,8 +42,9 @@ class Curves:
 class TrainingView:
     """Shows the updates that it is told of; use it in a `with` statement."""
 
-    def __init__(self, epochs: int) -> None:
-        self._epochs = epochs
+    def __init__(self, spec: resources_pb2.TrainingSpec) -> None:
+        self._epochs = spec.epochs
+        self._of_numbers = spec.task == resources_pb2.TrainingSpec.TASK_REGRESSION
         self._progress = Progress(
             TextColumn("  "),
             SpinnerColumn(),
@@ -98,10 +99,9 @@ class TrainingView:
             self._on_progress(event.progress)
         elif kind == "validated":
             one = event.validated
-            self._line(
-                f"epoch {one.epoch + 1}/{self._epochs}: validation accuracy [bold]{one.accuracy:.2%}[/], "
-                f"loss {one.loss:.3f} ({one.row_count:,} rows)"
-            )
+            measured = self._measured(one, f"{one.accuracy:.2%}").items()
+            told = ", ".join([*(f"{name} [bold]{value}[/]" for name, value in measured), f"loss {one.loss:.3f}"])
+            self._line(f"epoch {one.epoch + 1}/{self._epochs}: validation {told} ({one.row_count:,} rows)")
         elif kind == "attempt_started":
             self._on_attempt(event.attempt, event.attempt_started)
         elif kind == "attempt_ended":
@@ -124,10 +124,18 @@ class TrainingView:
         elif started.num_workers:
             self._line(f"attempt {number} begins on {workers}")
 
+    def _measured(self, now: resources_pb2.Progress | train_service_pb2.Validated, accuracy: str) -> dict[str, str]:
+        """The metrics besides the loss, as texts by their names. Of numbers there is no accuracy."""
+        if self._of_numbers:
+            return {escape(name): f"{value:.4g}" for name, value in sorted(now.metrics.items())}
+        return {"accuracy": accuracy}
+
     def _on_progress(self, now: resources_pb2.Progress) -> None:
+        measured = self._measured(now, f"{now.accuracy:.1%}").items()
         numbers = (
-            f"step {now.step}/{now.total_steps}  loss {now.loss:.3f}  accuracy {now.accuracy:.1%}  "
-            f"{now.rows_per_second:,.0f} rows/s  {duration_text(now.seconds_left)} left"
+            f"step {now.step}/{now.total_steps}  loss {now.loss:.3f}  "
+            + "".join(f"{name} {value}  " for name, value in measured)
+            + f"{now.rows_per_second:,.0f} rows/s  {duration_text(now.seconds_left)} left"
         )
         waits = [(now.data_wait_share, "for rows"), (now.checkpoint_stall_share, "for checkpoints")]
         told = ", ".join(f"{share:.0%} {what}" for share, what in waits if share >= LEAST_SHARE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from millrace.data.v1 import data_service_pb2, resources_pb2
-from millrace_client.cli.output import console, new_table, size_text, state_text
+from millrace_client.cli.output import console, cut, new_table, size_text, state_text, verbatim
 from millrace_client.report.bars import block_bars
 from millrace_client.report.profile import Column, Part, Profile, profile_of, type_text
 
@@ -26,7 +26,7 @@ def print_version(version: resources_pb2.DatasetVersion) -> None:
     _print_header(version)
     columns = new_table("column", "type")
     for column in version.columns:
-        columns.add_row(_plain(column.name), _plain(type_text(column)))
+        columns.add_row(verbatim(column.name), verbatim(type_text(column)))
     console().print(columns)
     _print_splits(version)
     if version.quarantined_row_count:
@@ -65,14 +65,14 @@ def _print_origin(profile: Profile) -> None:
     if profile.version.HasField("prediction"):
         print_prediction(profile.version)
     for index, step in enumerate(profile.steps):
-        console().print("  [dim]then[/]" if index else "  [dim]by[/]  ", _plain(step), soft_wrap=True)
+        console().print("  [dim]then[/]" if index else "  [dim]by[/]  ", verbatim(step), soft_wrap=True)
 
 
 def _print_columns(profile: Profile) -> None:
     if not any(column.parts for column in profile.columns):
         table = new_table("column", "type")
         for column in profile.columns:
-            table.add_row(_plain(column.name), _plain(column.type_text))
+            table.add_row(verbatim(column.name), verbatim(column.type_text))
         console().print(table)
         return
     has_room = console().width >= WIDE
@@ -93,10 +93,10 @@ def _cell(column: Column, header: str) -> Text:
 
     if header == "column":
         most = MAX_CELL if console().width >= WIDE else NARROW_NAME
-        return Text("\n").join([_plain(_cut(column.name, most)), _plain(_cut(column.type_text, most), "dim")])
+        return Text("\n").join([verbatim(cut(column.name, most)), verbatim(cut(column.type_text, most), "dim")])
     if header == "values":
         return Text("\n").join(_values(column, part) for part in column.parts)
-    return Text("\n").join(_plain(_fact(part, header)) for part in column.parts)
+    return Text("\n").join(verbatim(_fact(part, header)) for part in column.parts)
 
 
 def _fact(part: Part, header: str) -> str:
@@ -110,12 +110,12 @@ def _fact(part: Part, header: str) -> str:
 def _values(column: Column, part: Part) -> Text:
     """The histogram, or the frequent values where they say more."""
     if part.histogram and not column.has_names:
-        return _plain(block_bars(part.histogram), "cyan")
+        return verbatim(block_bars(part.histogram), "cyan")
     if not part.values or part.values[0].row_count == 1:
-        return _plain("–")
-    text = ", ".join(f"{_cut(value.text, 16)} {value.share}" for value in part.values[:MAX_SHOWN_VALUES])
+        return verbatim("–")
+    text = ", ".join(f"{cut(value.text, 16)} {value.share}" for value in part.values[:MAX_SHOWN_VALUES])
     room = MAX_CELL if console().width >= WIDE else NARROW_CELL
-    return _plain(_cut(text + (", …" if len(part.values) > MAX_SHOWN_VALUES else ""), room), "cyan")
+    return verbatim(cut(text + (", …" if len(part.values) > MAX_SHOWN_VALUES else ""), room), "cyan")
 
 
 def _print_splits(version: resources_pb2.DatasetVersion) -> None:
@@ -134,7 +134,7 @@ def _print_checks(profile: Profile) -> None:
     for check in profile.checks:
         left_out = f"[yellow]{check.quarantined:,}[/]" if check.quarantined else "0"
         table.add_row(
-            "[green]✓[/]" if check.passed else "[yellow]✗[/]", _plain(check.text), _plain(check.observed), left_out
+            "[green]✓[/]" if check.passed else "[yellow]✗[/]", verbatim(check.text), verbatim(check.observed), left_out
         )
     console().print(table)
 
@@ -144,10 +144,10 @@ def _print_quarantine(profile: Profile) -> None:
         return
     console().print(_left_out(profile.quarantined_row_count))
     for reason in profile.quarantine[:MAX_REASONS]:
-        console().print(f"  {reason.row_count:>7,} ", _plain(reason.reason), soft_wrap=True)
+        console().print(f"  {reason.row_count:>7,} ", verbatim(reason.reason), soft_wrap=True)
         for example in reason.examples[:MAX_EXAMPLES]:
-            where = f"{example.source.rpartition('/')[2]}, {example.place}: {_cut(example.excerpt, 2 * MAX_CELL)}"
-            console().print("          ", _plain(where, "dim"), soft_wrap=True)
+            where = f"{example.source.rpartition('/')[2]}, {example.place}: {cut(example.excerpt, 2 * MAX_CELL)}"
+            console().print("          ", verbatim(where, "dim"), soft_wrap=True)
     more = len(profile.quarantine) - MAX_REASONS
     if more > 0:
         console().print(f"          [dim]and {more} more reasons: see --html or --json[/]")
@@ -172,24 +172,13 @@ def _print_rows(profile: Profile) -> None:
         if room < 0 and shown:
             break
         shown.append(name)
-    table = new_table(*(escape(_plain(name).plain) for name in shown))
+    table = new_table(*(escape(verbatim(name).plain) for name in shown))
     for column in table.columns:
         column.no_wrap = True
     for row in profile.rows:
-        texts = [_cut(row[name], MAX_CELL) for name in shown]
-        table.add_row(*(_plain(text, "dim" if text == "null" else "") for text in texts))
+        texts = [cut(row[name], MAX_CELL) for name in shown]
+        table.add_row(*(verbatim(text, "dim" if text == "null" else "") for text in texts))
     console().print(table)
     if len(shown) < len(names):
         missing = ", ".join(names[len(shown) :])
-        console().print("[dim]not shown for want of room:[/]", _plain(missing, "dim"), "[dim](see --html, --json)[/]")
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"
-
-
-def _plain(text: str, style: str = "") -> Text:
-    """As it stands: brackets in data are no markup, and control characters do not reach the terminal."""
-    from rich.text import Text
-
-    return Text("".join(one if one.isprintable() else " " for one in text), style=style)
+        console().print("[dim]not shown for want of room:[/]", verbatim(missing, "dim"), "[dim](see --html, --json)[/]")

@@ -18,6 +18,8 @@ from millrace_client.cli.train_wishes import cancel, delete, resume, suspend
 from millrace_client.connection import Millrace
 
 Job = resources_pb2.TrainingJob
+# Its answers are numbers: there is no share of right ones.
+REGRESSION = resources_pb2.TrainingSpec.TASK_REGRESSION
 
 
 @click.group()
@@ -90,7 +92,7 @@ def list_(as_json: bool, **values: Any) -> None:
                 job.name,
                 state_text(Job.State.Name(job.state)),
                 f"{now.step}/{now.total_steps}" if now.total_steps else "",
-                f"{now.accuracy:.1%}" if now.total_steps else "",
+                f"{now.accuracy:.1%}" if now.total_steps and job.spec.task != REGRESSION else "",
                 job.spec.dataset_version,
                 job.best_checkpoint.rpartition("/")[2],
             )
@@ -106,7 +108,7 @@ def _watch(millrace: Millrace, job: Job, after_sequence: int, as_json: bool) -> 
     else:
         from millrace_client.cli.progress import Curves, TrainingView
 
-        with TrainingView(job.spec.epochs) as view:
+        with TrainingView(job.spec) as view:
             last = view.show(updates, Curves()) or job
         console().print(
             f"[bold]{last.name}[/] {state_text(Job.State.Name(last.state))}, best {last.best_checkpoint or '–'}"

@@ -97,7 +97,7 @@ def train(
     job = millrace.train.create_training_job(job_id, spec)
     curves = Curves()
     try:
-        with TrainingView(spec.epochs) as view:
+        with TrainingView(spec) as view:
             view.show(millrace.train.watch_training_job(job.name), curves)
     except KeyboardInterrupt:
         millrace.train.cancel_training_job(job.name)

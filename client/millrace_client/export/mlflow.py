@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from itertools import islice
+import re
+from collections.abc import Mapping, Sequence
+from itertools import count, islice
 from pathlib import Path
 
 from millrace.train.v1 import resources_pb2
@@ -14,10 +15,27 @@ from millrace_client.export import Written, job_id, parameters
 EXPERIMENT = "millrace"
 # What MLflow takes in one call, and the most of a parameter's value.
 METRICS_AT_ONCE, PARAMETERS_AT_ONCE, VALUE_LENGTH = 1000, 100, 6000
+# It takes slashes and, but for Windows, colons as well; but each parameter is a file, and slashes would make folders.
+NOT_IN_NAMES = re.compile(r"[^\w.\- ]")
+# A file's name may have 255 bytes, MLflow's 250 characters; a number may come behind.
+NAME_BYTES = 240
+
+Job = resources_pb2.TrainingJob
+# All others, in which an attempt is at work or soon will be again, are RUNNING. What waits for room, or for somebody to
+# resume it, is to run later.
+STATUSES = {
+    Job.STATE_PENDING: "SCHEDULED",
+    Job.STATE_SUSPENDED: "SCHEDULED",
+    Job.STATE_SUCCEEDED: "FINISHED",
+    Job.STATE_FAILED: "FAILED",
+    Job.STATE_CANCELLED: "KILLED",
+    Job.STATE_DELETING: "KILLED",
+}
+ENDED = ("FINISHED", "FAILED", "KILLED")
 
 
-def export(job: resources_pb2.TrainingJob, points: Sequence[pb.MetricPoint], folder: Path) -> Written:
-    """A finished run named by the job's id, in the experiment `millrace` below `folder`."""
+def export(job: Job, points: Sequence[pb.MetricPoint], folder: Path) -> Written:
+    """A run named by the job's id, in the experiment `millrace` below `folder`, as far as the job is."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient
@@ -29,7 +47,7 @@ def export(job: resources_pb2.TrainingJob, points: Sequence[pb.MetricPoint], fol
     tags = {"mlflow.runName": job_id(job), "millrace.training_job": job.name, "millrace.uid": job.uid}
     begun_ms = job.create_time.ToMilliseconds()
     run_id = client.create_run(experiment_id, start_time=begun_ms, tags=tags).info.run_id
-    values = iter(Param(name, text[:VALUE_LENGTH]) for name, text in parameters(job).items())
+    values = iter(Param(name, text[:VALUE_LENGTH]) for name, text in renamed(parameters(job)).items())
     while some := list(islice(values, PARAMETERS_AT_ONCE)):
         client.log_batch(run_id, params=some)
     found = (
@@ -39,6 +57,25 @@ def export(job: resources_pb2.TrainingJob, points: Sequence[pb.MetricPoint], fol
     )
     while batch := list(islice(found, METRICS_AT_ONCE)):
         client.log_batch(run_id, metrics=batch)
-    succeeded = job.state == resources_pb2.TrainingJob.STATE_SUCCEEDED
-    client.set_terminated(run_id, "FINISHED" if succeeded else "FAILED", job.update_time.ToMilliseconds())
+    status = STATUSES.get(job.state, "RUNNING")
+    if status in ENDED:
+        client.set_terminated(run_id, status, job.update_time.ToMilliseconds())
+    else:
+        client.update_run(run_id, status)
     return Written(str(folder), len(points), f"mlflow ui --backend-store-uri {folder.as_uri()} shows it (run {run_id})")
+
+
+def renamed(values: Mapping[str, str]) -> dict[str, str]:
+    """The values under names that MLflow takes: columns may be called anything. Names that are good already stay, and
+    of others that would become the same all but the first get a number."""
+    good = {name: text for name, text in values.items() if name == _mended(name)}
+    for name, text in sorted(values.items()):
+        if name not in good:
+            mended = _mended(name)
+            numbered = (mended if number == 1 else f"{mended}_{number}" for number in count(1))
+            good[next(one for one in numbered if one not in good)] = text
+    return good
+
+
+def _mended(name: str) -> str:
+    return NOT_IN_NAMES.sub("_", name).encode()[:NAME_BYTES].decode(errors="ignore")

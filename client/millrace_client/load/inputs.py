@@ -13,17 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from inference import grpc_service_pb2 as pb
-from millrace_client.tensors import DTYPES, infer_request
+from millrace_client.rows.typed import BadInput, Tensor, dtype_of, typed
+from millrace_client.tensors import infer_request
 
 Rows = dict[str, npt.NDArray[Any]]
 
 # Made-up integers are 0 and 1 but for bytes, which are most often pixels: any category that a model knows has a 0.
 MADE_UP_BELOW = {"UINT8": 256}
 TEXT = b"0"
-
-
-class BadInput(ValueError):
-    """These rows cannot be sent to this model; the text says why, and what to do."""
 
 
 def made_up_rows(metadata: pb.ModelMetadataResponse, count: int, seed: int = 0) -> Rows:
@@ -38,16 +35,16 @@ def made_up_rows(metadata: pb.ModelMetadataResponse, count: int, seed: int = 0) 
 
 def rows_of_file(metadata: pb.ModelMetadataResponse, path: Path) -> Rows:
     """The rows of a file: `.npy` for a model of one input, `.npz` with an array for each, or a `.parquet` with a column
-    for each; others are left out.
+    for each; others are left out. Bytes that end in zeros come from a `.parquet`: numpy's own strings drop those.
 
     Raises `BadInput` for another kind of file, an input that it does not have, and rows that are not equally many.
     """
     names = [tensor.name for tensor in metadata.inputs]
-    found = _read(path, names)
+    found = _columns(path, metadata.inputs) if path.suffix == ".parquet" else _arrays(path, metadata.inputs)
     missing = [name for name in names if name not in found]
     if missing:
         raise BadInput(f"{path} has no {', '.join(missing)}; the model's inputs are {', '.join(names)}")
-    rows = {tensor.name: _typed(tensor, found[tensor.name]) for tensor in metadata.inputs}
+    rows = {name: found[name] for name in names}
     counts = {name: len(values) for name, values in rows.items()}
     if len(set(counts.values())) != 1 or 0 in counts.values():
         raise BadInput(f"{path} has rows of each input: {counts}; give as many of each, and at least one")
@@ -65,76 +62,47 @@ def requests_of(
     made = []
     for start in range(0, count - rows_per_request + 1, rows_per_request):
         part = {name: values[start : start + rows_per_request] for name, values in rows.items()}
-        request = infer_request(model, part, version=version)
-        for name in outputs:
-            request.outputs.add(name=name)
+        request = infer_request(model, part, version=version, outputs=dict.fromkeys(outputs, 0))
         made.append(request.SerializeToString())
     return made
 
 
-def _made_up(
-    tensor: pb.ModelMetadataResponse.TensorMetadata, count: int, noise: np.random.Generator
-) -> npt.NDArray[Any]:
+def _made_up(tensor: Tensor, count: int, noise: np.random.Generator) -> npt.NDArray[Any]:
     shape = (count, *tensor.shape[1:])
     if any(size < 0 for size in shape):
         raise BadInput(f"input {tensor.name!r} has rows of no fixed shape, {list(tensor.shape)}; give rows in a file")
     if tensor.datatype == "BYTES":
         return np.full(shape, TEXT, object)
-    dtype = _dtype(tensor)
+    dtype = dtype_of(tensor)
     if dtype.kind == "f":
         return noise.standard_normal(shape).astype(dtype)
     return noise.integers(0, MADE_UP_BELOW.get(tensor.datatype, 2), shape).astype(dtype)
 
 
-def _read(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+def _arrays(path: Path, inputs: Sequence[Tensor]) -> Rows:
+    names = [tensor.name for tensor in inputs]
     if path.suffix == ".npy":
         if len(names) != 1:
             raise BadInput(f"{path} holds one array, and the model has the inputs {', '.join(names)}; use .npz")
-        return {names[0]: np.load(path, allow_pickle=False)}
+        return {names[0]: typed(inputs[0], np.load(path, allow_pickle=False))}
     if path.suffix == ".npz":
         with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in names if name in arrays}
-    if path.suffix == ".parquet":
-        return _columns(path, names)
+            return {tensor.name: typed(tensor, arrays[tensor.name]) for tensor in inputs if tensor.name in arrays}
     raise BadInput(f"{path} is no .npy, .npz or .parquet")
 
 
-def _columns(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-    import pyarrow as pa
+def _columns(path: Path, inputs: Sequence[Tensor]) -> Rows:
     import pyarrow.parquet as pq
 
+    from millrace_client.rows.columns import Place, values_of_column
+
     with pq.ParquetFile(path) as file:
-        table = file.read(columns=[name for name in file.schema_arrow.names if name in names])
+        given = [tensor for tensor in inputs if tensor.name in file.schema_arrow.names]
+        table = file.read(columns=[tensor.name for tensor in given])
     found = {}
-    for name in table.column_names:
-        column = table.column(name).combine_chunks()
+    for tensor in given:
+        column = table.column(tensor.name)
         if column.null_count:
-            raise BadInput(f"column {name!r} of {path} has nulls; leave rows with nulls out")
-        tensors = isinstance(column.type, pa.FixedShapeTensorType)
-        found[name] = column.to_numpy_ndarray() if tensors else np.array(column.to_pylist())
-    return found
-
-
-def _typed(tensor: pb.ModelMetadataResponse.TensorMetadata, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """In the type that the model takes, where no value changes by that."""
-    if tensor.datatype == "BYTES":
-        return values.astype(object)
-    dtype = _dtype(tensor)
-    try:
-        return values.astype(dtype, casting="same_kind") if dtype.kind == "f" else _exactly(values, dtype)
-    except (TypeError, ValueError):
-        raise BadInput(f"input {tensor.name!r} is {tensor.datatype}, and the file has {values.dtype}") from None
-
-
-def _exactly(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    cast = values.astype(dtype, casting="safe" if values.dtype.kind == "f" else "unsafe")
-    if not np.array_equal(cast, values):
-        raise ValueError(f"values beyond {dtype}")
-    return cast
-
-
-def _dtype(tensor: pb.ModelMetadataResponse.TensorMetadata) -> np.dtype[Any]:
-    found = DTYPES.get(tensor.datatype)
-    if found is None:
-        raise BadInput(f"input {tensor.name!r} is {tensor.datatype}, which numpy does not have; load another model")
+            raise BadInput(f"column {tensor.name!r} of {path} has nulls; leave rows with nulls out")
+        found[tensor.name], _ = values_of_column(tensor, column, Place(str(path)))
     return found

@@ -10,6 +10,7 @@ from google.protobuf.json_format import MessageToDict
 
 from millrace.train.v1 import resources_pb2
 from millrace.train.v1 import train_service_pb2 as pb
+from millrace_client.errors import FailedPrecondition
 from millrace_client.report.curves import Curve, curve
 from millrace_client.report.wording import cause_text
 from millrace_client.train import TrainClient
@@ -64,11 +65,19 @@ def collect(train: TrainClient, name: str, epochs: Sequence[int]) -> Run:
         curves=curves_of(points, events),
         attempts=attempts_of(job, events),
         warnings=[event.warning for event in events if event.WhichOneof("event") == "warning"],
-        coverage=[train.get_coverage(name, epoch) for epoch in epochs],
+        coverage=_coverage(train, name, epochs),
         checkpoints=list(train.list_checkpoints(name)),
         spec_text=json.dumps(MessageToDict(job.spec, preserving_proto_field_name=True), indent=2),
         points=len(points),
     )
+
+
+def _coverage(train: TrainClient, name: str, epochs: Sequence[int]) -> list[pb.Coverage]:
+    """None where the service does not know any more which rows there were; the rest is worth a page."""
+    try:
+        return [train.get_coverage(name, epoch) for epoch in epochs]
+    except FailedPrecondition:
+        return []
 
 
 def curves_of(points: Sequence[pb.MetricPoint], events: Sequence[pb.TrainingEvent]) -> list[Curve]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import re
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
+from grpc import aio
 
 from millrace.data.v1 import data_service_pb2, resources_pb2
+from shared.errors import ResourceExhausted
+from shared.grpc_server import Door, message_bytes
 from shared.grpc_server.interceptor import _request_id
 from shared.grpc_server.server import MAX_MESSAGE_BYTES
 from tests.support.grpc_kit import (
@@ -23,6 +28,7 @@ from tests.support.grpc_kit import (
     everything,
     raising,
     raising_after,
+    running,
     told,
     with_kit,
 )
@@ -252,3 +258,99 @@ def test_a_client_that_cancels_its_stream_leaves_nothing_behind(sends: bool, cap
         with_kit(scenario, stream=endless)
 
     assert caplog.text == ""
+
+
+def test_a_call_without_a_deadline_knows_the_default_one() -> None:
+    left_s: list[float | None] = []
+
+    async def noting(request: Any, context: Any) -> resources_pb2.Dataset:
+        left_s.append(context.time_remaining())
+        assert dict(context.invocation_metadata())
+        return resources_pb2.Dataset(name=request.name)
+
+    async def scenario(kit: Kit) -> None:
+        await kit.get()
+
+    with_kit(scenario, unary=noting, default_deadline_s=20.0)
+
+    assert left_s[0] is not None
+    assert 19 < left_s[0] <= 20
+
+
+class Asked:
+    """A message that can be told to be gone."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+def test_a_stream_tells_the_size_of_each_message_and_keeps_none_that_was_dealt_with() -> None:
+    messages: list[weakref.ref[Asked]] = []
+
+    async def sizes(requests: AsyncIterator[Asked], _: Any) -> AsyncIterator[bytes]:
+        async for request in requests:
+            assert len(request.data) == message_bytes()
+            messages.append(weakref.ref(request))
+            del request
+            yield str(message_bytes()).encode()
+
+    handlers: dict[str, Any] = {"Sizes": grpc.stream_stream_rpc_method_handler(sizes, Asked, None)}
+
+    def register(server: aio.Server) -> list[str]:
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Sizes", handlers),))
+        return []
+
+    async def main() -> None:
+        async with running(register) as kit:
+            stream = kit.raw.stream_stream("/test.Sizes/Sizes")()
+            for size in (1, 1000, 10):
+                await stream.write(b"x" * size)
+                assert int(await stream.read()) == size
+            async with asyncio.timeout(10):
+                while any(one() is not None for one in messages):  # noqa: ASYNC110 - nobody tells
+                    await asyncio.sleep(0.01)
+            assert len(messages) == 3
+            stream.cancel()
+
+    asyncio.run(main())
+
+
+def test_what_a_refused_call_sent_waits_for_no_garbage_collector() -> None:
+    messages: list[weakref.ref[Asked]] = []
+
+    async def refuse(request: Asked, _: Any) -> bytes:
+        messages.append(weakref.ref(request))
+        raise ResourceExhausted("full", reason="QUEUE_FULL")
+
+    async def refuse_after_one(request: Asked, _: Any) -> AsyncIterator[bytes]:
+        messages.append(weakref.ref(request))
+        yield b"one"
+        raise ResourceExhausted("full", reason="QUEUE_FULL")
+
+    handlers: dict[str, Any] = {
+        "Unary": grpc.unary_unary_rpc_method_handler(refuse, Asked, None),
+        "Stream": grpc.unary_stream_rpc_method_handler(refuse_after_one, Asked, None),
+    }
+
+    def register(server: aio.Server) -> list[str]:
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Refusing", handlers),))
+        return []
+
+    async def main(**options: Any) -> None:
+        async with running(register, **options) as kit:
+            for timeout_s in (None, 20.0):
+                call = kit.raw.unary_unary("/test.Refusing/Unary")
+                assert (await told(call(b"x", timeout=timeout_s))).info.reason == "QUEUE_FULL"
+            assert (await told(everything(kit.raw.unary_stream("/test.Refusing/Stream")(b"x")))).message == "full"
+            assert len(messages) == 3
+            async with asyncio.timeout(10):
+                while any(one() is not None for one in messages):  # noqa: ASYNC110 - nobody tells
+                    await asyncio.sleep(0.01)
+
+    gc.disable()
+    try:
+        asyncio.run(main())
+        messages.clear()
+        asyncio.run(main(door=Door(["/test.Refusing/Unary"], lambda: None)))
+    finally:
+        gc.enable()

@@ -65,14 +65,21 @@ def make_module() -> nn.Module:
 
 
 def write(
-    store: ObjectStore, name: str = "c1", *, job: str = JOB, accuracy: float = 0.9, weights: bytes | None = None
+    store: ObjectStore,
+    name: str = "c1",
+    *,
+    job: str = JOB,
+    accuracy: float = 0.9,
+    weights: bytes | None = None,
+    said: CheckpointContent | None = None,
 ) -> Written:
-    """Commits a checkpoint of `job`. `weights` replaces the file's bytes by others, with a digest that fits them."""
+    """Commits a checkpoint of `job`. `weights` replaces the file's bytes by others, with a digest that fits them;
+    `said` is all that the manifest says."""
     registry = CheckpointRegistry(store, job)
     registry.fence(1)
     folder = f"{registry.data_folder}/{name}-a00001-test"
     files = {WEIGHTS: save(make_module().state_dict()) if weights is None else weights}
-    said = content(accuracy, job)
+    said = said or content(accuracy, job)
     digest, size_bytes = write_checkpoint(store, folder, said, files)
     entry = CheckpointEntry(
         name=f"{job}/checkpoints/{name}",

@@ -16,6 +16,7 @@ from shared.storage import ObjectStore, open_store
 from shared.storage.opening import ensure_bucket
 from tests.integration.inference_service.checkpoints import Written, write
 from tests.integration.inference_service.client import Client, environment
+from tests.support import custom_functions
 from tests.support.ports import free_ports
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.s3_server import S3Server
@@ -36,7 +37,8 @@ class Stack:
 
 @pytest.fixture(scope="package")
 def inference_ray() -> Iterator[RayHead]:
-    with ray_head(num_cpus=8) as head:
+    allowed = {"MILLRACE_CUSTOM_TRANSFORMS": f"{custom_functions.MODULE}:hanging"}
+    with ray_head(num_cpus=8, environ=allowed) as head:
         yield head
 
 

@@ -50,6 +50,10 @@ def optimizer(**changes: Any) -> Callable[[res.TrainingSpec], None]:
     return lambda spec: spec.optimizer.MergeFrom(res.Optimizer(**changes))
 
 
+def placement(**changes: Any) -> Callable[[res.TrainingSpec], None]:
+    return lambda spec: spec.placement.MergeFrom(res.Placement(**changes))
+
+
 def put(name: str, value: Any) -> Callable[[res.TrainingSpec], None]:
     return lambda spec: setattr(spec, name, value)
 
@@ -122,6 +126,9 @@ BAD_SPECS: list[tuple[str, Callable[[res.TrainingSpec], None]]] = [
     ("transform.steps[1]", steps(*normalize(0.1, 0.2))),
     ("transform.steps[1]", steps(*normalize(math.nan))),
     ("transform.steps[1]", steps(*normalize(0.1, std=0.0))),
+    *[(f"placement.{name}", placement(**{name: 0.00001})) for name in ("cpus_per_worker", "gpus_per_worker")],
+    ("placement.gpus_per_worker", placement(gpus_per_worker=1.5)),
+    ("placement.resources_per_worker[disk]", placement(resources_per_worker={"disk": 0.00001})),
     ("optimizer.name", of_optimizer("name", "")),
     ("optimizer.name", of_optimizer("name", "LBFGS")),
     ("optimizer.learning_rate", of_optimizer("learning_rate", 0.0)),

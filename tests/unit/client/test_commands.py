@@ -190,25 +190,3 @@ def test_every_command_has_help_that_says_where_the_exit_codes_are() -> None:
     for name, (_, text) in COMMANDS.items():
         assert text in listed
         assert run(name, "--help").exit_code == 0
-
-
-def test_a_file_that_is_no_image_is_refused_by_name(tmp_path: Path) -> None:
-    from millrace_client.cli.exits import CommandFailed
-    from millrace_client.cli.predict import _decoded
-
-    (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(CommandFailed, match=r"notes\.txt"):
-        list(_decoded([tmp_path / "notes.txt"], (28, 28)))
-
-
-def test_pictures_come_in_the_shape_and_the_colours_that_the_model_wants(tmp_path: Path) -> None:
-    from PIL import Image
-
-    from millrace_client.cli.predict import _decoded
-
-    Image.new("RGB", (56, 40), "white").save(tmp_path / "white.jpg")
-    (grey,) = _decoded([tmp_path / "white.jpg"], (28, 28))
-    (colour,) = _decoded([tmp_path / "white.jpg"], (28, 28, 3))
-    assert grey.image.shape == (28, 28)
-    assert colour.image.shape == (28, 28, 3)
-    assert int(grey.image.min()) >= 250

@@ -20,7 +20,7 @@ from millrace.train.v1 import train_service_pb2_grpc
 from millrace_client.cli import millrace
 from millrace_client.export import TARGETS, ExporterMissing, export_run, parameters
 from tests.support.grpc_answers import serving
-from tests.support.recorded_servicer import STEPS, RecordedRun, job, points
+from tests.support.recorded_servicer import STEPS, Job, RecordedRun, job, points
 
 LOSSES = {point.step: pytest.approx(point.values["loss"]) for point in points()}
 
@@ -35,6 +35,17 @@ def export(target: str, folder: Path) -> Result:
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout.splitlines()[-1])["points"] == STEPS
     return result
+
+
+def of_mlflow(folder: Path) -> tuple[Any, Any]:
+    """A client of the file store there, and the one run in it."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=folder.as_uri())
+    experiment = client.get_experiment_by_name("millrace")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    return client, run
 
 
 def level_db_records(data: bytes) -> list[bytes]:
@@ -69,14 +80,9 @@ def test_tensorboard_reads_every_step(tmp_path: Path) -> None:
 
 
 def test_mlflow_reads_every_step(tmp_path: Path) -> None:
-    from mlflow import MlflowClient
-
     export("mlflow", tmp_path)
 
-    client = MlflowClient(tracking_uri=tmp_path.as_uri())
-    experiment = client.get_experiment_by_name("millrace")
-    assert experiment is not None
-    (run,) = client.search_runs([experiment.experiment_id])
+    client, run = of_mlflow(tmp_path)
     assert (run.info.run_name, run.info.status) == ("j", "FINISHED")
     assert run.data.params["optimizer.learning_rate"] == "0.002"
     assert run.data.tags["millrace.training_job"] == "trainingJobs/j"
@@ -127,3 +133,41 @@ def test_no_exporter_is_imported_before_it_is_needed() -> None:
     code = "import millrace_client.cli.train, millrace_client.export, sys; print(*sys.modules)"
     loaded = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True).stdout.split()
     assert set(TARGETS).isdisjoint(loaded)
+
+
+def test_mlflow_has_the_parameters_of_columns_whatever_they_are_called(tmp_path: Path) -> None:
+    made = job()
+    renamed = {"Age (years)": "a", "Age [years]": "b", "Age _years_": "c", "km/h": "d", "km/h/..": "e", "ü" * 300: "f"}
+    made.spec.transform.steps.add().rename.columns.update(renamed)
+
+    export_run("mlflow", made, [], tmp_path)
+
+    _, run = of_mlflow(tmp_path)
+    prefix = "transform.steps.1.rename.columns."
+    found = {name.removeprefix(prefix): one for name, one in run.data.params.items() if name.startswith(prefix)}
+    assert sorted(found.values()) == ["a", "b", "c", "d", "e", "f"]
+    assert found["Age _years_"] == "c", "a name that is good stays"
+    assert {found["Age _years__2"], found["Age _years__3"]} == {"a", "b"}
+    assert found["km_h"] == "d"
+
+
+@pytest.mark.parametrize(
+    ("state", "status"),
+    [
+        (Job.STATE_PENDING, "SCHEDULED"),
+        (Job.STATE_RUNNING, "RUNNING"),
+        (Job.STATE_RECOVERING, "RUNNING"),
+        (Job.STATE_SUSPENDED, "SCHEDULED"),
+        (Job.STATE_SUCCEEDED, "FINISHED"),
+        (Job.STATE_FAILED, "FAILED"),
+        (Job.STATE_CANCELLED, "KILLED"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else Job.State.Name(value),
+)
+def test_mlflow_says_of_a_run_what_became_of_it(state: Job.State, status: str, tmp_path: Path) -> None:
+    made = job(state)
+    export_run("mlflow", made, points(), tmp_path)
+
+    _, run = of_mlflow(tmp_path)
+    ended = made.update_time.ToMilliseconds() if status in ("FINISHED", "FAILED", "KILLED") else None
+    assert (run.info.status, run.info.end_time) == (status, ended)

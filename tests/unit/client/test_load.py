@@ -18,8 +18,9 @@ import pytest
 from inference import grpc_service_pb2 as pb
 from inference import grpc_service_pb2_grpc as pb_grpc
 from millrace_client.load.generator import Plan, arrivals, closed_loop, open_loop
-from millrace_client.load.inputs import BadInput, made_up_rows, requests_of, rows_of_file
+from millrace_client.load.inputs import made_up_rows, requests_of, rows_of_file
 from millrace_client.load.measured import LATE, OK, Measured, Outcome
+from millrace_client.rows.typed import BadInput
 from tests.support.grpc_answers import abort, error_info, serving, status
 
 IMAGE = pb.ModelMetadataResponse.TensorMetadata(name="image", datatype="UINT8", shape=[-1, 2, 3])
@@ -240,6 +241,27 @@ def test_rows_of_a_parquet_file_take_the_types_of_the_inputs(tmp_path: Path) -> 
     assert rows["age"].dtype == np.float32
     request = pb.ModelInferRequest.FromString(requests_of("m", rows, 2)[0])
     assert [tensor.datatype for tensor in request.inputs] == ["UINT8", "FP32", "BYTES"]
+
+
+def test_bytes_of_a_parquet_file_are_sent_with_the_zeros_that_they_end_in(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"town": [b"a\0", b"\0\0"]}), tmp_path / "rows.parquet")
+    rows = rows_of_file(metadata(TOWN), tmp_path / "rows.parquet")
+    request = pb.ModelInferRequest.FromString(requests_of("m", rows, 2)[0])
+    assert request.raw_input_contents[0] == b"\2\0\0\0a\0\2\0\0\0\0\0"
+
+
+def test_numbers_for_an_input_of_text_are_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"town": [5]}), tmp_path / "rows.parquet")
+    np.save(tmp_path / "rows.npy", np.array([5]))
+    for name in ("rows.parquet", "rows.npy"):
+        with pytest.raises(BadInput, match="'town'"):
+            rows_of_file(metadata(TOWN), tmp_path / name)
+
+
+def test_rows_with_nulls_are_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"town": ["a", None]}), tmp_path / "rows.parquet")
+    with pytest.raises(BadInput, match=r"'town' .* has nulls"):
+        rows_of_file(metadata(TOWN), tmp_path / "rows.parquet")
 
 
 @pytest.mark.parametrize(

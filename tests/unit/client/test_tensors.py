@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -31,6 +33,34 @@ def test_bytes_and_text_travel_as_length_prefixed_elements() -> None:
     assert request.raw_input_contents[0][:5] == b"\x01\x00\x00\x00a"
     back = output_arrays(echoed(request))["x"]
     assert back.tolist() == [[b"a", "ß".encode()], [b"", b"abc"]]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [b"a\0", b"b"],
+        ["a\0", "b"],
+        (b"a\0", "b"),
+        np.array([b"a\0", b"b"], object),
+    ],
+    ids=["bytes", "text", "both", "objects"],
+)
+def test_zeros_that_bytes_and_text_end_in_arrive(given: Any) -> None:
+    request = infer_request("m", {"x": given})
+    assert (request.inputs[0].datatype, list(request.inputs[0].shape)) == ("BYTES", [2])
+    assert output_arrays(echoed(request))["x"].tolist() == [b"a\0", b"b"]
+
+
+@pytest.mark.parametrize("given", [np.array([5], object), [b"a", 5], ["a", None]], ids=["objects", "number", "none"])
+def test_an_element_that_is_neither_text_nor_bytes_is_refused_by_its_input_s_name(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"'x'.*give text or bytes"):
+        infer_request("m", {"x": given})
+
+
+def test_outputs_are_asked_for_by_name_some_of_them_as_classes() -> None:
+    first, second = infer_request("m", {}, outputs={"label": 0, "logits": 2}).outputs
+    assert (first.name, dict(first.parameters)) == ("label", {})
+    assert (second.name, second.parameters["classification"].int64_param) == ("logits", 2)
 
 
 def test_strided_and_big_endian_arrays_are_sent_row_major_and_little_endian() -> None:

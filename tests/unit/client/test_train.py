@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client import connect, errors
 from tests.support.fake_servicers import BreakingStreams, UnknownJob
 from tests.support.grpc_answers import serving
+from tests.support.recorded_servicer import RecordedRun
 
 Job = resources_pb2.TrainingJob
 
@@ -50,3 +52,30 @@ def test_other_errors_end_a_watch_at_once() -> None:
         pytest.raises(errors.NotFound, match="trainingJobs/j"),
     ):
         list(millrace.train.watch_training_job("trainingJobs/j"))
+
+
+@pytest.mark.parametrize("state", [Job.STATE_SUCCEEDED, Job.STATE_FAILED, Job.STATE_SUSPENDED], ids=Job.State.Name)
+def test_all_events_of_a_job_at_rest_are_listed_however_long_they_take_to_come(state: Job.State) -> None:
+    servicer = RecordedRun(state=state, pause_s=0.6)
+    with serving(register(servicer)) as address, connect(train=address) as millrace:
+        found = millrace.train.list_events("trainingJobs/j", idle_s=0.2)
+    assert [one.sequence for one in found] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_events_of_a_job_at_work_are_those_until_it_is_silent() -> None:
+    servicer = RecordedRun(state=Job.STATE_RUNNING)
+    with serving(register(servicer)) as address, connect(train=address) as millrace:
+        began = time.monotonic()
+        found = millrace.train.list_events("trainingJobs/j", idle_s=0.5)
+    assert [one.sequence for one in found] == [1, 2, 3, 4, 5, 6]
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("after", [0, 4])
+def test_a_watch_of_a_suspended_job_has_its_events_and_ends(after: int) -> None:
+    servicer = RecordedRun(state=Job.STATE_SUSPENDED)
+    with serving(register(servicer)) as address, connect(train=address) as millrace:
+        updates = list(millrace.train.watch_training_job("trainingJobs/j", after_sequence=after))
+    assert [one.sequence for one in updates if isinstance(one, pb.TrainingEvent)] == [1, 2, 3, 4, 5, 6][after:]
+    assert isinstance(updates[-1], Job)
+    assert updates[-1].state == Job.STATE_SUSPENDED

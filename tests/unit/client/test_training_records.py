@@ -15,7 +15,7 @@ from millrace_client import connect
 from millrace_client.cli import millrace
 from millrace_client.report.curves import HEIGHT, WIDTH, curve
 from tests.support.grpc_answers import serving
-from tests.support.recorded_servicer import NASTY, STEPS, Job, RecordedRun
+from tests.support.recorded_servicer import NASTY, REGRESSION, STEPS, Job, RecordedRun
 from tests.unit.client.test_show import Page
 
 
@@ -101,10 +101,24 @@ def test_progress_lines_show_throughput_waiting_and_what_is_left(monkeypatch: py
     assert re.search(r"epoch 3/3  step 30/30  loss 0\.250 .* rows/s .* left .*25% for rows, 5% for checkpoints", text)
 
 
-def test_watching_a_suspended_job_ends_well() -> None:
+def test_watching_a_suspended_job_tells_of_its_run_and_ends_well() -> None:
     result = run(RecordedRun(state=Job.STATE_SUSPENDED), "watch", "j")
     assert result.exit_code == 0
+    assert "attempt 2 goes on from step 10 on 2 workers" in result.stdout
     assert "trainingJobs/j suspended" in result.stdout
+
+
+def test_of_a_run_that_learns_numbers_its_metrics_are_shown_and_no_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace_client.cli.progress.LINE_EVERY_S", 0.0)
+    text = run(RecordedRun(task=REGRESSION), "watch", "j").stdout
+    assert re.search(r"step 30/30  loss 0\.250  mae 1\.25  r2 -0\.5  .* rows/s", text)
+    assert "epoch 3/3: validation mae 1.25, r2 -0.5, loss 0.750 (100 rows)" in text
+    assert "accuracy" not in text
+
+
+def test_the_list_has_no_accuracy_of_a_run_that_learns_numbers() -> None:
+    assert "0.0%" in run(RecordedRun(), "list").stdout
+    assert "0.0%" not in run(RecordedRun(task=REGRESSION), "list").stdout
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +158,15 @@ def test_the_report_is_accessible(page: str) -> None:
     assert found.tags.count("h1") == 1
     assert len(found.ids) == len(set(found.ids))
     assert all("aria-label=" in svg for svg in re.findall(r"<svg[^>]*>", page))
+
+
+def test_a_run_whose_rows_are_not_known_any_more_can_be_reported_on(tmp_path: Path) -> None:
+    result = run(RecordedRun(repeated=None), "report", "j", "--html", str(tmp_path / "page.html"))
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "page.html").read_text()
+    assert "its dataset version is gone" in page
+    assert "<h3>loss " in page
+    assert "the version is gone" in run(RecordedRun(repeated=None), "coverage", "j").stderr
 
 
 def test_a_job_at_work_can_be_reported_on(tmp_path: Path) -> None:

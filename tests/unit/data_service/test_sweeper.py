@@ -209,12 +209,12 @@ def test_retention_takes_the_old_and_spares_the_used_and_the_newest(store: Objec
 def test_markers_of_users_that_ended_or_never_came_go(store: ObjectStore, sweeping: Sweeping) -> None:
     commit(store)
     jobs = Jobs(store, "train")
-    mark_used(store, VERSION, "train", "ended", "trainingJobs/ended")
+    mark_used(store, VERSION, "train", "ended", "trainingJobs/ended", now=sweeping.now - 60)
     jobs.create(
         "trainingJobs/ended",
         JobRecord(uid="ended", name="trainingJobs/ended", spec={}, create_time=0.0, update_time=0.0),
     )
-    jobs.transition("trainingJobs/ended", lambda newest: fail(newest, NotFound("x"), 1.0))
+    jobs.transition("trainingJobs/ended", lambda newest: fail(newest, NotFound("x"), sweeping.now))
     mark_used(store, VERSION, "train", "never", "trainingJobs/never", now=sweeping.now - 3600)
     mark_used(store, VERSION, "train", "coming", "trainingJobs/coming", now=sweeping.now)
     mark_used(store, VERSION, "deploy", "m", "deployments/m", is_job=False, now=sweeping.now - 3600)

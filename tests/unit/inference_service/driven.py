@@ -42,7 +42,7 @@ class Driven:
     def restart(self) -> None:
         """A new process: it has seen nothing, and reads the log."""
         self.models = Models(self.lost_after_s)
-        self.models.replace(self.deployments.all())
+        self.models.replace(self.deployments.all()[0])
         self._driver = RollOuts(
             self.store, self.deployments, self.models, self.settings, self.models.put, self.siblings
         )

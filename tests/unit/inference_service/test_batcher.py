@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -180,3 +183,64 @@ def test_an_error_of_ours_at_one_row_is_that_of_its_request_alone() -> None:
         assert [isinstance(answer, Internal) for answer in answers] == [False, True, False]
 
     asyncio.run(scenario())
+
+
+def test_rows_that_cannot_be_put_together_fail_and_the_model_goes_on() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        one = batcher(model)
+        first = submit(one, rows(1))
+        await settle()  # it occupies the model; the others gather behind it
+        others = [submit(one, Rows("raw", {"x": np.zeros((1, width))})) for width in (2, 3)]
+        await settle()
+        model.may_work.set()
+        outcomes = await asyncio.gather(first, *others, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [Outputs, ValueError, ValueError]
+        assert (await one.submit(rows(4), None)).arrays[0].tolist() == [8]
+
+    on_a_loop(scenario)
+
+
+def test_requests_share_a_batch_up_to_its_bound_in_bytes() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        one = batcher(model, max_bytes=100)
+        tasks = [submit(one, rows(1))]
+        await settle()
+        tasks += [submit(one, replace(rows(2), size_bytes=60)) for _ in range(3)]
+        tasks.append(submit(one, rows(3, 4, 5, 6, 7)))  # in pieces of four and one, of 8 bytes a row
+        await settle()
+        model.may_work.set()
+        await asyncio.gather(*tasks)
+        assert model.sizes == [1, 1, 1, 1, 4, 1]
+
+    on_a_loop(scenario)
+
+
+@pytest.mark.parametrize("values", [(2, 3), (2, 1003), (2, 3, 4, 5, 6, 7), (2, 3, 4, 5, 6, 1003)])
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_over_waits_for_no_garbage_collector(values: tuple[int, ...], fails: bool) -> None:
+    class Failing:
+        async def forward(self, _: Rows) -> Outputs:
+            raise DataLoss("the weights are damaged")
+
+    async def scenario() -> None:
+        doubler = Doubler()
+        doubler.may_work.set()
+        one = batcher(Failing() if fails else doubler)
+        given = rows(*values)
+        array = weakref.ref(given.values["x"])
+        tasks = [submit(one, given), submit(one, rows(8))]
+        del given
+        await asyncio.wait(tasks)
+        for task in tasks:
+            task.exception()
+        del task, tasks
+        await settle()
+        assert array() is None
+
+    gc.disable()
+    try:
+        on_a_loop(scenario)
+    finally:
+        gc.enable()

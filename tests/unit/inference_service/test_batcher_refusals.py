@@ -167,3 +167,24 @@ def test_a_request_whose_batches_take_longer_than_it_has_is_refused_before_the_m
         small.cancel()
 
     asyncio.run(scenario())
+
+
+def test_a_request_that_was_cancelled_just_now_enters_no_batch() -> None:
+    async def scenario() -> None:
+        model = Doubler()
+        one = batcher(model, BatchTimes({1: 100.0}), max_in_flight=2)
+        first = submit(one, rows(1))
+        await settle()
+        # They gather until the replica is free.
+        staying, going = submit(one, rows(2)), submit(one, rows(3))
+        await settle()
+        assert model.sizes == [1]
+        going.cancel()
+        one.scale(2)  # a second replica is there before its task has run again
+        await settle()
+        assert model.sizes == [1, 1]
+        model.may_work.set()
+        await asyncio.gather(first, staying)
+        assert (model.sizes, one.queued_rows) == ([1, 1], 0)
+
+    on_a_loop(scenario)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from inference import grpc_service_pb2 as oip
-from tests.support.grpc_kit import told
-from tests.support.inference_server import Server, ask, served, until
+from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.signature import TensorSpec
+from tests.support.grpc_kit import everything, told
+from tests.support.inference_server import IMAGES, Server, ask, deployment, served, until
 
 REGION = {"shared_memory_region": {"string_param": "r"}}
 
@@ -144,5 +149,118 @@ def test_no_more_classes_are_told_than_there_are() -> None:
         output.parameters["classification"].int64_param = 2**62
         answer = await server.stub.ModelInfer(ask(0, outputs=[output]))
         assert list(answer.outputs[0].shape) == [1, 4]
+
+    served(scenario)
+
+
+def ended(server: Server) -> tuple[dict[str, int], int]:
+    """How many of the only version's requests ended how, and how many of them a roll-out takes for its fault."""
+    (one,) = server.models.listed()
+    by_status = {status: histogram.count for status, histogram in one.statistics.requests.items()}
+    return by_status, one.statistics.recent.seen(time.time(), 60.0).faults
+
+
+def test_a_call_without_a_deadline_that_a_version_never_answers_counts_as_late() -> None:
+    async def scenario(server: Server) -> None:
+        server.model.may_work.clear()
+        assert (await told(server.stub.ModelInfer(ask(1)))).code is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: server.model.at_work == 0, "the batch is given up")
+        assert ended(server) == ({"DEADLINE_EXCEEDED": 1}, 1)
+
+    served(scenario, default_deadline_s=0.1)
+
+
+@pytest.mark.parametrize("within_s", [0.1, 1.001])
+def test_a_call_whose_deadline_passes_counts_as_late_and_one_that_is_cancelled_does_not(within_s: float) -> None:
+    async def scenario(server: Server) -> None:
+        server.model.may_work.clear()
+        late = await told(server.stub.ModelInfer(ask(1), timeout=within_s))
+        assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: server.model.at_work == 0, "the batch is given up")
+        assert ended(server) == ({"DEADLINE_EXCEEDED": 1}, 1)
+        call = server.stub.ModelInfer(ask(1), timeout=20.0)
+        await until(lambda: server.model.at_work == 1, "the model is at work")
+        call.cancel()
+        await until(lambda: server.model.at_work == 0, "the batch is given up")
+        assert ended(server) == ({"DEADLINE_EXCEEDED": 1, "CANCELLED": 1}, 1)
+
+    served(scenario)
+
+
+@pytest.mark.parametrize("within_s", [None, 0.3])
+def test_a_request_of_a_stream_that_a_version_never_answers_counts_as_late(
+    monkeypatch: pytest.MonkeyPatch, within_s: float | None
+) -> None:
+    if within_s is None:
+        monkeypatch.setattr("inference_service.open_inference_servicer.STREAM_REQUEST_WITHIN_S", 0.1)
+
+    async def scenario(server: Server) -> None:
+        server.model.may_work.clear()
+        stream = server.stub.ModelStreamInfer(timeout=within_s)
+        await stream.write(ask(1))
+        await until(lambda: server.model.at_work == 1, "the model is at work")
+        await until(lambda: server.model.at_work == 0, "the batch is given up")
+        assert ended(server) == ({"DEADLINE_EXCEEDED": 1}, 1)
+        stream.cancel()
+
+    served(scenario)
+
+
+WIDTH = 1_000_000
+WIDE = replace(IMAGES, outputs=(TensorSpec("logits", "FP32", (-1, WIDTH)), TensorSpec("label", "INT64", (-1,))))
+
+
+class Wide:
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    async def forward(self, rows: Rows) -> Outputs:
+        self.batches.append(len(rows))
+        logits = np.arange(WIDTH, dtype=np.float32)
+        return Outputs([np.broadcast_to(logits, (len(rows), WIDTH)), np.zeros(len(rows), np.int64)])
+
+
+def test_an_answer_that_no_message_has_room_for_is_refused_before_the_model_sees_the_request() -> None:
+    model = Wide()
+
+    async def scenario(server: Server) -> None:
+        refusal = await told(server.stub.ModelInfer(ask(*range(17))))
+        assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert refusal.violations[0][0] == "outputs"
+        assert "send at most 16 rows, or ask for fewer outputs" in refusal.message
+        assert model.batches == []
+        assert len((await server.stub.ModelInfer(ask(*range(17), outputs=[{"name": "label"}]))).outputs) == 1
+        answer = await server.stub.ModelInfer(ask(*range(16)))
+        assert len(answer.raw_output_contents[0]) == 16 * WIDTH * 4
+        (streamed,) = await everything(server.stub.ModelStreamInfer(iter([ask(*range(16))])))
+        assert len(streamed.infer_response.raw_output_contents[0]) == 16 * WIDTH * 4
+        assert model.batches == [17, 16, 16]
+        assert ended(server)[0] == {"INVALID_ARGUMENT": 1, "OK": 3}
+
+    served(scenario, deployment(signature=WIDE), model=model, max_rows=20)
+
+
+def test_a_large_answer_in_typed_contents_is_whole() -> None:
+    async def scenario(server: Server) -> None:
+        typed = ask(1)
+        typed.inputs[0].contents.uint_contents.extend(typed.raw_input_contents[0])
+        del typed.raw_input_contents[:]
+        logits, label = (await server.stub.ModelInfer(typed)).outputs
+        assert np.array_equal(logits.contents.fp32_contents, np.arange(WIDTH, dtype=np.float32))
+        assert list(label.contents.int64_contents) == [0]
+
+    served(scenario, deployment(signature=WIDE), model=Wide())
+
+
+def test_classifications_that_no_message_has_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_service.inferring.CLASSIFIED_AT_ONCE", 0)
+    monkeypatch.setattr("inference_service.inferring.MAX_ANSWER_BYTES", 1000)
+
+    async def scenario(server: Server) -> None:
+        asked: Any = {"name": "logits", "parameters": parameters(classification=4)}
+        assert (await server.stub.ModelInfer(ask(1, outputs=[asked]))).outputs
+        refusal = await told(server.stub.ModelInfer(ask(*range(50), outputs=[asked])))
+        assert (refusal.code, refusal.violations[0][0]) == (grpc.StatusCode.INVALID_ARGUMENT, "outputs")
+        assert ended(server)[0] == {"OK": 1, "INVALID_ARGUMENT": 1}
 
     served(scenario)

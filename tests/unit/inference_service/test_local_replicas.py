@@ -18,7 +18,8 @@ import pytest
 from inference_service import local_replicas
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.local_replicas import SETTLED_NS, LocalReplicas, ReplicaLost
-from inference_service.replica_socket import SUFFIX, listen
+from inference_service.replica_socket import listen
+from inference_service.socket_folders import SUFFIX
 from shared.errors import FailedPrecondition, Internal
 
 
@@ -129,7 +130,7 @@ def test_what_the_model_raises_is_raised_here(folder: Path) -> None:
         local = LocalReplicas(folder)
         with pytest.raises(FailedPrecondition, match="no negative numbers"):
             await call(local, rows(-1))
-        with pytest.raises(Internal, match="ZeroDivisionError: zero"):
+        with pytest.raises(Internal, match="quote the correlation id"):
             await call(local, rows(0))
         assert (await call(local, rows(4))).arrays[0].tolist() == [8]
 
@@ -389,5 +390,20 @@ def test_sockets_are_of_no_use_where_other_machines_have_replicas_too(folder: Pa
         one._transport.abort()  # one that dies is started again, and the other goes on meanwhile
         await asyncio.sleep(0)
         assert await local.free() is not None
+
+    on_a_loop(scenario)
+
+
+def test_replicas_that_listen_elsewhere_are_told_of_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        replica(folder)
+        for here in (LocalReplicas(folder, 1, "v1"), LocalReplicas(folder, 0, "v1"), LocalReplicas(None, 1, "v1")):
+            await here.free()
+        assert "v1" not in caplog.text
+        elsewhere = LocalReplicas(folder, 2, "v2")
+        for _ in range(3):
+            assert await elsewhere.free() is None
+        (told,) = (record.getMessage() for record in caplog.records if "v2" in record.getMessage())
+        assert "the sockets of 1 of 2 replicas are here" in told
 
     on_a_loop(scenario)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -10,13 +11,15 @@ from inference_service.batcher import Batcher
 from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits
 from inference_service.domain.deployment import Deployment, ModelVersion, State, check_spec
+from inference_service.domain.held_bytes import HeldBytes
 from inference_service.domain.request_parameters import RequestedOutput
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.signature import Signature, TensorSpec
 from inference_service.domain.statistics import Statistics
 from inference_service.domain.tensors import WireTensor
 from inference_service.models import Models, application_name
-from shared.errors import InvalidArgument, NotFound, Unavailable
+from inference_service.shadowing import Shadowing
+from shared.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
 
 SIGNATURE = Signature(
     (TensorSpec("x", "UINT8", (-1,)),),
@@ -58,16 +61,21 @@ class Doubler:
     def __init__(self) -> None:
         self.has_replica = asyncio.Event()
         self.has_replica.set()
+        self.sizes: list[int] = []
 
     async def forward(self, rows: Rows) -> Outputs:
+        self.sizes.append(len(rows))
         await self.has_replica.wait()
         return Outputs([rows.values["x"] * 2, rows.values["x"]])
 
 
-def attach(models: Models) -> Doubler:
+def attach(
+    models: Models, one: Deployment = READY, doubler: Doubler | None = None, statistics: Statistics | None = None
+) -> Doubler:
     limits = Limits(max_rows=4, max_delay_s=0, max_queued_rows=9, max_in_flight=1)
-    doubler = Doubler()
-    models.attach(application_name(READY, VERSION), Batcher(doubler, limits, BatchTimes(), Statistics()))
+    doubler = doubler or Doubler()
+    batcher = Batcher(doubler, limits, BatchTimes(), statistics or Statistics())
+    models.attach(application_name(one, VERSION), batcher)
     return doubler
 
 
@@ -210,3 +218,100 @@ def test_the_statistics_of_a_version_are_made_once_however_often_they_are_asked_
         assert len(made) == 1
 
     asyncio.run(scenario())
+
+
+def test_requests_of_all_models_are_bounded_in_bytes_and_one_alone_always_has_room() -> None:
+    other = replace(READY, name="deployments/n", uid="other")
+
+    async def scenario() -> None:
+        models = Models(held=HeldBytes(3))
+        models.replace([READY, other])
+        doubler = attach(models)
+        attach(models, other)
+        doubler.has_replica.clear()
+        large = asyncio.create_task(models.infer(*models.choose("m", ""), [tensor(1, 2, 3, 4)], [], 5.0))
+        await asyncio.sleep(0)
+        with pytest.raises(ResourceExhausted, match="requests of 4 bytes wait already") as refused:
+            await models.infer(*models.choose("n", ""), [tensor(1)], [], 5.0)
+        assert refused.value.retry_after_s is not None
+        large.cancel()  # its bytes are free again, as those of one that is answered
+        await asyncio.wait([large])
+        doubler.has_replica.set()
+        for name in ("m", "n", "m"):
+            await models.infer(*models.choose(name, ""), [tensor(1, 2, 3)], [], 5.0)
+
+    asyncio.run(scenario())
+
+
+def test_copies_for_a_shadow_leave_half_of_the_bytes_to_requests() -> None:
+    async def scenario() -> None:
+        held, statistics, doubler = HeldBytes(10), Statistics(), Doubler()
+        limits = Limits(max_rows=4, max_delay_s=0, max_queued_rows=9, max_in_flight=1)
+        real, shadow = (Batcher(doubler, limits, BatchTimes(), Statistics()) for _ in range(2))
+        shadowing = Shadowing(held)
+
+        def copy(size_bytes: int) -> None:
+            shadowing.copy(Rows("raw", {"x": np.zeros(1)}, size_bytes=size_bytes), real, shadow, statistics)
+
+        copy(6)
+        assert statistics.shadowed == {"SHED": 1}
+        copy(5)
+        assert not held.would_leave_half(1)
+        while "OK" not in statistics.shadowed:  # noqa: ASYNC110 - nobody waits for it
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
+        assert held.would_leave_half(5)
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_rows_that_nobody_asked_for_share_no_batch_with_requests_and_are_counted_nowhere() -> None:
+    async def scenario() -> None:
+        models, statistics, doubler = Models(), Statistics(), Doubler()
+        models.replace([READY])
+        attach(models, doubler=doubler, statistics=statistics)
+        held_rows = Rows("raw", {"x": np.array([7, 8], np.uint8)})
+        (double, _) = await models.try_out(READY, VERSION, held_rows)
+        assert double.tolist() == [14, 16]
+        assert statistics.batch_rows.count == 0
+        doubler.has_replica.clear()
+        tasks = [asyncio.create_task(models.infer(*models.choose("m", ""), [tensor(1)], [], 5.0)) for _ in range(2)]
+        tried = asyncio.create_task(models.try_out(READY, VERSION, held_rows))
+        await asyncio.sleep(0.01)
+        doubler.has_replica.set()
+        await asyncio.gather(*tasks, tried)
+        assert sorted(doubler.sizes) == [1, 1, 2, 2]
+        assert (statistics.batch_rows.count, statistics.batch_rows.sum) == (2, 2)
+
+    asyncio.run(scenario())
+
+
+def test_whoever_reads_while_the_logs_are_taken_over_finds_what_was_there_before() -> None:
+    models = Models()
+    models.replace([READY])
+    statistics = models.statistics(READY, VERSION)
+    seen: list[str] = []
+
+    def read() -> Iterator[Deployment]:
+        seen.extend(one.deployment.name for one in models.listed())
+        yield READY
+
+    models.replace(read())
+    assert seen == [READY.name]
+    assert models.statistics(READY, VERSION) is statistics
+    models.replace([])
+    assert models.statistics(READY, VERSION) is not statistics
+
+
+def test_of_statistics_that_two_threads_make_at_once_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = Models()
+    by_another_thread: list[Statistics] = []
+
+    def make() -> Statistics:
+        if not by_another_thread:
+            by_another_thread.append(Statistics())
+            by_another_thread[:] = [models.statistics(READY, VERSION)]
+        return Statistics()
+
+    monkeypatch.setattr("inference_service.models.Statistics", make)
+    assert models.statistics(READY, VERSION) is by_another_thread[0]

@@ -17,6 +17,8 @@ from inference_service.preprocessing import Preprocessing
 from shared.checkpoint import CheckpointContent
 from shared.dataset_version.manifest import Column
 from shared.errors import FailedPrecondition, Internal, InvalidArgument
+from shared.transforms.steps.custom import DEFAULT_TIMEOUT_S
+from tests.support import custom_functions
 from tests.support.checkpoint_samples import content
 from tests.support.versions import columns_of
 
@@ -235,3 +237,25 @@ def test_a_function_that_the_operator_does_not_allow_is_never_called(allowed: tu
 
 def explode(_: pa.RecordBatch) -> pa.RecordBatch:
     raise AssertionError("it was called")
+
+
+def test_rows_that_are_tried_one_by_one_are_progress_and_a_batch_in_one_go_is_none() -> None:
+    moves: list[int] = []
+
+    def moved() -> None:
+        moves.append(len(moves))
+
+    photos().prepare(Rows(RAW, {"photo": objects(png(1), png(2))}), moved)
+    assert moves == []
+    photos().prepare(Rows(RAW, {"photo": objects(png(1), b"no image", png(2))}), moved)
+    assert len(moves) == 3
+
+
+def test_custom_functions_may_take_as_long_as_they_were_given() -> None:
+    function = f"{custom_functions.MODULE}:raising"
+    steps: list[dict[str, Any]] = [
+        {"custom": {"function": function, "columns": ["a"], **timeout}} for timeout in ({"timeoutS": 5}, {})
+    ]
+    concat = {"concat": {"columns": ["a"], "into": "x"}}
+    assert Preprocessing(said(TABLE, *steps, concat), [function]).custom_s == 5 + DEFAULT_TIMEOUT_S
+    assert Preprocessing(said(TABLE, concat)).custom_s == 0

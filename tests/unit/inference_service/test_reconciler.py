@@ -30,7 +30,7 @@ from shared.errors import DataLoss, MillraceError, ResourceExhausted, Unavailabl
 from shared.settings import ServiceSettings, StoreSettings
 from shared.storage import ObjectStore
 from tests.support.inference_server import IMAGES, Classifier, until
-from tests.unit.inference_service.wishes import creation, wish
+from tests.unit.inference_service.wishes import JOB, creation, wish
 
 LOST_AFTER_S = 0.1
 
@@ -47,6 +47,10 @@ class Running:
         self.forgotten: list[str] = []
         self.is_well = True
         self.trouble: Exception | None = None
+
+    def start(self, *names: str) -> None:
+        """These are up, and no others."""
+        self._names = names
 
     def statuses(self) -> dict[str, Application]:
         seen = Application(running=self.is_well, failed=False, message="", replicas=self.replicas)
@@ -425,5 +429,70 @@ def test_a_deployment_that_is_unloaded_is_drained_and_taken_out_and_started_anew
         await until(lambda: name not in reconciler._removing, "the end of its removal")
         await reconciler.reconcile()
         assert list(running.deployed) == [name]
+
+    asyncio.run(scenario())
+
+
+def test_a_log_that_cannot_be_read_keeps_no_other_model_from_being_served_and_loses_no_application(
+    store: ObjectStore, deployments: Deployments, manager: DeploymentManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = manager.create(creation()), manager.create(creation("letters"))
+    names = [application_name(one, one.versions[0]) for one in (good, bad)]
+    unwanted, stray = f"{good.uid}-v9", f"{'0' * 32}-v1"
+    (key,) = (info.key for info in store.list(f"{bad.name}/log"))
+    whole = store.get(key)
+    store.put(key, whole[:-9])
+
+    async def scenario() -> None:
+        reconciler, models, running = reconciling(deployments, good)
+        running.start(*names, unwanted, stray)
+        first = asyncio.Event()
+
+        async def on_first() -> None:
+            first.set()
+
+        task = asyncio.create_task(reconciler.run(on_first))
+        await asyncio.wait_for(first.wait(), 5)
+        await until(lambda: models.is_ready("digits", ""), "the good one is served")
+        await until(lambda: unwanted in running.deleted, "what a log that can be read does not name goes")
+        assert not models.is_ready("letters", "")
+        (told,) = (record.getMessage() for record in caplog.records if bad.name in record.getMessage())
+        assert "cannot be read" in told
+        store.put(key, whole)  # an operator has it restored
+        await until(lambda: models.is_ready("letters", ""), "the other one is served")
+        await until(lambda: running.deleted == [unwanted, stray], "what no log names goes")
+        task.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_model_whose_log_cannot_be_read_any_more_is_served_as_before(
+    store: ObjectStore, deployments: Deployments, manager: DeploymentManager
+) -> None:
+    made = manager.create(creation())
+
+    async def scenario() -> None:
+        reconciler, models, running = reconciling(deployments, made)
+        await reconciler.reconcile()
+        key = max(info.key for info in store.list(f"{made.name}/log"))
+        store.put(key, b"{")
+        await reconciler.reconcile()
+        assert models.is_ready("digits", "")
+        assert (running.deployed, running.deleted) == ({}, [])
+
+    asyncio.run(scenario())
+
+
+def test_a_job_whose_checkpoints_cannot_be_read_keeps_no_model_from_being_served(
+    store: ObjectStore, deployments: Deployments, manager: DeploymentManager
+) -> None:
+    made = manager.create(creation())
+    for info in [*store.list(f"{JOB}/checkpoints/log")]:
+        store.put(info.key, b"{")
+
+    async def scenario() -> None:
+        reconciler, models, _ = reconciling(deployments, made)
+        await reconciler.reconcile()
+        assert models.is_ready("digits", "")
 
     asyncio.run(scenario())

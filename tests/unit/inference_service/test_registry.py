@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 import uuid
@@ -25,7 +26,7 @@ from shared.checkpoint import CheckpointRegistry, Ranking
 from shared.checkpoint import users as checkpoint_users
 from shared.checkpoint.users import users_of_job
 from shared.dataset_version.users import live_users
-from shared.errors import AlreadyExists, DataLoss, NotFound
+from shared.errors import AlreadyExists, DataLoss, NotFound, Unavailable
 from shared.storage import ObjectStore, open_store
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.inference_service.wishes import JOB, creation
@@ -111,7 +112,7 @@ def test_an_id_is_free_again_once_its_deployment_is_gone(manager: DeploymentMana
     with pytest.raises(AlreadyExists):
         manager.create(creation())
     remove(deployments, first)
-    assert deployments.all() == []
+    assert deployments.all() == ([], {})
     assert manager.create(creation()).uid != first.uid
 
 
@@ -266,3 +267,50 @@ def test_the_best_is_that_of_the_jobs_own_metric(store: ObjectStore, manager: De
     CheckpointRegistry(store, JOB).fence(2, Ranking("validation_accuracy", maximize=False))
 
     assert manager.create(creation()).versions[0].checkpoint == f"{JOB}/checkpoints/c2"
+
+
+def damage(store: ObjectStore, deployment: Deployment, data: bytes | None = None) -> None:
+    """Its newest record is these bytes now; without any, as of a later release, which knows one field more."""
+    key = max(info.key for info in store.list(f"{deployment.name}/log"))
+    record = json.loads(store.get(key))
+    record["state"]["colour"] = "red"
+    store.put(key, json.dumps(record).encode() if data is None else data)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"\xff", b'{"number": 1}', None])
+def test_a_log_that_cannot_be_read_is_data_loss_and_hides_no_other(
+    store: ObjectStore, manager: DeploymentManager, deployments: Deployments, data: bytes | None
+) -> None:
+    good, bad = manager.create(creation("a")), manager.create(creation("b"))
+    damage(store, bad, data)
+
+    found, unreadable = deployments.all()
+
+    assert (found, [*unreadable]) == ([good], [bad.name])
+    assert manager.page(10, "") == ([good], "")
+    for refused in (
+        lambda: manager.get(bad.name),
+        lambda: manager.follow(bad.name),
+        lambda: manager.delete(bad.name, ""),
+        lambda: manager.create(creation("b")),
+        lambda: deployments.transition(bad.name, bad.uid, lambda _: None),
+        lambda: deployments.history(bad.name, bad.uid),
+    ):
+        with pytest.raises(DataLoss, match=f"the log of {bad.name} cannot be read") as lost:
+            refused()
+        assert lost.value.metadata == {"resource": bad.name}
+
+
+def test_a_store_that_does_not_answer_is_no_log_that_cannot_be_read(
+    store: ObjectStore, manager: DeploymentManager, deployments: Deployments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager.create(creation())
+
+    def out(_: str) -> bytes:
+        raise Unavailable("the store does not answer")
+
+    monkeypatch.setattr(store, "get", out)
+    with pytest.raises(Unavailable):
+        deployments.all()
+    with pytest.raises(Unavailable):
+        manager.page(10, "")

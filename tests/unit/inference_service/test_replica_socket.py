@@ -16,8 +16,10 @@ import pytest
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.frames import Frame, Kind, encode
 from inference_service.local_replicas import LocalReplicas, ReplicaLost
-from inference_service.replica_socket import SUFFIX, listen
+from inference_service.replica_socket import listen
+from inference_service.socket_folders import SUFFIX, make_private
 from shared.errors import Internal
+from tests.unit.inference_service.test_socket_folders import left_by_a_killed_replica
 
 WITHIN_S = 10.0
 
@@ -95,20 +97,31 @@ def test_what_is_no_frame_ends_the_connection(folder: Path) -> None:
     front.close()
 
 
-@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt()])
-def test_whatever_ends_a_batch_is_told(folder: Path, error: BaseException) -> None:
+def assert_told_by_its_id(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What the front gets of an unexpected failure: what finds it in the log, and no more."""
+    with pytest.raises(Internal) as told:
+        asyncio.run(asked(folder, rows(1)))
+    correlation_id = told.value.metadata["correlation_id"]
+    assert told.value.message == f"internal error; quote the correlation id {correlation_id}"
+    assert correlation_id in caplog.text
+
+
+@pytest.mark.parametrize("error", [SystemExit("secret"), KeyboardInterrupt("secret"), ValueError("secret")])
+def test_whatever_ends_a_batch_is_told_without_its_internals(
+    folder: Path, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
     def forward(_: Rows) -> Outputs:
         raise error
 
     listen(folder, ThreadPoolExecutor(1), forward)
-    with pytest.raises(Internal, match=type(error).__name__):
-        asyncio.run(asked(folder, rows(1)))
+    assert_told_by_its_id(folder, caplog)
+    assert f"{type(error).__name__}: secret" in caplog.text
 
 
-def test_an_answer_that_cannot_be_sent_is_told(folder: Path) -> None:
+def test_an_answer_that_cannot_be_sent_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     listen(folder, ThreadPoolExecutor(1), lambda _: Outputs([threading.Lock()]))  # type: ignore[list-item]
-    with pytest.raises(Internal, match="pickle"):
-        asyncio.run(asked(folder, rows(1)))
+    assert_told_by_its_id(folder, caplog)
+    assert "pickle" in caplog.text
 
 
 def test_a_replica_that_stops_answers_what_it_has_takes_no_more_and_removes_its_socket(folder: Path) -> None:
@@ -130,7 +143,7 @@ def test_a_replica_that_stops_answers_what_it_has_takes_no_more_and_removes_its_
         closing = asyncio.create_task(asyncio.to_thread(door.close, WITHIN_S))
         while await local.free(busy_too=True) is not None:  # noqa: ASYNC110 - until it has said so
             await asyncio.sleep(0.001)
-        assert await asyncio.to_thread(lambda: list(folder.iterdir())) == []
+        assert not await asyncio.to_thread(folder.exists)
         with pytest.raises(ReplicaLost):
             await one.forward(rows(3))
         may_work.set()
@@ -139,3 +152,36 @@ def test_a_replica_that_stops_answers_what_it_has_takes_no_more_and_removes_its_
         assert one.in_flight == 0
 
     asyncio.run(asyncio.wait_for(scenario(), WITHIN_S))
+
+
+def test_the_last_replica_that_stops_takes_the_folder_away(folder: Path) -> None:
+    doors = [listen(folder, ThreadPoolExecutor(1), same) for _ in range(2)]
+    for number, door in enumerate(doors):
+        assert len(list(folder.iterdir())) == 2 - number
+        assert door is not None
+        door.close(0.0)
+    assert not folder.exists()
+
+
+def test_a_replica_that_starts_takes_away_what_killed_ones_have_left(folder: Path) -> None:
+    killed = left_by_a_killed_replica(folder)
+    of_an_application_that_is_gone = left_by_a_killed_replica(folder.parent / "gone")
+    listen(folder, ThreadPoolExecutor(1), same)
+    assert not killed.exists()
+    assert not of_an_application_that_is_gone.parent.exists()
+    assert len(asyncio.run(asked(folder, rows(1))).arrays[0]) == 1
+
+
+def test_a_folder_that_another_takes_away_just_now_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Path] = []
+
+    def made_and_taken(one: Path) -> None:
+        make_private(one)
+        if one == folder and not taken:
+            one.rmdir()
+            taken.append(one)
+
+    monkeypatch.setattr("inference_service.replica_socket.make_private", made_and_taken)
+    listen(folder, ThreadPoolExecutor(1), same)
+    assert taken == [folder]
+    assert len(asyncio.run(asked(folder, rows(1))).arrays[0]) == 1

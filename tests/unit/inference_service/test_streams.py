@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import sys
+import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from grpc import aio
 
 from inference import grpc_service_pb2 as oip
+from inference_service.domain.held_bytes import HeldBytes
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.streaming import in_order
 from shared.grpc_server import server as grpc_server
@@ -274,3 +278,93 @@ def test_an_error_of_reading_comes_after_the_answers_before_it() -> None:
             await anext(answers)
 
     on_a_loop(scenario)
+
+
+def test_no_other_request_is_read_while_those_that_are_worked_on_are_large() -> None:
+    async def scenario() -> None:
+        read: list[int] = []
+
+        async def same(number: int) -> int:
+            return number
+
+        answers = in_order(endless(read), same, most=64, size_bytes=lambda _: 10, most_bytes=25)
+        for taken in range(1, 4):
+            assert await anext(answers) == taken - 1
+            for _ in range(50):
+                await asyncio.sleep(0)
+            # Three are held, since the one that was taken counts until the next is asked for.
+            assert len(read) == taken + 2
+        await answers.aclose()
+
+    on_a_loop(scenario)
+
+
+def test_one_request_that_is_larger_than_all_may_be_is_answered() -> None:
+    async def scenario() -> None:
+        async def same(number: int) -> int:
+            return number
+
+        answers = in_order(endless([]), same, most=64, size_bytes=lambda _: 10, most_bytes=1)
+        assert [await anext(answers) for _ in range(3)] == [0, 1, 2]
+        await answers.aclose()
+
+    on_a_loop(scenario)
+
+
+def test_a_stream_of_large_requests_is_read_only_as_far_as_they_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_service.open_inference_servicer.STREAM_BYTES_AT_ONCE", 3 * ask(0).ByteSize())
+
+    async def scenario(server: Server) -> None:
+        server.model.may_work.clear()
+        stream = server.stub.ModelStreamInfer()
+        for number in range(9):
+            await stream.write(ask(number))
+        await until(lambda: waiting(server) == 2, "two wait for the first")
+        await asyncio.sleep(0.1)
+        assert waiting(server) == 2
+        server.model.may_work.set()
+        await stream.done_writing()
+        assert len(await everything(stream)) == 9
+
+    served(scenario)
+
+
+def test_a_stream_that_is_idle_keeps_none_of_its_requests() -> None:
+    arrays: list[weakref.ref[Any]] = []
+
+    class Noting:
+        async def forward(self, rows: Rows) -> Outputs:
+            (values,) = rows.values.values()
+            arrays.append(weakref.ref(values))
+            return Outputs([values.astype(np.float32), np.zeros(len(values), np.int64)])
+
+    async def scenario(server: Server) -> None:
+        stream = server.stub.ModelStreamInfer()
+        for number in range(3):
+            await stream.write(ask(number))
+            await stream.read()
+        await until(lambda: not any(array() is not None for array in arrays), "none is kept")
+        assert len(arrays) == 3
+        stream.cancel()
+
+    gc.disable()
+    try:
+        served(scenario, model=Noting())
+    finally:
+        gc.enable()
+
+
+def test_streams_of_large_requests_together_hold_no_more_than_the_process_may() -> None:
+    async def scenario(server: Server) -> None:
+        server.model.may_work.clear()
+        stream = server.stub.ModelStreamInfer(iter([ask(number, id=str(number)) for number in range(3)]))
+        await until(lambda: server.model.at_work == 1, "the model is at work")
+        await until(lambda: waiting(server) == 1, "the second waits")
+        await asyncio.sleep(0.1)
+        server.model.may_work.set()
+        answers = await everything(stream)
+        assert ids(answers) == ["0", "1", "2"]
+        assert answers[2].error_message.startswith("RESOURCE_EXHAUSTED: requests of 8 bytes wait already")
+        assert [answer.error_message for answer in answers[:2]] == ["", ""]
+
+    served(scenario, held=HeldBytes(8))

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from shared.checkpoint import CoveragePart
-from shared.errors import DataLoss, InvalidArgument, NotFound, OutOfRange, Unavailable
+from shared.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, OutOfRange, Unavailable
+from shared.jobs import JobRecord
+from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from tests.support.flaky_store import FlakyStore
 from tests.support.training_records import JOB, commit, make_job
@@ -19,8 +21,10 @@ from tests.unit.train_service.consuming import what_a_rank_consumed
 from tests.unit.train_service.in_ranks import in_ranks
 from train_service import coverage
 from train_service.coverage import ConsumedRows, CoverageChain, gather, orphans, read_part, row_ids_of
+from train_service.domain.spec import TrainingSpec
 from train_service.ranks import Ranks
 from train_service.run_records import RunRecords
+from train_service.training_jobs import TrainingJobs
 
 VERSION = "datasets/digits/versions/v1"
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -184,6 +188,31 @@ def test_rows_that_were_consumed_twice_are_told_by_their_ids(store: ObjectStore,
 def test_before_the_first_checkpoint_every_row_is_missing(records: RunRecords) -> None:
     answer = records.coverage(JOB, 0, "")
     assert (answer.checkpoint, answer.counts.missing, answer.epoch_done) == ("", ROWS, False)
+
+
+def test_what_was_consumed_is_told_when_the_version_is_gone(store: ObjectStore) -> None:
+    commit_version(store, VERSION, {"validation": striped_digits(30), "train": striped_digits(ROWS, 1)})
+    model = ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10)
+    spec = TrainingSpec(dataset_version=VERSION, model=model, epochs=2, global_batch_size=100)
+    config = {"training": spec.as_config(), "request_id": ""}
+    TrainingJobs(store).make(JobRecord(uid="u", name=JOB, spec=config, create_time=0, update_time=0), spec)
+    commit(store, 10, CoverageChain(store, JOB).append(table(*range(10), shift=30)))
+    records = RunRecords(store)
+    before = [records.coverage(JOB, epoch, "") for epoch in range(2)]
+
+    store.delete_folder(VERSION)
+
+    assert [records.coverage(JOB, epoch, "") for epoch in range(2)] == before
+    assert [one.counts.missing for one in before] == [0, ROWS]
+
+
+def test_a_job_that_did_not_note_its_rows_says_that_its_version_is_gone(
+    store: ObjectStore, records: RunRecords
+) -> None:
+    store.delete_folder(VERSION)
+    with pytest.raises(FailedPrecondition, match=VERSION) as refused:
+        records.coverage(JOB, 0, "")
+    assert refused.value.specific_reason == "VERSION_GONE"
 
 
 @pytest.mark.parametrize("how", ["flipped", "missing", "of other rows"])

@@ -259,6 +259,7 @@ def test_a_table_of_numbers_is_learnt_and_its_checkpoint_says_so(store: ObjectSt
     measured = events(store, "trainingJobs/a", EventKind.VALIDATED)[-1].payload
     assert measured["metrics"] == {name: last.metrics[f"validation_{name}"] for name in ("mae", "r2")}
     assert measured["loss"] == last.metrics["validation_loss"]
+    assert "accuracy" not in measured, "of numbers there is none"
 
 
 def test_a_run_that_gets_no_better_ends_early_and_once_for_all(store: ObjectStore) -> None:

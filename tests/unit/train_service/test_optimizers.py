@@ -72,7 +72,7 @@ def test_sparse_gradients_which_fused_kernels_refuse_are_learnt_from() -> None:
 def test_parameters_that_do_not_lie_row_by_row_learn_the_same_after_a_checkpoint() -> None:
     def convolution() -> nn.Module:
         torch.manual_seed(4)
-        made: nn.Module = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        made: nn.Module = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
         return made
 
     def learn(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:

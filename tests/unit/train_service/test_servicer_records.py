@@ -28,8 +28,8 @@ from train_service.sweeps.sweeps import Sweeps
 from train_service.training_jobs import TrainingJobs
 
 
-def asked(store: ObjectStore, scenario: Callable[[Any], Awaitable[None]]) -> None:
-    """Runs the scenario with a stub of a server on `store`."""
+def registered(store: ObjectStore) -> Callable[[aio.Server], list[str]]:
+    """What makes a server the train service on `store`."""
 
     def register(server: aio.Server) -> list[str]:
         deletions = Deletions(store)
@@ -39,8 +39,14 @@ def asked(store: ObjectStore, scenario: Callable[[Any], Awaitable[None]]) -> Non
         train_service_pb2_grpc.add_TrainServiceServicer_to_server(servicer, server)
         return ["millrace.train.v1.TrainService"]
 
+    return register
+
+
+def asked(store: ObjectStore, scenario: Callable[[Any], Awaitable[None]]) -> None:
+    """Runs the scenario with a stub of a server on `store`."""
+
     async def main() -> None:
-        async with running(register) as kit:
+        async with running(registered(store)) as kit:
             await scenario(train_service_pb2_grpc.TrainServiceStub(kit.channel))
 
     asyncio.run(main())

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from dataclasses import replace
 
 import pytest
 
+from shared.dataset_version.users import live_users
 from shared.errors import AlreadyExists, Conflict, FailedPrecondition
 from shared.jobs import Jobs, JobState
 from shared.model_spec import ModelSpec
 from shared.requests import claimed
 from shared.storage import ObjectStore, open_store
+from shared.user_markers import USER_APPEARS_WITHIN_S
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION
 from train_service.domain.spec import TrainingSpec
+from train_service.inputs import using_inputs
 from train_service.reporting import TRAIN_KIND
 from train_service.training_jobs import JobView, TrainingJobs
 
@@ -88,6 +92,16 @@ def test_a_repeated_call_is_not_answered_with_somebody_elses_job(store: ObjectSt
         create(store, request_id)
 
 
+def test_a_repeated_call_gets_its_answer_when_the_version_is_gone(store: ObjectStore) -> None:
+    request_id = str(uuid.uuid4())
+    first = create(store, request_id)
+    store.delete_folder(VERSION)
+
+    assert create(store, request_id) == first
+    with pytest.raises(AlreadyExists, match="another body"):
+        TrainingJobs(store).create("a", SPEC, request_id, "of another", validate_only=False)
+
+
 def test_checking_only_refuses_an_id_that_is_taken(store: ObjectStore) -> None:
     create(store, "")
 
@@ -99,7 +113,7 @@ def over(store: ObjectStore, state: JobState) -> Jobs:
     """The job `a`, in a state in which no attempt works on it."""
     create(store, "")
     jobs = Jobs(store, TRAIN_KIND)
-    jobs.transition("trainingJobs/a", lambda job: replace(job, state=state, failures=4))
+    jobs.transition("trainingJobs/a", lambda job: replace(job, state=state, failures=4, update_time=time.time()))
     return jobs
 
 
@@ -133,6 +147,18 @@ def test_a_resumption_that_is_refused_leaves_the_mark_that_another_or_the_pause_
         TrainingJobs(store).resume("trainingJobs/a", etag)
 
     assert len(users(store)) == 1
+
+
+@pytest.mark.parametrize("state", [JobState.FAILED, JobState.CANCELLED])
+def test_a_job_keeps_its_version_from_before_its_log_says_that_it_goes_on(store: ObjectStore, state: JobState) -> None:
+    job = over(store, state).get("trainingJobs/a", "trainingJobs/a")
+    assert live_users(store, VERSION, time.time()) == []
+
+    with using_inputs(store, TRAIN_KIND, job, SPEC):
+        assert live_users(store, VERSION, time.time()) == ["trainingJobs/a"]
+
+    # Its resumption was refused, or died before it was written.
+    assert live_users(store, VERSION, time.time() + USER_APPEARS_WITHIN_S) == []
 
 
 def test_a_job_whose_version_is_gone_does_not_go_on_and_leaves_no_marker(store: ObjectStore) -> None:

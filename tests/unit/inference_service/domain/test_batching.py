@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from inference_service.domain.batching import Decision, Limits, Waiting, admit, decide, pieces
@@ -166,3 +168,14 @@ def test_an_idle_model_does_not_wait_for_company_past_what_a_deadline_leaves() -
     assert alone.wake_s == pytest.approx(0.06)
     due = decide(queue, in_flight=0, now_s=0.06, batch_s=0.01, bound_s=0.02, limits=limits, company=8)
     assert due.batch == (0, 1)
+
+
+def of_bytes(size_bytes: int) -> Waiting:
+    return Waiting(1, "raw", 0.0, NEVER, size_bytes)
+
+
+def test_a_batch_that_requests_share_is_bounded_in_bytes() -> None:
+    limits = replace(LIMITS, max_bytes=10)
+    assert now(of_bytes(6), of_bytes(4), of_bytes(1), limits=limits).batch == (0, 1)
+    assert now(of_bytes(6), of_bytes(5), in_flight=1, limits=limits).batch == (0,)  # as full as it gets
+    assert now(of_bytes(11), of_bytes(1), limits=limits).batch == (0,)

@@ -27,6 +27,12 @@ def test_a_slice_keeps_each_rows_values_and_nulls() -> None:
     assert np.shares_memory(rows.slice(2, 4).values["a"], rows.values["a"])
 
 
+def test_a_slice_has_the_bytes_of_its_own_rows() -> None:
+    rows = Rows(RAW, {"a": np.zeros((3, 2), np.float32), "b": np.array([b"", b"four", b"12"], object)})
+
+    assert [rows.slice(row, row + 1).size_bytes for row in range(3)] == [8, 12, 10]
+
+
 def test_refused_rows_are_counted_from_the_requests_beginning() -> None:
     outputs = Outputs([np.arange(6)], {1: "bad", 4: "worse"})
 

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from inference_service.domain.signature import Signature, TensorSpec, outputs_wanted, rows_of
+from inference_service.domain.signature import Signature, TensorSpec, check_answer_fits, outputs_wanted, rows_of
 from inference_service.domain.tensors import WireTensor
 from shared.errors import InvalidArgument
 
@@ -161,3 +161,25 @@ def test_strings_are_looked_at_only_after_their_number() -> None:
         with pytest.raises(InvalidArgument, match="1 to 100 rows"):
             rows_of(strings, [tensor], 100)
         assert time.process_time() - started_s < 0.02
+
+
+def test_rows_know_about_what_they_take_in_memory() -> None:
+    assert rows_of(SIGNATURE, [image()], 100).size_bytes == 12
+    assert rows_of(SIGNATURE, [image(datatype="FP32", shape=(3, 1, 2, 2))], 100).size_bytes == 48
+    strings = Signature((TensorSpec("s", "BYTES", (-1,)),), TensorSpec("x", "FP32", (-1, 2)), ())
+    raw = b"\x03\0\0\0abc" + b"\x64\0\0\0" + bytes(100)
+    assert rows_of(strings, [WireTensor("inputs[0]", "s", "BYTES", (2,), raw, {})], 9).size_bytes == len(raw)
+    typed = {"bytes_contents": [b"abc", bytes(100)]}
+    assert rows_of(strings, [WireTensor("inputs[0]", "s", "BYTES", (2,), None, typed)], 9).size_bytes == 103
+
+
+def test_an_answer_beyond_the_bound_is_refused_with_the_rows_that_would_fit() -> None:
+    logits, label = SIGNATURE.outputs
+    assert (logits.row_bytes, label.row_bytes, SIGNATURE.answer_row_bytes) == (40, 8, 48)
+    check_answer_fits([logits, label], 2, 96)
+    with pytest.raises(InvalidArgument, match=r"144 bytes for 3 rows.*send at most 2 rows, or ask for fewer outputs"):
+        check_answer_fits([logits, label], 3, 100)
+    with pytest.raises(InvalidArgument, match="an answer may have 47; ask for fewer outputs") as refused:
+        check_answer_fits([logits, label], 1, 47)
+    assert refused.value.fields[0][0] == "outputs"
+    check_answer_fits([label], 1, 47)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
@@ -106,7 +108,7 @@ def test_a_training_job_uses_its_first_weights_until_it_is_final(store: ObjectSt
         Jobs(store, "train").create(tuner, JobRecord(uid="t1", name=tuner, spec={}, create_time=0.0, update_time=0.0))
     assert live_users(store, NAME, NOW * 9) == [tuner]
 
-    Jobs(store, "train").transition(tuner, lambda job: fail(job, NotFound("x"), 1.0))
+    Jobs(store, "train").transition(tuner, lambda job: fail(job, NotFound("x"), time.time()))
     assert live_users(store, NAME, 0.0) == []
 
 

@@ -10,7 +10,7 @@ from shared.dataset_version.users import live_users, mark_used, markers, unmark,
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.record import fail, request_delete
+from shared.jobs.record import begin_attempt, fail, request_delete, succeed
 from shared.storage import ObjectStore
 
 USER = "trainingJobs/j"
@@ -79,7 +79,27 @@ def test_an_outage_while_looking_whether_it_is_active_keeps_the_marker(
 def test_a_job_that_has_ended_uses_nothing(store: ObjectStore, committed: str) -> None:
     mark_used(store, committed, "train", "u1", USER)
     job(store, "u1")
-    Jobs(store, "train").transition(USER, lambda newest: fail(newest, NotFound("x"), 1.0))
+    Jobs(store, "train").transition(USER, lambda newest: fail(newest, NotFound("x"), time.time()))
+    assert live_users(store, committed, time.time()) == []
+
+
+def test_a_mark_that_is_newer_than_its_jobs_end_counts_for_ten_minutes_as_the_job_may_go_on(
+    store: ObjectStore, committed: str
+) -> None:
+    mark_used(store, committed, "train", "u1", USER, now=1000.0)
+    job(store, "u1")
+    Jobs(store, "train").transition(USER, lambda newest: fail(newest, NotFound("x"), 1500.0))
+    assert live_users(store, committed, 1501.0) == []
+    mark_used(store, committed, "train", "u1", USER, now=2000.0)
+    assert live_users(store, committed, 2599.0) == [USER]
+    assert live_users(store, committed, 2601.0) == []
+
+
+def test_a_job_that_succeeded_does_not_go_on_whenever_it_was_marked(store: ObjectStore, committed: str) -> None:
+    job(store, "u1")
+    Jobs(store, "train").transition(USER, lambda newest: begin_attempt(newest, 1.0), attempt=1)
+    Jobs(store, "train").transition(USER, lambda newest: succeed(newest, {}, 2.0), attempt=1)
+    mark_used(store, committed, "train", "u1", USER)
     assert live_users(store, committed, time.time()) == []
 
 

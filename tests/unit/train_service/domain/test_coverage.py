@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -42,3 +43,21 @@ def test_ids_are_listed_up_to_a_thousand() -> None:
     counts = count_rows([], 0, 5000)
     assert counts.missing == 5000
     assert counts.missing_row_ids == list(range(1000))
+
+
+def test_counting_takes_a_byte_a_row_however_many_parts_there_are() -> None:
+    rows = 20_000_000
+    parts = (np.arange(first, rows, 1000, dtype=np.int64) for first in range(20))
+    tracemalloc.start()
+    try:
+        counts = count_rows(parts, 0, rows)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (counts.seen_once, counts.repeated) == (20 * rows // 1000, 0)
+    assert peak_bytes < 2 * rows
+
+
+def test_a_row_that_was_consumed_very_often_is_one_that_was_repeated() -> None:
+    parts = [np.full(300, 7, np.int64)] * 2
+    assert count_rows(parts, 0, 10).repeated_row_ids == [7]

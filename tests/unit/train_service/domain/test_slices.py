@@ -13,6 +13,7 @@ from train_service.domain.slices import (
     fewest_rows_of_a_rank,
     loss_scale,
     rank_positions,
+    shapes_of_steps,
     step_bounds,
     steps_per_epoch,
 )
@@ -62,7 +63,18 @@ def test_the_fewest_rows_of_a_rank_are_those_of_the_smallest_slice_there_is(
         for rank in range(world_size)
     )
 
-    assert fewest_rows_of_a_rank(rows, steps, lanes, world_size) == smallest
+    assert fewest_rows_of_a_rank(shapes_of_steps(rows, steps, lanes), lanes, world_size) == smallest
+
+
+@given(ROWS, BATCHES, st.integers(1, 64))
+def test_the_shapes_of_steps_are_those_of_a_walk_through_the_epoch(rows: int, batch: int, lanes: int) -> None:
+    steps = steps_per_epoch(rows, batch)
+    bounds = (step_bounds(rows, steps, step) for step in range(steps))
+    walked = {(end - begin, begin % lanes) for begin, end in bounds}
+
+    found = [(length, lane) for length, begins in shapes_of_steps(rows, steps, lanes) for lane in begins.tolist()]
+
+    assert sorted(found) == sorted(walked)
 
 
 @pytest.mark.parametrize(("world_size", "rows"), [(1, 64), (2, 64), (3, 61)])

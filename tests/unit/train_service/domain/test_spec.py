@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,8 @@ LOW, HIGH = -(2**31), 2**31 - 1
 
 OUT_OF_BOUNDS: list[tuple[str, dict[str, Any]]] = [
     *[("epochs", {"epochs": value}) for value in (0, -1, 10_001, LOW, HIGH)],
-    *[("global_batch_size", {"global_batch_size": value}) for value in (0, -1, LOW)],
+    *[("global_batch_size", {"global_batch_size": value}) for value in (0, -1, LOW, HIGH + 1)],
+    *[("seed", {"seed": value}) for value in (-1, 2**64)],
     *[("num_workers", {"num_workers": value, "lanes": 100}) for value in (-1, 65, LOW)],
     *[("threads_per_worker", {"threads_per_worker": value}) for value in (-1, 0, 257, HIGH)],
     *[("checkpoint_every_steps", {"checkpoint_every_steps": value}) for value in (-1, LOW)],
@@ -43,14 +45,23 @@ OUT_OF_BOUNDS: list[tuple[str, dict[str, Any]]] = [
     ],
     *[("placement.strategy", {"placement": Placement(strategy=value)}) for value in ("pack", "")],
     *[("placement.parallel", {"placement": Placement(parallel=value)}) for value in ("ddp", "TP")],
-    *[("placement.cpus_per_worker", {"placement": Placement(cpus_per_worker=value)}) for value in (0, -1, math.nan)],
-    *[("placement.gpus_per_worker", {"placement": Placement(gpus_per_worker=value)}) for value in (-1, math.nan)],
+    *[
+        ("placement.cpus_per_worker", {"placement": Placement(cpus_per_worker=value)})
+        for value in (0, -1, math.nan, 0.00009, 1025)
+    ],
+    *[
+        ("placement.gpus_per_worker", {"placement": Placement(gpus_per_worker=value)})
+        for value in (-1, math.nan, 0.00009, 1.5, 65)
+    ],
     *[("placement.timeout", {"placement": Placement(timeout_s=value)}) for value in (0, -1, 90_000)],
     *[
         (f"placement.resources_per_worker[{name}]", {"placement": Placement(resources_per_worker={name: 2})})
         for name in ("CPU", "cpu", "GPU", "accelerator_type:A100", "accelerator_type:")
     ],
-    ("placement.resources_per_worker[disk]", {"placement": Placement(resources_per_worker={"disk": math.nan})}),
+    *[
+        ("placement.resources_per_worker[disk]", {"placement": Placement(resources_per_worker={"disk": value})})
+        for value in (0, math.nan, math.inf, 0.00009)
+    ],
     *[
         ("early_stopping.patience", {"early_stopping": EarlyStopping(metric="m", maximize=True, patience=value)})
         for value in (0, -1)
@@ -124,6 +135,8 @@ def test_in_local_mode_one_rank_must_get_its_rows() -> None:
         {"max_failures": 1000},
         {"checkpoint_every_steps": 1},
         {"seed": 2**64 - 1},
+        *[{"placement": Placement(gpus_per_worker=value)} for value in (None, 0, 0.0001, 0.3333, 1, 2.0, 64)],
+        {"placement": Placement(cpus_per_worker=0.0001, resources_per_worker={"disk": 0.0001, "ssd": 1.5})},
         {"optimizer": OptimizerSpec(name="SGD", learning_rate=1e-9, schedule="COSINE_WITH_WARMUP")},
     ],
 )
@@ -152,6 +165,23 @@ def test_a_batch_that_starves_a_worker_is_refused_by_its_name(batch: int, worker
 
 def test_a_split_that_ends_one_row_after_a_batch_starves_nobody() -> None:
     check_rows(replace(GOOD, global_batch_size=64, num_workers=2), 64 * 30 + 1)
+
+
+@pytest.mark.parametrize("rows", [10**9, 10**12 + 7])
+@pytest.mark.parametrize("lanes", [24, 4096])
+def test_a_version_of_very_many_rows_is_checked_at_once(rows: int, lanes: int) -> None:
+    spec = replace(GOOD, global_batch_size=64, num_workers=8, lanes=lanes)
+    began = time.thread_time()
+    check_rows(spec, rows)
+    with pytest.raises(InvalidArgument, match="with 5 workers"):
+        check_rows(replace(spec, global_batch_size=9), rows)
+    assert time.thread_time() - began < 5
+
+
+def test_a_batch_of_very_many_rows_is_checked_at_once() -> None:
+    began = time.thread_time()
+    check_rows(replace(GOOD, global_batch_size=2**31 - 1), 10**12)
+    assert time.thread_time() - began < 5
 
 
 def test_a_specification_survives_the_job_log() -> None:

@@ -80,6 +80,12 @@ def test_a_trial_out_of_bounds_is_refused_by_the_parameter_that_made_it(sweep: S
     assert refused(replace(sweep, parameters={RATE: rates}, num_samples=20)) == [f"spec.parameters[{RATE}]"]
 
 
+@pytest.mark.parametrize("low", [-1, 2**64 - 1])
+def test_a_seed_that_the_contract_cannot_hold_is_refused(sweep: SweepSpec, low: int) -> None:
+    seeds = Domain(kind=GRID, values=(low, low + 1))
+    assert refused(replace(sweep, parameters={"seed": seeds}, num_samples=1)) == ["spec.parameters[seed]"]
+
+
 def test_what_is_wrong_with_the_base_is_refused_by_its_field(sweep: SweepSpec) -> None:
     assert refused(replace(sweep, base=replace(sweep.base, epochs=0))) == ["spec.base.epochs"]
 

@@ -37,7 +37,8 @@ def whole_spec(**parameters: Any) -> sw.SweepSpec:
         "model.kwargs.hidden": {"choice": {"values": [[64, 32], [128.5], {"a": "b"}, False]}},
         RATE: {"log_uniform": {"low": 1e-4, "high": 0.1}},
         "loss.label_smoothing": {"uniform": {"low": 0.25, "high": 0.5}},
-        "seed": {"integers": {"low": -3, "high": 2**40}},
+        "seed": {"integers": {"low": 3, "high": 2**40}},
+        "optimizer.scheduler_kwargs.last_epoch": {"integers": {"low": -3, "high": 2}},
     }
     json_format.ParseDict({"parameters": parameters or domains}, spec)
     return spec
@@ -62,7 +63,7 @@ def test_whole_numbers_are_ints_and_names_lose_their_prefix() -> None:
     assert spec.parameters["model.kwargs.hidden"].values == ([64, 32], [128.5], {"a": "b"}, False)
     assert [type(one) for one in spec.parameters["model.kwargs.hidden"].values[0]] == [int, int]
     assert spec.parameters["precision"].values == ("BFLOAT16",)
-    assert spec.parameters["seed"] == Domain(kind="integers", low=-3, high=2**40)
+    assert spec.parameters["seed"] == Domain(kind="integers", low=3, high=2**40)
 
 
 def test_what_is_left_out_has_its_default() -> None:

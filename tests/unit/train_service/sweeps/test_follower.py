@@ -45,6 +45,16 @@ def test_what_a_trial_that_is_over_had_told_is_reported_at_once(place: Place, st
     assert all_told(place, "validation_f1") == [(1, 0.25), (2, 0.375)]
 
 
+def test_of_a_trial_that_learns_numbers_its_metrics_are_told(place: Place) -> None:
+    place.create()
+    place.trials().make(0)
+    payload = {"step": 1, "epoch": 0, "loss": 0.5, "row_count": 9, "metrics": {"mae": 1.5}}
+    EventLog(place.store, JOB).append(1, EventKind.VALIDATED, payload)
+    place.put_in(JobState.SUCCEEDED, JOB)
+    assert all_told(place, "validation_mae", maximize=False) == [(1, 1.5)]
+    assert all_told(place, "validation_loss", maximize=False) == [(1, 0.5)]
+
+
 def test_an_epoch_that_a_second_attempt_did_again_is_reported_once(place: Place) -> None:
     place.create()
     place.trials().make(0)

@@ -63,6 +63,16 @@ def test_the_same_request_gives_the_first_answer_and_another_of_the_id_is_refuse
         place.create(validate_only=True)
 
 
+def test_a_repeated_request_gets_its_answer_when_the_version_is_gone(place: Place) -> None:
+    request_id = str(uuid.uuid4())
+    first = place.create(request_id=request_id)
+    place.store.delete_folder(VERSION)
+
+    assert place.create(request_id=request_id) == first
+    with pytest.raises(AlreadyExists, match="another body"):
+        place.sweeps.create("s", SPEC, request_id, "of another", validate_only=False)
+
+
 def test_checking_only_tells_the_trials_and_leaves_nothing(place: Place) -> None:
     before = keys(place)
     view = place.create(validate_only=True)

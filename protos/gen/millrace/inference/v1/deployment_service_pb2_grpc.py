@@ -31,7 +31,8 @@ class DeploymentServiceStub:
     Protocol) on the same port, where a deployment's id is the model's name.
 
     Every RPC can also fail with INTERNAL (a fault of ours; quote the correlation id), UNAVAILABLE (the object store does
-    not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit).
+    not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit);
+    and each that names a deployment with DATA_LOSS (its log cannot be read: a record is damaged, or of a later release).
     """
 
     def __init__(self, channel):
@@ -87,7 +88,8 @@ class DeploymentServiceServicer:
     Protocol) on the same port, where a deployment's id is the model's name.
 
     Every RPC can also fail with INTERNAL (a fault of ours; quote the correlation id), UNAVAILABLE (the object store does
-    not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit).
+    not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit);
+    and each that names a deployment with DATA_LOSS (its log cannot be read: a record is damaged, or of a later release).
     """
 
     def CreateDeployment(self, request, context):
@@ -110,7 +112,8 @@ class DeploymentServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListDeployments(self, request, context):
-        """In the order of their names. Fails with INVALID_ARGUMENT (a bad `page_token` or `page_size`).
+        """In the order of their names, without those whose log cannot be read.
+        Fails with INVALID_ARGUMENT (a bad `page_token` or `page_size`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -221,7 +224,8 @@ class DeploymentService:
     Protocol) on the same port, where a deployment's id is the model's name.
 
     Every RPC can also fail with INTERNAL (a fault of ours; quote the correlation id), UNAVAILABLE (the object store does
-    not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit).
+    not answer; try again), DEADLINE_EXCEEDED and RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit);
+    and each that names a deployment with DATA_LOSS (its log cannot be read: a record is damaged, or of a later release).
     """
 
     @staticmethod

@@ -170,8 +170,10 @@ class TrainServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchTrainingJob(self, request, context):
-        """Sends the job as it is, then its events from `after_sequence` on and the job again at each transition; ends when the
-        job is final and all is sent. A client that was cut off goes on from the last sequence number that it saw.
+        """Sends the job as it is, then its events from `after_sequence` on and the job again at each transition, behind the
+        events that were written before it; ends when the job is final and all is sent. Of a job that is SUSPENDED at first
+        it sends the job once more when all is sent, and goes on: it may be resumed. A client that was cut off goes on from
+        the last sequence number that it saw.
         Fails with INVALID_ARGUMENT, NOT_FOUND and OUT_OF_RANGE (`after_sequence` is beyond the last event).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -218,8 +220,8 @@ class TrainServiceServicer:
 
     def GetCoverage(self, request, context):
         """What the workers really read in an epoch, from the records that they committed with their checkpoints.
-        Fails with INVALID_ARGUMENT, NOT_FOUND (the job), OUT_OF_RANGE (the job has no such epoch) and DATA_LOSS (a record is
-        damaged).
+        Fails with INVALID_ARGUMENT, NOT_FOUND (the job), OUT_OF_RANGE (the job has no such epoch),
+        FAILED_PRECONDITION (a job of an earlier release whose dataset version is gone) and DATA_LOSS (a record is damaged).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

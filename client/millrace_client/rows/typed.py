@@ -1,0 +1,74 @@
+"""Arrays in the types that a model's inputs have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from inference import grpc_service_pb2 as pb
+from millrace_client.tensors import DTYPES
+
+Array = npt.NDArray[Any]
+Tensor = pb.ModelMetadataResponse.TensorMetadata
+
+
+class BadInput(ValueError):
+    """These rows cannot be sent to this model; the text says why, and `remedy` what to do where the text does not."""
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
+def typed(tensor: Tensor, values: Array) -> Array:
+    """In the type that the model takes, where no value changes by that; a narrower float may have fewer digits.
+
+    Raises `BadInput` where one does.
+    """
+    try:
+        if tensor.datatype == "BYTES":
+            return _texts(values)
+        dtype = dtype_of(tensor)
+        return _floats(values, dtype) if dtype.kind == "f" else _exactly(values, dtype)
+    except (TypeError, OverflowError):
+        raise BadInput(f"input {tensor.name!r} is {tensor.datatype}, and the file has {values.dtype}") from None
+
+
+def dtype_of(tensor: Tensor) -> np.dtype[Any]:
+    """Not of BYTES. Raises `BadInput` for a type that numpy does not have."""
+    found = DTYPES.get(tensor.datatype)
+    if found is None:
+        raise BadInput(f"input {tensor.name!r} is {tensor.datatype}, which numpy does not have; load another model")
+    return found
+
+
+def _texts(values: Array) -> Array:
+    if values.dtype.kind not in "OSU":
+        raise TypeError("neither text nor bytes")
+    return values.astype(object)
+
+
+def _floats(values: Array, dtype: np.dtype[Any]) -> Array:
+    with np.errstate(over="ignore"):
+        cast = values.astype(dtype, casting="same_kind")
+    if (np.isinf(cast) & np.isfinite(values)).any():
+        raise OverflowError(f"values beyond {dtype}")
+    return cast
+
+
+def _exactly(values: Array, dtype: np.dtype[Any]) -> Array:
+    if values.dtype.kind not in "biuf":
+        raise TypeError("no numbers")
+    if values.dtype.kind == "f" and dtype.kind in "iu" and not _within(values.astype(np.float64), np.iinfo(dtype)):
+        raise OverflowError(f"values beyond {dtype}")
+    cast = values.astype(dtype)
+    if not np.array_equal(cast, values):
+        raise OverflowError(f"values beyond {dtype}")
+    return cast
+
+
+def _within(values: npt.NDArray[np.float64], info: np.iinfo[Any]) -> bool:
+    """What a cast makes of floats beyond an integer's range depends on the processor. A NaN is beyond it."""
+    return bool(((values >= float(info.min)) & (values < float(info.max) + 1.0)).all())

@@ -1,0 +1,174 @@
+"""Columns of files as what a model's inputs take."""
+
+from __future__ import annotations
+
+import datetime
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+
+from data_service.sources import csv_rows
+from inference import grpc_service_pb2 as pb
+from millrace_client.rows.columns import Place, inputs_of_table, values_of_column
+from millrace_client.rows.pictures import pixels_of
+from millrace_client.rows.tables import open_table
+from millrace_client.rows.texts import NULL_VALUES
+from millrace_client.rows.typed import BadInput, typed
+
+PLACE = Place("f")
+
+
+def tensor(datatype: str, *shape: int) -> Any:
+    return pb.ModelMetadataResponse.TensorMetadata(name="x", datatype=datatype, shape=[-1, *shape])
+
+
+def values(wanted: Any, array: Any) -> Any:
+    """As numbers and lists; nulls as None."""
+    made, nulls = values_of_column(wanted, pa.chunked_array([array]), PLACE)
+    return [None if nulls is not None and nulls[row] else one for row, one in enumerate(made.tolist())]
+
+
+@pytest.mark.parametrize(
+    ("datatype", "array", "sent"),
+    [
+        ("BYTES", pa.array(["a", None, "ß"]), ["a", None, "ß"]),
+        ("BYTES", pa.array([b"a\0", b"\0"], pa.large_binary()), [b"a\0", b"\0"]),
+        ("BYTES", pa.array(["a", "b", "a"]).dictionary_encode(), ["a", "b", "a"]),
+        ("BYTES", pa.nulls(2), [None, None]),
+        ("FP32", pa.nulls(1), [None]),
+        ("FP32", pa.array([1, None], pa.int64()), [1.0, None]),
+        ("FP32", pa.array(["1e3", "-inf", None, ".5"]), [1000.0, -np.inf, None, 0.5]),
+        ("FP16", pa.array([1.5, None], pa.float64()), [1.5, None]),
+        ("FP64", pa.array(["3.10"], pa.string()).cast(pa.decimal128(5, 2)), [3.1]),
+        ("INT64", pa.array([2.0, None]), [2, None]),
+        ("INT64", pa.array(["2.0", "7", None]), [2, 7, None]),
+        ("UINT64", pa.array(["18446744073709551615"]), [2**64 - 1]),
+        ("INT64", pa.array(["1970-01-01T00:00:01.5"]), [1_500_000]),
+        ("INT64", pa.array([3, None], pa.timestamp("ns")), [3, None]),
+        ("INT32", pa.array([datetime.date(1970, 1, 3), None]), [2, None]),
+        ("INT32", pa.array(["1970-01-03"]), [2]),
+        ("BOOL", pa.array(["True", "0", None]), [True, False, None]),
+        ("BOOL", pa.array([1, 0]), [True, False]),
+        ("BOOL", pa.array([None, True]), [None, True]),
+    ],
+    ids=str,
+)
+def test_a_column_takes_the_type_of_the_input(datatype: str, array: Any, sent: list[Any]) -> None:
+    assert values(tensor(datatype), array) == sent
+
+
+@pytest.mark.parametrize(
+    ("datatype", "array", "told"),
+    [
+        ("BYTES", pa.array([5]), "column 'x' of f is int64, and the model takes text or bytes there"),
+        ("INT8", pa.array([1, 128]), "f, row 2, column 'x': 128 is no INT8"),
+        ("INT8", pa.array(["1", "128"]), "f, row 2, column 'x': '128' is no INT8"),
+        ("INT64", pa.array([2.5]), "f, row 1, column 'x': 2.5 is no INT64"),
+        ("INT64", pa.array([1.0, float("nan")]), "f, row 2, column 'x': nan is no INT64"),
+        ("INT64", pa.array([2.0**63]), "is no INT64"),
+        ("FP32", pa.array([1.0, 1e300]), "f, row 2, column 'x': 1e[+]300 is no FP32"),
+        ("FP64", pa.array(["1e999"]), "'1e999' is no FP64"),
+        ("BOOL", pa.array(["yes"]), "'yes' is no BOOL"),
+        ("INT64", pa.array([datetime.date(1970, 1, 3)]), "is date32"),
+        ("FP32", pa.array([datetime.date(1970, 1, 3)]), "is date32"),
+        ("INT64", pa.array([[1]]), "is list"),
+    ],
+    ids=str,
+)
+def test_a_value_that_the_input_does_not_hold_is_named_with_its_row(datatype: str, array: Any, told: str) -> None:
+    with pytest.raises(BadInput, match=told):
+        values(tensor(datatype), array)
+
+
+GRID = np.arange(8, dtype=np.int64).reshape(2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        pa.FixedShapeTensorArray.from_numpy_ndarray(GRID),
+        pa.FixedShapeTensorArray.from_numpy_ndarray(GRID.astype(np.float32)),
+        pa.array(GRID.reshape(2, 4).tolist(), pa.list_(pa.int32(), 4)),
+        pa.array(GRID.tolist()),
+        pa.array([row.astype("<i8").tobytes() for row in GRID], pa.binary(32)),
+    ],
+    ids=["tensors", "floats", "flat-lists", "lists", "stored"],
+)
+def test_rows_of_a_shape_come_as_tensors_lists_or_their_bytes(array: Any) -> None:
+    assert values(tensor("INT64", 2, 2), array) == GRID.tolist()
+
+
+@pytest.mark.parametrize(
+    ("array", "told"),
+    [
+        (pa.array([[1, 2, 3, 4], None]), "f, row 2, column 'x' is null, and a tensor has no place for it"),
+        (pa.array([[1, 2, 3, 4], [1, None, 3, 4]]), "f, row 2, column 'x' holds a null"),
+        (pa.array([[1, 2, 3, 4], [1, 2, 3]]), "f, row 2, column 'x' has another shape"),
+        (pa.array([[1, 2, 3]]), r"has rows of shape \[3\], and the model takes \[2, 2\]"),
+        (pa.array([[1, 2, 3, 4], [1, 2, 3, 0.5]]), "f, row 2, column 'x': 0.5 is no INT64"),
+        (pa.array(["1"]), r"is string, and the model takes rows of shape \[2, 2\]"),
+        (pa.FixedShapeTensorArray.from_numpy_ndarray(np.zeros((1, 4))), r"rows of shape \[4\]"),
+        (pa.FixedShapeTensorArray.from_numpy_ndarray(GRID + np.array([[[0.0]], [[0.5]]])), "f, row 2: input 'x'"),
+    ],
+    ids=["null", "null-within", "ragged", "shape", "fraction", "text", "tensor", "tensor-fraction"],
+)
+def test_rows_of_another_shape_are_refused(array: Any, told: str) -> None:
+    with pytest.raises(BadInput, match=told):
+        values(tensor("INT64", 2, 2), array)
+
+
+def test_a_row_of_one_element_may_have_a_dimension_more() -> None:
+    assert values(tensor("FP32", 1), pa.array([1.0, None])) == [[1.0], None]
+
+
+def test_nulls_are_said_beside_an_input_unless_one_has_that_name() -> None:
+    table = pa.table({"x": [1.0, None], "x.null": [0, 0]})
+    sent = inputs_of_table([tensor("FP32")], table, PLACE, ["x"])
+    assert sent["x.null"].tolist() == [False, True]
+    with pytest.raises(BadInput, match=r"f, row 2, column 'x' is null, and 'x.null' is an input of its own"):
+        inputs_of_table([tensor("FP32")], table, PLACE, ["x", "x.null"])
+
+
+def test_numbers_of_an_array_keep_their_values_or_are_refused() -> None:
+    assert typed(tensor("INT8"), np.array([1.0, -128.0])).tolist() == [1, -128]
+    for datatype, one in (
+        ("INT8", 128.0),
+        ("UINT64", -1),
+        ("UINT64", 2.0**64),
+        ("FP16", 1e6),
+        ("BYTES", 1),
+        ("INT8", "1"),
+    ):
+        with pytest.raises(BadInput, match=f"input 'x' is {datatype}"):
+            typed(tensor(datatype), np.array([one]))
+
+
+def test_a_csv_has_the_nulls_that_an_import_finds_in_it() -> None:
+    assert csv_rows.NULL_VALUES == NULL_VALUES
+
+
+def test_a_csv_may_have_quoted_lines_and_be_compressed(tmp_path: Path) -> None:
+    with pa.CompressedOutputStream(str(tmp_path / "a.csv.gz"), "gzip") as file:
+        file.write(b'x,y\n"1\n2","NA"\n\n3,4\n')
+    table = open_table(tmp_path / "a.csv.gz")
+    assert [batch.to_pydict() for batch in table.read(["y", "x"])] == [{"y": [None, "4"], "x": ["1\n2", "3"]}]
+
+
+def test_a_file_that_is_no_image_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(BadInput, match=r"notes\.txt is no image"):
+        pixels_of(tmp_path / "notes.txt", (28, 28), "notes.txt")
+
+
+def test_pictures_come_in_the_shape_and_the_colours_that_the_model_wants() -> None:
+    for shape in ((28, 28), (28, 28, 1), (28, 28, 3), (28, 28, 4)):
+        file = io.BytesIO()
+        Image.new("RGB", (56, 40), "white").save(file, "JPEG")
+        found = pixels_of(file, shape, "white")
+        assert found.shape == shape
+        assert int(found.min()) >= 250
