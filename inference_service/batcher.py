@@ -315,6 +315,7 @@ class Batcher:
         task.add_done_callback(done)
 
     async def _run(self, entries: list[_Entry]) -> None:
+        rows: Rows | None = None
         try:
             # One request alone is handed on as it came, without a copy.
             rows = Rows.joined([entry.rows for entry in entries])
@@ -347,7 +348,9 @@ class Batcher:
             raise
         except Exception as error:
             self._fail(entries, error)
-            entries.clear()  # see `_let_go`
+            # See `_let_go`.
+            entries.clear()
+            rows = None
 
     @staticmethod
     def _fail(entries: list[_Entry], error: Exception) -> None:

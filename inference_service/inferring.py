@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from inference import grpc_service_pb2 as pb
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 CLASSIFIED_AT_ONCE = 5000
 # Bytes of outputs that become a message as fast, in typed contents, too.
 CONVERTED_AT_ONCE = 256 * 1024
+# Threads of their own: the loop's wait for the store, which may be silent, and answers have nothing to do with it.
+CONVERTING = ThreadPoolExecutor(2, thread_name_prefix="answers")
 # Of an answer: in a stream it gets some bytes more.
 MAX_ANSWER_BYTES = MAX_MESSAGE_BYTES - 1024
 # What is cancelled so shortly before its time has passed is cancelled because of it: gRPC tells a server the time that
@@ -141,7 +144,7 @@ async def _message(
     size_bytes = sum(values.nbytes for _, values in answer.outputs)
     if classes <= CLASSIFIED_AT_ONCE and size_bytes <= CONVERTED_AT_ONCE:
         return answer_to_proto(request, answer, requested)
-    return await asyncio.to_thread(_large_message, request, answer, requested)
+    return await asyncio.get_running_loop().run_in_executor(CONVERTING, _large_message, request, answer, requested)
 
 
 def _large_message(

@@ -189,6 +189,8 @@ class _Connection(asyncio.Protocol):
             raise
         finally:
             self._waiting.pop(call, None)
+            # An error is in the future, and this frame in its traceback: both would wait for the garbage collector.
+            del future, encoded
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)

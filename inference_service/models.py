@@ -22,7 +22,7 @@ from inference_service.domain.statistics import Statistics
 from inference_service.domain.tensors import Array, WireTensor
 from inference_service.domain.traffic import Shadow
 from inference_service.shadowing import Shadowing
-from shared.errors import FailedPrecondition, NotFound, Unavailable, invalid_field, not_found
+from shared.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable, invalid_field, not_found
 from shared.grpc_server.server import MAX_MESSAGE_BYTES
 
 MAX_SHOWN_NAME = 100
@@ -113,7 +113,11 @@ class Models:
             check_answer_fits(_unclassified(wanted, requested), len(rows), MAX_OUTPUT_BYTES)
         began_s = time.perf_counter()
         batcher = self._batcher(deployment, version)
-        self._held.take(rows.size_bytes)
+        try:
+            self._held.take(rows.size_bytes)
+        except ResourceExhausted:
+            batcher.missed(len(rows))
+            raise
         try:
             if deployment.shadow is not None:
                 self._shadow(deployment, version, deployment.shadow, rows, batcher)

@@ -81,6 +81,7 @@ class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
             answer,
             most=STREAM_REQUESTS_AT_ONCE,
             size_bytes=lambda _: message_bytes(),
+            answer_bytes=pb.ModelStreamInferResponse.ByteSize,
             most_bytes=STREAM_BYTES_AT_ONCE,
         )
         async with aclosing(answered) as answers:

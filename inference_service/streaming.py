@@ -17,22 +17,28 @@ async def in_order(
     *,
     most: int,
     size_bytes: Callable[[Asked], int] = lambda _: 0,
+    answer_bytes: Callable[[Answered], int] = lambda _: 0,
     most_bytes: float = math.inf,
 ) -> AsyncGenerator[Answered, None]:
     """The answers in the order of the requests, at most `most` of which are worked on, or wait to be taken, at a time,
     and none is read while these have `most_bytes`: so a client that takes no answers is not read any further.
-    `size_bytes` is asked for a request as soon as it was read, by whoever read it.
+    `size_bytes` is asked for a request as soon as it was read, by whoever read it, and `answer_bytes` for its answer:
+    the larger of both counts until it is taken.
 
     Ends when the requests do. What reading them raises comes after the answers before it. Closed or cancelled: what is
     being worked on is cancelled, and has ended when this returns.
     """
-    waiting: asyncio.Queue[tuple[asyncio.Task[Answered], int] | None] = asyncio.Queue()
-    working: set[asyncio.Task[Answered]] = set()
+    waiting: asyncio.Queue[asyncio.Task[tuple[Answered, int]] | None] = asyncio.Queue()
+    working: set[asyncio.Task[tuple[Answered, int]]] = set()
     held = held_bytes = 0
     taken = asyncio.Event()
 
-    async def work(request: Asked) -> Answered:
-        return await answer(request)
+    async def work(request: Asked, size: int) -> tuple[Answered, int]:
+        nonlocal held_bytes
+        answered = await answer(request)
+        larger = max(size, answer_bytes(answered))
+        held_bytes += larger - size
+        return answered, larger
 
     async def read() -> None:
         nonlocal held, held_bytes
@@ -40,10 +46,10 @@ async def in_order(
             async for request in requests:
                 size = size_bytes(request)
                 held, held_bytes = held + 1, held_bytes + size
-                task = asyncio.create_task(work(request))
+                task = asyncio.create_task(work(request, size))
                 working.add(task)
                 task.add_done_callback(working.discard)
-                waiting.put_nowait((task, size))
+                waiting.put_nowait(task)
                 # Whoever waits, here and below, keeps nothing meanwhile: a stream may be idle for hours.
                 del request, task
                 while held >= most or held_bytes >= most_bytes:
@@ -54,10 +60,11 @@ async def in_order(
 
     reader = asyncio.create_task(read())
     try:
-        while (next_one := await waiting.get()) is not None:
-            task, size = next_one
-            yield await task
-            del next_one, task
+        while (task := await waiting.get()) is not None:
+            answered, size = await task
+            del task
+            yield answered
+            del answered
             held, held_bytes = held - 1, held_bytes - size
             taken.set()
         await reader

@@ -219,8 +219,9 @@ class Learner:
 
 
 def _may_be_fused(spec: TrainingSpec) -> bool:
-    """Not for shards: on one worker the same run has none, and goes on with the same optimizer. Nor in float16: a fused
-    kernel skips a step that overflows by itself, and SGD's then leaves memory as it found it for momentum."""
+    """Not for shards: on one worker the same run has none, and goes on with the same optimizer. Nor in float16: the
+    scaler leaves it to a fused kernel to skip what overflows, which the other, that a run may have begun with, refuses.
+    """
     return spec.placement.parallel != FSDP and spec.precision != FLOAT16
 
 

@@ -21,9 +21,10 @@ FIELD = "spec.optimizer"
 # What a scheduler may need to know of the run, where its kwargs do not say so.
 STEPS_OF_THE_RUN = ("total_steps", "T_max")
 STEPS_TRIED = 2_000
-# Those with a fused kernel on CPUs as on GPUs, and the arguments that choose another way to compute the same. On a CPU
-# torch otherwise takes parameter by parameter, several calls each.
-FUSED = ("SGD", "Adam", "AdamW")
+# Those whose fused kernel, on CPUs as on GPUs, computes what the class does otherwise, and the arguments that choose
+# another way. Else torch takes parameter by parameter on a CPU, several calls each. SGD's is not among them: it takes
+# no sparse gradients, and its momentum has to begin for all parameters together.
+FUSED = ("Adam", "AdamW")
 HOW = frozenset({"fused", "foreach", "capturable", "differentiable"})
 
 
@@ -101,10 +102,8 @@ def _try_scheduler(spec: OptimizerSpec, dimensions: list[int], total_steps: int)
 
 
 def _is_plain(model: nn.Module) -> bool:
-    """Whether its gradients are what fused kernels take: dense, of real numbers, and row by row in memory, as a
-    checkpoint gives the optimizer's state back; the kernels of CPUs go through all of them side by side."""
-    if any(getattr(module, "sparse", False) for module in model.modules()):
-        return False
+    """Whether its parameters are what fused kernels take: real numbers, row by row in memory, as a checkpoint gives the
+    optimizer's state back; the kernels of CPUs go through all of them side by side."""
     return all(one.is_floating_point() and one.is_contiguous() for one in model.parameters())
 
 

@@ -88,20 +88,27 @@ class CallInterceptor:
         return make(unary, deserializer, serializer)
 
     def _unary(self, behaviour: Any, method: str) -> Callable[[Any, Context], Awaitable[Any]]:
+        async def answered(request: Any, context: Context) -> Any:
+            if context.time_remaining() is not None:
+                # A call with a deadline is cancelled by grpc itself when it passes.
+                return await behaviour(_well_formed(request, context), context)
+            limit = self._default_deadline_s
+            limited = _Limited(context, limit)
+            try:
+                async with asyncio.timeout(limit) as timer:
+                    return await behaviour(_well_formed(request, context), limited)
+            except TimeoutError:
+                if not timer.expired():
+                    raise
+                raise DeadlineExceeded(f"not done within the default deadline of {limit} s") from None
+
         async def call(request: Any, context: Context) -> Any:
-            async with _call(context, method):
-                if context.time_remaining() is not None:
-                    # A call with a deadline is cancelled by grpc itself when it passes.
-                    return await behaviour(_well_formed(request, context), context)
-                limit = self._default_deadline_s
-                limited = _Limited(context, limit)
-                try:
-                    async with asyncio.timeout(limit) as timer:
-                        return await behaviour(_well_formed(request, context), limited)
-                except TimeoutError:
-                    if not timer.expired():
-                        raise
-                    raise DeadlineExceeded(f"not done within the default deadline of {limit} s") from None
+            try:
+                async with _call(context, method, aborts=True):
+                    return await answered(request, context)
+            except aio.AbortError as aborted:
+                del request
+                raise _bare(aborted) from None
 
         return call
 
@@ -109,7 +116,7 @@ class CallInterceptor:
         # Not a generator: one would not hear that its client has gone, and would end some time later, elsewhere.
         async def call(request: Any, context: Context) -> None:
             async with (
-                _call(context, method),
+                _call(context, method, aborts=False),
                 aclosing(behaviour(_well_formed(request, context), context)) as responses,
             ):
                 async for response in responses:
@@ -146,9 +153,11 @@ def _behind(door: Door, unary: Callable[[Any, Context], Awaitable[Any]]) -> Call
             request = await context.read()
             if request is aio.EOF:
                 request = Malformed(InvalidArgument("the call came without a request", reason="MALFORMED_MESSAGE"))
-            answer = await unary(request, context)
+            return await unary(request, context)
+        except aio.AbortError as aborted:
             in_vain = context.code() in REFUSALS
-            return answer
+            request = None
+            raise _bare(aborted) from None
         except asyncio.CancelledError:
             in_vain = context.time_remaining() == 0.0
             raise
@@ -156,6 +165,13 @@ def _behind(door: Door, unary: Callable[[Any, Context], Awaitable[Any]]) -> Call
             door.ended(in_vain=in_vain)
 
     return call
+
+
+def _bare(aborted: aio.AbortError) -> aio.AbortError:
+    """Without its traceback, nor what was raised before it: grpc keeps it with the call's state, which its frames have,
+    and so all that the call has until the garbage collector comes."""
+    aborted.__context__ = None
+    return aborted.with_traceback(None)
 
 
 async def _send(context: Context, response: Any) -> None:
@@ -168,8 +184,12 @@ async def _send(context: Context, response: Any) -> None:
 
 
 @asynccontextmanager
-async def _call(context: Context, method: str) -> AsyncIterator[None]:
-    """One call's identity, access log, and the translation of whatever it raises."""
+async def _call(context: Context, method: str, *, aborts: bool) -> AsyncIterator[None]:
+    """One call's identity, access log, and the translation of whatever it raises.
+
+    A call of one answer `aborts`: else grpc sends an empty one before the status, and clients that have heard of an
+    answer never try again by themselves.
+    """
     started = time.perf_counter()
     metadata = context.invocation_metadata() or ()
     request_id = _request_id(dict(metadata).get(REQUEST_ID))
@@ -204,13 +224,14 @@ async def _call(context: Context, method: str) -> AsyncIterator[None]:
             if span is not None:
                 span.end(outcome, error.message if error is not None else "")
         if error is not None:
-            message, status = details_and_status(error)
-            # Not by `abort`: grpc keeps what that raises with its traceback, and so all that the call has, until the
-            # garbage collector comes. So would this frame, which is in the error's own traceback.
-            context.set_code(status_code(error))
+            code, (message, status) = status_code(error), details_and_status(error)
+            trailers = ((REQUEST_ID, request_id), (STATUS, status))
+            error = None  # this frame is in its traceback, and would be kept like what `_bare` tells of
+            if aborts:
+                await context.abort(code, message, trailers)
+            context.set_code(code)
             context.set_details(message)
-            context.set_trailing_metadata(((REQUEST_ID, request_id), (STATUS, status)))
-            error = None
+            context.set_trailing_metadata(trailers)
 
 
 def _request_id(given: str | bytes | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -91,7 +92,7 @@ class Predictions:
             {
                 "source": row.source,
                 **({} if row.number is None else {"row": row.number}),
-                **found,
+                **{name: _json_able(value) for name, value in found.items()},
                 **({} if row.truth is None else {"truth": row.truth}),
             }
             for row, found in self._kept
@@ -150,6 +151,15 @@ def _plain(value: Any) -> Any:
 
 def _plain_list(value: Any) -> Any:
     return [_plain_list(one) for one in value] if isinstance(value, list) else _plain(value)
+
+
+def _json_able(value: Any) -> Any:
+    """JSON has no number that is not finite; protobuf's JSON mapping has these names for them."""
+    if isinstance(value, list):
+        return [_json_able(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 def _header(name: str) -> str:

@@ -57,7 +57,8 @@ def values_of_column(tensor: Tensor, column: pa.ChunkedArray, place: Place) -> t
     the former holds there means nothing. Raises `BadInput`."""
     array, shape = _plain(column), tuple(tensor.shape[1:])
     nulls = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
-    if all(size == 1 for size in shape):
+    tensors = isinstance(array.type, pa.FixedShapeTensorType) or _is_list(array.type)
+    if not shape or (all(size == 1 for size in shape) and not tensors):
         return _elements(tensor, array, place).reshape(len(array), *shape), nulls
     if nulls is not None:
         raise _null(tensor, nulls, place, "a tensor has no place for it")

@@ -12,6 +12,9 @@ import pyarrow.compute as pc
 # Beside the empty field: what stands for null in a CSV, in quotes, too.
 NULL_VALUES = ("NA", "N/A", "null", "NULL", "NaN", "nan")
 
+# From here on not every whole number is a double.
+EXACT_BELOW = 2.0**53
+
 _Reader = Callable[[pa.Array], pa.Array]
 
 
@@ -40,13 +43,20 @@ def _readers(dtype: np.dtype[Any]) -> list[_Reader]:
     readers: list[_Reader] = [
         lambda texts: texts.cast(pa.from_numpy_dtype(dtype)),
         # pandas writes whole numbers with nulls among them as 3.0.
-        lambda texts: _floats(texts, pa.float64()),
+        _whole_floats,
     ]
     if dtype == np.int32:
         readers.append(lambda texts: texts.cast(pa.date32()).view(pa.int32()))
     if dtype == np.int64:
         readers.append(lambda texts: texts.cast(pa.timestamp("us")).view(pa.int64()))
     return readers
+
+
+def _whole_floats(texts: pa.Array) -> pa.Array:
+    values = _floats(texts, pa.float64())
+    if pc.any(pc.greater_equal(pc.abs(values), EXACT_BELOW)).as_py():
+        raise pa.ArrowInvalid("a whole number has more digits than a double holds")
+    return values
 
 
 def _booleans(texts: pa.Array) -> pa.Array:

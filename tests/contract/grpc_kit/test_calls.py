@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import logging
 import re
 import weakref
@@ -15,7 +16,8 @@ import pytest
 from grpc import aio
 
 from millrace.data.v1 import data_service_pb2, resources_pb2
-from shared.errors import ResourceExhausted
+from millrace_client.calls import RETRIES
+from shared.errors import ResourceExhausted, Unavailable
 from shared.grpc_server import Door, message_bytes
 from shared.grpc_server.interceptor import _request_id
 from shared.grpc_server.server import MAX_MESSAGE_BYTES
@@ -354,3 +356,31 @@ def test_what_a_refused_call_sent_waits_for_no_garbage_collector() -> None:
         asyncio.run(main(door=Door(["/test.Refusing/Unary"], lambda: None)))
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("door", [False, True])
+def test_a_call_refused_as_unavailable_is_tried_again_by_clients_that_grpc_retries_for(door: bool) -> None:
+    tries: list[bytes] = []
+
+    async def busy_twice(request: bytes, _: Any) -> bytes:
+        tries.append(request)
+        if len(tries) < 3:
+            raise Unavailable("starting", reason="STARTING")
+        return b"answer"
+
+    def register(server: aio.Server) -> list[str]:
+        handlers: dict[str, Any] = {"Unary": grpc.unary_unary_rpc_method_handler(busy_twice)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Busy", handlers),))
+        return []
+
+    async def main() -> None:
+        options: dict[str, Any] = {"door": Door(["/test.Busy/Unary"], lambda: None)} if door else {}
+        async with (
+            running(register, **options) as kit,
+            aio.insecure_channel(kit.address, options=[("grpc.service_config", json.dumps(RETRIES))]) as channel,
+        ):
+            call: Any = channel.unary_unary("/test.Busy/Unary")
+            assert await call(b"x", timeout=20) == b"answer"
+
+    asyncio.run(main())
+    assert tries == [b"x"] * 3

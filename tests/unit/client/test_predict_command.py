@@ -308,3 +308,11 @@ def test_an_error_says_what_would_be_taken(tmp_path: Path) -> None:
     assert "remedy: name a file that ends in one of .png, .jpg" in result.stderr
     assert ".csv, .csv.gz, .parquet" in result.stderr
     assert predict(table_model(), tmp_path / "nowhere.csv").exit_code == 2
+
+
+def test_numbers_that_are_not_finite_have_names_in_json(csv: Path) -> None:
+    class Endless(Remembering):
+        async def forward(self, rows: Rows) -> Outputs:
+            return Outputs([np.full((len(rows), 1), np.nan, np.float32)])
+
+    assert predictions(Endless(TABLE, REGRESSION), csv, "--limit", "1")[0]["values"] == ["NaN"]

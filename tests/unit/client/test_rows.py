@@ -48,6 +48,7 @@ def values(wanted: Any, array: Any) -> Any:
         ("INT64", pa.array([2.0, None]), [2, None]),
         ("INT64", pa.array(["2.0", "7", None]), [2, 7, None]),
         ("UINT64", pa.array(["18446744073709551615"]), [2**64 - 1]),
+        ("INT64", pa.array(["9007199254740993", "3.0"]), [2**53 + 1, 3]),
         ("INT64", pa.array(["1970-01-01T00:00:01.5"]), [1_500_000]),
         ("INT64", pa.array([3, None], pa.timestamp("ns")), [3, None]),
         ("INT32", pa.array([datetime.date(1970, 1, 3), None]), [2, None]),
@@ -120,6 +121,13 @@ def test_rows_of_a_shape_come_as_tensors_lists_or_their_bytes(array: Any) -> Non
 def test_rows_of_another_shape_are_refused(array: Any, told: str) -> None:
     with pytest.raises(BadInput, match=told):
         values(tensor("INT64", 2, 2), array)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_tensors_of_one_element_are_tensors(shape: tuple[int, ...]) -> None:
+    given = np.arange(2.0, dtype=np.float32).reshape(2, *shape)
+    assert values(tensor("FP32", *shape), pa.FixedShapeTensorArray.from_numpy_ndarray(given)) == given.tolist()
+    assert values(tensor("FP32", 1), pa.array([[1.0], [2.0]], pa.list_(pa.float32(), 1))) == [[1.0], [2.0]]
 
 
 def test_a_row_of_one_element_may_have_a_dimension_more() -> None:

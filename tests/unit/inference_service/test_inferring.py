@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -250,6 +252,23 @@ def test_a_large_answer_in_typed_contents_is_whole() -> None:
         assert list(label.contents.int64_contents) == [0]
 
     served(scenario, deployment(signature=WIDE), model=Wide())
+
+
+def test_a_large_answer_waits_for_no_thread_that_waits_for_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_service.inferring.CONVERTED_AT_ONCE", 0)
+
+    async def scenario(server: Server) -> None:
+        silent = threading.Event()
+        with ThreadPoolExecutor(1) as only:
+            asyncio.get_running_loop().set_default_executor(only)
+            waits = asyncio.create_task(asyncio.to_thread(silent.wait, 20))
+            try:
+                await server.stub.ModelInfer(ask(1), timeout=5)
+            finally:
+                silent.set()
+                await waits
+
+    served(scenario)
 
 
 def test_classifications_that_no_message_has_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

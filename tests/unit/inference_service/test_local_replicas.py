@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import signal
 import socket
 import threading
+import weakref
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -135,6 +137,26 @@ def test_what_the_model_raises_is_raised_here(folder: Path) -> None:
         assert (await call(local, rows(4))).arrays[0].tolist() == [8]
 
     on_a_loop(scenario)
+
+
+def test_a_batch_that_failed_waits_for_no_garbage_collector(folder: Path) -> None:
+    async def scenario() -> None:
+        replica(folder)
+        local = LocalReplicas(folder)
+        batch = rows(-1)
+        kept = weakref.ref(batch.values["x"])
+        try:
+            await call(local, batch)
+        except FailedPrecondition:
+            del batch
+        await asyncio.sleep(0)  # the loop itself keeps what it is at
+        assert kept() is None
+
+    gc.disable()
+    try:
+        on_a_loop(scenario)
+    finally:
+        gc.enable()
 
 
 def test_a_batch_given_up_while_it_waits_never_reaches_the_model(folder: Path) -> None:

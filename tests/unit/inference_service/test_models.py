@@ -234,6 +234,9 @@ def test_requests_of_all_models_are_bounded_in_bytes_and_one_alone_always_has_ro
         with pytest.raises(ResourceExhausted, match="requests of 4 bytes wait already") as refused:
             await models.infer(*models.choose("n", ""), [tensor(1)], [], 5.0)
         assert refused.value.retry_after_s is not None
+        load = models.load_of(application_name(other, other.versions[0]))
+        assert load is not None
+        assert load.refused == 1, "more replicas would make room"
         large.cancel()  # its bytes are free again, as those of one that is answered
         await asyncio.wait([large])
         doubler.has_replica.set()

@@ -241,6 +241,27 @@ def test_a_client_that_takes_no_answers_is_not_read_any_further() -> None:
     on_a_loop(scenario)
 
 
+def test_answers_that_nobody_takes_count_like_requests() -> None:
+    async def scenario() -> None:
+        read: list[int] = []
+
+        async def same(number: int) -> int:
+            return number
+
+        answers = in_order(endless(read), same, most=1000, answer_bytes=lambda _: 40, most_bytes=100)
+        assert [await anext(answers) for _ in range(2)] == [0, 1]
+        for _ in range(200):
+            await asyncio.sleep(0)
+        # What was read while the first answers were on their way, and no more.
+        assert len(read) <= 10
+        before = len(read)
+        assert await anext(answers) == 2
+        assert [await anext(answers) for _ in range(before)] == list(range(3, before + 3))
+        await answers.aclose()
+
+    on_a_loop(scenario)
+
+
 def test_what_a_closed_stream_worked_on_has_ended() -> None:
     async def scenario() -> None:
         ended: list[int] = []
