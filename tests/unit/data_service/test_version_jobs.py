@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -56,7 +57,7 @@ def start(
 def remove_source(store: ObjectStore, job: JobRecord, version_id: str) -> None:
     """Which nobody may while the job lives."""
     jobs = Jobs(store, IMPORT_KIND)
-    jobs.transition(job.name, lambda newest: replace(newest, state=JobState.CANCELLED))
+    jobs.transition(job.name, lambda newest: replace(newest, state=JobState.CANCELLED, update_time=time.time()))
     Deletions(store, jobs).delete(f"{PARENT}/versions/{version_id}")
 
 
