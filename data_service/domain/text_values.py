@@ -29,8 +29,6 @@ def from_text(texts: pa.Array, target: pa.DataType) -> pa.Array:
     """
     if kinds.is_string(target):
         return texts
-    if kinds.is_boolean(target):
-        return _booleans(texts)
     if kinds.is_floating(target):
         return _floats(texts, target)
     if kinds.is_time(target):
@@ -163,12 +161,3 @@ def _large_wholes(texts: pa.Array, values: pa.Array) -> pa.Array:
         return texts.slice(0, 0)
     found = texts.filter(large)
     return found.filter(pc.match_substring_regex(found, "^[+-]?[0-9]+$"))
-
-
-def _booleans(texts: pa.Array) -> pa.Array:
-    lower = pc.utf8_lower(texts)
-    true = pc.is_in(lower, pa.array(["true", "1"]))
-    known = pc.or_(true, pc.or_(pc.is_in(lower, pa.array(["false", "0"])), texts.is_null()))
-    if not pc.all(known, min_count=0).as_py():
-        raise pa.ArrowInvalid("neither true nor false")
-    return pc.if_else(texts.is_null(), pa.scalar(None, pa.bool_()), true)

@@ -36,7 +36,7 @@ def numbers_of_texts(texts: pa.Array, dtype: np.dtype[Any]) -> pa.Array:
 def _readers(dtype: np.dtype[Any]) -> list[_Reader]:
     """What a text may be, the likelier first."""
     if dtype.kind == "b":
-        return [_booleans]
+        return [lambda texts: texts.cast(pa.bool_())]
     if dtype.kind == "f":
         # There is no cast from text to half floats.
         return [lambda texts: _floats(texts, pa.float64() if dtype.itemsize == 8 else pa.float32())]
@@ -57,15 +57,6 @@ def _whole_floats(texts: pa.Array) -> pa.Array:
     if pc.any(pc.greater_equal(pc.abs(values), EXACT_BELOW)).as_py():
         raise pa.ArrowInvalid("a whole number has more digits than a double holds")
     return values
-
-
-def _booleans(texts: pa.Array) -> pa.Array:
-    lower = pc.utf8_lower(texts)
-    true = pc.is_in(lower, pa.array(["true", "1"]))
-    known = pc.or_(true, pc.or_(pc.is_in(lower, pa.array(["false", "0"])), texts.is_null()))
-    if not pc.all(known, min_count=0).as_py():
-        raise pa.ArrowInvalid("neither true nor false")
-    return pc.if_else(texts.is_null(), pa.scalar(None, pa.bool_()), true)
 
 
 def _floats(texts: pa.Array, target: pa.DataType) -> pa.Array:

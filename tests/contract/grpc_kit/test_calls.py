@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import re
@@ -21,6 +20,7 @@ from shared.errors import ResourceExhausted, Unavailable
 from shared.grpc_server import Door, message_bytes
 from shared.grpc_server.interceptor import _request_id
 from shared.grpc_server.server import MAX_MESSAGE_BYTES
+from tests.support.garbage import uncollected
 from tests.support.grpc_kit import (
     ECHO,
     GET_DATASET,
@@ -349,13 +349,10 @@ def test_what_a_refused_call_sent_waits_for_no_garbage_collector() -> None:
                 while any(one() is not None for one in messages):  # noqa: ASYNC110 - nobody tells
                     await asyncio.sleep(0.01)
 
-    gc.disable()
-    try:
+    with uncollected():
         asyncio.run(main())
         messages.clear()
         asyncio.run(main(door=Door(["/test.Refusing/Unary"], lambda: None)))
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("door", [False, True])

@@ -170,14 +170,23 @@ def test_columns_may_be_spread_over_files_of_equally_many_rows(tmp_path: Path) -
     assert "different numbers of rows" in result.stderr
 
 
-def test_many_rows_go_in_requests_of_the_model_s_batch_in_order(tmp_path: Path) -> None:
+def test_many_rows_go_in_requests_of_the_model_s_batch_and_each_gets_its_own_answer(tmp_path: Path) -> None:
+    class Doubling(Remembering):
+        async def forward(self, rows: Rows) -> Outputs:
+            await super().forward(rows)
+            return Outputs([rows.values["mass"].reshape(-1, 1) * 2])
+
     lines = "".join(f"Dream,{number},2007\n" for number in range(300))
     (tmp_path / "many.csv").write_text(f"island,mass,year\n{lines}")
-    model = table_model()
-    told = predictions(model, tmp_path / "many.csv", "--in-flight", "1000")
-    assert [one["row"] for one in told] == list(range(1, 301))
-    assert [row[1] for row in model.rows] == list(range(300))
-    assert model.most_together == 8
+    for in_flight in ("8", "1000"):
+        model = Doubling(TABLE, REGRESSION)
+        told = predictions(model, tmp_path / "many.csv", "--in-flight", in_flight)
+        assert [one["row"] for one in told] == list(range(1, 301))
+        assert [one["values"] for one in told] == [[number * 2] for number in range(300)]
+        asked = [row[1] for row in model.rows]
+        # Of requests that are on the way together, any may come first.
+        assert (asked if in_flight == "8" else sorted(asked)) == list(range(300))
+        assert model.most_together == 8
     assert "… and 280 more" in predict(table_model(), tmp_path / "many.csv").stdout
     assert len(predictions(table_model(), tmp_path / "many.csv", "--limit", "13")) == 13
 

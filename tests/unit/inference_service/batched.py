@@ -82,3 +82,11 @@ async def settle() -> None:
 
 def submit(one: Batcher, what: Rows, remaining_s: float | None = None) -> asyncio.Task[Any]:
     return asyncio.create_task(one.submit(what, remaining_s))
+
+
+async def occupied(model: Model, **limits: Any) -> tuple[Batcher, asyncio.Task[Any]]:
+    """A batcher whose model is at work on the number 1; what is asked next gathers behind that."""
+    one = batcher(model, **limits)
+    first = submit(one, rows(1))
+    await settle()
+    return one, first

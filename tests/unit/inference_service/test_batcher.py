@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import weakref
 from dataclasses import replace
 
@@ -14,15 +13,24 @@ from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.tensors import Array
 from shared.errors import DataLoss, Internal, InvalidArgument
-from tests.unit.inference_service.batched import BAD, Doubler, PiecesInTurn, batcher, on_a_loop, rows, settle, submit
+from tests.support.garbage import uncollected
+from tests.unit.inference_service.batched import (
+    BAD,
+    Doubler,
+    PiecesInTurn,
+    batcher,
+    occupied,
+    on_a_loop,
+    rows,
+    settle,
+    submit,
+)
 
 
 def test_each_request_gets_its_own_rows_back() -> None:
     async def scenario() -> None:
         model = Doubler()
-        one = batcher(model)
-        first = submit(one, rows(1))
-        await settle()  # it occupies the model; the others gather behind it
+        one, first = await occupied(model)
         others = [submit(one, rows(2, 3)), submit(one, rows(4)), submit(one, rows(5, 6))]
         await settle()
         model.may_work.set()
@@ -113,9 +121,7 @@ def test_an_error_of_the_model_reaches_every_request_of_the_batch() -> None:
 def test_a_row_that_the_model_refuses_is_its_own_requests_fault() -> None:
     async def scenario() -> None:
         model = Doubler()
-        one = batcher(model)
-        first = submit(one, rows(1))
-        await settle()  # it occupies the model; the others gather behind it
+        one, first = await occupied(model)
         good, bad = submit(one, rows(2)), submit(one, rows(3, 1003, 4))
         await settle()
         model.may_work.set()
@@ -188,9 +194,7 @@ def test_an_error_of_ours_at_one_row_is_that_of_its_request_alone() -> None:
 def test_rows_that_cannot_be_put_together_fail_and_the_model_goes_on() -> None:
     async def scenario() -> None:
         model = Doubler()
-        one = batcher(model)
-        first = submit(one, rows(1))
-        await settle()  # it occupies the model; the others gather behind it
+        one, first = await occupied(model)
         others = [submit(one, Rows("raw", {"x": np.zeros((1, width))})) for width in (2, 3)]
         await settle()
         model.may_work.set()
@@ -204,14 +208,12 @@ def test_rows_that_cannot_be_put_together_fail_and_the_model_goes_on() -> None:
 def test_requests_share_a_batch_up_to_its_bound_in_bytes() -> None:
     async def scenario() -> None:
         model = Doubler()
-        one = batcher(model, max_bytes=100)
-        tasks = [submit(one, rows(1))]
-        await settle()
-        tasks += [submit(one, replace(rows(2), size_bytes=60)) for _ in range(3)]
+        one, first = await occupied(model, max_bytes=100)
+        tasks = [submit(one, replace(rows(2), size_bytes=60)) for _ in range(3)]
         tasks.append(submit(one, rows(3, 4, 5, 6, 7)))  # in pieces of four and one, of 8 bytes a row
         await settle()
         model.may_work.set()
-        await asyncio.gather(*tasks)
+        await asyncio.gather(first, *tasks)
         assert model.sizes == [1, 1, 1, 1, 4, 1]
 
     on_a_loop(scenario)
@@ -239,8 +241,5 @@ def test_what_is_over_waits_for_no_garbage_collector(values: tuple[int, ...], fa
         await settle()
         assert array() is None
 
-    gc.disable()
-    try:
+    with uncollected():
         on_a_loop(scenario)
-    finally:
-        gc.enable()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import multiprocessing
 import os
 import signal
@@ -23,6 +22,7 @@ from inference_service.local_replicas import SETTLED_NS, LocalReplicas, ReplicaL
 from inference_service.replica_socket import listen
 from inference_service.socket_folders import SUFFIX
 from shared.errors import FailedPrecondition, Internal
+from tests.support.garbage import uncollected
 
 
 class Doubler:
@@ -152,11 +152,8 @@ def test_a_batch_that_failed_waits_for_no_garbage_collector(folder: Path) -> Non
         await asyncio.sleep(0)  # the loop itself keeps what it is at
         assert kept() is None
 
-    gc.disable()
-    try:
+    with uncollected():
         on_a_loop(scenario)
-    finally:
-        gc.enable()
 
 
 def test_a_batch_given_up_while_it_waits_never_reaches_the_model(folder: Path) -> None:

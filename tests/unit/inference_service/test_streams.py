@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 import sys
 import weakref
@@ -20,6 +19,7 @@ from inference_service.domain.held_bytes import HeldBytes
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.streaming import in_order
 from shared.grpc_server import server as grpc_server
+from tests.support.garbage import uncollected
 from tests.support.grpc_kit import everything, told
 from tests.support.inference_server import Server, ask, attach, deployment, served, until
 
@@ -217,6 +217,10 @@ def on_a_loop(scenario: Callable[[], Any]) -> None:
     asyncio.run(bounded())
 
 
+async def same(number: int) -> int:
+    return number
+
+
 async def endless(read: list[int]) -> AsyncIterator[int]:
     while True:
         read.append(len(read))
@@ -227,9 +231,6 @@ async def endless(read: list[int]) -> AsyncIterator[int]:
 def test_a_client_that_takes_no_answers_is_not_read_any_further() -> None:
     async def scenario() -> None:
         read: list[int] = []
-
-        async def same(number: int) -> int:
-            return number
 
         answers = in_order(endless(read), same, most=3)
         assert [await anext(answers) for _ in range(2)] == [0, 1]
@@ -244,9 +245,6 @@ def test_a_client_that_takes_no_answers_is_not_read_any_further() -> None:
 def test_answers_that_nobody_takes_count_like_requests() -> None:
     async def scenario() -> None:
         read: list[int] = []
-
-        async def same(number: int) -> int:
-            return number
 
         answers = in_order(endless(read), same, most=1000, answer_bytes=lambda _: 40, most_bytes=100)
         assert [await anext(answers) for _ in range(2)] == [0, 1]
@@ -305,9 +303,6 @@ def test_no_other_request_is_read_while_those_that_are_worked_on_are_large() -> 
     async def scenario() -> None:
         read: list[int] = []
 
-        async def same(number: int) -> int:
-            return number
-
         answers = in_order(endless(read), same, most=64, size_bytes=lambda _: 10, most_bytes=25)
         for taken in range(1, 4):
             assert await anext(answers) == taken - 1
@@ -322,9 +317,6 @@ def test_no_other_request_is_read_while_those_that_are_worked_on_are_large() -> 
 
 def test_one_request_that_is_larger_than_all_may_be_is_answered() -> None:
     async def scenario() -> None:
-        async def same(number: int) -> int:
-            return number
-
         answers = in_order(endless([]), same, most=64, size_bytes=lambda _: 10, most_bytes=1)
         assert [await anext(answers) for _ in range(3)] == [0, 1, 2]
         await answers.aclose()
@@ -368,11 +360,8 @@ def test_a_stream_that_is_idle_keeps_none_of_its_requests() -> None:
         assert len(arrays) == 3
         stream.cancel()
 
-    gc.disable()
-    try:
+    with uncollected():
         served(scenario, model=Noting())
-    finally:
-        gc.enable()
 
 
 def test_streams_of_large_requests_together_hold_no_more_than_the_process_may() -> None:
