@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.train_loader import BATCH, MEAN, SPEC, STD
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.record import begin_attempt
+from shared.jobs.transitions import begin_attempt
 from shared.model_spec import ModelSpec
 from shared.models import build_model
 from shared.settings import StoreSettings

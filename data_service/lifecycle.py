@@ -18,7 +18,8 @@ from shared.dataset_version.version import NAME_PATTERN
 from shared.errors import FailedPrecondition, not_found
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.deletion import condemned, undone, while_deleting
-from shared.jobs.record import check_etag, confirm_delete, request_delete
+from shared.jobs.record import check_etag
+from shared.jobs.transitions import confirm_delete, request_delete
 from shared.storage import ObjectStore
 
 

@@ -21,9 +21,11 @@ from grpc import aio
 from inference import grpc_service_pb2, grpc_service_pb2_grpc
 from inference_service.cluster import Cluster
 from inference_service.deployment_servicer import DeploymentServicer
+from inference_service.dispatcher import Dispatcher
 from inference_service.domain.deployment import Deployment
 from inference_service.front import Front
 from inference_service.fronts import REFUSED, parent_gone, run_fronts
+from inference_service.inferring import Inference
 from inference_service.large_buffers import give_back_large_buffers
 from inference_service.load_reports import LoadReports
 from inference_service.manager import DeploymentManager
@@ -63,6 +65,7 @@ async def run(settings: InferenceSettings, store: ObjectStore, siblings: Sibling
     operations = DeploymentOperations(store, deployments)
     applications = ServeApplications(settings.service.store.url, replica_sockets=settings.replica_sockets)
     models, health, stop = Models(), Health(), asyncio.Event()
+    dispatcher = Dispatcher(models)
     cluster = Cluster(settings.cluster_max)
     reconciler = Reconciler(deployments, applications, models, cluster, settings, siblings)
     front = Front(settings, applications, reconciler, models, health, stop)
@@ -81,7 +84,7 @@ async def run(settings: InferenceSettings, store: ObjectStore, siblings: Sibling
             DeploymentServicer(manager, wishes, changed, models.replicas), server
         )
         grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
-            OpenInferenceServicer(models, ModelRepository(deployments), changed), server
+            OpenInferenceServicer(models, Inference(models, dispatcher), ModelRepository(deployments), changed), server
         )
         operations_pb2_grpc.add_OperationsServicer_to_server(OperationsServicer(operations), server)
         return [
@@ -106,7 +109,7 @@ async def run(settings: InferenceSettings, store: ObjectStore, siblings: Sibling
                     ready=front.ready.is_set(),
                     stop=stop,
                     shared_port=siblings.are_there,
-                    door=Door(BEHIND_DOOR, models.turned_away),
+                    door=Door(BEHIND_DOOR, dispatcher.turned_away),
                 )
             for task in background:
                 task.cancel()

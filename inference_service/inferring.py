@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from inference import grpc_service_pb2 as pb
+from inference_service.dispatcher import Answer, Dispatcher
 from inference_service.domain.request_parameters import RequestedOutput, Wishes, wishes_of
 from inference_service.domain.traffic import headers_of
-from inference_service.models import Answer, Models
+from inference_service.models import Models
 from inference_service.open_inference_converters import (
     answer_to_proto,
     check_tensor_counts,
@@ -48,8 +49,9 @@ Metadata = Callable[[], Any]
 class Inference:
     """Safe to use from many tasks of one event loop."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Models, dispatcher: Dispatcher) -> None:
         self._models = models
+        self._dispatcher = dispatcher
 
     async def answer(
         self,
@@ -62,7 +64,7 @@ class Inference:
         """`remaining_s` is the caller's time left, None for no deadline; `metadata` that of its call. With
         `ends_itself` who calls cancels this when the time has passed.
 
-        Raises what `Models.choose` and `Models.infer` raise, and `DeadlineExceeded`.
+        Raises what `Models.choose` and `Dispatcher.infer` raise, and `DeadlineExceeded`.
         """
         began_s = time.perf_counter()
         statistics = self._models.unchosen
@@ -81,8 +83,8 @@ class Inference:
             wishes = wishes_of(parameters_from_proto(request.parameters))
             inputs, requested = inputs_from_proto(request), outputs_from_proto(request)
             limit_s = _limit(wishes, remaining_s)
-            inferring = self._models.infer(deployment, version, inputs, requested, limit_s, wishes.priority)
-            del inputs  # as in `infer`
+            inferring = self._dispatcher.infer(deployment, version, inputs, requested, limit_s, wishes.priority)
+            del inputs  # as in `Dispatcher.infer`
             if limit_s == remaining_s and ends_itself:
                 answer = await inferring
             else:

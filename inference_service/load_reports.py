@@ -10,8 +10,9 @@ import logging
 import os
 import uuid
 
+from inference_service.domain.applications import application_name
 from inference_service.domain.deployment import LIVE
-from inference_service.models import Models, application_name
+from inference_service.models import Models
 from inference_service.ray_serve import ServeApplications
 
 logger = logging.getLogger(__name__)
@@ -47,9 +48,9 @@ class LoadReports:
 
     async def _report(self, name: str) -> None:
         try:
-            load = self._models.load_of(name)
-            if load is not None:
-                await self._applications.tell_load(name, self._front, load)
+            batcher = self._models.find_batcher(name)
+            if batcher is not None:
+                await self._applications.tell_load(name, self._front, batcher.load())
         except Exception as error:  # Ray's half a dozen kinds; the next report is as good
             logger.warning("the replicas of %s do not hear what there is for them to do: %r", name, error)
         finally:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from inference import grpc_service_pb2 as pb
+from inference_service.dispatcher import Answer
 from inference_service.domain.classification import classified
 from inference_service.domain.deployment import Deployment
 from inference_service.domain.request_parameters import (
@@ -23,7 +24,6 @@ from inference_service.domain.tensors import (
     encode_typed,
     has_typed_form,
 )
-from inference_service.models import Answer
 from shared.errors import MillraceError, check_count, invalid_field
 from shared.grpc_errors import status_code
 

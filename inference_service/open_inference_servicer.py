@@ -39,11 +39,17 @@ STREAM_REQUEST_WITHIN_S = 60.0
 class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
     """`changed` is told each deployment whose log was written, so that it takes effect at once."""
 
-    def __init__(self, models: Models, repository: ModelRepository, changed: Callable[[Deployment], None]) -> None:
+    def __init__(
+        self,
+        models: Models,
+        inference: Inference,
+        repository: ModelRepository,
+        changed: Callable[[Deployment], None],
+    ) -> None:
         self._models = models
+        self._inference = inference
         self._repository = repository
         self._changed = changed
-        self._inference = Inference(models)
         self._version = importlib.metadata.version("millrace")
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from inference_service.domain.applications import application_name
 from inference_service.domain.batching import pieces
 from inference_service.domain.comparing import Difference, falls_short
 from inference_service.domain.deployment import Deployment, ModelVersion, State
@@ -26,7 +27,7 @@ from inference_service.domain.rolling import (
 )
 from inference_service.domain.routing import find_version
 from inference_service.held_rows import held_rows
-from inference_service.models import Models, application_name
+from inference_service.models import Models
 from inference_service.registry import Deployments, Step
 from inference_service.settings import InferenceSettings
 from inference_service.siblings import Siblings

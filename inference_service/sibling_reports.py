@@ -7,10 +7,11 @@ import logging
 import os
 import time
 
+from inference_service.domain.applications import application_name
 from inference_service.domain.deployment import Deployment
 from inference_service.domain.recent import Counts
 from inference_service.domain.roll_out import RollOutState
-from inference_service.models import Models, application_name
+from inference_service.models import Models
 from inference_service.reconciler import Reconciler
 from inference_service.siblings import LOOK_EVERY_S, Siblings, Told
 

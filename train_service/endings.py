@@ -10,7 +10,7 @@ from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoi
 from shared.checkpoint.registry import best, latest
 from shared.errors import DataLoss, Internal, MillraceError
 from shared.jobs import AttemptContext, JobRecord, JobState
-from shared.jobs.record import NO_ROOM, PREEMPTED, RESIZED
+from shared.jobs.transitions import NO_ROOM, PREEMPTED, RESIZED
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from train_service.domain.spec import TrainingSpec

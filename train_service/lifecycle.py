@@ -18,7 +18,8 @@ from shared.checkpoint.users import users_of_job
 from shared.errors import STORE_OUTAGES, FailedPrecondition, not_found
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.deletion import condemned, undone, while_deleting
-from shared.jobs.record import check_etag, confirm_delete, request_delete
+from shared.jobs.record import check_etag
+from shared.jobs.transitions import confirm_delete, request_delete
 from shared.storage import ObjectStore
 from train_service.inputs import release_inputs
 from train_service.reporting import TRAIN_KIND

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from shared.errors import MillraceError, Unavailable
 from shared.jobs import AttemptContext, warm_workers
 from shared.jobs.nodes import draining_nodes
-from shared.jobs.record import PREEMPTED, RESIZED
+from shared.jobs.transitions import PREEMPTED, RESIZED
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.watchdog import culprits, hung, limit_s, silent_ranks
 from train_service.endings import HUNG, tell_end

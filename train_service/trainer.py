@@ -21,7 +21,7 @@ from ray.train import TrainingFailedError
 
 from shared.errors import Cancelled, MillraceError, Unavailable
 from shared.jobs import AttemptContext
-from shared.jobs.record import NO_ROOM, RESIZED
+from shared.jobs.transitions import NO_ROOM, RESIZED
 from shared.log import StaleAttempt
 from train_service.domain.spec import TrainingSpec
 from train_service.endings import result_of, told

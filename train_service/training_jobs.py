@@ -14,7 +14,7 @@ from shared import names, paging
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, resolve
 from shared.errors import AlreadyExists, FailedPrecondition, NotFound, OutOfRange, already_exists
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.jobs.record import take_up
+from shared.jobs.transitions import take_up
 from shared.requests import claimed, claimed_before
 from shared.storage import ObjectStore
 from train_service.cluster_memory import ClusterMemory, check_ever_fits

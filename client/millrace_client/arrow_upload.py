@@ -2,14 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+from google.protobuf import empty_pb2
+
+from millrace.data.v1 import data_service_pb2 as pb
+from millrace.data.v1 import resources_pb2
+from millrace_client.calls import Caller, new_request_id
+from millrace_client.errors import MillraceError
+from millrace_client.operations import Operation
+from millrace_client.uploads import resume_upload
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 # A batch is encoded, sent and decoded as a whole.
 BATCH_BYTES = 4 * 1024 * 1024
+
+
+def import_while_sent(
+    caller: Caller,
+    stub: Any,
+    dataset: str,
+    rows: pa.Table | pa.RecordBatchReader | Iterable[pa.RecordBatch],
+    import_upload: Callable[[str], Operation[resources_pb2.DatasetVersion]],
+) -> Operation[resources_pb2.DatasetVersion]:
+    """Sends the rows into a new upload of `datasets/{d}`, and has `import_upload` start importing it before they are.
+
+    Where sending fails the import is cancelled and nothing is left.
+    """
+    request = pb.StartUploadRequest(parent=dataset, request_id=new_request_id())
+    upload = caller.unary(stub.StartUpload, request, resources_pb2.Upload).name
+    operation = None
+    try:
+        operation = import_upload(upload)
+        resume_upload(caller, stub, upload, stream_of(rows))
+    except BaseException:
+        with suppress(MillraceError):  # what is left then is swept by the server in its time
+            if operation is not None:
+                operation.cancel()
+                operation.wait()
+        with suppress(MillraceError):
+            caller.unary(stub.AbortUpload, pb.AbortUploadRequest(name=upload), empty_pb2.Empty)
+        raise
+    return operation
 
 
 def stream_of(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from google.longrunning import operations_pb2
@@ -16,7 +15,7 @@ from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import data_service_pb2_grpc, quality_pb2, resources_pb2
 from millrace_client.arrow_stream import ArrowBytes, read_method
 from millrace_client.calls import Caller, new_request_id
-from millrace_client.errors import AlreadyExists, MillraceError
+from millrace_client.errors import AlreadyExists
 from millrace_client.operations import Operation
 from millrace_client.paging import every_page
 
@@ -183,24 +182,13 @@ class DataClient:
         Returns once they are all sent; the import may still be at work. `options` are those of `import_version`. Where
         sending fails the import is cancelled and nothing is left.
         """
-        from millrace_client.arrow_upload import stream_of
+        from millrace_client.arrow_upload import import_while_sent
         from millrace_client.specs import arrow_source
 
-        request = pb.StartUploadRequest(parent=dataset, request_id=new_request_id())
-        upload = self._caller.unary(self._stub.StartUpload, request, resources_pb2.Upload).name
-        operation = None
-        try:
-            operation = self.import_version(dataset, [arrow_source(split, upload)], **options)
-            self.resume_upload(upload, stream_of(rows))
-        except BaseException:
-            with suppress(MillraceError):  # what is left then is swept by the server in its time
-                if operation is not None:
-                    operation.cancel()
-                    operation.wait()
-            with suppress(MillraceError):
-                self.abort_upload(upload)
-            raise
-        return operation
+        def import_upload(upload: str) -> Operation[resources_pb2.DatasetVersion]:
+            return self.import_version(dataset, [arrow_source(split, upload)], **options)
+
+        return import_while_sent(self._caller, self._stub, dataset, rows, import_upload)
 
     def transform_version(
         self,
@@ -309,26 +297,14 @@ class DataClient:
         return preview
 
     def read_batches(
-        self,
-        name: str,
-        *,
-        split: str = "",
-        columns: Sequence[str] = (),
-        offset: int = 0,
-        limit: int = 0,
+        self, name: str, *, split: str = "", columns: Sequence[str] = (), offset: int = 0, limit: int = 0
     ) -> Iterator[pa.RecordBatch]:
         """Rows in the order of their row ids, as they arrive. Empty `split` or `columns`: all; `limit` 0: no limit."""
         with self._reader(name, split, columns, offset, limit) as reader:
             yield from reader
 
     def read_table(
-        self,
-        name: str,
-        *,
-        split: str = "",
-        columns: Sequence[str] = (),
-        offset: int = 0,
-        limit: int = 0,
+        self, name: str, *, split: str = "", columns: Sequence[str] = (), offset: int = 0, limit: int = 0
     ) -> pa.Table:
         """The same rows as one table in memory."""
         with self._reader(name, split, columns, offset, limit) as reader:

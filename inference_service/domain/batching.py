@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shared.errors import DeadlineExceeded, ResourceExhausted
+from shared.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 
 MIN_RETRY_AFTER_S = 0.01
 # Of a batch that several requests share: on its way to a replica there are two more copies of it.
@@ -153,6 +153,10 @@ def too_late(remaining_s: float, *, begun: bool = False) -> DeadlineExceeded:
         f"the model cannot answer in the {max(remaining_s, 0) * 1000:.0f} ms that are left; {seen}",
         reason="DEADLINE_CANNOT_BE_MET",
     )
+
+
+def draining(why: str) -> Unavailable:
+    return Unavailable(why, reason="MODEL_DRAINING", retry_after_s=1.0)
 
 
 def _hopeless(deadline_s: float, start_s: float, in_flight: int, batch_s: float) -> bool:

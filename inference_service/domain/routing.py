@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from inference_service.domain.deployment import Deployment, ModelVersion, State
+from inference_service.domain.signature import Signature
 from inference_service.domain.traffic import routed
 from shared.errors import FailedPrecondition, NotFound, Unavailable
 
@@ -73,6 +74,13 @@ def no_version(deployment: Deployment, wanted: str) -> NotFound:
         f"{deployment.name} has no version {wanted[:100]!r}; it has {numbers}",
         metadata={"resource": deployment.name, "model_version": wanted[:100]},
     )
+
+
+def signature_of(deployment: Deployment, version: ModelVersion) -> Signature:
+    """What the version takes and gives. Raises `Unavailable` until it has been loaded."""
+    if version.signature is None:
+        raise Unavailable(f"{deployment.name} is loading", reason="MODEL_NOT_READY", retry_after_s=1.0)
+    return version.signature
 
 
 def _weighed(deployment: Deployment, weights: Mapping[str, int]) -> list[tuple[ModelVersion, int]]:

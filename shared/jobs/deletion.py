@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from shared.jobs.record import JobRecord, JobState, undo_delete
+from shared.jobs.record import JobRecord, JobState
 from shared.jobs.registry import Jobs
+from shared.jobs.transitions import undo_delete
 
 
 def while_deleting(jobs: Jobs, job: JobRecord, decide: Callable[[JobRecord], JobRecord]) -> JobRecord:

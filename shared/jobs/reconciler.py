@@ -19,9 +19,10 @@ from ray.exceptions import RayError
 
 from shared.errors import STORE_OUTAGES, Unavailable
 from shared.jobs.actor import NAMESPACE, find_actor, new_actor_name, start_actor
-from shared.jobs.record import JobRecord, JobState, begin_attempt, confirm_cancel, confirm_suspend, lose_attempt
+from shared.jobs.record import JobRecord, JobState
 from shared.jobs.registry import Jobs, LiveJob
 from shared.jobs.spare import Spare
+from shared.jobs.transitions import begin_attempt, confirm_cancel, confirm_suspend, lose_attempt
 from shared.log import StaleAttempt
 from shared.settings import ServiceSettings
 from shared.storage import ObjectStore, open_store

@@ -1,13 +1,13 @@
-"""A job's state and its legal transitions: pure functions on plain values."""
+"""A job's state, and the record of it that its log holds."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from shared.errors import Conflict, Internal, MillraceError, ResourceExhausted
+from shared.errors import Conflict
 
 
 class JobState(enum.StrEnum):
@@ -40,10 +40,6 @@ class JobState(enum.StrEnum):
 
 
 LIVE = (JobState.PENDING, JobState.RUNNING, JobState.RECOVERING, JobState.CANCELLING, JobState.SUSPENDING)
-# Reasons for which an attempt ends though it was well: they are no failures. Its node is taken away, which has a budget
-# of its own; it makes way for one of another size, having got on; it found no room, and waits for some ever longer.
-PREEMPTED, RESIZED, NO_ROOM = "PREEMPTED", "RESIZED", "NO_ROOM"
-MOST_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,161 +110,6 @@ class JobRecord:
         )
 
 
-def begin_attempt(job: JobRecord, now: float, actor: str = "") -> JobRecord:
-    """PENDING, RECOVERING → RUNNING under the next attempt number, in the Ray actor of that name."""
-    _expect(job, JobState.PENDING, JobState.RECOVERING)
-    return replace(job, state=JobState.RUNNING, attempt=job.attempt + 1, actor=actor, update_time=now)
-
-
-def take_up(job: JobRecord, now: float) -> JobRecord:
-    """A job with a `runner`, in any state but the last ones → RUNNING under the next attempt number, with nothing
-    counted against it. An attempt that may still be at work is overtaken by it. One that SUCCEEDED stays as it is."""
-    if job.state is JobState.SUCCEEDED:
-        return job
-    if not job.runner:
-        raise ValueError(f"{job.name} has a reconciler")
-    _expect(job, *LIVE, JobState.FAILED, JobState.CANCELLED, JobState.SUSPENDED)
-    return replace(
-        job,
-        state=JobState.RUNNING,
-        attempt=job.attempt + 1,
-        failures=0,
-        preemptions=0,
-        waits=0,
-        error=None,
-        generation=job.generation + 1 if job.state.final else job.generation,
-        update_time=now,
-    )
-
-
-def lose_attempt(job: JobRecord, cause: MillraceError, now: float) -> JobRecord:
-    """The attempt ended without a result: → RECOVERING, or FAILED once more were lost than allowed. What is no failure
-    (see `PREEMPTED`) does not count as one; preemptions beyond their budget do.
-
-    A job that is being cancelled or suspended has nothing to recover now: → CANCELLED, SUSPENDED.
-    """
-    if job.state is JobState.CANCELLING:
-        return confirm_cancel(job, now)
-    if job.state is JobState.SUSPENDING:
-        return confirm_suspend(job, now)
-    _expect(job, JobState.RUNNING)
-    reason, waits, told = cause.specific_reason, job.waits, cause.as_record()
-    job = replace(job, waits=0, update_time=now)
-    if reason == NO_ROOM:
-        told["retry_after_s"] = min(MOST_WAIT_S, 2.0 ** min(waits, 10))
-        return replace(job, state=JobState.RECOVERING, waits=waits + 1, error=told)
-    if reason == RESIZED:
-        return replace(job, state=JobState.RECOVERING, error=told)
-    if reason == PREEMPTED and job.preemptions < job.max_preemptions:
-        return replace(job, state=JobState.RECOVERING, preemptions=job.preemptions + 1, error=told)
-    failures = job.failures + 1
-    if failures > job.max_failures:
-        # What an operator can put right is told as what it is.
-        kind = ResourceExhausted if isinstance(cause, ResourceExhausted) else Internal
-        error = kind(
-            f"{failures} attempts were lost, {job.max_failures} may be; the last: {cause.message}",
-            reason="TOO_MANY_FAILURES",
-            metadata={**cause.metadata, "failures": str(failures)},
-        )
-        return replace(job, state=JobState.FAILED, failures=failures, error=error.as_record())
-    return replace(job, state=JobState.RECOVERING, failures=failures, error=told)
-
-
-def succeed(job: JobRecord, result: dict[str, Any], now: float) -> JobRecord:
-    """The commit: any live state → SUCCEEDED. A cancel or suspension that came too late does not undo it."""
-    _expect(job, JobState.RUNNING, JobState.RECOVERING, JobState.CANCELLING, JobState.SUSPENDING)
-    return replace(job, state=JobState.SUCCEEDED, result=result, error=None, update_time=now)
-
-
-def fail(job: JobRecord, error: MillraceError, now: float) -> JobRecord:
-    """Any live state → FAILED: another attempt would meet the same error."""
-    _expect(job, *LIVE)
-    return replace(job, state=JobState.FAILED, error=error.as_record(), update_time=now)
-
-
-def request_cancel(job: JobRecord, now: float) -> JobRecord:
-    """A client's wish: any live state → CANCELLING, SUSPENDED → CANCELLED.
-
-    Other states at rest and repeated wishes stay as they are. Of a job with a `runner` any live state → CANCELLED:
-    there may be nobody who would confirm it, and whoever is at work on it reads that it is over.
-    """
-    if job.state is JobState.SUSPENDED or (job.runner and not job.state.final):
-        return replace(job, state=JobState.CANCELLED, generation=job.generation + 1, error=None, update_time=now)
-    if job.state.final or job.state is JobState.CANCELLING:
-        return job
-    return replace(job, state=JobState.CANCELLING, generation=job.generation + 1, update_time=now)
-
-
-def confirm_cancel(job: JobRecord, now: float) -> JobRecord:
-    """CANCELLING → CANCELLED, once nothing works on it any more."""
-    _expect(job, JobState.CANCELLING)
-    return replace(job, state=JobState.CANCELLED, error=None, update_time=now)
-
-
-def request_suspend(job: JobRecord, now: float) -> JobRecord:
-    """A client's wish: PENDING, RUNNING, RECOVERING → SUSPENDING. A repeated wish changes nothing. A job with a
-    `runner` that does not run is SUSPENDED at once: nobody would confirm it."""
-    if job.state in (JobState.SUSPENDING, JobState.SUSPENDED):
-        return job
-    _expect(job, JobState.PENDING, JobState.RUNNING, JobState.RECOVERING)
-    if job.runner and job.state is not JobState.RUNNING:
-        return replace(job, state=JobState.SUSPENDED, generation=job.generation + 1, error=None, update_time=now)
-    return replace(job, state=JobState.SUSPENDING, generation=job.generation + 1, update_time=now)
-
-
-def confirm_suspend(job: JobRecord, now: float) -> JobRecord:
-    """SUSPENDING → SUSPENDED, once nothing works on it any more."""
-    _expect(job, JobState.SUSPENDING)
-    return replace(job, state=JobState.SUSPENDED, error=None, update_time=now)
-
-
-def request_resume(job: JobRecord, now: float) -> JobRecord:
-    """A client's wish: SUSPENDED, FAILED, CANCELLED → RECOVERING, with nothing counted against it; from then on it is a
-    reconciler's. A job that goes on anyway stays as it is; one with a `runner` that was interrupted does not go on."""
-    interrupted = job.runner and job.state is JobState.RECOVERING
-    if job.state in (JobState.PENDING, JobState.RUNNING, JobState.RECOVERING) and not interrupted:
-        return job
-    _expect(job, JobState.SUSPENDED, JobState.FAILED, JobState.CANCELLED, JobState.RECOVERING)
-    return replace(
-        job,
-        state=JobState.RECOVERING,
-        failures=0,
-        preemptions=0,
-        waits=0,
-        error=None,
-        runner="",
-        generation=job.generation + 1,
-        update_time=now,
-    )
-
-
-def request_delete(job: JobRecord, now: float) -> JobRecord:
-    """SUCCEEDED, FAILED, CANCELLED, SUSPENDED → DELETING. A repeated wish changes nothing."""
-    if job.state is JobState.DELETING:
-        return job
-    _expect(job, JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.SUSPENDED)
-    return replace(job, state=JobState.DELETING, deleted_from=job.state, generation=job.generation + 1, update_time=now)
-
-
-def undo_delete(job: JobRecord, now: float) -> JobRecord:
-    """DELETING → what it was before: somebody uses it."""
-    _expect(job, JobState.DELETING)
-    assert job.deleted_from is not None
-    return replace(job, state=job.deleted_from, deleted_from=None, update_time=now)
-
-
-def confirm_delete(job: JobRecord, now: float) -> JobRecord:
-    """DELETING → DELETED, once nothing of it is left."""
-    _expect(job, JobState.DELETING)
-    return replace(job, state=JobState.DELETED, result={}, update_time=now)
-
-
-def follow_deleted(job: JobRecord, tombstone: JobRecord) -> JobRecord:
-    """`job`, new, as the next record after the tombstone of another of its name."""
-    _expect(tombstone, JobState.DELETED)
-    return replace(job, attempt=tombstone.attempt, first_attempt=tombstone.attempt + 1)
-
-
 def check_etag(job: JobRecord, etag: str) -> None:
     """Raises `Conflict` when `etag` is given and not that of the present wish."""
     if etag and etag != str(job.generation):
@@ -277,8 +118,3 @@ def check_etag(job: JobRecord, etag: str) -> None:
             reason="STALE_ETAG",
             metadata={"resource": job.name},
         )
-
-
-def _expect(job: JobRecord, *states: JobState) -> None:
-    if job.state not in states:
-        raise ValueError(f"{job.name} is {job.state}, not one of {', '.join(states)}")

@@ -13,15 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.errors import FailedPrecondition, already_exists, not_found
-from shared.jobs.record import (
-    JobRecord,
-    JobState,
-    check_etag,
-    follow_deleted,
-    request_cancel,
-    request_resume,
-    request_suspend,
-)
+from shared.jobs.record import JobRecord, JobState, check_etag
+from shared.jobs.transitions import follow_deleted, request_cancel, request_resume, request_suspend
 from shared.log import ResourceLog
 from shared.storage import ObjectMissing, ObjectStore
 

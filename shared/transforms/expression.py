@@ -1,10 +1,7 @@
 """The language of `filter`: a small part of Python's expressions, parsed by `ast` and worked out by pyarrow.compute.
 
-Nothing is ever evaluated as Python: each kind of node is either known here or refused. Values are numbers (integers
-become int64, save those of uint64; floats and decimals float64), text, bytes, booleans and moments (dates are their
-midnights). Numbers of different types compare exactly. Arithmetic is that of int64, in which what is beyond it is an
-error, or of float64; only `uint64 % positive integer` takes all of uint64. Nulls make null, save where SQL knows better
-(`and`, `or`).
+Nothing is ever evaluated as Python: each kind of node is either known here or refused. Numbers of different types
+compare exactly. Nulls make null, save where SQL knows better (`and`, `or`).
 """
 
 from __future__ import annotations
@@ -17,19 +14,25 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.types as kinds
 
 from shared.errors import first_line, shown
-from shared.transforms.number_order import comparable
+from shared.transforms.expression_values import (
+    add,
+    constant,
+    divide,
+    is_nan,
+    kind_of,
+    modulo,
+    multiply,
+    negate,
+    plain,
+    subtract,
+)
+from shared.transforms.number_order import Datum, comparable
 
 MAX_CHARACTERS = 4096
 # Of the tree: `a and b and c` and `a < b < c` are one level, `a + b + c` are two.
 MAX_DEPTH = 64
-
-_MOST_SIGNED = 2**63 - 1
-
-# A column's values, or one value for all rows.
-Datum = Any
 
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Datum, Datum], Datum]] = {
     ast.Eq: pc.equal,
@@ -40,19 +43,19 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Datum, Datum], Datum]] = {
     ast.GtE: pc.greater_equal,
 }
 _ARITHMETIC: dict[type[ast.operator], Callable[[Datum, Datum], Datum]] = {
-    ast.Add: pc.add_checked,
-    ast.Sub: pc.subtract_checked,
-    ast.Mult: pc.multiply_checked,
-    ast.Div: lambda left, right: pc.divide(_double(left), _double(right)),
-    ast.Mod: pc.modulo_checked,
+    ast.Add: add,
+    ast.Sub: subtract,
+    ast.Mult: multiply,
+    ast.Div: divide,
+    ast.Mod: modulo,
 }
 # What each function takes, and what it does with it.
 _FUNCTIONS: dict[str, tuple[tuple[str, ...], Callable[[Datum], Datum]]] = {
     "abs": (("number",), pc.abs_checked),
-    "length": (("text", "bytes"), lambda one: (pc.utf8_length if _kind(one) == "text" else pc.binary_length)(one)),
+    "length": (("text", "bytes"), lambda one: (pc.utf8_length if kind_of(one) == "text" else pc.binary_length)(one)),
     "lower": (("text",), pc.utf8_lower),
     "upper": (("text",), pc.utf8_upper),
-    "is_nan": (("number",), lambda one: pc.is_nan(_double(one))),
+    "is_nan": (("number",), is_nan),
     "year": (("moment",), pc.year),
     "month": (("moment",), pc.month),
     "day": (("moment",), pc.day),
@@ -87,8 +90,8 @@ class Expression:
         Raises `ExpressionError` where types do not fit, and `pa.ArrowInvalid` where a row's values do not.
         """
         made = _value(self._tree, columns)
-        if _kind(made) != "boolean":
-            raise ExpressionError(f"is {_kind(made)} for each row; compare it with something")
+        if kind_of(made) != "boolean":
+            raise ExpressionError(f"is {kind_of(made)} for each row; compare it with something")
         return made
 
     def __eq__(self, other: object) -> bool:
@@ -140,7 +143,7 @@ def _check_constant(value: object) -> list[str]:
     if not isinstance(value, bool | int | float | str):
         raise ExpressionError(f"{shown(value)}: use numbers, 'texts', True or False")
     try:
-        _constant(value)
+        constant(value)
     except (OverflowError, UnicodeError, pa.ArrowException):
         raise ExpressionError(f"{shown(value)} is beyond what a column can hold") from None
     return []
@@ -164,29 +167,25 @@ def _check_comparison(node: ast.Compare, operator: ast.cmpop, right: ast.expr, d
 def _value(node: ast.expr, columns: Mapping[str, Datum]) -> Datum:
     match node:
         case ast.Name(id=name):
-            return _plain(columns[name])
+            return plain(columns[name])
         case ast.Constant(value=value):
-            return _constant(value)
+            return constant(value)
         case ast.Call(func=ast.Name(id="col"), args=[ast.Constant(value=str() as name)]):
-            return _plain(columns[name])
+            return plain(columns[name])
         case ast.Call(func=ast.Name(id="timestamp"), args=[ast.Constant(value=str() as moment)]):
             return _timestamp(moment)
         case ast.Call(func=ast.Name(id=name), args=[argument]):
             takes, function = _FUNCTIONS[name]
-            return _plain(function(_of_kind(node, _value(argument, columns), *takes)))
+            return plain(function(_of_kind(node, _value(argument, columns), *takes)))
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return pc.invert(_of_kind(node, _value(operand, columns), "boolean"))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return pc.negate_checked(_signed(_of_kind(node, _value(operand, columns), "number")))
+            return negate(_of_kind(node, _value(operand, columns), "number"))
         case ast.UnaryOp(operand=operand):
             return _of_kind(node, _value(operand, columns), "number")
         case ast.BinOp(left=left, op=operator, right=right):
             first, second = (_of_kind(node, _value(one, columns), "number") for one in (left, right))
-            if isinstance(operator, ast.Mod) and _is_unsigned(first) and _is_positive(second):
-                return _signed(pc.modulo_checked(first, pc.cast(second, pa.uint64())))
-            if not isinstance(operator, ast.Div) and not {first.type, second.type} >= {pa.uint64(), pa.float64()}:
-                first, second = _signed(first), _signed(second)
-            return _ARITHMETIC[type(operator)](*_of_one_type(first, second))
+            return _ARITHMETIC[type(operator)](first, second)
         case ast.BoolOp(op=operator, values=values):
             joined = pc.and_kleene if isinstance(operator, ast.And) else pc.or_kleene
             return reduce(joined, [_of_kind(node, _value(value, columns), "boolean") for value in values])
@@ -220,75 +219,23 @@ def _comparison(
 
 
 def _compared(node: ast.expr, compare: Callable[[Datum, Datum], Datum], left: Datum, right: Datum) -> Datum:
-    if _kind(left) != _kind(right):
-        raise ExpressionError(f"{_text(node)}: compares {_kind(left)} with {_kind(right)}; use values of one kind")
-    if _kind(left) == "number" and left.type != right.type:
+    if kind_of(left) != kind_of(right):
+        raise ExpressionError(f"{_text(node)}: compares {kind_of(left)} with {kind_of(right)}; use values of one kind")
+    if kind_of(left) == "number" and left.type != right.type:
         left, right = comparable(left, right)
-    if _kind(left) == "moment" and (left.type.tz is None) != (right.type.tz is None):
+    if kind_of(left) == "moment" and (left.type.tz is None) != (right.type.tz is None):
         remedy = 'write a timestamp with its offset, as "2019-03-01T00:00:00Z", where the column has a time zone'
         raise ExpressionError(f"{_text(node)}: compares a moment of a time zone with one of none; {remedy}")
     try:
         return compare(left, right)
     except (pa.ArrowNotImplementedError, pa.ArrowTypeError):
-        raise ExpressionError(f"{_text(node)}: {_kind(left)} has no such comparison") from None
-
-
-def _kind(datum: Datum) -> str:
-    given = datum.type
-    for kind, checks in (
-        ("number", (kinds.is_integer, kinds.is_floating)),
-        ("text", (kinds.is_string, kinds.is_large_string)),
-        ("boolean", (kinds.is_boolean,)),
-        ("moment", (kinds.is_timestamp,)),
-        ("bytes", (kinds.is_binary, kinds.is_large_binary, kinds.is_fixed_size_binary)),
-    ):
-        if any(check(given) for check in checks):
-            return kind
-    return str(given)
-
-
-def _plain(datum: Datum) -> Datum:
-    """Of the few types that the language knows."""
-    given = datum.type
-    if kinds.is_integer(given) and not kinds.is_uint64(given):
-        return pc.cast(datum, pa.int64())
-    if kinds.is_floating(given) or kinds.is_decimal(given):
-        return pc.cast(datum, pa.float64())
-    return pc.cast(datum, pa.timestamp("s")) if kinds.is_date(given) else datum
+        raise ExpressionError(f"{_text(node)}: {kind_of(left)} has no such comparison") from None
 
 
 def _of_kind(node: ast.expr, datum: Datum, *wanted: str) -> Datum:
-    if _kind(datum) not in wanted:
-        raise ExpressionError(f"{_text(node)}: needs {' or '.join(wanted)}, not {_kind(datum)}")
+    if kind_of(datum) not in wanted:
+        raise ExpressionError(f"{_text(node)}: needs {' or '.join(wanted)}, not {kind_of(datum)}")
     return datum
-
-
-def _of_one_type(left: Datum, right: Datum) -> tuple[Datum, Datum]:
-    return (left, right) if left.type == right.type else (_double(left), _double(right))
-
-
-def _constant(value: Any) -> pa.Scalar:
-    """Raises `OverflowError` for integers beyond uint64, and what Arrow raises."""
-    return pa.scalar(value, pa.uint64() if isinstance(value, int) and value > _MOST_SIGNED else None)
-
-
-def _is_unsigned(number: Datum) -> bool:
-    return bool(kinds.is_uint64(number.type))
-
-
-def _is_positive(number: Datum) -> bool:
-    """For all rows, by being one integer."""
-    return isinstance(number, pa.Scalar) and kinds.is_int64(number.type) and number.is_valid and number.as_py() > 0
-
-
-def _signed(number: Datum) -> Datum:
-    """Raises `pa.ArrowInvalid` for integers beyond int64."""
-    return pc.cast(number, pa.int64()) if _is_unsigned(number) else number
-
-
-def _double(number: Datum) -> Datum:
-    # Integers beyond 53 bits are rounded, as Python's own division does.
-    return pc.cast(number, pa.float64(), safe=False)
 
 
 def _timestamp(text: str) -> pa.Scalar:

@@ -16,13 +16,16 @@ from grpc import aio
 from inference import grpc_service_pb2 as oip
 from inference import grpc_service_pb2_grpc as oip_grpc
 from inference_service.batcher import Batcher
+from inference_service.dispatcher import Dispatcher
+from inference_service.domain.applications import application_name
 from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits
 from inference_service.domain.deployment import Deployment, ModelVersion, State, check_spec
 from inference_service.domain.held_bytes import HeldBytes
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.signature import Signature, TensorSpec
-from inference_service.models import Models, application_name
+from inference_service.inferring import Inference
+from inference_service.models import Models
 from inference_service.open_inference_servicer import OpenInferenceServicer
 from inference_service.registry import Deployments
 from inference_service.repository import ModelRepository
@@ -124,12 +127,13 @@ async def inference_server(
     **limits: Any,
 ) -> AsyncIterator[Server]:
     """`one` (by default `m`, of four numbers a row), answered by `model`."""
-    one, models, classifier = one or deployment(), Models(held=held), Classifier()
+    one, models, classifier = one or deployment(), Models(), Classifier()
     models.replace([one])
     attach(models, one, model or classifier, **limits)
     with tempfile.TemporaryDirectory() as folder:
         deployments = Deployments(open_store(StoreSettings(url=Path(folder).as_uri())))
-        servicer = OpenInferenceServicer(models, ModelRepository(deployments), models.put)
+        inference = Inference(models, Dispatcher(models, held))
+        servicer = OpenInferenceServicer(models, inference, ModelRepository(deployments), models.put)
 
         def register(server: aio.Server) -> list[str]:
             oip_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)

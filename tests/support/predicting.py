@@ -24,7 +24,7 @@ from shared.dataset_version.columns import tensor_array
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.attempt import run_attempt
-from shared.jobs.record import begin_attempt
+from shared.jobs.transitions import begin_attempt
 from shared.model_spec import CLASSIFICATION, ModelSpec
 from shared.models import build_model
 from shared.storage import ObjectStore

@@ -14,7 +14,7 @@ from data_service.domain.layout import SplitRange
 from shared.dataset_version import SplitWriter
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.record import begin_attempt, succeed
+from shared.jobs.transitions import begin_attempt, succeed
 from shared.storage import ObjectStore
 
 ROWS = 3

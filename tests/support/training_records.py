@@ -8,7 +8,7 @@ from typing import Any
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, CoveragePart, write_checkpoint
 from shared.errors import Unavailable
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.record import begin_attempt, lose_attempt, succeed
+from shared.jobs.transitions import begin_attempt, lose_attempt, succeed
 from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from tests.support.checkpoint_samples import FILES, content

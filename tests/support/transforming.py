@@ -27,7 +27,7 @@ from shared.dataset_version.manifest import DataFile, Manifest, Split, sha256_he
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import AttemptContext, JobRecord, Jobs
 from shared.jobs.attempt import run_attempt
-from shared.jobs.record import begin_attempt, succeed
+from shared.jobs.transitions import begin_attempt, succeed
 from shared.storage import ObjectStore
 
 SOURCE = "datasets/d/versions/source"

@@ -15,7 +15,7 @@ from shared.dataset_version.columns import shape_of, tensor_array, tensor_field
 from shared.dataset_version.manifest import Column, Manifest, Split, sha256_hex
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.record import begin_attempt, succeed
+from shared.jobs.transitions import begin_attempt, succeed
 from shared.storage import ObjectStore
 from train_service.rows import Array
 

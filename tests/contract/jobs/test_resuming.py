@@ -10,7 +10,7 @@ import pytest
 from shared.jobs import Jobs, JobState
 from shared.jobs import reconciler as reconcilers
 from shared.jobs.reconciler import JobKind, Reconciler
-from shared.jobs.record import confirm_suspend
+from shared.jobs.transitions import confirm_suspend
 from shared.settings import ServiceSettings, StoreSettings
 from tests.support import toy_jobs
 from tests.support.toy_processes import new_job

@@ -13,7 +13,7 @@ from ray.experimental.internal_kv import _internal_kv_list
 
 from shared.errors import Unavailable
 from shared.jobs import AttemptContext, JobRecord, Jobs
-from shared.jobs.record import begin_attempt
+from shared.jobs.transitions import begin_attempt
 from shared.model_spec import ModelSpec
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store

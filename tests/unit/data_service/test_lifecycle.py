@@ -14,7 +14,7 @@ from shared.dataset_version.users import mark_used
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import Conflict, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.jobs.record import begin_attempt, request_delete
+from shared.jobs.transitions import begin_attempt, request_delete
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 

@@ -13,7 +13,7 @@ from data_service.successors import following
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import AlreadyExists, Conflict, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.record import begin_attempt, confirm_delete, fail, request_delete, succeed
+from shared.jobs.transitions import begin_attempt, confirm_delete, fail, request_delete, succeed
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 

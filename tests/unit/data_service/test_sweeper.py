@@ -21,7 +21,7 @@ from shared.dataset_version.users import mark_used
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.record import begin_attempt, confirm_cancel, fail, request_cancel, request_delete
+from shared.jobs.transitions import begin_attempt, confirm_cancel, fail, request_cancel, request_delete
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore
 from tests.support.quarantined_version import commit_with_quarantine

@@ -9,6 +9,7 @@ from typing import Any
 
 from inference_service.batcher import Batcher
 from inference_service.domain.absences import LOST_AFTER_S
+from inference_service.domain.applications import application_name
 from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits
 from inference_service.domain.deployment import Deployment
@@ -16,7 +17,7 @@ from inference_service.domain.roll_out import (
     RollOutState,
 )
 from inference_service.domain.statistics import Statistics
-from inference_service.models import Models, application_name
+from inference_service.models import Models
 from inference_service.registry import Deployments
 from inference_service.roll_outs import RollOuts
 from inference_service.settings import InferenceSettings

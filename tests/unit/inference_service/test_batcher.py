@@ -182,7 +182,7 @@ def test_an_error_of_ours_at_one_row_is_that_of_its_request_alone() -> None:
 
     async def scenario() -> None:
         one = batcher(FailsAtOne(), max_rows=8, max_delay_s=0.01, max_in_flight=2)
-        one._last_rows = 8  # so that they wait for each other
+        one._in_flight.last_rows = 8  # so that they wait for each other
         answers = await asyncio.gather(
             *(one.submit(rows(*given), None) for given in ((1, 2), (3, BAD), (4,))), return_exceptions=True
         )

@@ -10,6 +10,7 @@ import pytest
 
 from inference_service import load_reports
 from inference_service.batcher import Batcher
+from inference_service.domain.applications import application_name
 from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits
 from inference_service.domain.load import Load
@@ -17,7 +18,7 @@ from inference_service.domain.scaling import Autoscaling
 from inference_service.domain.statistics import Statistics
 from inference_service.load_reports import LoadReports
 from inference_service.manager import DeploymentManager
-from inference_service.models import Models, application_name
+from inference_service.models import Models
 from tests.support.inference_server import Classifier, until
 from tests.unit.inference_service.wishes import creation
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from inference_service.dispatcher import Dispatcher
+from inference_service.domain.applications import application_name
 from inference_service.domain.deployment import State
 from inference_service.domain.recent import Counts
 from inference_service.domain.roll_out import (
@@ -21,7 +23,6 @@ from inference_service.domain.roll_out import (
 from inference_service.domain.traffic import TrafficChange
 from inference_service.domain.version_policy import VersionPolicy
 from inference_service.inferring import Inference
-from inference_service.models import application_name
 from inference_service.operations import DeploymentOperations
 from inference_service.registry import Deployments
 from inference_service.roll_out_manager import RollOutManager
@@ -129,10 +130,12 @@ def test_requests_that_meet_a_version_before_it_is_loaded_are_no_faults_of_it(
     roll_outs.begin(wish(steps=[Step(10, 60.0), Step(100, 60.0)], limits=limits))
 
     async def scenario(driven: Driven) -> None:
+        inference = Inference(driven.models, Dispatcher(driven.models))
+
         async def poll() -> None:
             for _ in range(5):
                 with pytest.raises(Unavailable):
-                    await Inference(driven.models).answer(ask(1, model="digits", model_version="2"), None, tuple)
+                    await inference.answer(ask(1, model="digits", model_version="2"), None, tuple)
 
         await poll()
         driven.models.put(load(deployments, driven.now))

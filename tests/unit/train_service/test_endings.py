@@ -10,7 +10,7 @@ import pytest
 from shared.checkpoint.format import WEIGHTS
 from shared.errors import Internal, Unavailable
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
-from shared.jobs.record import NO_ROOM, PREEMPTED, RESIZED
+from shared.jobs.transitions import NO_ROOM, PREEMPTED, RESIZED
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION

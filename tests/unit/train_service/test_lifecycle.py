@@ -13,7 +13,7 @@ from shared.dataset_version.users import live_users as version_users
 from shared.dataset_version.users import mark_used
 from shared.errors import Conflict, FailedPrecondition, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.jobs.record import begin_attempt, fail, follow_deleted, request_delete, succeed
+from shared.jobs.transitions import begin_attempt, fail, follow_deleted, request_delete, succeed
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from tests.support.snapshots import JOB, save

@@ -15,7 +15,7 @@ from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoi
 from shared.checkpoint.format import OPTIMIZER, WEIGHTS
 from shared.errors import FailedPrecondition, Unavailable
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.record import begin_attempt, lose_attempt
+from shared.jobs.transitions import begin_attempt, lose_attempt
 from shared.log import StaleAttempt
 from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore

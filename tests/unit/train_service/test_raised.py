@@ -11,7 +11,7 @@ from torch import nn
 
 from shared.errors import Internal, Unavailable
 from shared.jobs import Jobs, JobState
-from shared.jobs.record import lose_attempt
+from shared.jobs.transitions import lose_attempt
 from shared.storage import ObjectStore
 from tests.unit.train_service.learning import SPEC, commit_table
 from tests.unit.train_service.test_loop import ALONE, config_of, new_job

@@ -9,8 +9,8 @@ import pytest
 
 from shared.errors import Internal, Unavailable
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.record import begin_attempt, lose_attempt
 from shared.jobs.registry import progress_key
+from shared.jobs.transitions import begin_attempt, lose_attempt
 from shared.storage import ObjectStore
 from tests.support.waiting import wait_until
 from train_service.events import Event, EventKind, EventLog

@@ -19,7 +19,7 @@ from shared.dataset_version.manifest import sha256_hex
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import DataLoss, InvalidArgument
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.record import begin_attempt, succeed
+from shared.jobs.transitions import begin_attempt, succeed
 from shared.storage import ObjectStore
 from tests.support.transforming import commit_tables
 from tests.support.versions import commit_version, striped_digits

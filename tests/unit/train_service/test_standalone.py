@@ -18,7 +18,7 @@ from shared.checkpoint import resolve
 from shared.errors import AlreadyExists, FailedPrecondition
 from shared.jobs import Jobs, JobState
 from shared.jobs.reconciler import JobKind, Reconciler
-from shared.jobs.record import succeed
+from shared.jobs.transitions import succeed
 from shared.settings import ServiceSettings, StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.service_process import store_environ

@@ -8,7 +8,7 @@ from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.checkpoint.users import using
 from shared.errors import NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.record import begin_attempt, fail
+from shared.jobs.transitions import begin_attempt, fail
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from tests.support.snapshots import JOB, entries, save

@@ -8,7 +8,7 @@ import pytest
 from ray.train import WorkerGroupError
 
 from shared.errors import Internal, Unavailable
-from shared.jobs.record import PREEMPTED, RESIZED
+from shared.jobs.transitions import PREEMPTED, RESIZED
 from train_service.trainer import _cause
 
 CRASH: Any = WorkerGroupError("a worker died", {1: RuntimeError("it died")})

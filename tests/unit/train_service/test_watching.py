@@ -14,7 +14,7 @@ from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client import connect
 from millrace_client.train import TrainClient, Update
 from shared.jobs import Jobs
-from shared.jobs.record import confirm_suspend
+from shared.jobs.transitions import confirm_suspend
 from shared.storage import ObjectStore
 from tests.support.grpc_kit import running
 from tests.support.training_records import JOB, begin, finish, make_job

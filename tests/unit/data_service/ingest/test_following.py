@@ -21,7 +21,7 @@ from shared.dataset_version.manifest import QUARANTINE, Parent
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.attempt import run_attempt
-from shared.jobs.record import begin_attempt
+from shared.jobs.transitions import begin_attempt
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 

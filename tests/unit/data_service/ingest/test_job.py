@@ -21,7 +21,7 @@ from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import Unavailable
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.jobs.attempt import run_attempt
-from shared.jobs.record import begin_attempt, lose_attempt, request_cancel
+from shared.jobs.transitions import begin_attempt, lose_attempt, request_cancel
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.small_disk import small_disk

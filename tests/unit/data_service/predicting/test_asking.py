@@ -21,7 +21,7 @@ from shared.checkpoint.users import live_users
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import DataLoss, FailedPrecondition, InvalidArgument, MillraceError, NotFound
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.record import begin_attempt, succeed
+from shared.jobs.transitions import begin_attempt, succeed
 from shared.log import ResourceLog
 from shared.storage import ObjectStore
 from tests.support.predicting import CHECKPOINT, JOB, TABLE_SCHEMA, marks, write

@@ -17,7 +17,7 @@ from data_service.uploads.users import live_users, mark_used, unmark
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.record import begin_attempt, succeed
+from shared.jobs.transitions import begin_attempt, succeed
 from shared.storage import ObjectStore
 from tests.support.upload_calls import chunk, committed, send, send_all, sha256, started
 from tests.support.upload_server import DATASET, uploads_of

@@ -10,7 +10,7 @@ from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.checkpoint.users import keep, live_users, markers, release, users_of_job, using
 from shared.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.record import fail, request_delete
+from shared.jobs.transitions import fail, request_delete
 from shared.log import ResourceLog
 from shared.storage import ObjectStore
 from shared.user_markers import USER_APPEARS_WITHIN_S, put_marker

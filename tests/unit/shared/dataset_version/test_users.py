@@ -10,7 +10,7 @@ from shared.dataset_version.users import live_users, mark_used, markers, unmark,
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.record import begin_attempt, fail, request_delete, succeed
+from shared.jobs.transitions import begin_attempt, fail, request_delete, succeed
 from shared.storage import ObjectStore
 
 USER = "trainingJobs/j"

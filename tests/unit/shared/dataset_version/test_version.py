@@ -8,7 +8,7 @@ from shared.dataset_version import load_version
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.record import begin_attempt, fail
+from shared.jobs.transitions import begin_attempt, fail
 from shared.storage import ObjectStore
 
 

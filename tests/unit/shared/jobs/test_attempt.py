@@ -22,7 +22,7 @@ from shared.errors import (
 )
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState, attempt
 from shared.jobs.attempt import run_attempt
-from shared.jobs.record import begin_attempt, lose_attempt
+from shared.jobs.transitions import begin_attempt, lose_attempt
 from shared.storage import ObjectStore
 
 FOLDER = "things/one"

@@ -11,7 +11,7 @@ import pytest
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.jobs.record import begin_attempt
+from shared.jobs.transitions import begin_attempt
 from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits

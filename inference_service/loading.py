@@ -1,0 +1,178 @@
+"""Loads versions: asks Ray Serve for their replicas, and has requests come to them once these say that they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Container
+from dataclasses import replace
+
+from inference_service.batcher import BATCHES_PER_REPLICA, Batcher
+from inference_service.cluster import Cluster
+from inference_service.domain.batch_times import BatchTimes
+from inference_service.domain.batching import Limits
+from inference_service.domain.deployment import Deployment, ModelVersion
+from inference_service.domain.rolling import with_version_failed, with_version_loaded
+from inference_service.domain.routing import find_version
+from inference_service.models import Models
+from inference_service.ray_serve import Application, ServeApplications
+from inference_service.registry import Deployments
+from inference_service.replica import Loaded, ReplicaSpec
+from inference_service.serve_calls import answered, call_serve
+from inference_service.settings import InferenceSettings
+from inference_service.siblings import Siblings
+from shared.errors import DataLoss, FailedPrecondition, MillraceError
+
+logger = logging.getLogger(__name__)
+
+# A version that was READY before and does not start now is tried again so often.
+AGAIN_AFTER_S = 15.0
+
+
+class Loading:
+    """Lives on the event loop of `models`. Of several front processes only the first asks Serve for applications and
+    writes the logs; the others attach to what there is."""
+
+    def __init__(
+        self,
+        deployments: Deployments,
+        applications: ServeApplications,
+        models: Models,
+        cluster: Cluster,
+        settings: InferenceSettings,
+        siblings: Siblings,
+    ) -> None:
+        self._deployments = deployments
+        self._applications = applications
+        self._models = models
+        self._cluster = cluster
+        self._settings = settings
+        self._siblings = siblings
+        # What the replicas of those that requests are sent to have said of themselves.
+        self._loaded: dict[str, Loaded] = {}
+        self._not_before: dict[str, float] = {}
+
+    def forget_all_but(self, wanted: Container[str]) -> None:
+        """What the replicas of applications said that are not `wanted` any more."""
+        self._loaded = {name: loaded for name, loaded in self._loaded.items() if name in wanted}
+
+    async def step(
+        self, name: str, deployment: Deployment, version: ModelVersion, application: Application | None
+    ) -> None:
+        """One step towards a loaded version. Its `application` is as Serve says, None where there is none."""
+        if application is None:
+            await self._start(name, deployment, version)
+        elif application.running or _may_still_answer(version, application):
+            attached = self._models.find_batcher(name) is not None
+            if not attached:
+                attached = await self._attach(name, deployment, version, application)
+            if attached and version.signature is None and self._may_say_loaded(name):
+                await self._say_loaded(name, deployment, version)
+        elif application.failed:
+            why = application.message.strip().splitlines()[-1:] or ["Ray Serve gives no reason"]
+            failure = FailedPrecondition(f"the model does not start: {why[0]}", reason="MODEL_DOES_NOT_START")
+            await self._fail(name, deployment, version, failure)
+
+    async def _start(self, name: str, deployment: Deployment, version: ModelVersion) -> None:
+        if version.retired_at is not None or time.monotonic() < self._not_before.get(name, 0.0):
+            return
+        self._models.detach(name)
+        if not self._siblings.leads:
+            return
+        logger.info("%s: starting version %s as %s", deployment.name, version.number, name)
+        spec = ReplicaSpec(
+            store=self._settings.service.store,
+            folder=version.folder,
+            manifest_sha256=version.checkpoint_sha256,
+            threads=deployment.spec.threads_per_replica,
+            max_batch_size=deployment.spec.max_batch_size,
+            tracing=self._settings.tracing,
+        )
+        self._warn_if_it_never_fits(deployment)
+        scale = deployment.spec.scale(self._replicas_of_the_main(deployment))
+        await call_serve(self._applications.deploy, name, spec, scale)
+
+    def _warn_if_it_never_fits(self, deployment: Deployment) -> None:
+        """It was let in when the cluster was not known yet, or was another; nodes may come that hold it."""
+        try:
+            self._cluster.check_fits(deployment.spec)
+        except FailedPrecondition as error:
+            logger.warning("%s waits for a node: %s", deployment.name, error.message)
+
+    def _replicas_of_the_main(self, deployment: Deployment) -> int:
+        """Those of the version with the most traffic: another that is to take it over begins with as many."""
+        main = find_version(deployment, "")
+        return (self._models.replicas(deployment, main) or 0) if main is not None else 0
+
+    async def _attach(self, name: str, deployment: Deployment, version: ModelVersion, application: Application) -> bool:
+        """False where its replicas say that they never will answer."""
+        replicas = application.replicas
+        # Before it gets any traffic, all of them; where it was loaded before, any that there is does.
+        wanted = max(replicas, deployment.spec.num_replicas) if version.signature is None else 1
+        try:
+            model, loaded = await answered(self._applications.describe(name, wanted))
+        except (DataLoss, FailedPrecondition) as error:
+            await self._fail(name, deployment, version, error)
+            return False
+        spec = deployment.spec
+        limits = Limits(
+            max_rows=spec.max_batch_size,
+            max_delay_s=spec.max_batch_delay_s,
+            max_queued_rows=spec.max_queued_rows,
+            max_in_flight=BATCHES_PER_REPLICA * max(replicas, 1),
+        )
+        statistics = self._models.statistics(deployment, version)
+        self._models.attach(name, Batcher(model, limits, BatchTimes(loaded.batch_s), statistics))
+        self._loaded[name] = loaded
+        return True
+
+    def _may_say_loaded(self, name: str) -> bool:
+        """From then on requests come, to any of the fronts."""
+        return self._siblings.leads and self._siblings.all_hold(name, self._settings.drain_silent_after_s)
+
+    async def _say_loaded(self, name: str, deployment: Deployment, version: ModelVersion) -> None:
+        newest = await asyncio.to_thread(
+            self._deployments.transition, deployment.name, deployment.uid, _loaded(version, self._loaded[name])
+        )
+        if newest is not None:
+            self._models.put(newest)
+            logger.info("%s: version %s is loaded", deployment.name, version.number)
+
+    async def _fail(self, name: str, deployment: Deployment, version: ModelVersion, error: MillraceError) -> None:
+        """Fails a new deployment, or ends a roll-out, for good. A version that was loaded before is tried again.
+
+        Serve itself has given up by then: an application of which no replica ever started never gets another.
+        """
+        if not self._siblings.leads:
+            self._close_batcher(name)
+            self._applications.forget(name)
+            return
+        logger.error("%s: version %s: %s", deployment.name, version.number, error.message)
+        newest = await asyncio.to_thread(
+            self._deployments.transition,
+            deployment.name,
+            deployment.uid,
+            lambda before: with_version_failed(before, version.number, error, time.time()),
+        )
+        if newest is not None:
+            self._models.put(newest)
+        self._not_before[name] = time.monotonic() + AGAIN_AFTER_S
+        self._close_batcher(name)
+        await call_serve(self._applications.delete, name)
+
+    def _close_batcher(self, name: str) -> None:
+        batcher = self._models.detach(name)
+        if batcher is not None:
+            batcher.close("its replicas are gone")
+
+
+def _may_still_answer(version: ModelVersion, application: Application) -> bool:
+    """Serve calls an application unhealthy from a replica's death until all have been placed again: for ever where
+    there is no room. A version that was loaded before is answered by those that are left."""
+    return version.signature is not None and application.replicas > 0 and not application.failed
+
+
+def _loaded(version: ModelVersion, loaded: Loaded) -> Callable[[Deployment], Deployment | None]:
+    known = replace(version, signature=loaded.signature, dataset_version=loaded.dataset_version)
+    return lambda before: with_version_loaded(before, known, time.time())

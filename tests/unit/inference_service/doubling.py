@@ -1,0 +1,77 @@
+"""A model that doubles numbers, and the deployment that it answers for."""
+
+from __future__ import annotations
+
+import asyncio
+
+from inference_service.batcher import Batcher
+from inference_service.domain.applications import application_name
+from inference_service.domain.batch_times import BatchTimes
+from inference_service.domain.batching import Limits
+from inference_service.domain.deployment import Deployment, ModelVersion, State, check_spec
+from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.signature import Signature, TensorSpec
+from inference_service.domain.statistics import Statistics
+from inference_service.domain.tensors import WireTensor
+from inference_service.models import Models
+
+SIGNATURE = Signature(
+    (TensorSpec("x", "UINT8", (-1,)),),
+    TensorSpec("x", "FP32", (-1,)),
+    (TensorSpec("double", "UINT8", (-1,)), TensorSpec("same", "UINT8", (-1,))),
+)
+VERSION = ModelVersion(
+    number="1",
+    checkpoint="trainingJobs/j/checkpoints/c",
+    folder="f",
+    checkpoint_sha256="00",
+    training_job="trainingJobs/j",
+    signature=SIGNATURE,
+)
+READY = Deployment(
+    name="deployments/m",
+    uid="u",
+    spec=check_spec(
+        checkpoint="trainingJobs/j",
+        num_replicas=0,
+        threads_per_replica=0,
+        max_batch_size=0,
+        max_batch_delay_s=None,
+        max_queued_rows=0,
+    ),
+    state=State.READY,
+    generation=1,
+    operation="operations/o",
+    request_id="",
+    versions=(VERSION,),
+    create_time=1.0,
+    update_time=1.0,
+)
+
+
+class Doubler:
+    """Answers while it has a replica, and keeps what comes before that waiting."""
+
+    def __init__(self) -> None:
+        self.has_replica = asyncio.Event()
+        self.has_replica.set()
+        self.sizes: list[int] = []
+
+    async def forward(self, rows: Rows) -> Outputs:
+        self.sizes.append(len(rows))
+        await self.has_replica.wait()
+        return Outputs([rows.values["x"] * 2, rows.values["x"]])
+
+
+def attach(
+    models: Models, one: Deployment = READY, doubler: Doubler | None = None, statistics: Statistics | None = None
+) -> Doubler:
+    limits = Limits(max_rows=4, max_delay_s=0, max_queued_rows=9, max_in_flight=1)
+    doubler = doubler or Doubler()
+    batcher = Batcher(doubler, limits, BatchTimes(), statistics or Statistics())
+    models.attach(application_name(one, VERSION), batcher)
+    return doubler
+
+
+def tensor(*values: int) -> WireTensor:
+    return WireTensor("inputs[0]", "x", "UINT8", (len(values),), bytes(values), {})

@@ -1,0 +1,73 @@
+"""A reconciler before a Serve whose replicas tests control."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inference_service.cluster import Cluster
+from inference_service.domain.applications import application_name
+from inference_service.domain.deployment import Deployment
+from inference_service.domain.scaling import Scale
+from inference_service.models import Models
+from inference_service.ray_serve import Application
+from inference_service.reconciler import Reconciler
+from inference_service.registry import Deployments
+from inference_service.replica import Loaded, ReplicaSpec
+from inference_service.settings import InferenceSettings
+from inference_service.siblings import Siblings
+from shared.settings import ServiceSettings, StoreSettings
+from tests.support.inference_server import IMAGES, Classifier
+
+LOST_AFTER_S = 0.1
+
+
+class Running:
+    """Serve as the reconciler sees it while all replicas of these applications are up."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self.wanted: list[int] = []
+        self.replicas = 3
+        self.deployed: dict[str, Scale] = {}
+        self.deleted: list[str] = []
+        self.forgotten: list[str] = []
+        self.is_well = True
+        self.trouble: Exception | None = None
+
+    def start(self, *names: str) -> None:
+        """These are up, and no others."""
+        self._names = names
+
+    def statuses(self) -> dict[str, Application]:
+        seen = Application(running=self.is_well, failed=False, message="", replicas=self.replicas)
+        return dict.fromkeys(self._names, seen)
+
+    def deploy(self, name: str, _spec: ReplicaSpec, scale: Scale) -> None:
+        self.deployed[name] = scale
+
+    def delete(self, name: str) -> None:
+        self.deleted.append(name)
+        self._names = tuple(one for one in self._names if one != name)
+
+    def forget(self, name: str) -> None:
+        self.forgotten.append(name)
+
+    def nodes(self) -> dict[str, dict[str, float]]:
+        return {"a": {"CPU": 8.0}}
+
+    async def describe(self, _name: str, replicas: int) -> tuple[Classifier, Loaded]:
+        self.wanted.append(replicas)
+        if self.trouble is not None:
+            raise self.trouble
+        return Classifier(), Loaded(IMAGES, "", {})
+
+
+def reconciling(
+    deployments: Deployments, made: Deployment, siblings: Siblings | None = None
+) -> tuple[Reconciler, Models, Running]:
+    service = ServiceSettings(listen="", store=StoreSettings(url="file:///nowhere"))
+    models, running = Models(LOST_AFTER_S), Running(application_name(made, made.versions[0]))
+    serve: Any = running
+    settings = InferenceSettings(service=service, reconcile_every_s=0.01, ray_silent_after_s=0.05)
+    reconciler = Reconciler(deployments, serve, models, Cluster(None), settings, siblings or Siblings())
+    return reconciler, models, running
