@@ -19,16 +19,16 @@ def bound_answer(answer: data_service_pb2.PreviewVersionResponse) -> None:
     What says least for its size goes first, and only as much as must: the `values` of columns, and of the version its
     `files`, its `transform` and the `value_names` of columns, the largest first; then histograms, and the examples of
     quarantine reasons, the last ones first; then whole entries, those of columns, of quarantine reasons and of checks,
-    the last ones first. What is left is right as it stands, and the same for equal answers. The stored report keeps
-    all, and GetVersion has the whole version.
+    the last ones first, and at last the version's columns, so, too. What is left is right as it stands, and the same
+    for equal answers. The stored report keeps all, and GetVersion has the whole version.
     """
     excess = answer.ByteSize() - ANSWER_BYTES
     for message, field in _parts(answer):
         if excess <= 0:
             return
         excess += _without(message, field)
-    for field in ("columns", "quarantine", "checks"):
-        entries = getattr(answer.report, field)
+    report = answer.report
+    for entries in (report.columns, report.quarantine, report.checks, answer.version.columns):
         keep = len(entries)
         while keep and excess > 0:
             keep -= 1

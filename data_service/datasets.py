@@ -89,16 +89,19 @@ class Datasets:
         changes = {path: values[path] for path in check_mask(mask)}
         return self._transition(name, lambda dataset: changed(_expected(dataset, etag), changes))
 
-    def delete(self, name: str, etag: str, delete_uploads: Callable[[str], None]) -> None:
-        """Leaves a tombstone in the log, and calls `delete_uploads` with the name.
+    def delete(
+        self, name: str, etag: str, *, check_uploads: Callable[[str], None], delete_uploads: Callable[[str], None]
+    ) -> None:
+        """Leaves a tombstone in the log. Calls `check_uploads` with the name before, and `delete_uploads` after it.
 
-        Raises `InvalidArgument`, `NotFound`, `Conflict` when `etag` is given and not the present one, and
-        `FailedPrecondition` naming the versions there are. A version that is being made at the same time is seen
-        here, or its maker sees the tombstone: see `check_still_there`.
+        Raises `InvalidArgument`, `NotFound`, `Conflict` when `etag` is given and not the present one, what
+        `check_uploads` raises, and `FailedPrecondition` naming the versions there are. A version that is being made
+        at the same time is seen here, or its maker sees the tombstone: see `check_still_there`.
         """
         names.parse("name", name, PATTERN)
         dataset = _expected(self.get(name), etag)
         _refuse_with_versions(name, self.version_names(name))
+        check_uploads(name)
 
         def bury(newest: Dataset) -> Dataset:
             return replace(_expected(newest, etag), deleted=True, generation=newest.generation + 1)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 
 from shared.errors import not_found
-from shared.jobs import JobRecord, Jobs
+from shared.jobs import JobRecord, Jobs, JobState
 from shared.storage import ObjectMissing, ObjectStore
 
 # The keys of a job's spec that say how it makes a version, which its operation's id begins with: other services keep
 # their operations in the same store.
-MAKERS = ("import", "transform")
+MAKERS = ("import", "transform", "predict")
+_PREFIXES = tuple(f"{maker}-" for maker in MAKERS)
 
 
 def operation_id(job: JobRecord) -> str:
@@ -40,7 +41,27 @@ def job_of_operation(store: ObjectStore, jobs: Jobs, name: str) -> JobRecord:
 
 
 def operation_ids(store: ObjectStore) -> list[str]:
-    return [one for one in store.folders("operations") if one.startswith(tuple(f"{maker}-" for maker in MAKERS))]
+    return [one for one in store.folders("operations") if one.startswith(_PREFIXES)]
+
+
+def operations_before(store: ObjectStore, time_s: float) -> list[str]:
+    """The ids of those last recorded before that time, in seconds since the epoch, sorted."""
+    recorded = [(info.key.split("/")[1], info.modified) for info in store.list("operations")]
+    return sorted(one for one, modified in recorded if one.startswith(_PREFIXES) and modified < time_s)
+
+
+def withdraw_if_without_job(store: ObjectStore, jobs: Jobs, operation: str) -> bool:
+    """Takes the operation away where its job was never made, or was deleted. Only for one that is old: a repeated call
+    may make its job yet."""
+    try:
+        pointer = json.loads(store.get(_key(operation)))
+    except ObjectMissing:
+        return False
+    job = jobs.newest_of(pointer["version"], pointer["uid"])
+    if job is not None and job.state is not JobState.DELETED:
+        return False
+    store.delete(_key(operation))
+    return True
 
 
 def _key(operation: str) -> str:

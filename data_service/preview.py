@@ -16,6 +16,8 @@ DEFAULT_PREVIEW_ROWS, MAX_PREVIEW_ROWS = 10, 100
 # A preview is one message, and most clients take no more than 4 MiB: rows, sheet and report share it.
 ARROW_BYTES = 1024 * 1024 + 256 * 1024
 SHEET_BYTES = 1024 * 1024
+# Arrow's mark that a stream ends.
+END_BYTES = 8
 # Of the rows that are looked at, whether or not they are given as rows: a sheet shows images that are too large for it.
 READ_BYTES = 32 * 1024 * 1024
 
@@ -24,7 +26,7 @@ READ_BYTES = 32 * 1024 * 1024
 class Preview:
     """`arrow_ipc` has a column `split` in front; `contact_sheet_png` is empty where no column is an image.
 
-    They have at most `ARROW_BYTES` and `SHEET_BYTES`, but for the bare schema, which is there always.
+    They have at most `ARROW_BYTES` and `SHEET_BYTES`. Of columns whose bare schema is larger the first are given.
     """
 
     arrow_ipc: bytes
@@ -77,13 +79,29 @@ def _arrow_ipc(tables: Mapping[str, pa.Table]) -> bytes:
     labelled = [
         table.add_column(0, "split", pa.array([split] * table.num_rows, pa.string())) for split, table in tables.items()
     ]
+    schema = _fitting_schema(labelled[0].schema)
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, labelled[0].schema) as stream:
-        room = (ARROW_BYTES - labelled[0].schema.serialize().size) // len(labelled)
+    with pa.ipc.new_stream(sink, schema) as stream:
+        room = (ARROW_BYTES - END_BYTES - schema.serialize().size) // len(labelled)
         for table in labelled:
-            for batch in table.to_batches():
-                stream.write_batch(_fitting_message(batch, room))
+            for batch in table.select(range(len(schema))).to_batches():
+                fitting = _fitting_message(batch, room)
+                # One of no rows takes as many bytes for each column as one of some.
+                if fitting.num_rows:
+                    stream.write_batch(fitting)
     return bytes(sink.getvalue().to_pybytes())
+
+
+def _fitting_schema(schema: pa.Schema) -> pa.Schema:
+    """Of its first columns, where all are too many; then half of the room is for rows."""
+
+    def size_bytes(columns: int) -> int:
+        return int(pa.schema([schema.field(place) for place in range(columns)]).serialize().size)
+
+    if size_bytes(len(schema)) <= ARROW_BYTES - END_BYTES:
+        return schema
+    fitting = bisect_right(range(1, len(schema) + 1), ARROW_BYTES // 2, key=size_bytes)
+    return pa.schema([schema.field(place) for place in range(fitting)])
 
 
 def _fitting_message(batch: pa.RecordBatch, most_bytes: int) -> pa.RecordBatch:

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from data_service.streaming import framed
 from shared.dataset_version import RowGroup, VersionReader
+from shared.dataset_version.columns import row_bytes
 from shared.errors import invalid_field
 
 # Below the 4 MiB that most clients take.
@@ -77,6 +78,8 @@ def _chunks(reader: VersionReader, selection: Selection, columns: Sequence[str])
     splits = [selection.split] if selection.split else [split.name for split in reader.version.manifest.splits]
     groups = [group for split in splits for group in reader.row_groups(split)]
     skip, left = selection.offset, selection.limit or sum(group.row_count for group in groups)
+    has_texts = row_bytes(reader.select(columns)) is None
+    size_of = reader.bytes_with_repeats if has_texts else reader.decoded_bytes
     chunk: list[RowGroup] = []
     size_bytes = rows = first_skip = 0
     for group in groups:
@@ -85,7 +88,7 @@ def _chunks(reader: VersionReader, selection: Selection, columns: Sequence[str])
         if skip >= group.row_count:
             skip -= group.row_count
             continue
-        group_bytes = reader.decoded_bytes(group, columns)
+        group_bytes = size_of(group, columns)
         if chunk and size_bytes + group_bytes > CHUNK_BYTES:
             yield _Chunk(chunk, first_skip, rows)
             chunk, size_bytes, rows = [], 0, 0

@@ -104,7 +104,13 @@ class DataServicer(UploadServicerPart):
         return dataset_message(dataset)
 
     async def DeleteDataset(self, request: data_service_pb2.DeleteDatasetRequest, context: Context) -> Empty:
-        await asyncio.to_thread(self._datasets.delete, request.name, request.etag, self._uploads.abort_all)
+        await asyncio.to_thread(
+            self._datasets.delete,
+            request.name,
+            request.etag,
+            check_uploads=self._uploads.check_unused,
+            delete_uploads=self._uploads.abort_all,
+        )
         return Empty()
 
     async def ImportVersion(

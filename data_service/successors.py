@@ -21,6 +21,8 @@ from shared.storage import ObjectStore
 
 # Whoever claims makes the job at once. A claim without one for so long was left by a process that died in between.
 JOB_APPEARS_WITHIN_S = 60.0
+# A job that was deleted has left its tombstone: it is not still to come.
+GIVE_FREE = (JobState.FAILED, JobState.CANCELLED, JobState.DELETING, JobState.DELETED)
 FREE: State = {"version": "", "uid": ""}
 
 
@@ -62,7 +64,7 @@ def _claim(store: ObjectStore, log: ResourceLog, base: JobRecord, successor: Job
 def _holds(jobs: Jobs, claim: Record) -> bool:
     if not claim.state["uid"]:
         return False
-    job = jobs.find(claim.state["version"])
-    if job is None or job.uid != claim.state["uid"]:
+    job = jobs.newest_of(claim.state["version"], claim.state["uid"])
+    if job is None:
         return time.time() - claim.time < JOB_APPEARS_WITHIN_S
-    return job.state not in (JobState.FAILED, JobState.CANCELLED, JobState.DELETING)
+    return job.state not in GIVE_FREE

@@ -14,9 +14,10 @@ from functools import partial
 from data_service.datasets import SERVICE, Datasets
 from data_service.domain.retention import Committed, outlived
 from data_service.lifecycle import Deletions
+from data_service.operation_pointers import operations_before, withdraw_if_without_job
 from shared.dataset_version.users import live_users, markers
 from shared.dataset_version.version import IMPORT_KIND, committed_version
-from shared.errors import DataLoss, FailedPrecondition, ResourceExhausted, Unavailable
+from shared.errors import DataLoss, FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.storage import ObjectStore
 
@@ -31,6 +32,7 @@ TIDY_REMEMBERED = 100_000
 # A pass ends after the dataset with which it has looked at so many versions; the next one goes on behind it.
 VERSIONS_A_PASS = 1000
 CLAIMS_A_PASS = 10_000
+OPERATIONS_A_PASS = 1000
 
 
 class Sweeper:
@@ -56,12 +58,15 @@ class Sweeper:
         self._clock = clock
         # The dataset that the last pass ended with, where it did not come to the end.
         self._after = ""
+        # Likewise the operation.
+        self._after_operation = ""
         # Committed folders in which there is nothing but what their manifests name, nor will be: looked through once.
         self._tidy: set[str] = set()
 
     def sweep(self) -> None:
         """One pass. What goes wrong with one resource is logged and leaves the others be; raises `Unavailable`."""
         self._apart("request claims", self._sweep_claims)
+        self._apart("operations", self._sweep_operations)
         self._apart("uploads", lambda: self._sweep_uploads(self._clock()))
         self._apart("torn objects", lambda: self._store.delete_unfinished("datasets", self._clock() - LEFT_FOR_S))
         seen = 0
@@ -98,6 +103,17 @@ class Sweeper:
         for key in old[:CLAIMS_A_PASS]:
             self._store.delete(key)
 
+    def _sweep_operations(self) -> None:
+        """Those whose job was never made: whoever was to make it died, and nobody repeats its call any more."""
+        old = operations_before(self._store, self._clock() - REQUEST_CLAIM_S)
+        waiting = [one for one in old if one > self._after_operation]
+        for operation in waiting[:OPERATIONS_A_PASS]:
+            self._after_operation = operation
+            if withdraw_if_without_job(self._store, self._jobs, operation):
+                logger.info("operations/%s has no job and goes", operation)
+        if len(waiting) <= OPERATIONS_A_PASS:
+            self._after_operation = ""
+
     def _sweep_dataset(self, name: str, versions: Sequence[str]) -> None:
         jobs = [job for job in map(self._jobs.newest, versions) if job and job.state is not JobState.DELETED]
         if self._datasets.is_tombstone(name):
@@ -117,9 +133,11 @@ class Sweeper:
     def _sweep_deleted_dataset(self, name: str, jobs: Sequence[JobRecord]) -> None:
         """What was made while the dataset was being deleted, and whose maker had no time to take it back, brings the
         dataset back; what was cancelled or failed goes after it."""
-        if any(_is_active(job) or not job.state.final for job in jobs):
+        if any(_is_active(job) or not job.state.final for job in jobs if job.state is not JobState.CANCELLING):
             self._datasets.unearth(name)
             return
+        if any(job.state is JobState.CANCELLING for job in jobs):
+            return  # its maker has taken it back; should the cancel come too late, it is ACTIVE at a later pass
         for job in jobs:
             self._apart(job.name, partial(self._deletions.delete, job.name, uid=job.uid))
         self._delete_uploads(name)
@@ -152,8 +170,8 @@ class Sweeper:
         found = list(self._store.list(committed))
         try:
             manifest = committed_version(self._store, job).manifest
-        except DataLoss:
-            return  # what it named nobody knows
+        except (DataLoss, NotFound):
+            return  # what it named nobody knows; or it was deleted just now
         paths = (*(file.path for file in manifest.files), *(one.path for one in manifest.attachments))
         named = {job.result["manifest"], *(f"{committed}/{path}" for path in paths)}
         others = [info for info in found if info.key not in named]

@@ -12,10 +12,10 @@ import pyarrow as pa
 from shared.dataset_version import ROW_ID, DatasetVersion, RowGroup, VersionReader
 from shared.dataset_version.columns import ROW_ID_FIELD
 from shared.dataset_version.manifest import DataFile, sha256_hex
+from shared.dataset_version.version import MANIFEST, check_not_deleted
 from shared.errors import DataLoss
 from shared.storage import ObjectMissing, ObjectStore
 
-MANIFEST = "manifest.json"
 # So much is in memory at a time, besides one decoded row group.
 READ_BYTES = 4 * 1024 * 1024
 # A message at least so often.
@@ -51,7 +51,8 @@ class _Step:
 def verify(store: ObjectStore, version: DatasetVersion) -> Generator[Verified, None, None]:
     """Checks each file's size and SHA-256, then each page's checksum, the rows of each group and their ids.
 
-    The manifest is one of the files. Damage is told, never raised. Raises `Unavailable`.
+    The manifest is one of the files. Damage is told, never raised. Raises `Unavailable`, and `NotFound` where the
+    version is deleted meanwhile: then what is missing was not lost.
     """
     manifest = version.manifest
     state = Verified(files_total=1 + len(manifest.files) + len(manifest.attachments))
@@ -59,6 +60,8 @@ def verify(store: ObjectStore, version: DatasetVersion) -> Generator[Verified, N
     told_bytes = 0
     for steps in _files(store, version):
         for step in steps:
+            if step.damage:
+                check_not_deleted(store, version)
             state = replace(
                 state,
                 bytes_checked=state.bytes_checked + step.bytes_checked,
@@ -95,6 +98,7 @@ def _manifest(store: ObjectStore, version: DatasetVersion) -> Iterator[_Step]:
 def _data_file(store: ObjectStore, version: DatasetVersion, file: DataFile) -> Iterator[_Step]:
     yield from _bytes_of(store, version, file.path, file.size_bytes, file.sha256)
     if store.size(f"{version.folder}/{file.path}") is None:
+        check_not_deleted(store, version)
         return  # told already; each of its groups would say so again
     # A reader that knows this file alone: another's damage is not this one's, and no footer was read before.
     reader = VersionReader(store, replace(version, manifest=replace(version.manifest, files=[file])))

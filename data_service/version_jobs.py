@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 import uuid
@@ -12,6 +13,7 @@ from typing import Any
 
 from data_service.datasets import SERVICE, Datasets
 from data_service.domain import import_spec, predict_spec, transform_spec
+from data_service.domain.checks_parsing import parse_checks
 from data_service.domain.dataset import Dataset
 from data_service.domain.import_spec import ImportSpec
 from data_service.domain.predict_spec import PredictSpec
@@ -23,10 +25,16 @@ from data_service.sources.source_files import s3_of
 from data_service.transforming.checking import check_transform
 from data_service.versions import Versions
 from shared import names
-from shared.errors import AlreadyExists, MillraceError, NotFound, already_exists
-from shared.jobs import JobRecord, Jobs
+from shared.errors import AlreadyExists, Conflict, MillraceError, NotFound, already_exists, not_found
+from shared.jobs import JobRecord, Jobs, JobState
 from shared.requests import OUTCOME_UNKNOWN, claimed, claimed_before
 from shared.storage import ObjectStore
+
+# The ids that we give, from v1 to v999999999. What looks like one and is longer is a client's: it holds a date, say.
+NUMBERED_ID = re.compile(r"v([1-9][0-9]{0,8})")
+LAST_NUMBER = 999_999_999
+# So often in a row others may take the id that was free.
+MOST_TURNS = 100
 
 
 class VersionJobs:
@@ -70,6 +78,7 @@ class VersionJobs:
 
         def made_by() -> dict[str, Any]:
             import_spec.check(spec, self._import_roots, s3=s3_of(self._store) is not None)
+            parse_checks(spec.checks)
             return {
                 "import": with_base(self._versions, parent, spec).as_record(),
                 # The attempt runs on a node of Ray, whose environment is not ours.
@@ -151,23 +160,35 @@ class VersionJobs:
                 body_sha256=body_sha256,
             )
 
-        while True:
+        if validate_only:
             name = f"{parent}/versions/{version_id or self._next_id(parent)}"
-            if validate_only:
-                if self._jobs.find(name):
-                    raise already_exists(name)
-                return job(name)
-            try:
-                with claimed(self._store, SERVICE, request_id, body_sha256, name) as claim:
-                    made = self._create(job, claim.name)
-            except AlreadyExists:
-                # Another job took the next free id in between.
-                if version_id or not self._jobs.find(name):
-                    raise
-                continue
-            self._keep_unless_dataset_is_gone(dataset, made)
-            self._nudge()
-            return made
+            if self._jobs.find(name):
+                raise already_exists(name)
+            return job(name)
+        made = self._claim_and_create(job, parent, version_id, request_id, body_sha256)
+        self._keep_unless_dataset_is_gone(dataset, made)
+        self._nudge()
+        return made
+
+    def _claim_and_create(
+        self, make: Callable[[str], JobRecord], parent: str, version_id: str, request_id: str, body_sha256: str
+    ) -> JobRecord:
+        for turn in range(1, MOST_TURNS + 1):
+            name = f"{parent}/versions/{version_id or self._next_id(parent)}"
+            with claimed(self._store, SERVICE, request_id, body_sha256, name, turn) as claim:
+                if claim.repeated and not version_id and self._is_anothers(request_id, claim.name):
+                    continue
+                try:
+                    return self._create(make, claim.name)
+                except AlreadyExists:
+                    if version_id:
+                        raise
+                    # Another job took the free id in between.
+        raise Conflict(
+            f"version_id: other jobs took each of the {MOST_TURNS} ids that were free in {parent}; choose an id",
+            reason="NO_FREE_ID",
+            metadata={"resource": parent},
+        )
 
     def _keep_unless_dataset_is_gone(self, dataset: Dataset, job: JobRecord) -> None:
         """Whoever deletes a dataset says so and then looks for versions again; whoever makes one does it the other way
@@ -195,19 +216,33 @@ class VersionJobs:
             raise
 
     def _first_answer(self, parent: str, request_id: str, body_sha256: str) -> JobRecord | None:
-        name = claimed_before(self._store, SERVICE, request_id, body_sha256)
-        job = self._made_by(request_id, name) if name else None
-        if job:
-            self._datasets.get(parent, "parent")
-        return job
+        turn = 1
+        while name := claimed_before(self._store, SERVICE, request_id, body_sha256, turn):
+            if job := self._made_by(request_id, name):
+                self._datasets.get(parent, "parent")
+                return job
+            turn += 1
+        return None
 
     def _made_by(self, request_id: str, name: str) -> JobRecord | None:
-        there = self._jobs.find(name) if request_id else None
-        return there if there and there.spec.get("request_id") == request_id else None
+        """Raises `NotFound` where it was deleted since: the first answer cannot be given any more."""
+        job = self._jobs.newest_of(name, _uid(request_id, name)) if request_id else None
+        if job is not None and job.state is JobState.DELETED:
+            raise not_found(name, f"request_id {request_id} made it, and it was deleted since; use a new UUID4")
+        return job
+
+    def _is_anothers(self, request_id: str, name: str) -> bool:
+        """Also where that was deleted since: of several that repeat a call one may have gone on to the next id."""
+        newest = self._jobs.newest(name)
+        return newest is not None and newest.spec.get("request_id") != request_id
 
     def _next_id(self, parent: str) -> str:
-        taken = [re.fullmatch(r"v([1-9][0-9]{0,8})", one) for one in self._store.folders(f"{parent}/versions")]
-        return f"v{1 + max((int(match[1]) for match in taken if match), default=0)}"
+        found = (NUMBERED_ID.fullmatch(one) for one in self._store.folders(f"{parent}/versions"))
+        taken = {int(match[1]) for match in found if match}
+        following = 1 + max(taken, default=0)
+        if following > LAST_NUMBER:
+            following = next(number for number in itertools.count(1) if number not in taken)
+        return f"v{following}"
 
 
 def _uid(request_id: str, name: str) -> str:

@@ -13,13 +13,16 @@ from data_service.datasets import Datasets
 from shared import names, paging
 from shared.dataset_version import VersionReader
 from shared.dataset_version.attachments import read_report
+from shared.dataset_version.footers import Footers
 from shared.dataset_version.manifest import QUARANTINE, Attachment
-from shared.dataset_version.version import NAME_PATTERN, committed_version
-from shared.errors import DataLoss
+from shared.dataset_version.version import NAME_PATTERN, check_not_deleted, committed_version
+from shared.errors import DataLoss, NotFound
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.storage import ObjectMissing, ObjectStore
 
 KEPT_READERS = 64
+# Of all their footers together, parsed: of a hundred columns of doubles those of 600 MiB of rows.
+FOOTER_BYTES = 256 * 1024 * 1024
 # Of quarantined rows so much is in memory at a time.
 PIECE_BYTES = 1024 * 1024
 
@@ -58,7 +61,8 @@ class Versions:
         self._datasets.get(parent, "parent")
         found, next_token = paging.page(self.store.folders(f"{parent}/versions"), page_size, page_token)
         jobs = [self._jobs.find(f"{parent}/versions/{one}") for one in found]
-        return [self._listed(job) for job in jobs if job], next_token
+        versions = [self._listed(job) for job in jobs if job]
+        return [version for version in versions if version], next_token
 
     def active(self, name: str, field: str = "name") -> ActiveVersion:
         """Raises as `get`, naming `field`, and `FailedPrecondition` unless the version is ACTIVE."""
@@ -71,12 +75,13 @@ class Versions:
         return ActiveVersion(job, self._readers.of(job)) if job.state is JobState.SUCCEEDED else Version(job)
 
     def report(self, version: ActiveVersion) -> dict[str, Any]:
-        """Its QualityReport as JSON. Raises `DataLoss`."""
+        """Its QualityReport as JSON. Raises `DataLoss`, and `NotFound` where the version is deleted meanwhile."""
         return read_report(self.store, version.reader.version)
 
     def quarantine(self, version: ActiveVersion) -> Generator[bytes, None, None]:
         """The rows that were left out, as JSON Lines in pieces; none where there are none. Raises `DataLoss`, before
-        the first piece where the file is not what was committed: it is read once for that, and again for the rows."""
+        the first piece where the file is not what was committed: it is read once for that, and again for the rows; and
+        `NotFound` where the version is deleted meanwhile."""
         attachment = version.reader.version.manifest.attachment(QUARANTINE)
         if attachment is None:
             return
@@ -84,43 +89,48 @@ class Versions:
         for piece in self._pieces(version, attachment):
             digest.update(piece)
         if digest.hexdigest() != attachment.sha256:
-            raise _damaged(version, attachment)
+            raise self._damaged(version, attachment)
         yield from self._pieces(version, attachment)
 
     def _pieces(self, version: ActiveVersion, attachment: Attachment) -> Iterator[bytes]:
         key = f"{version.reader.version.folder}/{attachment.path}"
         if self.store.size(key) != attachment.size_bytes:
-            raise _damaged(version, attachment)
+            raise self._damaged(version, attachment)
         for start in range(0, attachment.size_bytes, PIECE_BYTES):
             try:
                 yield self.store.get_range(key, start, min(PIECE_BYTES, attachment.size_bytes - start))
             except (ObjectMissing, DataLoss):
-                raise _damaged(version, attachment) from None
+                raise self._damaged(version, attachment) from None
 
-    def _listed(self, job: JobRecord) -> Version:
-        """One damaged manifest must not hide all the other versions."""
+    def _damaged(self, version: ActiveVersion, attachment: Attachment) -> DataLoss:
+        """Raises `NotFound` where the version was deleted meanwhile."""
+        check_not_deleted(self.store, version.reader.version)
+        name = version.job.name
+        return DataLoss(
+            f"{attachment.path} of {name} is not what was committed",
+            reason="DAMAGED_FILE",
+            metadata={"resource": name, "file": attachment.path},
+        )
+
+    def _listed(self, job: JobRecord) -> Version | None:
+        """One damaged manifest must not hide all the other versions. None for one that was deleted just now."""
         try:
             return self.of(job)
         except DataLoss as error:
             return DamagedVersion(job, error)
-
-
-def _damaged(version: ActiveVersion, attachment: Attachment) -> DataLoss:
-    name = version.job.name
-    return DataLoss(
-        f"{attachment.path} of {name} is not what was committed",
-        reason="DAMAGED_FILE",
-        metadata={"resource": name, "file": attachment.path},
-    )
+        except NotFound:
+            return None
 
 
 class _Readers:
-    """The readers last used: a committed version never changes, so its manifest and footers are read once."""
+    """The readers last used: a committed version never changes, so its manifest is read once, and so are its footers
+    while there is room."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, VersionReader] = OrderedDict()
+        self._footers = Footers(FOOTER_BYTES)
 
     def of(self, job: JobRecord) -> VersionReader:
         """Looks at the job's state first: what is being deleted has a reader no more."""
@@ -130,7 +140,7 @@ class _Readers:
             if known and job.state is JobState.SUCCEEDED:
                 self._kept.move_to_end(manifest)
                 return known
-        reader = VersionReader(self._store, committed_version(self._store, job))
+        reader = VersionReader(self._store, committed_version(self._store, job), self._footers)
         with self._lock:
             self._kept[manifest] = reader
             while len(self._kept) > KEPT_READERS:

@@ -127,6 +127,12 @@ class DatasetStream:
             _look_every(RAYS_OWN_EVERY_S)
             self._end()
 
+    @property
+    def done(self) -> int:
+        """Grows whenever a task has made something or has ended, though nobody has its table yet."""
+        operators = [operator for executor in tuple(self._executors) for operator in executor._topology or ()]
+        return sum(one.metrics.num_task_outputs_generated + one.metrics.num_tasks_finished for one in operators)
+
     def counting(self, share: Callable[[], ExecutionResources]) -> Callable[[], ExecutionResources]:
         """What Ray Data takes for its share of the cluster. How many tasks run at once is up to Ray, which has the
         CPUs."""

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sized
 from typing import Any, ClassVar
 
 MAX_SHOWN_VALUE = 200
+# Of the fields that one request has wrong; their number is told besides.
+MAX_TOLD_FIELDS = 100
 
 
 class MillraceError(Exception):
@@ -160,10 +162,16 @@ def invalid_field(field: str, value: object, remedy: str) -> InvalidArgument:
 
 
 def invalid_fields(problems: Iterable[tuple[str, object, str]]) -> InvalidArgument:
-    """Refuses several fields of one request at once: (path, value, remedy) each."""
-    described = [(field, f"{shown(value)}: {remedy}") for field, value, remedy in problems]
+    """Refuses several fields of one request at once: (path, value, remedy) each. Of very many the first are told."""
+    described = []
+    count = 0
+    for count, (field, value, remedy) in enumerate(problems, 1):
+        if count <= MAX_TOLD_FIELDS:
+            described.append((field, f"{shown(value)}: {remedy}"))
+    # In front, for what is long is cut at its end.
+    number = f"{count} fields are wrong, the first {MAX_TOLD_FIELDS} are " if count > MAX_TOLD_FIELDS else ""
     return InvalidArgument(
-        "; ".join(f"{field}: {text}" for field, text in described),
+        number + "; ".join(f"{field}: {text}" for field, text in described),
         reason="INVALID_FIELD",
         metadata={"field": described[0][0]},
         fields=described,

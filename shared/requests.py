@@ -34,17 +34,21 @@ def body_digest(request: Message) -> str:
 
 
 @contextmanager
-def claimed(store: ObjectStore, service: str, request_id: str, digest: str, name: str) -> Iterator[Claim]:
+def claimed(
+    store: ObjectStore, service: str, request_id: str, digest: str, name: str, turn: int = 1
+) -> Iterator[Claim]:
     """Claims a request id for the creation of `name` while the body runs; lets it go again if the creation is refused,
     but not when an outage leaves open whether it happened.
 
     A repeated call must return the resource that the claim names, or, where the first call died before it was made,
-    make it. Raises `AlreadyExists` when the id was used with another body. An empty id claims nothing.
+    make it. Where others have taken that name meanwhile, and the caller left it to us, the claim of the next `turn`
+    names another: a claim is never changed, so that all who repeat a call come to the same one.
+    Raises `AlreadyExists` when the id was used with another body. An empty id claims nothing.
     """
     if not request_id:
         yield Claim(name, repeated=False)
         return
-    key = _key(service, request_id)
+    key = _key(service, request_id, turn)
     claim = _claim(store, key, request_id, digest, name)
     try:
         yield claim
@@ -55,13 +59,13 @@ def claimed(store: ObjectStore, service: str, request_id: str, digest: str, name
         raise
 
 
-def claimed_before(store: ObjectStore, service: str, request_id: str, digest: str) -> str | None:
-    """What an earlier call with this id named; it need not have been made. What it was made of may be gone since, so
-    look before a repeated call is checked again. Raises as `claimed`."""
+def claimed_before(store: ObjectStore, service: str, request_id: str, digest: str, turn: int = 1) -> str | None:
+    """What an earlier call with this id named in that turn; it need not have been made. What it was made of may be gone
+    since, so look before a repeated call is checked again. Raises as `claimed`."""
     if not request_id:
         return None
     try:
-        return _first_name(store.get(_key(service, request_id)), request_id, digest)
+        return _first_name(store.get(_key(service, request_id, turn)), request_id, digest)
     except ObjectMissing:
         return None
 
@@ -89,5 +93,5 @@ def _first_name(claim: bytes, request_id: str, digest: str) -> str:
     return str(first["name"])
 
 
-def _key(service: str, request_id: str) -> str:
-    return f"requests/{service}/{request_id}.json"
+def _key(service: str, request_id: str, turn: int) -> str:
+    return f"requests/{service}/{request_id}{f'.{turn}' if turn > 1 else ''}.json"

@@ -29,6 +29,7 @@ from train_service.domain.order import Ints, blocks_of
 from train_service.domain.slices import Plan, rank_positions, step_bounds
 from train_service.domain.spec import TrainingSpec
 from train_service.loader import Batch, Loader
+from train_service.preparation import prepared
 from train_service.preprocessing import Preprocessing
 from train_service.row_cache import RowCache
 from train_service.rows import Array
@@ -38,7 +39,6 @@ PIECE_BYTES = 8 * 1024 * 1024
 # Tasks of one dataset: Ray Data keeps something of each.
 TASKS_AT_ONCE = 4096
 TASK_CACHE_BYTES = 256 * 1024 * 1024
-POLL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class ClusterLoader(Loader):
 
 
 def _prepared(
-    source: Source, tasks: list[dict[str, int]], while_waiting: Callable[[], None]
+    source: Source, tasks: list[dict[str, int]], touched: Callable[[], None]
 ) -> Generator[pa.Table, None, None]:
     settings = quiet_context(block_bytes=source.piece_bytes)
     settings.execution_options.preserve_order = True
@@ -147,7 +147,7 @@ def _prepared(
         prepare = functools.partial(_prepare, source=source)
         dataset = given.map_batches(prepare, batch_size=None, batch_format="pyarrow", num_cpus=1)
     try:
-        yield from DatasetStream(dataset).tables(while_waiting, POLL_S)
+        yield from prepared(DatasetStream(dataset), touched)
     except RayFailed as failure:
         raise _cause(failure.__cause__) from failure.__cause__
 

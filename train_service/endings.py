@@ -9,13 +9,14 @@ from typing import Any
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
 from shared.checkpoint.registry import best, latest
 from shared.errors import DataLoss, Internal, MillraceError
-from shared.jobs import AttemptContext, JobRecord, JobState
+from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.jobs.transitions import NO_ROOM, PREEMPTED, RESIZED
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from train_service.domain.spec import TrainingSpec
 from train_service.events import EventKind, EventLog
 from train_service.patience import patient
+from train_service.reporting import TRAIN_KIND
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +40,13 @@ def told(context: AttemptContext, work: Callable[[], dict[str, Any]]) -> dict[st
     try:
         return work()
     except MillraceError as error:
-        newest = patient(lambda: context.newest(), "the job's state")
-        ranks = [int(rank) for rank in error.metadata.get("ranks", "").split(",") if rank.strip()]
-        cause, text = cause_of(error, newest.state), error.message
-        patient(lambda: tell_end(context, cause, text, ranks), "the end of an attempt")
+        ended_by = error
+        patient(lambda: tell_error(context, ended_by), "the end of an attempt")
         raise
     except StaleAttempt:
         raise
     except Exception:
-        patient(lambda: tell_end(context, FAILURE, "an unexpected error"), "the end of an attempt")
+        patient(lambda: tell_error(context, Internal("an unexpected error")), "the end of an attempt")
         raise
 
 
@@ -87,11 +86,19 @@ def tell_end(context: AttemptContext, cause: str, text: str, ranks: Sequence[int
     _tell(context.store, context.job.name, context.attempt, cause, text, ranks)
 
 
+def tell_error(context: AttemptContext, error: MillraceError) -> None:
+    """As `tell_end`, of what ended the attempt or, by now, of what clients wish of the job. Raises `StaleAttempt` where
+    that was deleted."""
+    ranks = [int(rank) for rank in error.metadata.get("ranks", "").split(",") if rank.strip()]
+    tell_end(context, cause_of(error, context.newest().state), error.message, ranks)
+
+
 def tell_lost(store: ObjectStore, job: JobRecord) -> None:
     """For the process of `job`'s present attempt, which is gone; nothing where there has been none yet."""
     if job.attempts_made == 0:
         return
-    cause = {JobState.CANCELLING: CANCELLED, JobState.SUSPENDING: SUSPENDED}.get(job.state, FAILURE)
+    of_itself = PREEMPTION if Jobs(store, TRAIN_KIND).was_leaving(job.name, job.attempt) else FAILURE
+    cause = {JobState.CANCELLING: CANCELLED, JobState.SUSPENDING: SUSPENDED}.get(job.state, of_itself)
     _tell(store, job.name, job.attempt, cause, "the process of the attempt ended", ())
 
 

@@ -53,5 +53,6 @@ def evaluate(
                 sums += torch.cat(
                     [torch.tensor([total, len(positions)], dtype=torch.float64), metrics.sums(outputs, labels).cpu()]
                 )
-    total, seen, *measured = ranks.add(sums.tolist()).result()
-    return total / seen, metrics.values(measured), int(seen)
+    sums = ranks.add(sums).summed()
+    total, seen = sums[:2].tolist()
+    return total / seen, metrics.values(sums[2:]), int(seen)

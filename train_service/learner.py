@@ -100,7 +100,7 @@ class Learner:
         if not self.model.training:  # after a validation; it walks through all modules
             self._wrapped.train()
         self._optimizer.zero_grad(set_to_none=True)
-        parts = parts_of(batch, self._spec, self._ranks.device)
+        parts = parts_of(batch, self._spec, self._ranks.world_size, self._ranks.device)
         loss, metrics = 0.0, torch.zeros(self._metrics.width, dtype=torch.float64)
         for number, part in enumerate(parts, start=1):
             with gradients_kept_local(self._wrapped, number < len(parts)):
@@ -130,7 +130,7 @@ class Learner:
 
     def _rows_per_call(self) -> int:
         """No more than a step computes at once: so much memory there is, and a call takes no longer than a step."""
-        parts = self._ranks.world_size * self._spec.accumulation_steps
+        parts = max(self._ranks.world_size, self._spec.most_ranks) * self._spec.accumulation_steps
         return max(1, min(ROWS_PER_CALL, self._spec.global_batch_size // parts))
 
     def should_stop(self, history: Sequence[tuple[int, float]]) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from shared.transforms import RowKeys
 from train_service.domain.order import Ints, blocks_of
 from train_service.domain.slices import Plan, step_bounds, steps_per_epoch
+from train_service.patience import waiting_for
 from train_service.preprocessing import Preprocessing
 from train_service.row_cache import RowCache
 from train_service.rows import Array
@@ -71,8 +72,13 @@ class Loader:
 
         thread = threading.Thread(target=read, name="loader", daemon=True)
         thread.start()
+
+        def taken() -> Batch | BaseException | None:
+            with waiting_for(thread):
+                return ahead.get()
+
         try:
-            while (item := ahead.get()) is not None:
+            while (item := taken()) is not None:
                 if isinstance(item, BaseException):
                     raise item
                 room.release()

@@ -2,12 +2,14 @@
 
 So training and validation measure with the same code, and a step needs one all-reduce for the loss and all metrics.
 `precision`, `recall` and `f1` are means over the classes; `auroc` is the mean over classes of one against the rest, at
-fixed thresholds, dense near 0 and 1. Those come from torchmetrics, whose states are the sums.
+fixed thresholds, dense near 0 and 1. Those come from torchmetrics, whose states are the sums. How many a metric has is
+known before it is built, so none is built that would take more memory than it may.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +22,8 @@ FIELD = "spec.metrics"
 TOP = 5
 AUROC_THRESHOLDS = 601
 AUROC_LOGITS = 36.0
+# All metrics of a job together: a rank holds a few copies, 40 MB each.
+MOST_SUMS = 5_000_000
 # A training step reduces its sums over ranks; beyond so many a metric is measured in validation alone.
 MOST_SUMS_OF_A_STEP = 100_000
 
@@ -32,26 +36,38 @@ class Metric(Protocol):
     def sums(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Of a batch of one row or more, float64 (width,)."""
 
-    def value(self, sums: Sequence[float]) -> float: ...
+    def value(self, sums: Tensor) -> float: ...
 
 
 class Metrics:
     """All metrics of a job. Without torchmetrics' import, which takes seconds, where none of them needs it."""
 
     def __init__(self, spec: TrainingSpec, device: torch.device, *, most_sums: int | None = None) -> None:
-        """Leaves out those that are wider than `most_sums`. Raises `InvalidArgument` naming `spec.metrics`."""
+        """Leaves out those that are wider than `most_sums`. Raises `InvalidArgument` naming `spec.metrics`, also where
+        the others together have more than `MOST_SUMS`."""
         self.task = spec.task
-        made = {name: _build(name, spec, device) for name in measured(spec)}
-        self._metrics = {name: one for name, one in made.items() if most_sums is None or one.width <= most_sums}
-        self.width = sum(one.width for one in self._metrics.values())
+        outputs = spec.model.num_classes
+        kinds = {name: _kind(name, spec) for name in measured(spec)}
+        widths = {name: kind.width(outputs) for name, kind in kinds.items()}
+        widths = {name: width for name, width in widths.items() if most_sums is None or width <= most_sums}
+        self.width = sum(widths.values())
+        if self.width > MOST_SUMS:
+            widest = max(widths, key=lambda name: widths[name])
+            remedy = (
+                f"for {outputs:,} outputs {', '.join(widths)} add up {self.width:,} numbers, of which {widest} has "
+                f"{widths[widest]:,}, and up to {MOST_SUMS:,} are kept; leave {widest} out"
+            )
+            raise invalid_field(FIELD, widest, remedy)
+        self._metrics = {name: kinds[name].build(outputs, device) for name in widths}
 
     def sums(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Of a batch, float64 (width,)."""
         sums = [one.sums(outputs, labels) for one in self._metrics.values()]
         return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64)
 
-    def values(self, sums: Sequence[float]) -> dict[str, float]:
+    def values(self, sums: Tensor | Sequence[float]) -> dict[str, float]:
         """By name. NaN where a metric is not defined, e.g. of no rows."""
+        sums = torch.as_tensor(sums, dtype=torch.float64)
         values, begin = {}, 0
         for name, one in self._metrics.items():
             values[name] = one.value(sums[begin : begin + one.width])
@@ -84,8 +100,8 @@ class _Mean:
         each = self._each(outputs, labels)
         return torch.stack([each.sum(dtype=torch.float64), torch.tensor(float(len(each)), device=each.device)]).double()
 
-    def value(self, sums: Sequence[float]) -> float:
-        total, rows = sums
+    def value(self, sums: Tensor) -> float:
+        total, rows = sums.tolist()
         return self._read(total / rows) if rows else float("nan")
 
 
@@ -113,13 +129,12 @@ class _Torchmetrics:
         self._metric.update(self._ready(outputs), labels)
         return torch.cat([getattr(self._metric, name).double().flatten() for name in self._shapes])
 
-    def value(self, sums: Sequence[float]) -> float:
+    def value(self, sums: Tensor) -> float:
         self._metric.reset()
         begin = 0
         for name, shape in self._shapes.items():
             count = shape.numel()
-            state = torch.tensor(sums[begin : begin + count], dtype=torch.float64, device=self._device)
-            setattr(self._metric, name, state.reshape(shape))
+            setattr(self._metric, name, sums[begin : begin + count].to(self._device).reshape(shape))
             begin += count
         self._metric._update_count = 1
         try:
@@ -128,11 +143,36 @@ class _Torchmetrics:
             return float("nan")
 
 
-def _build(name: str, spec: TrainingSpec, device: torch.device) -> Metric:
-    builders = _OF_CLASSES if spec.task == CLASSIFICATION else _OF_NUMBERS
-    if name not in builders:
-        raise invalid_field(FIELD, name, f"use some of {', '.join(builders)} with TASK_{spec.task}")
-    return builders[name](spec.model.num_classes, device)
+class _OfHits(_Torchmetrics):
+    """One whose states are, of each class, the rows rightly and wrongly given it, and rightly and wrongly not.
+
+    Counted here: torchmetrics makes a table of classes by classes for each batch.
+    """
+
+    def sums(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        classes = outputs.shape[1]
+        given = outputs.argmax(1)
+        hits, all_given, all_there = (
+            torch.bincount(one, minlength=classes) for one in (labels[given == labels], given, labels)
+        )
+        wrong, missed = all_given - hits, all_there - hits
+        counts = {"tp": hits, "fp": wrong, "fn": missed, "tn": len(labels) - (hits + wrong + missed)}
+        return torch.cat([counts[name].double() for name in self._shapes])
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """`width` of so many outputs is that of the metric which `build` makes."""
+
+    build: Callable[[int, torch.device], Metric]
+    width: Callable[[int], int] = lambda _: _Mean.width
+
+
+def _kind(name: str, spec: TrainingSpec) -> _Kind:
+    kinds = _OF_CLASSES if spec.task == CLASSIFICATION else _OF_NUMBERS
+    if name not in kinds:
+        raise invalid_field(FIELD, name, f"use some of {', '.join(kinds)} with TASK_{spec.task}")
+    return kinds[name]
 
 
 def _accuracy(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -149,16 +189,16 @@ def _top5(classes: int, _: torch.device) -> Metric:
     return _Mean(each)
 
 
-def _of_torchmetrics(name: str, **kwargs: Any) -> Callable[[int, torch.device], Metric]:
+def _of_hits(name: str) -> _Kind:
     """One of its classification metrics over all classes."""
 
     def build(classes: int, device: torch.device) -> Metric:
         from torchmetrics import classification
 
-        made = getattr(classification, name)(num_classes=classes, average="macro", sync_on_compute=False, **kwargs)
-        return _Torchmetrics(made, device, lambda outputs: outputs.argmax(1))
+        made = getattr(classification, name)(num_classes=classes, average="macro", sync_on_compute=False)
+        return _OfHits(made, device, lambda outputs: outputs.argmax(1))
 
-    return build
+    return _Kind(build, lambda classes: 4 * classes)
 
 
 def _auroc(classes: int, device: torch.device) -> Metric:
@@ -179,24 +219,25 @@ def _r2(outputs: int, device: torch.device) -> Metric:
     return _Torchmetrics(R2Score(sync_on_compute=False), device, lambda given: given.double(), shapes)
 
 
-def _differences(power: int, read: Callable[[float], float]) -> Callable[[int, torch.device], Metric]:
+def _differences(power: int, read: Callable[[float], float]) -> _Kind:
     def each(outputs: Tensor, labels: Tensor) -> Tensor:
         return (outputs.double() - labels).abs().pow(power).mean(1)
 
-    return lambda *_: _Mean(each, read)
+    return _Kind(lambda *_: _Mean(each, read))
 
 
-_OF_CLASSES: dict[str, Callable[[int, torch.device], Metric]] = {
-    "accuracy": lambda *_: _Mean(_accuracy),
-    "top5_accuracy": _top5,
-    "precision": _of_torchmetrics("MulticlassPrecision"),
-    "recall": _of_torchmetrics("MulticlassRecall"),
-    "f1": _of_torchmetrics("MulticlassF1Score"),
-    "auroc": _auroc,
+_OF_CLASSES: dict[str, _Kind] = {
+    "accuracy": _Kind(lambda *_: _Mean(_accuracy)),
+    "top5_accuracy": _Kind(_top5),
+    "precision": _of_hits("MulticlassPrecision"),
+    "recall": _of_hits("MulticlassRecall"),
+    "f1": _of_hits("MulticlassF1Score"),
+    # Of each class at each threshold, and at both ends, the four counts as above.
+    "auroc": _Kind(_auroc, lambda classes: 4 * classes * (AUROC_THRESHOLDS + 2)),
 }
-_OF_NUMBERS: dict[str, Callable[[int, torch.device], Metric]] = {
+_OF_NUMBERS: dict[str, _Kind] = {
     "mae": _differences(1, lambda mean: mean),
     "mse": _differences(2, lambda mean: mean),
     "rmse": _differences(2, lambda mean: mean**0.5),
-    "r2": _r2,
+    "r2": _Kind(_r2, lambda outputs: 3 * outputs + 1),
 }

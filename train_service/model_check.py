@@ -35,10 +35,15 @@ def check_model(spec: TrainingSpec, model_input: TensorSpec, total_steps: int = 
 def _check_outputs(spec: TrainingSpec, model_input: TensorSpec) -> nn.Module:
     import torch
 
-    with torch.device("meta"):
+    from train_service.trial_limit import TooLarge, TrialLimit
+
+    with torch.device("meta"), TrialLimit():
+        # A builder that is stopped by the limit has refused its arguments.
         model = build_model(spec.model, "spec.model")
         try:
             output = model(torch.zeros((ROWS, *model_input.shape)))
+        except TooLarge as error:
+            raise invalid_field("spec.model.kwargs", spec.model.kwargs, str(error)) from None
         except Exception as error:  # each model has its own way of refusing inputs
             remedy = f"the model does not take inputs of {model_input.shape}: {first_line(error)}"
             raise invalid_field("spec.model.builder", spec.model.builder, remedy) from None

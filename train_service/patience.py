@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -20,7 +21,9 @@ PATIENCE_S = 600.0
 AGAIN_AFTER_S = 1.0
 
 _lock = threading.Lock()
-_waiting = 0
+# By thread: how many calls of the store it is in, and the thread that it waits for.
+_calls: Counter[int] = Counter()
+_waits: dict[int, int] = {}
 
 
 def patient(call: Callable[[], T], what: str, patience_s: float = PATIENCE_S) -> T:
@@ -38,22 +41,47 @@ def patient(call: Callable[[], T], what: str, patience_s: float = PATIENCE_S) ->
                 time.sleep(AGAIN_AFTER_S)
 
 
-def in_store_calls() -> bool:
-    """Whether a thread of this process is in a `store_call`: one that stands still may be waiting for it."""
-    return _waiting > 0
+def waits_for_store(thread: int) -> bool:
+    """Whether this thread (by its `ident`) is in a `store_call`, or waits for one that is. What others of its process
+    wait for, as a checkpoint that is written beside the steps, is no reason for it to stand still."""
+    seen: set[int] = set()
+    with _lock:
+        while thread not in seen:
+            if _calls.get(thread):
+                return True
+            seen.add(thread)
+            thread = _waits.get(thread, thread)
+    return False
 
 
 @contextmanager
 def store_call() -> Iterator[None]:
-    """Around what waits for the store with a patience of its own: whoever waits in it does not hang."""
-    _count(1)
+    """Around what waits for the store, or for a thread that only works for it, with a patience of its own: a thread
+    that waits in it does not hang."""
+    thread = threading.get_ident()
+    _count(thread, 1)
     try:
         yield
     finally:
-        _count(-1)
+        _count(thread, -1)
 
 
-def _count(by: int) -> None:
-    global _waiting
+@contextmanager
+def waiting_for(other: threading.Thread) -> Iterator[None]:
+    """Around what waits for a thread that does more than call the store. Not to be nested."""
+    thread, ident = threading.get_ident(), other.ident
+    if ident is not None:
+        with _lock:
+            _waits[thread] = ident
+    try:
+        yield
+    finally:
+        with _lock:
+            _waits.pop(thread, None)
+
+
+def _count(thread: int, by: int) -> None:
     with _lock:
-        _waiting += by
+        _calls[thread] += by
+        if not _calls[thread]:
+            del _calls[thread]

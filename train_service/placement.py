@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,12 @@ class Size:
     def use_gpu(self) -> bool:
         return self.bundle.get("GPU", 0.0) > 0
 
+    def held(self, workers: Mapping[str, int]) -> dict[str, Resources]:
+        """By node id what such workers hold, of whom there are so many on each."""
+        return {
+            node_id: {name: number * need for name, need in self.bundle.items()} for node_id, number in workers.items()
+        }
+
 
 def usable_nodes() -> list[Node]:
     """The nodes that answer, stay, and are no service's own."""
@@ -55,30 +61,51 @@ def totals() -> list[Resources]:
     return [node["Resources"] for node in nodes if node["Alive"] and _takes_workers(node)]
 
 
-def size_now(spec: TrainingSpec, own: Mapping[str, int] | None = None) -> Size:
-    """The most workers for which there is room, 0 where not even the fewest fit. `own` counts the workers that the
-    caller has already, by node id: they would make room for themselves."""
+def size_now(
+    spec: TrainingSpec, beside: Callable[[], int] = lambda: 0, own: Mapping[str, Resources] | None = None
+) -> Size:
+    """The most workers for which there is room, 0 where not even the fewest fit. `beside` tells for how many other jobs
+    Ray Data prepares rows; it is asked only where there is room. `own` is what the caller's workers hold, by node id:
+    they would make room for others."""
     nodes = usable_nodes()
     bundle = bundle_of(spec, [node.total for node in nodes])
-    free = [_with_own(node, bundle, (own or {}).get(node.node_id, 0)) for node in nodes]
-    free = besides_ingest(free, spec)
-    fits = workers_that_fit(free, bundle, spec.placement.strategy, spec.fewest_workers, spec.num_workers)
-    return Size(fits, bundle)
+    free = [_with_own(node, (own or {}).get(node.node_id, {})) for node in nodes]
+
+    def fits(others: int) -> int:
+        left = besides_ingest(free, _ingests(spec, others))
+        return workers_that_fit(left, bundle, spec.placement.strategy, spec.fewest_workers, spec.num_workers)
+
+    workers = fits(0)
+    if workers and (others := beside()):
+        workers = fits(others)
+    return Size(workers, bundle)
 
 
-def lacking(spec: TrainingSpec) -> str:
-    """What the cluster lacks for the fewest workers of a run; empty where they fit."""
+def lacking(spec: TrainingSpec, beside: Callable[[], int] = lambda: 0) -> str:
+    """What the cluster lacks for the fewest workers of a run; empty where they fit. `beside` as for `size_now`."""
     if spec.local:
         return ""
     nodes = usable_nodes()
+    missing = _missing(spec, nodes, _ingests(spec))
+    if not missing and (others := beside()):
+        missing = _missing(spec, nodes, _ingests(spec, others))
+    return missing
+
+
+def _missing(spec: TrainingSpec, nodes: Sequence[Node], ingests: int) -> str:
     bundle = bundle_of(spec, [node.total for node in nodes])
-    free, total = ([getattr(node, kind) for node in nodes] for kind in ("free", "total"))
-    free, total = besides_ingest(free, spec), besides_ingest(total, spec)
+    free, total = (besides_ingest([getattr(node, kind) for node in nodes], ingests) for kind in ("free", "total"))
     strategy, fewest = spec.placement.strategy, spec.fewest_workers
     if workers_that_fit(free, bundle, strategy, fewest, spec.num_workers):
         return ""
     missing = what_is_missing(free, total, bundle, strategy, fewest)
-    return f"{missing}, besides {INGEST_CPUS:g} CPU that prepares rows" if spec.ingest == RAY_DATA else missing
+    verb = "prepares" if ingests == 1 else "prepare"
+    return f"{missing}, besides {ingests * INGEST_CPUS:g} CPU that {verb} rows" if ingests else missing
+
+
+def _ingests(spec: TrainingSpec, others: int = 0) -> int:
+    """For how many jobs Ray Data prepares rows once this one has begun."""
+    return others + (spec.ingest == RAY_DATA)
 
 
 def is_settling(spec: TrainingSpec) -> bool:
@@ -102,5 +129,5 @@ def _takes_workers(node: Mapping[str, Any]) -> bool:
     return (node.get("Labels") or {}).get(ROLE_LABEL) != "service"
 
 
-def _with_own(node: Node, bundle: Resources, workers: int) -> Resources:
-    return {**node.free, **{name: node.free.get(name, 0.0) + workers * need for name, need in bundle.items()}}
+def _with_own(node: Node, own: Resources) -> Resources:
+    return {**node.free, **{name: node.free.get(name, 0.0) + amount for name, amount in own.items()}}

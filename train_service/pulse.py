@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from train_service.domain.watchdog import Phase
-from train_service.patience import in_store_calls
+from train_service.patience import waits_for_store
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ STDERR = 2
 
 
 class Pulse:
-    """Use as a context around all that the rank does. Without an address it does nothing."""
+    """Use as a context around all that the rank does, in the thread that trains. Without an address it does nothing."""
 
     def __init__(
         self,
@@ -56,6 +56,8 @@ class Pulse:
         self._moved = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        # Who trains, and whose waits count.
+        self._trains = threading.get_ident()
         # Steps of the whole run, once they are known.
         self.total_steps = 0
         # A reason to stop that the attempt wishes, 0 for none; see `reporting`.
@@ -129,7 +131,7 @@ class Pulse:
             "total_steps": self.total_steps,
             "phase": self._phase,
             "still_s": time.monotonic() - self._moved,
-            "store": in_store_calls(),
+            "store": waits_for_store(self._trains),
         }
 
     def _obey(self, connection: socket.socket, order: dict[str, Any], stacks: Any) -> None:

@@ -55,11 +55,18 @@ class _Steps:
 
     step: int = 0
     at: float = 0.0
+    heard_at: float = 0.0
+    # It is in its loop.
+    begun: bool = False
     timed: bool = False
     seconds: list[float] = field(default_factory=list)
     first_s: float = 0.0
 
-    def note(self, step: int, phase: Phase, now: float) -> None:
+    def note(self, step: int, total_steps: int, phase: Phase, now: float) -> None:
+        if total_steps and not self.begun:
+            # What it did before is no part of a step; one that is done by now began after it was last heard.
+            self.begun, self.at = True, self.heard_at if step > self.step else now
+        self.heard_at = now
         if step > self.step and self.at:
             took_s = (now - self.at) / (step - self.step)
             if self.timed:
@@ -110,7 +117,7 @@ class Pulses:
 
     @property
     def first_step_s(self) -> float:
-        """Of rank 0's first step of the attempt, with what came before it in its loop; 0 until it is done."""
+        """Of rank 0's first step of the attempt, from where its loop began; 0 until it is done."""
         with self._lock:
             return self._steps.first_s
 
@@ -170,7 +177,7 @@ class Pulses:
             one.waits_for_store = said["store"]
             one.left = bool(said.get("bye"))
             if one.rank == 0:
-                self._steps.note(one.step, one.phase, now)
+                self._steps.note(one.step, one.total_steps, one.phase, now)
 
 
 class _Server(socketserver.ThreadingTCPServer):

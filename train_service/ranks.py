@@ -65,9 +65,10 @@ class Ranks:
             return None
         return [box[:length].cpu().numpy() for box, length in zip(boxes, lengths.tolist(), strict=True)]
 
-    def add(self, values: list[float]) -> PendingSum:
-        """Starts adding up over ranks, in float64; the answer may be taken later, and is the same on every rank."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+    def add(self, values: list[float] | torch.Tensor) -> PendingSum:
+        """Starts adding up (n,) over ranks, in float64; the answer may be taken later, and is the same on every rank.
+        A tensor on the ranks' device is given up for it."""
+        tensor = torch.as_tensor(values, dtype=torch.float64, device=self.device)
         work = dist.all_reduce(tensor, async_op=True) if self.world_size > 1 else None
         return PendingSum(tensor, work)
 
@@ -77,12 +78,15 @@ class PendingSum:
         self._tensor = tensor
         self._work = work
 
-    def result(self) -> list[float]:
-        """Waits for it; asked again, it is the same."""
+    def summed(self) -> torch.Tensor:
+        """Waits for it; asked again, it is the same. On the ranks' device."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        values: list[float] = self._tensor.tolist()
+        return self._tensor
+
+    def result(self) -> list[float]:
+        values: list[float] = self.summed().tolist()
         return values
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 
 from shared.jobs import JobRecord, JobState
 from shared.jobs.reconciler import JobKind, run_reconciler
 from shared.settings import service_settings, spare_attempt
-from shared.storage import ObjectStore
+from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging
 from train_service.cluster_memory import ClusterMemory
 from train_service.domain.spec import TrainingSpec
 from train_service.endings import tell_lost
+from train_service.ingest_room import ingest_beside
 from train_service.placement import is_settling, lacking, totals
 from train_service.reporting import TRAIN_KIND
 from train_service.sweeps.trials import SWEEP_KIND, end_trials
@@ -25,10 +27,10 @@ SETTLED_WITHIN_S = 5.0
 CLUSTER_LOOK_EVERY_S = 5.0
 
 
-def lacks(job: JobRecord) -> str:
+def lacks(store: ObjectStore, job: JobRecord) -> str:
     """What the cluster lacks for the fewest workers that the job may go on with."""
     spec = TrainingSpec.from_config(job.spec["training"])
-    if missing := lacking(spec):
+    if missing := lacking(spec, partial(ingest_beside, store, job.name)):
         return missing
     ended_now = job.state is JobState.RECOVERING and time.time() - job.update_time < SETTLED_WITHIN_S
     waits = ended_now and not spec.local and is_settling(spec)
@@ -57,7 +59,7 @@ def main() -> None:
         name=TRAIN_KIND,
         entry=ENTRY,
         prepare=prepare,
-        lacks=lacks,
+        lacks=partial(lacks, open_store(settings.store)),
         lost=tell_lost,
         spare_beside_work=True,
         looks=ClusterWatch(),

@@ -45,6 +45,8 @@ class Reporter:
         self._waiting: queue.Queue[tuple[EventKind, dict[str, Any]] | None] = queue.Queue()
         self._ended = threading.Event()
         self._stop_reason = GO_ON
+        # The job was deleted: its name is nobody's, or another's.
+        self._gone = False
         self._broken: Exception | None = None
         self._threads = [
             threading.Thread(target=self._write, name="events", daemon=True),
@@ -78,13 +80,15 @@ class Reporter:
     @property
     def stop_reason(self) -> int:
         """GO_ON; RESIZE (there is room for more workers); PREEMPT (a node will be taken away); SUSPEND or CANCEL (a
-        client wishes it); STALE (a later attempt has taken over)."""
+        client wishes it); STALE (a later attempt has taken over, or the job was deleted)."""
         return max(self._stop_reason, self._asked())
 
     def _write(self) -> None:
         log = EventLog(self._store, self._job_name)
         try:
             while (item := self._waiting.get()) is not None:
+                if self._gone:
+                    return
                 kind, payload = item
                 _patiently(log.append, self._attempt, kind, payload, uuid.uuid4().hex)
                 if kind is EventKind.PROGRESS:
@@ -99,11 +103,14 @@ class Reporter:
         jobs = Jobs(self._store, TRAIN_KIND)
         while not self._ended.wait(WISH_INTERVAL_S):
             try:
-                job = jobs.get(self._job_name, self._job_name)
+                job = jobs.find(self._job_name)
             except MillraceError as error:
                 logger.warning("the wish stays as last read: %s", error.message)
                 continue
-            if job.attempt != self._attempt or job.state.final:
+            if job is None or job.first_attempt > self._attempt:
+                self._gone = True
+                self._stop_reason = STALE
+            elif job.attempt != self._attempt or job.state.final:
                 self._stop_reason = STALE
             elif job.state is JobState.CANCELLING:
                 self._stop_reason = max(self._stop_reason, CANCEL)

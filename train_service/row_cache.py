@@ -16,7 +16,7 @@ from shared.transforms import batch_of
 from train_service.domain.order import Ints
 from train_service.domain.spec import CLASSIFICATION
 from train_service.labels import labels_of
-from train_service.patience import patient
+from train_service.patience import patient, store_call
 from train_service.rows import Room, Rows, bytes_of_row
 
 # Threads that read ahead: a store far away is waited for by several at once.
@@ -124,7 +124,8 @@ class RowCache:
         if number in self._coming:
             reading, place = self._coming[number]
             try:
-                read = reading.result()[place]
+                with store_call():
+                    read = reading.result()[place]
                 del self._coming[number]
             except BaseException:  # whoever asks again for one of those that were read together has it read anew
                 self._coming = {other: one for other, one in self._coming.items() if one[0] is not reading}

@@ -56,8 +56,19 @@ class RunRecords:
                 metadata={"resource": name, "epochs": str(spec.epochs)},
                 fields=[("epoch", f"use 0 to {spec.epochs - 1}")],
             )
-        entry = self._checkpoint(name, checkpoint)
         split = self._train_split(job, spec)
+        while True:
+            entry = self._checkpoint(name, checkpoint)
+            try:
+                return self._count(name, spec, split, epoch, entry)
+            except DataLoss:
+                # Retention may have taken it away meanwhile, and then another is named in its place.
+                if entry is None or entry == self._checkpoint(name, checkpoint):
+                    raise
+
+    def _count(
+        self, name: str, spec: TrainingSpec, split: Split, epoch: int, entry: CheckpointEntry | None
+    ) -> Coverage:
         steps = steps_per_epoch(split.row_count, spec.global_batch_size)
         begin, end = epoch * steps, (epoch + 1) * steps
         parts = load_checkpoint(self._store, entry.folder, entry.manifest_sha256).content.coverage if entry else ()

@@ -20,7 +20,7 @@ from shared.errors import DataLoss
 from shared.storage import ObjectStore
 from train_service.domain.retention import Saved, outlived
 from train_service.domain.spec import CheckpointPolicy
-from train_service.patience import patient
+from train_service.patience import patient, store_call
 from train_service.tensor_files import NEST, TensorFile, put_together, take_apart
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,8 @@ class CheckpointWriter:
         try:
             if self._writing is not None:
                 writing, self._writing = self._writing, None
-                writing.result()
+                with store_call():
+                    writing.result()
         finally:
             self.stalled_s += time.monotonic() - began
 
@@ -105,7 +106,8 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True)
+        with store_call():
+            self._pool.shutdown(wait=True)
 
     def _write(self, describe: Callable[[], CheckpointContent], files: dict[str, memoryview], final: bool) -> None:
         content = self._patiently(describe)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shared.errors import FailedPrecondition
+from train_service.domain.slices import parts_of_step
 from train_service.domain.spec import REGRESSION, TrainingSpec
 from train_service.loader import Batch
 from train_service.rows import Array
@@ -26,9 +27,11 @@ class Part:
     row_ids: Array
 
 
-def parts_of(batch: Batch, spec: TrainingSpec, device: torch.device) -> list[Part]:
-    """As many as the specification says, all ranks the same number."""
-    count, rows = spec.accumulation_steps, len(batch.row_ids)
+def parts_of(batch: Batch, spec: TrainingSpec, world_size: int, device: torch.device) -> list[Part]:
+    """As many as `parts_of_step` says, all ranks the same number: what fits a device when all workers are there does
+    so when some are gone."""
+    count = parts_of_step(batch.step_rows, spec.lanes, world_size, spec.most_ranks, spec.accumulation_steps)
+    rows = len(batch.row_ids)
     labels = batch.labels
     if spec.task == REGRESSION:
         labels = labels.reshape(rows, -1)

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections import Counter
+from functools import partial
 from statistics import median
 
 import ray
@@ -18,11 +19,12 @@ from shared.jobs.nodes import draining_nodes
 from shared.jobs.transitions import PREEMPTED, RESIZED
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.watchdog import culprits, hung, limit_s, silent_ranks
-from train_service.endings import HUNG, tell_end
+from train_service.endings import HUNG, tell_end, tell_error
+from train_service.ingest_room import ingest_beside
 from train_service.logs import STACKS_CHUNK
 from train_service.node_access import end_hard
 from train_service.patience import patient
-from train_service.placement import size_now
+from train_service.placement import Size, size_now
 from train_service.pulses import Heard, Pulses
 from train_service.ray_run import WARM_WORKERS
 from train_service.reporting import GO_ON, PREEMPT, RESIZE
@@ -42,6 +44,8 @@ WORTH_WARM_WORKERS_S = 60.0
 STACKS_WITHIN_S = 5.0
 # Workers that did not even reach their loop by then never will.
 START_WITHIN_S = 900.0
+# Ranks that have gone may still write their logs, and Ray ends its run then; should it hang in that, so would the job.
+GONE_WITHIN_S = 90.0
 # After its workers were killed, `fit` returns; should it not, this process ends.
 FIT_ENDS_WITHIN_S = 30.0
 STORE_PATIENCE_S = 30.0
@@ -50,14 +54,17 @@ STORE_PATIENCE_S = 30.0
 class Supervision:
     """A thread beside `fit`. Use as a context; afterwards `cause` says why it ended the attempt, if it did."""
 
-    def __init__(self, context: AttemptContext, spec: TrainingSpec, pulses: Pulses, workers: int) -> None:
+    def __init__(self, context: AttemptContext, spec: TrainingSpec, pulses: Pulses, size: Size | None = None) -> None:
+        """`size` is the attempt's; None in local mode."""
         self._context = context
         self._spec = spec
         self._pulses = pulses
-        self._workers = workers
+        self._size = size
+        self._workers = size.workers if size else 1
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="supervision", daemon=True)
         self._began = time.monotonic()
+        self._gone_since: float | None = None
         self._looked_for_room = 0.0
         self._room_since: float | None = None
         # Trials are many and short; a local attempt has no workers.
@@ -88,16 +95,28 @@ class Supervision:
         ranks = self._pulses.at_work()
         if len(self._pulses.heard()) < self._workers and time.monotonic() - self._began > START_WITHIN_S:
             self._give_up(Unavailable(f"the workers did not start within {START_WITHIN_S:.0f} s", reason="NO_START"))
+        self._look_for_end(ranks)
         self._look_for_hung(ranks)
         # Again at each look: a rank that starts may not have heard it, and one that has is not disturbed.
         if self._asked:
             self._pulses.ask_to_stop(self._asked)
-        if self.cause is None:
+        # Also while it makes way for another size: a node may go before it has.
+        if self.cause is None or self.cause.specific_reason == RESIZED:
             self._look_for_drains(ranks)
-        if self.cause is None and self._workers < self._spec.num_workers:
-            self._look_for_room(ranks)
+        if self.cause is None and self._size is not None and self._workers < self._spec.num_workers:
+            self._look_for_room(self._size, ranks)
         if self.cause is None:
             self._keep_warm(ranks)
+
+    def _look_for_end(self, ranks: list[Heard]) -> None:
+        """Gives up where all ranks that were ever heard have gone and `fit` does not return."""
+        if ranks or not self._pulses.heard():
+            self._gone_since = None
+            return
+        self._gone_since = self._gone_since or time.monotonic()
+        if time.monotonic() - self._gone_since > GONE_WITHIN_S:
+            text = f"its ranks had gone for {GONE_WITHIN_S:.0f} s, and their run did not end"
+            self._give_up(self.cause or Unavailable(text, reason="RUN_STAYED"))
 
     def _look_for_hung(self, ranks: list[Heard]) -> None:
         now = time.monotonic()
@@ -137,7 +156,10 @@ class Supervision:
         self.cause = cause
         if self._spec.local or not self._ended.wait(FIT_ENDS_WITHIN_S):
             logger.warning("the loop does not end by itself; ending the attempt: %s", cause.message)
-            os._exit(1)
+            try:
+                patient(lambda: tell_error(self._context, cause), "the end of an attempt", STORE_PATIENCE_S)
+            finally:
+                os._exit(1)
 
     def _look_for_drains(self, ranks: list[Heard]) -> None:
         here = {one.node_id: one.rank for one in ranks}
@@ -153,14 +175,17 @@ class Supervision:
             logger.warning("%s: %s", self.cause.message, ", ".join(leaving))
             self._asked = PREEMPT
             self._pulses.ask_to_stop(PREEMPT)
+            patient(self._context.note_leaving, "what is known of a node", STORE_PATIENCE_S)
 
-    def _look_for_room(self, ranks: list[Heard]) -> None:
+    def _look_for_room(self, own: Size, ranks: list[Heard]) -> None:
         now = time.monotonic()
         if now - self._looked_for_room < GROWTH_LOOK_EVERY_S or len(ranks) < self._workers:
             return
         self._looked_for_room = now
-        size = size_now(self._spec, Counter(one.node_id for one in ranks))
-        if size.workers <= self._workers or not self._pays():
+        beside = partial(ingest_beside, self._context.store, self._context.job.name)
+        size = size_now(self._spec, beside, own.held(Counter(one.node_id for one in ranks)))
+        # Workers of another kind, as with GPUs that have come, are no more or fewer of these.
+        if size.bundle != own.bundle or size.workers <= own.workers or not self._pays():
             self._room_since = None
             return
         self._room_since = self._room_since or now

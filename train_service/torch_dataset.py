@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from train_service.version_fit import fitted
 class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     """Batches of a loader's rank from the position on: inputs float32 (rows, *shape) and labels (rows,).
 
-    Use it with `DataLoader(dataset, batch_size=None)`: the batches are made. Its state is the number of steps taken, so
-    `state_dict` after a batch and `load_state_dict` before the first go on with the next batch. The loader's thread
-    reads ahead; worker processes of a `DataLoader` would each give all batches, and are refused.
+    Use it with `DataLoader(dataset, batch_size=None)`: the batches are made. One pass gives the rest of the run, or of
+    the epoch that `set_epoch` chose. Its state is the number of steps taken, so `state_dict` after a batch and
+    `load_state_dict` before the first go on with the next batch. The loader's thread reads ahead; worker processes of a
+    `DataLoader` would each give all batches, and are refused.
     """
 
     @classmethod
@@ -61,28 +63,41 @@ class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
         self._step = 0
+        self._end = loader.total_steps
+        # What a restored state says was taken is not given again.
+        self._restored = 0
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         if get_worker_info() is not None:
             raise ValueError("TrainingBatches: num_workers must be 0; the loader reads ahead by itself")
+        if self._step >= self._end:
+            return
         with closing(self._loader.batches(self._step)) as batches:
-            for batch in batches:
+            for batch in islice(batches, self._end - self._step):
                 self._step = batch.step + 1
                 yield torch.from_numpy(batch.inputs), torch.from_numpy(batch.labels)
 
     def set_epoch(self, epoch: int) -> None:
-        """To the first step of `epoch`, counted from 0."""
-        self._step = epoch * self._loader.steps_per_epoch
+        """The next pass gives `epoch`, counted from 0, and ends with it; after `load_state_dict` what is left of it,
+        which of an epoch that was done by then is nothing. Raises `ValueError` for one that the run does not have."""
+        steps = self._loader.steps_per_epoch
+        epochs = self._loader.total_steps // steps
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < epochs:
+            raise ValueError(f"epoch is {epoch!r}; use 0 to {epochs - 1}")
+        self._step = max(epoch * steps, self._restored)
+        self._end = (epoch + 1) * steps
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises `ValueError` for a state that is not one of this loader's."""
+        """The next pass goes on from there to the end of the run, or of the epoch that `set_epoch` chooses. Raises
+        `ValueError` for a state that is not one of this loader's."""
         step = state.get("step")
         if not isinstance(step, int) or not 0 <= step <= self._loader.total_steps:
             raise ValueError(f"state: step is {step!r}; use what state_dict gave, 0 to {self._loader.total_steps}")
-        self._step = step
+        self._step = self._restored = step
+        self._end = self._loader.total_steps
 
 
 def _settings(url: str) -> StoreSettings:

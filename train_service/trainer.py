@@ -25,6 +25,7 @@ from shared.jobs.transitions import NO_ROOM, RESIZED
 from shared.log import StaleAttempt
 from train_service.domain.spec import TrainingSpec
 from train_service.endings import result_of, told
+from train_service.ingest_room import ingest_beside
 from train_service.logs import OWN_PROCESS, LogShipper
 from train_service.loop import LoopConfig, train_loop
 from train_service.patience import patient
@@ -58,7 +59,7 @@ def run(context: AttemptContext) -> dict[str, Any]:
 
 
 def _run(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
-    size = None if spec.local else _size(spec)
+    size = None if spec.local else _size(context, spec)
     with Pulses(ray.util.get_node_ip_address()) as pulses:  # type: ignore[no-untyped-call]
         config = LoopConfig(
             store=context.store.settings,
@@ -67,8 +68,7 @@ def _run(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
             spec=spec,
             pulse=pulses.address,
         )
-        workers = size.workers if size else 1
-        with _ends_when_stopped(context), Supervision(context, spec, pulses, workers) as supervision:
+        with _ends_when_stopped(context), Supervision(context, spec, pulses, size) as supervision:
             if size is None:
                 train_loop(config, Ranks(0, 1, torch.device("cpu")), ray.get_runtime_context().get_node_id())
             else:
@@ -76,12 +76,15 @@ def _run(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
     return result_of(context, spec, supervision.cause)
 
 
-def _size(spec: TrainingSpec) -> Size:
+def _size(context: AttemptContext, spec: TrainingSpec) -> Size:
+    def beside() -> int:
+        return patient(lambda: ingest_beside(context.store, context.job.name), "the other jobs")
+
     give_up_at = time.monotonic() + ROOM_WITHIN_S
-    while not (size := size_now(spec)).workers:
+    while not (size := size_now(spec, beside)).workers:
         if time.monotonic() > give_up_at:
             # Not a failure: the reconciler waits for room before it begins the next attempt.
-            raise Unavailable(f"room was taken: {lacking(spec)}", reason=NO_ROOM)
+            raise Unavailable(f"room was taken: {lacking(spec, beside)}", reason=NO_ROOM)
         time.sleep(0.2)
     return size
 

@@ -6,13 +6,14 @@ import itertools
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shared import names, paging
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, resolve
-from shared.errors import AlreadyExists, FailedPrecondition, NotFound, OutOfRange, already_exists
+from shared.errors import AlreadyExists, FailedPrecondition, NotFound, OutOfRange, ResourceExhausted, already_exists
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import take_up
 from shared.requests import claimed, claimed_before
@@ -33,6 +34,8 @@ PATTERN = "trainingJobs/{j}"
 # So many events in one look of a watcher. They are read one after another, maybe from a slow store, and clients take a
 # silence for the end of what there is.
 EVENTS_AT_ONCE = 8
+# How long a call waits for others' models to be checked, each of which ends within `trial_limit.LIMIT_S`.
+CHECK_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class TrainingJobs:
         self._clusters = ClusterMemory(store)
         self._deletions = deletions or Deletions(store)
         self._jobs = Jobs(store, TRAIN_KIND)
-        # The first call imports torch, and first imports must not race.
+        # The first call imports torch, and first imports must not race; nor may what silences torch's warnings.
         self._checking = threading.Lock()
 
     def create(self, job_id: str, spec: TrainingSpec, request_id: str, digest: str, validate_only: bool) -> JobView:
@@ -186,8 +189,9 @@ class TrainingJobs:
         """Raises `OutOfRange` for a sequence number that no event has."""
         last = EventLog(self._store, name).last_sequence()
         if not 0 <= after_sequence <= last:
+            wrong = "must be 0 or more" if after_sequence < 0 else f"is beyond the last event, {last}"
             raise OutOfRange(
-                f"after_sequence {after_sequence} is beyond the last event, {last}; use 0 to {last}",
+                f"after_sequence {after_sequence} {wrong}; use 0 to {last}",
                 reason="SEQUENCE_OUT_OF_RANGE",
                 metadata={"resource": name, "last_sequence": str(last)},
                 fields=[("after_sequence", f"use 0 to {last}")],
@@ -202,9 +206,22 @@ class TrainingJobs:
     def checked(self, spec: TrainingSpec) -> TrainingSpec:
         """With defaults that depend on the version. Raises what `CreateTrainingJob` says of a spec."""
         spec, version, prepared = fitted(self._store, spec)
-        with self._checking:
+        with self._alone():
             check_model(spec, prepared, steps_of_run(spec, version))
-            return self._with_initial_checkpoint(spec)
+        return self._with_initial_checkpoint(spec)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While one call's model is checked. Raises `ResourceExhausted` where others' take too long."""
+        if not self._checking.acquire(timeout=CHECK_WAIT_S):
+            raise ResourceExhausted(
+                f"other calls' models have been checked for {CHECK_WAIT_S:g} s already; try again later",
+                reason="TOO_MANY_MODELS",
+            )
+        try:
+            yield
+        finally:
+            self._checking.release()
 
     def _with_initial_checkpoint(self, spec: TrainingSpec) -> TrainingSpec:
         """With the name of the checkpoint that was meant, where it was asked for as `final`."""

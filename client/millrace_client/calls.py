@@ -45,6 +45,8 @@ def channel_options(address: str) -> list[tuple[str, Any]]:
     options: list[tuple[str, Any]] = [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        # By itself gRPC finds a server that was away as late as two minutes after it came back.
+        ("grpc.max_reconnect_backoff_ms", 5_000),
     ]
     if address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]"):
         # gRPC obeys http_proxy even for this machine itself.

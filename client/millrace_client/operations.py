@@ -12,7 +12,8 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from millrace_client.calls import Caller
-from millrace_client.errors import DeadlineExceeded, from_status
+from millrace_client.errors import DeadlineExceeded, MillraceError, from_status
+from millrace_client.patience import Patience
 
 # How long one WaitOperation may hang, so that progress is seen in between.
 LOOK_EVERY_S = 1.0
@@ -67,8 +68,12 @@ class Operation(Generic[Result]):
         timeout_s: float = 3600.0,
         on_progress: Callable[[Operation[Result]], object] | None = None,
     ) -> Result:
-        """Its result. Raises what it failed with, or `DeadlineExceeded` after `timeout_s`; it then still goes on."""
+        """Its result. Raises what it failed with, or `DeadlineExceeded` after `timeout_s`; it then still goes on.
+
+        A server may be away for a while, as when it restarts: the operation outlives it.
+        """
         until = time.monotonic() + timeout_s
+        patience = Patience()
         while not self.done:
             left_s = until - time.monotonic()
             if left_s <= 0:
@@ -79,7 +84,12 @@ class Operation(Generic[Result]):
             hang = Duration()
             hang.FromNanoseconds(int(min(left_s, LOOK_EVERY_S) * 1e9))
             request = operations_pb2.WaitOperationRequest(name=self.name, timeout=hang)
-            self.proto = self._caller.unary(self._stub.WaitOperation, request, operations_pb2.Operation)
+            try:
+                self.proto = self._caller.unary(self._stub.WaitOperation, request, operations_pb2.Operation)
+            except MillraceError as error:
+                patience.pause_after(error, at_most_s=left_s)
+                continue
+            patience.progressed()
             if on_progress is not None:
                 on_progress(self)
         if self.proto.HasField("error"):

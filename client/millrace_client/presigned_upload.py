@@ -18,16 +18,8 @@ from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import resources_pb2
 from millrace_client.calls import Caller, new_request_id
 from millrace_client.errors import FailedPrecondition, NotFound, Unavailable
-from millrace_client.uploads import (
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
-    PATIENCE_S,
-    SILENCE_S,
-    OnProgress,
-    commit,
-    patiently,
-    telling_how_to_resume,
-)
+from millrace_client.patience import FIRST_PAUSE_S, LONGEST_PAUSE_S, PATIENCE_S, Patience
+from millrace_client.uploads import SILENCE_S, OnProgress, commit, telling_how_to_resume
 
 AT_ONCE = 4
 PIECE_BYTES = 1 << 20
@@ -47,7 +39,7 @@ def upload_presigned(
     on_progress: OnProgress | None = None,
 ) -> resources_pb2.Upload:
     """Sends the file in parts, `AT_ONCE` of them side by side, into a new upload of `datasets/{d}`, and commits it. A
-    part has 5 MiB to 5 GiB; 0 means 64 MiB.
+    part has 5 MiB to 5 GiB; 0 means 64 MiB, or more where that would make more than 2,000 parts.
 
     The store must be S3, and its public endpoint must be reachable from here. A part that fails is sent again, for two
     minutes and as long as it took to fail. Where that does not help, the error's `metadata["upload"]` names the upload:
@@ -136,7 +128,7 @@ class _Sending:
             self._renew()
 
     def _renew(self) -> None:
-        renewed = patiently(self._start)
+        renewed = Patience().calling(self._start)
         if renewed.create_time != self._upload.create_time:
             raise NotFound(f"{self.name} was aborted meanwhile", metadata={"resource": self.name})
         self._upload = renewed

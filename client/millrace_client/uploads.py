@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,15 +16,8 @@ from millrace.data.v1 import resources_pb2
 from millrace_client.byte_sources import Source, chunks_of
 from millrace_client.calls import Caller, new_request_id
 from millrace_client.chunk_stream import ChunkStream
-from millrace_client.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    FailedPrecondition,
-    Internal,
-    MillraceError,
-    NotFound,
-    Unavailable,
-)
+from millrace_client.errors import DeadlineExceeded, FailedPrecondition, MillraceError, NotFound
+from millrace_client.patience import Patience
 
 # Bytes that are durable, and bytes in all where that is known.
 OnProgress = Callable[[int, int | None], None]
@@ -33,12 +25,8 @@ OnProgress = Callable[[int, int | None], None]
 CHUNK_BYTES = 4 * 1024 * 1024
 # Chunks that are kept until they are acknowledged, to be sent again after a break.
 WINDOW = 8
-# For so long without any progress a server may be away, before the upload gives up.
-PATIENCE_S = 120.0
 # A server that is silent for so long is given up, and called again.
 SILENCE_S = 30.0
-FIRST_PAUSE_S = 0.1
-LONGEST_PAUSE_S = 5.0
 # The server may have to read all bytes once more.
 COMMIT_TIMEOUT_S = 900.0
 
@@ -96,36 +84,9 @@ def _send(sending: _Sending, pieces: Iterator[bytes]) -> resources_pb2.Upload:
 
 def commit(caller: Caller, stub: Any, name: str, size_bytes: int, sha256: str) -> resources_pb2.Upload:
     request = pb.CommitUploadRequest(name=name, size_bytes=size_bytes, sha256=sha256)
-    return patiently(lambda: caller.unary(stub.CommitUpload, request, resources_pb2.Upload, timeout_s=COMMIT_TIMEOUT_S))
-
-
-def patiently(call: Callable[[], resources_pb2.Upload]) -> resources_pb2.Upload:
-    """What it returns, also where the server is away for a while."""
-    return _Patience().calling(call)
-
-
-class _Patience:
-    """Pauses between tries, the longer the longer nothing goes on."""
-
-    def __init__(self) -> None:
-        self.progressed()
-
-    def progressed(self) -> None:
-        self._progressed_at, self._pause_s = time.monotonic(), FIRST_PAUSE_S
-
-    def calling(self, call: Callable[[], resources_pb2.Upload]) -> resources_pb2.Upload:
-        while True:
-            try:
-                return call()
-            except MillraceError as error:
-                self.pause_after(error)
-
-    def pause_after(self, error: MillraceError) -> None:
-        """Raises it where another try cannot help, or there was no progress for too long."""
-        if not _may_pass(error) or time.monotonic() - self._progressed_at > PATIENCE_S:
-            raise error
-        time.sleep(self._pause_s)
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+    return Patience().calling(
+        lambda: caller.unary(stub.CommitUpload, request, resources_pb2.Upload, timeout_s=COMMIT_TIMEOUT_S)
+    )
 
 
 class _Sending:
@@ -139,7 +100,7 @@ class _Sending:
         self._kept: deque[pb.UploadChunksRequest] = deque()
         self._stream: ChunkStream | None = None
         self._acknowledged = 0
-        self._patience = _Patience()
+        self._patience = Patience()
 
     def run(self, pieces: Iterator[bytes]) -> tuple[int, str]:
         """Sends all, and returns its size and SHA-256 once it is durable."""
@@ -238,15 +199,6 @@ class _Digest:
 
     def __exit__(self, *_: object) -> None:
         self._thread.shutdown()
-
-
-def _may_pass(error: MillraceError) -> bool:
-    """A broken connection has many statuses, what went wrong on the wire is sent again, and a place becomes free; a
-    fault that the server tells of would come again."""
-    if isinstance(error, (Unavailable, DeadlineExceeded)) or error.reason in ("WRONG_CRC32C", "TOO_MANY_UPLOADS"):
-        return True
-    broken = isinstance(error, (Cancelled, Internal)) or error.status == "UNKNOWN"
-    return broken and not error.correlation_id
 
 
 @contextmanager

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 from google.protobuf.duration_pb2 import Duration
 
 from data_service.converters.times import timestamp
 from data_service.domain.dataset import Dataset
 from data_service.domain.retention import Retention
 from millrace.data.v1 import resources_pb2
+
+NANOS = 1_000_000_000
 
 
 def dataset_message(found: Dataset) -> resources_pb2.Dataset:
@@ -33,4 +37,6 @@ def retention_from(message: resources_pb2.Retention) -> Retention:
 
 
 def _duration(seconds: float) -> Duration:
-    return Duration(seconds=int(seconds), nanos=round(seconds % 1 * 1_000_000) * 1000)
+    # By its digits: times a thousand million a float is another one, and a fraction may be rounded to a whole second.
+    whole, nanos = divmod(round(Decimal(repr(seconds)) * NANOS), NANOS)
+    return Duration(seconds=whole, nanos=nanos)

@@ -10,12 +10,12 @@ from typing import Any
 
 from data_service.domain.arrow_types import TypeRefused, parse_type
 from data_service.domain.uris import UriRefused, check_allowed, parse_uri
+from shared.dataset_version.column_names import MAX_COLUMNS, name_problem, repeated
 from shared.errors import invalid_fields
 from shared.names import ID, SPLIT, SPLIT_REMEDY
 
 MAX_SOURCES = 64
 MAX_HOLD_OUTS = 64
-MAX_COLUMN_TYPES = 10_000
 MAX_NULL_VALUES = 1000
 FORMATS = ("idx", "parquet", "arrow", "csv", "json_lines", "image_folder", "image_tar")
 ENCODINGS = ("utf-8", "utf-16", "latin-1", "windows-1252")
@@ -179,13 +179,23 @@ def _csv_problems(path: str, options: CsvOptions) -> Iterator[Problem]:
     delimiter, names = options.delimiter, options.column_names
     if delimiter and (len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n\0'):
         yield f"{path}.delimiter", delimiter, "use one ASCII character that is neither a quote nor a line's end"
-    for index, name in enumerate(names):
-        if not name or name in names[:index]:
-            yield f"{path}.column_names[{index}]", name, "give each column a name of its own"
+    yield from _name_problems(f"{path}.column_names", names)
     if len(options.null_values) > MAX_NULL_VALUES:
         yield f"{path}.null_values", len(options.null_values), f"name at most {MAX_NULL_VALUES}"
     if options.encoding and options.encoding not in ENCODINGS:
         yield f"{path}.encoding", options.encoding, f"use one of {', '.join(ENCODINGS)}"
+
+
+def _name_problems(path: str, names: Sequence[str]) -> Iterator[Problem]:
+    if len(names) > MAX_COLUMNS:
+        yield path, len(names), f"name at most {MAX_COLUMNS}"
+        return
+    again = set(repeated(names))
+    for index, name in enumerate(names):
+        if not name or index in again:
+            yield f"{path}[{index}]", name, "give each column a name of its own"
+        elif problem := name_problem(name):
+            yield f"{path}[{index}]", name, problem
 
 
 def _hold_out_problems(spec: ImportSpec) -> Iterator[Problem]:
@@ -207,8 +217,8 @@ def _hold_out_problems(spec: ImportSpec) -> Iterator[Problem]:
 
 
 def _column_type_problems(column_types: Sequence[ColumnType]) -> Iterator[Problem]:
-    if len(column_types) > MAX_COLUMN_TYPES:
-        yield "column_types", len(column_types), f"name at most {MAX_COLUMN_TYPES}"
+    if len(column_types) > MAX_COLUMNS:
+        yield "column_types", len(column_types), f"name at most {MAX_COLUMNS}"
         return
     seen: set[str] = set()
     for index, one in enumerate(column_types):

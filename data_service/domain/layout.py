@@ -22,6 +22,14 @@ class LayoutError(ValueError):
         self.hold_out = hold_out
 
 
+class EmptySplit(LayoutError):
+    """There is no row for `split`."""
+
+    def __init__(self, split: str) -> None:
+        super().__init__(f"the split {split!r} has no rows")
+        self.split = split
+
+
 @dataclass(frozen=True)
 class SplitRange:
     """A split owns the row ids from `first_row_id` on, `row_count` of them."""
@@ -53,11 +61,13 @@ def route(split: str, row_count: int, hold_outs: Sequence[HoldOut]) -> Routing:
 
     Each fraction is of the split as it was imported. A hold-out takes the rows, among those still there, with the
     smallest hash of (its seed, the row's ordinal): no generator whose stream a new release may change.
-    Raises `LayoutError` unless at least one row stays behind.
+    Raises `LayoutError` unless at least one row stays behind, `EmptySplit` where there was none.
     """
     own = [(index, one) for index, one in enumerate(hold_outs) if one.from_split == split]
     if not own:
         return Routing([split], [row_count])
+    if not row_count:
+        raise EmptySplit(split)
     choice = np.zeros(row_count, np.uint8)
     left = row_count
     for target, (index, hold_out) in enumerate(own, start=1):
@@ -80,7 +90,7 @@ def route(split: str, row_count: int, hold_outs: Sequence[HoldOut]) -> Routing:
 def lay_out(routings: Iterable[Routing], order: Sequence[str]) -> list[SplitRange]:
     """Contiguous row ids: the imported splits in their order, then the hold-outs in theirs (`order` names all).
 
-    Raises `LayoutError` for a split without rows.
+    Raises `EmptySplit` for a split without rows.
     """
     counts: dict[str, int] = {}
     for routing in routings:
@@ -89,7 +99,7 @@ def lay_out(routings: Iterable[Routing], order: Sequence[str]) -> list[SplitRang
     first = 0
     for name in order:
         if not counts[name]:
-            raise LayoutError(f"the split {name!r} has no rows")
+            raise EmptySplit(name)
         ranges.append(SplitRange(name, first, counts[name]))
         first += counts[name]
     return ranges

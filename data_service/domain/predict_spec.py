@@ -9,7 +9,8 @@ from typing import Any
 
 from data_service.domain.import_spec import BadRows, bad_rows_problems
 from data_service.domain.split_rules import Problem
-from data_service.domain.transform_spec import SOURCE_PATTERN
+from data_service.domain.transform_spec import SOURCE_PATTERN, repeated_problems
+from shared.dataset_version.column_names import name_problem
 from shared.errors import MillraceError, invalid_fields
 from shared.names import parse
 
@@ -86,11 +87,11 @@ def _problems(spec: PredictSpec) -> Iterator[Problem]:
     if spec.checkpoint.sha256 and not _SHA256.fullmatch(spec.checkpoint.sha256):
         yield "checkpoint_sha256", spec.checkpoint.sha256, "use the SHA-256 of its manifest in hex, or leave it out"
     for field_, names in (("columns", spec.columns), ("outputs", spec.outputs)):
-        for index, name in enumerate(names):
-            if name in names[:index]:
-                yield f"{field_}[{index}]", name, "name each column once"
+        yield from repeated_problems(field_, names)
     if len(spec.column_prefix) > MAX_PREFIX:
         yield "column_prefix", spec.column_prefix, f"use at most {MAX_PREFIX} characters"
+    elif problem := name_problem(f"{spec.column_prefix}prediction"):
+        yield "column_prefix", spec.column_prefix, problem
     yield from bad_rows_problems(spec.bad_rows)
     yield from _worker_problems(spec.workers)
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from shared.errors import invalid_fields
 
+# What a `google.protobuf.Duration` holds: 10,000 years.
+MAX_AGE_S = 315_576_000_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
@@ -34,8 +37,9 @@ def check_retention(retention: Retention, field: str = "retention") -> None:
     problems: list[tuple[str, object, str]] = []
     if retention.keep_newest < 0:
         problems.append((f"{field}.keep_newest", retention.keep_newest, "use 0 (no matter) or more"))
-    if retention.max_age_s < 0:
-        problems.append((f"{field}.max_age", f"{retention.max_age_s:g}s", "use 0 (no matter) or more seconds"))
+    if not 0 <= retention.max_age_s <= MAX_AGE_S:
+        remedy = f"use 0 (no matter) to {MAX_AGE_S} seconds"
+        problems.append((f"{field}.max_age", f"{retention.max_age_s:g}s", remedy))
     if problems:
         raise invalid_fields(problems)
 

@@ -16,6 +16,9 @@ import pyarrow.compute as pc
 import pyarrow.types as kinds
 from numpy.typing import NDArray
 
+from shared.half_floats import halves_of_texts
+from shared.temporal_texts import times_of_day
+
 INFERRED = (pa.bool_(), pa.int64(), pa.float64(), pa.timestamp("us"))
 EXACT_IN_DOUBLE = 2**53
 
@@ -32,8 +35,7 @@ def from_text(texts: pa.Array, target: pa.DataType) -> pa.Array:
     if kinds.is_floating(target):
         return _floats(texts, target)
     if kinds.is_time(target):
-        on_a_day = pc.binary_join_element_wise(pa.scalar("1970-01-01T"), texts, pa.scalar(""))
-        return on_a_day.cast(pa.timestamp("ns")).cast(target)
+        return times_of_day(texts, target)
     if kinds.is_fixed_size_binary(target):
         return texts.cast(pa.binary()).cast(target)
     return texts.cast(target)
@@ -137,7 +139,7 @@ def _fit_doubles(texts: pa.Array) -> bool:
 
 def _floats(texts: pa.Array, target: pa.DataType) -> pa.Array:
     """Raises `pa.ArrowInvalid` where digits became infinity, and where a double would change a whole number."""
-    values = texts.cast(pa.float32()).cast(target) if kinds.is_float16(target) else texts.cast(target)
+    values = halves_of_texts(texts) if kinds.is_float16(target) else texts.cast(target)
     wide = values.cast(pa.float64())
     infinite = pc.is_inf(wide)
     if pc.any(infinite).as_py():

@@ -18,6 +18,7 @@ from data_service.domain.split_rules import (
     SplitRule,
     TimeSplit,
 )
+from shared.dataset_version.column_names import MAX_COLUMNS, repeated
 from shared.errors import MillraceError, invalid_fields
 from shared.names import SPLIT, SPLIT_REMEDY, parse
 
@@ -104,9 +105,7 @@ def _problems(spec: TransformSpec) -> Iterator[Problem]:
         case HashSplit(key_columns=columns, shares=shares):
             if not columns:
                 yield "splits.hash.key_columns", "", "name at least one column"
-            for index, name in enumerate(columns):
-                if name in columns[:index]:
-                    yield f"splits.hash.key_columns[{index}]", name, "name each column once"
+            yield from repeated_problems("splits.hash.key_columns", columns)
             yield from _share_problems("splits.hash.shares", shares)
         case ColumnSplit(column=""):
             yield "splits.column.column", "", "name a column of strings"
@@ -118,8 +117,19 @@ def _problems(spec: TransformSpec) -> Iterator[Problem]:
             yield from _share_problems("splits.ratio.shares", shares)
 
 
+def repeated_problems(field: str, columns: Sequence[str]) -> Iterator[Problem]:
+    """Of columns that are each named once."""
+    if len(columns) > MAX_COLUMNS:
+        yield field, len(columns), f"name at most {MAX_COLUMNS}"
+        return
+    for index in repeated(columns):
+        yield f"{field}[{index}]", columns[index], "name each column once"
+
+
 def _share_problems(field: str, shares: Sequence[Share]) -> Iterator[Problem]:
     yield from _split_problems(field, [share.split for share in shares])
+    if len(shares) > MAX_SPLITS:
+        return
     for index, share in enumerate(shares):
         if not (math.isfinite(share.weight) and share.weight > 0):
             yield f"{field}[{index}].weight", share.weight, "use a finite number above 0"
@@ -127,6 +137,8 @@ def _share_problems(field: str, shares: Sequence[Share]) -> Iterator[Problem]:
 
 def _period_problems(field: str, periods: Sequence[Period]) -> Iterator[Problem]:
     yield from _split_problems(field, [period.split for period in periods])
+    if len(periods) > MAX_SPLITS:
+        return
     latest: int | None = None
     for index, period in enumerate(periods):
         path = f"{field}[{index}].before"
@@ -144,6 +156,8 @@ def _period_problems(field: str, periods: Sequence[Period]) -> Iterator[Problem]
 def _split_problems(field: str, splits: Sequence[str]) -> Iterator[Problem]:
     if not 2 <= len(splits) <= MAX_SPLITS:
         yield field, len(splits), f"name 2 to {MAX_SPLITS}"
+    if len(splits) > MAX_SPLITS:
+        return
     for index, split in enumerate(splits):
         if not SPLIT.fullmatch(split):
             yield f"{field}[{index}].split", split, SPLIT_REMEDY

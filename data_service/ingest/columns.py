@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from data_service.ingest.base_rows import BaseRows
 from data_service.sources import OpenSource
@@ -26,11 +27,13 @@ class CommonColumns:
         given = [(f"sources[{source.index}]", source.rows.schema) for source in sources]
         self.schema = _schema_of_base(kept.schema, given) if kept else _common_schema(given)
         self.value_names = _value_names(kept, sources)
+        for source in sources:
+            self._refuse_lossy_labels(source)
 
     def fitted(self, table: pa.Table, class_names: Sequence[str] | None) -> pa.Table:
         """A source's rows as rows of the version. Raises `InvalidArgument` for an integer that no double has."""
         if class_names is not None and list(class_names) != self.value_names.get(LABEL):
-            table = _renumbered(table, class_names, self.value_names[LABEL])
+            table = _renumbered(table, self._numbers(class_names))
         if table.schema.equals(self.schema):
             return table
         try:
@@ -43,6 +46,32 @@ class CommonColumns:
                 metadata={"field": "sources"},
                 fields=[("sources", "types differ")],
             ) from None
+
+    def _numbers(self, class_names: Sequence[str]) -> NDArray[np.int64]:
+        """By the number that a source gives to a class, the one that it has in the version."""
+        places = {name: number for number, name in enumerate(self.value_names[LABEL])}
+        return np.array([places[name] for name in class_names], np.int64)
+
+    def _refuse_lossy_labels(self, source: OpenSource) -> None:
+        """`column_types` may have made the labels another type than that of numbers."""
+        names = source.rows.class_names
+        if names is None or list(names) == self.value_names.get(LABEL):
+            return
+        kind = source.rows.schema.field(LABEL).type
+        numbers = np.concatenate([np.arange(len(names)), self._numbers(names)])
+        try:
+            same = _whole_numbers(pa.array(numbers).cast(kind)).equals(pa.array(numbers))
+        except pa.ArrowException:
+            same = False
+        if not same:
+            field = f"sources[{source.index}]"
+            why = (
+                f"its classes have other numbers in the base, which {LABEL!r} as {kind} cannot hold; import all images "
+                "anew, with labels of int64"
+            )
+            raise InvalidArgument(
+                f"{field}: {why}", reason="SCHEMA_MISMATCH", metadata={"field": field}, fields=[(field, why)]
+            )
 
 
 def _common_schema(given: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
@@ -119,8 +148,12 @@ def _value_names(kept: BaseRows | None, sources: Sequence[OpenSource]) -> Mappin
     return {column: values for column, values in names.items() if values}
 
 
-def _renumbered(table: pa.Table, given: Sequence[str], wanted: Sequence[str]) -> pa.Table:
-    numbers = np.array([wanted.index(name) for name in given], np.int64)
-    labels = numbers[table.column(LABEL).to_numpy()]
+def _renumbered(table: pa.Table, numbers: NDArray[np.int64]) -> pa.Table:
     place = table.schema.get_field_index(LABEL)
-    return table.set_column(place, table.schema.field(place), pa.array(labels, pa.int64()))
+    field = table.schema.field(place)
+    labels = pa.array(numbers[_whole_numbers(table.column(place)).to_numpy()])
+    return table.set_column(place, field, labels.cast(field.type))
+
+
+def _whole_numbers(labels: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    return labels.cast(pa.int64())

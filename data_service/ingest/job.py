@@ -8,7 +8,7 @@ groups at a time, a file on local disk until it is whole.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,7 +20,7 @@ from data_service.domain.bad_rows import BadRowPolicy
 from data_service.domain.checks_gate import gate
 from data_service.domain.checks_parsing import fits, parse_checks
 from data_service.domain.import_spec import Base, ImportSpec
-from data_service.domain.layout import LayoutError, Routing, SplitRange, lay_out, route
+from data_service.domain.layout import Routing, SplitRange, lay_out, route
 from data_service.domain.report import build_report
 from data_service.domain.statistics import SplitStatistics
 from data_service.ingest.base_rows import BaseRows
@@ -28,6 +28,7 @@ from data_service.ingest.columns import CommonColumns
 from data_service.ingest.progress import Progress
 from data_service.ingest.screening import Screen
 from data_service.ingest.split_files import SplitFiles
+from data_service.ingest.split_problems import SplitProblems
 from data_service.ingest.threads import Behind, ahead
 from data_service.sources import open_sources
 from data_service.sources.source_files import SourceFiles, s3_of
@@ -71,6 +72,7 @@ class _Import:
         self._checks = parse_checks(spec.checks)
         fits(self._checks, self._columns.schema, has_parent=self._base is not None)
         self._progress = Progress(context)
+        self._problems = SplitProblems()
 
     def run(self) -> dict[str, Any]:
         planned = self._planned() if self._spec.hold_outs else None
@@ -109,12 +111,12 @@ class _Import:
         screen = self._screen(f"counted-{QUARANTINE}")
         with screen.bad_rows:
             counts = {split: sum(len(table) for table in self._rows(split, screen)) for split in self._imported}
-        with _as_problem_of_the_request():
+        with self._problems.told():
             return {split: route(split, counts[split], self._spec.hold_outs) for split in counts}
 
     def _lay_out(self, routings: Mapping[str, Routing]) -> list[SplitRange]:
         order = [*self._imported, *(one.to_split for one in self._spec.hold_outs)]
-        with _as_problem_of_the_request():
+        with self._problems.told():
             return lay_out(routings.values(), order)
 
     def _write(self, split: str, screen: Screen, written: SplitFiles, counted: int | None) -> None:
@@ -129,12 +131,13 @@ class _Import:
 
     def _rows(self, split: str, screen: Screen) -> Iterator[pa.Table]:
         """What is kept of the base's rows and then of each source's."""
-        if self._kept:
-            yield from self._screened(self._kept.tables(split), screen, self._kept.version.name, None)
-        for source in self._sources:
-            if source.split == split:
-                name = f"sources[{source.index}]"
-                yield from self._screened(source.rows.tables(screen), screen, name, source.rows.class_names)
+        with self._problems.counting(split, screen.bad_rows):
+            if self._kept:
+                yield from self._screened(self._kept.tables(split), screen, self._kept.version.name, None)
+            for source in self._sources:
+                if source.split == split:
+                    name = f"sources[{source.index}]"
+                    yield from self._screened(source.rows.tables(screen), screen, name, source.rows.class_names)
 
     def _screened(
         self, tables: Iterable[pa.Table], screen: Screen, source: str, class_names: Sequence[str] | None
@@ -189,18 +192,6 @@ def _base(store: ObjectStore, base: Base) -> DatasetVersion:
 
 def _first_row_ids(ranges: Sequence[SplitRange]) -> dict[str, int]:
     return {one.name: one.first_row_id for one in ranges}
-
-
-@contextmanager
-def _as_problem_of_the_request() -> Iterator[None]:
-    """Names the field to blame for splits that cannot be cut as asked."""
-    try:
-        yield
-    except LayoutError as error:
-        field = "sources" if error.hold_out is None else f"hold_outs[{error.hold_out}].fraction"
-        raise InvalidArgument(
-            f"{field}: {error}", reason="EMPTY_SPLIT", metadata={"field": field}, fields=[(field, str(error))]
-        ) from None
 
 
 def _changed(split: str, counted: int) -> InvalidArgument:

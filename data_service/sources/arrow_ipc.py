@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from types import MappingProxyType
 
 import pyarrow as pa
 import pyarrow.types as kinds
@@ -18,24 +19,26 @@ from shared.dataset_version.columns import row_bytes
 
 
 class ArrowRows:
-    """One stream or file; its columns keep their types as far as a version has them (`logical_field`).
+    """One stream or file; its columns keep their types as far as a version has them (`logical_field`), and have that of
+    `types` where it does not.
 
     Record batches may have any size up to `arrow_messages.MAX_BODY_BYTES`; one is in memory at a time.
     """
 
     class_names: list[str] | None = None
 
-    def __init__(self, file: SourceFile) -> None:
+    def __init__(self, file: SourceFile, types: Mapping[str, pa.DataType] = MappingProxyType({})) -> None:
         self._file = file
+        self._types = types
         with self._reader() as (reader, _):
-            self.schema = logical_schema_of(file, reader.schema)
+            self.schema = logical_schema_of(file, reader.schema, types)
         width = row_bytes(self.schema)
         self._chunk_rows = interface.MAX_CHUNK_ROWS if width is None else max(interface.CHUNK_BYTES // max(width, 1), 1)
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
         columns = TypedColumns(self._file, self.schema)
         with self._reader() as (reader, rest):
-            if logical_schema_of(self._file, reader.schema) != self.schema:
+            if logical_schema_of(self._file, reader.schema, self._types) != self.schema:
                 raise self._file.corrupt("it changed while it was read")
             for batch in reader:
                 batch.validate(full=any(_needs_a_look(field.type) for field in batch.schema))

@@ -14,10 +14,11 @@ from data_service.domain.line_blocks import TextError, line_blocks
 from data_service.domain.row_casts import Cast, CastRefused, Fits, cast_between, cast_rows
 from data_service.domain.text_values import InferredType
 from data_service.sources.content import blaming, content
-from data_service.sources.interface import MAX_COLUMNS, BadRowSink, RowSource, excerpt_of
+from data_service.sources.interface import BadRowSink, RowSource, excerpt_of
 from data_service.sources.overrides import Overrides
 from data_service.sources.source_files import SourceFile
 from data_service.sources.typed_columns import check_names
+from shared.dataset_version.column_names import MAX_COLUMNS
 from shared.errors import invalid_field
 
 NULL_VALUES = ("NA", "N/A", "null", "NULL", "NaN", "nan")

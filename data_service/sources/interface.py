@@ -14,7 +14,6 @@ CHUNK_BYTES = 4 * 1024 * 1024
 MAX_CHUNK_ROWS = 4096
 # What a few stored bytes may at most be decoded into at once.
 MAX_DECODED_BYTES = 256 * 1024 * 1024
-MAX_COLUMNS = 10_000
 EXCERPT_CHARACTERS = 200
 
 

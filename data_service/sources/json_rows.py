@@ -24,10 +24,11 @@ from data_service.domain.json_columns import InferredColumn, all_in_double, as_t
 from data_service.domain.line_blocks import LineBlock, TextError, line_blocks, split_lines
 from data_service.domain.row_casts import Cast, CastRefused, cast_between, cast_rows
 from data_service.sources.content import blaming, content
-from data_service.sources.interface import MAX_COLUMNS, BadRowSink, RowSource, excerpt_of
+from data_service.sources.interface import BadRowSink, RowSource, excerpt_of
 from data_service.sources.overrides import Overrides
 from data_service.sources.source_files import SourceFile
 from data_service.sources.typed_columns import check_names
+from shared.dataset_version.column_names import MAX_COLUMNS
 from shared.dataset_version.columns import is_tensor
 from shared.errors import first_line, invalid_field
 

@@ -47,8 +47,8 @@ def _rows_of(
         return files.find_all(f"{path}.{field}", source.uris[field])
 
     single: dict[str, Callable[[SourceFile], RowSource]] = {
-        "parquet": ParquetRows,
-        "arrow": ArrowRows,
+        "parquet": lambda file: ParquetRows(file, overrides.types),
+        "arrow": lambda file: ArrowRows(file, overrides.types),
         "image_tar": lambda file: ImageTar(file, classes),
     }
     if source.format == "csv":

@@ -24,6 +24,10 @@ class Overrides:
         self._types = {name: self._parsed(name, text) for name, text in column_types.items()}
         self._met: set[str] = set()
 
+    @property
+    def types(self) -> Mapping[str, pa.DataType]:
+        return self._types
+
     def types_among(self, names: list[str]) -> dict[str, pa.DataType]:
         """Those of the columns `names` that have one."""
         found = {name: self._types[name] for name in names if name in self._types}

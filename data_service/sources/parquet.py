@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from types import MappingProxyType
 from typing import BinaryIO
 
 import pyarrow as pa
@@ -24,6 +25,7 @@ from data_service.sources.typed_columns import (
     is_text,
     logical_schema_of,
 )
+from shared.dataset_version.column_names import MAX_COLUMNS
 from shared.dataset_version.columns import is_tensor, row_bytes
 
 MAX_BATCH_ROWS = 1024
@@ -33,7 +35,8 @@ MAX_FOOTER_LIST = 100_000
 
 
 class ParquetRows:
-    """One Parquet file; its columns keep their types as far as a version has them (`logical_field`).
+    """One Parquet file; its columns keep their types as far as a version has them (`logical_field`), and have that of
+    `types` where it does not.
 
     Nothing that it claims is believed: rows are counted as they are decoded, and pages that would need too much memory
     are refused by their own headers before any is decoded.
@@ -41,15 +44,16 @@ class ParquetRows:
 
     class_names: list[str] | None = None
 
-    def __init__(self, file: SourceFile) -> None:
+    def __init__(self, file: SourceFile, types: Mapping[str, pa.DataType] = MappingProxyType({})) -> None:
         self._file = file
+        self._types = types
         # Its footer is at the end, so an upload has to be there as a whole.
         file.wait_until_whole()
         with self._opened() as opened:
             footer = self._footer(opened)
             given = _parquet(opened).schema_arrow
             self._texts = [field.name for field in given if is_text(field.type)]
-            self.schema = logical_schema_of(file, given)
+            self.schema = logical_schema_of(file, given, types)
         claimed_bytes = sum(group.total_bytes for group in footer.row_groups)
         fixed_bytes = row_bytes(pa.schema([field for field in self.schema if not is_text(field.type)])) or 0
         if fixed_bytes > MAX_ROW_BYTES:
@@ -62,7 +66,7 @@ class ParquetRows:
         with self._opened() as opened:
             footer = self._footer(opened)
             parquet = _parquet(opened, self._texts)
-            if logical_schema_of(self._file, parquet.schema_arrow) != self.schema:
+            if logical_schema_of(self._file, parquet.schema_arrow, self._types) != self.schema:
                 raise self._file.corrupt("it changed while it was read")
             whole = self._check_pages(opened, footer, parquet.schema)
             batch_rows = self._batch_rows
@@ -93,7 +97,7 @@ class ParquetRows:
         if footer_bytes > MAX_FOOTER_BYTES:
             raise self._file.corrupt(
                 f"its footer claims {footer_bytes} bytes; at most {MAX_FOOTER_BYTES} are read, and "
-                f"{interface.MAX_COLUMNS} columns"
+                f"{MAX_COLUMNS} columns"
             )
         if magic != b"PAR1" or footer_bytes > size_bytes - 12:
             raise self._file.corrupt("it is not a whole Parquet file: it does not end with a footer")

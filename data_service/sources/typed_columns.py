@@ -3,7 +3,7 @@ sink."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,42 +12,51 @@ import pyarrow.compute as pc
 import pyarrow.types as kinds
 from numpy.typing import NDArray
 
-from data_service.domain.row_casts import Fits, cast_rows, rows_without_nulls
-from data_service.sources.interface import MAX_COLUMNS, BadRowSink, excerpt_of
+from data_service.domain.row_casts import Fits, cast_between, cast_rows, rows_without_nulls
+from data_service.sources.foreign_types import is_castable, is_foreign, plain_type, suggested_type
+from data_service.sources.interface import BadRowSink, excerpt_of
 from data_service.sources.source_files import SourceFile
-from shared.dataset_version.columns import ROW_ID, is_tensor, logical_field
-from shared.errors import InvalidArgument, shown
+from shared.dataset_version.column_names import MAX_COLUMNS, name_problem
+from shared.dataset_version.columns import is_tensor, logical_field
+from shared.errors import InvalidArgument
 
 MAX_ROW_BYTES = 64 * 1024 * 1024
-# Of one column's name: every report, error and quarantined row has it.
-MAX_NAME_BYTES = 1024
 
 
-def logical_schema_of(file: SourceFile, given: pa.Schema) -> pa.Schema:
-    """The columns as a version keeps them. Raises `InvalidArgument` naming the file, and the column at fault."""
+def logical_schema_of(file: SourceFile, given: pa.Schema, types: Mapping[str, pa.DataType]) -> pa.Schema:
+    """The columns as a version keeps them; those whose own type it does not keep have that of `types`.
+
+    Raises `InvalidArgument` naming the file, and the column at fault.
+    """
     if len(given) > MAX_COLUMNS:
         raise file.corrupt(f"it has {len(given)} columns; at most {MAX_COLUMNS} are read")
     check_names(file, given.names)
     for field in given:
         if kinds.is_fixed_size_binary(field.type) and field.type.byte_width < 1:
             raise file.corrupt(f"column {field.name!r} has values of no bytes")
+    return pa.schema([_logical_field(file, field, types.get(field.name)) for field in given])
+
+
+def _logical_field(file: SourceFile, field: pa.Field, wanted: pa.DataType | None) -> pa.Field:
     try:
-        return pa.schema([logical_field(field) for field in given])
+        return logical_field(field)
     except InvalidArgument as error:
-        raise file.corrupt(error.message) from None
+        plain = plain_type(field.type)
+        if wanted is not None and is_castable(plain, wanted):
+            return pa.field(field.name, wanted, field.nullable)
+        suggested = suggested_type(plain)
+        failed = f"; it cannot be cast to {wanted}" if wanted is not None else ""
+        remedy = f", or give it another type by column_types, such as {suggested}" if suggested is not None else ""
+        raise file.corrupt(f"{error.message}{remedy}{failed}") from None
 
 
 def check_names(file: SourceFile, names: Sequence[str]) -> None:
     """Raises `InvalidArgument` for names that no version can have."""
-    if ROW_ID in names:
-        raise file.corrupt(f"it has a column {ROW_ID!r}, the name that row ids have; rename it")
     if not names or len(set(names)) < len(names) or "" in names:
         raise file.corrupt("it needs columns, each with a name of its own")
     for name in names:
-        if (size := len(name.encode())) > MAX_NAME_BYTES:
-            raise file.corrupt(f"a column has a name of {size} bytes; at most {MAX_NAME_BYTES} are read: {shown(name)}")
-        if "\0" in name:
-            raise file.corrupt(f"column {shown(name)} has a zero byte in its name; rename it")
+        if problem := name_problem(name):
+            raise file.corrupt(problem)
 
 
 def is_text(arrow_type: pa.DataType) -> bool:
@@ -110,7 +119,11 @@ class TypedColumns:
             column, fits = _logical(given, field.type)
             columns.append(column)
             if fits is not None:
-                misfits.append(_Misfit(fits, _reason(field)))
+                misfits.append(_Misfit(fits, _reason(field, foreign=is_foreign(plain_type(given.type)))))
+            if not field.nullable and column.null_count:
+                # Writers take a schema's word, and so did pyarrow of whoever made this one.
+                reason = f"column {field.name!r} is null, and its schema says that it never is; declare it nullable"
+                misfits.append(_Misfit(column.is_valid().to_numpy(zero_copy_only=False), reason))
         table = pa.Table.from_arrays([_chunked(column) for column in columns], schema=self._schema)
         if misfits:
             table = table.filter(pa.array(self._reported(batch, misfits, bad)))
@@ -141,9 +154,11 @@ def shown_row(rows: pa.RecordBatch | pa.Table, row: int) -> str:
     return excerpt_of(", ".join(shown))
 
 
-def _reason(field: pa.Field) -> str:
+def _reason(field: pa.Field, *, foreign: bool) -> str:
     if is_tensor(field.type):
         return f"column {field.name!r} has nulls, and a tensor has no place for them"
+    if foreign:
+        return f"column {field.name!r} does not fit {field.type}"
     if kinds.is_timestamp(field.type):
         return f"column {field.name!r} is beyond the times that milliseconds can tell"
     return f"column {field.name!r} is not UTF-8"
@@ -155,6 +170,9 @@ def _logical(given: pa.Array, wanted: pa.DataType) -> tuple[pa.Array, Fits]:
     storage = given.storage if isinstance(given, pa.ExtensionArray) else given
     if kinds.is_dictionary(storage.type):
         storage = storage.dictionary_decode()
+    if not is_tensor(wanted) and is_foreign(storage.type):
+        cast = cast_between(storage.type, wanted)
+        return (storage, None) if cast is None else cast_rows(storage, cast)
     if is_tensor(wanted):
         return _tensors(storage, wanted)
     if kinds.is_string(wanted):

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from data_service.uploads.expiry import has_expired
@@ -66,26 +68,33 @@ class Endings:
             return replace(newest, ending="") if users else newest.gone(time.time())
 
         if _is_same(transition(self._store, name, settle), upload):
-            user = users[0] if users else "an import"
-            raise FailedPrecondition(
-                f"{name} is being read to make {user}; wait for that import, or cancel it first",
-                reason="UPLOAD_IN_USE",
-                metadata={"resource": name, "user": user},
-            )
+            raise _in_use(name, users[0] if users else "an import")
         self._store.delete_folder(upload.chunks_prefix)
         if live := self._live.find(upload.uid, name):
             self._live.set_gone(live, time.time())
         return upload
 
+    def check_unused(self, dataset: str) -> None:
+        """Of `datasets/{d}`. Raises `FailedPrecondition` naming one that an import reads."""
+        for name in self._of(dataset):
+            if users := live_users(self._store, name):
+                raise _in_use(name, users[0])
+
     def abort_all(self, dataset: str) -> None:
-        """Of `datasets/{d}`. Raises `FailedPrecondition` as soon as it meets one that an import reads."""
+        """Of `datasets/{d}`. Those that imports read stay."""
+        for name in self._of(dataset):
+            with suppress(FailedPrecondition, NotFound):  # in use; or another has taken it just now
+                self.abort(name)
+
+    def _of(self, dataset: str) -> Iterator[str]:
+        """The names of the dataset's uploads that are not gone."""
         for key in self._live.markers(dataset):
             live = self._live.read(key)
             if live is None or live.gone_at is not None:
                 continue
             upload = find_upload(self._store, live.name)
             if upload and upload.uid == live.uid:
-                self.abort(live.name)
+                yield live.name
 
     def sweep(self, now: float) -> list[str]:
         """Takes away what has expired by `now` and no import reads, and what was written late for those that are gone.
@@ -136,6 +145,14 @@ class Endings:
     def _settle_gone(self, live: LiveUpload, now: float) -> None:
         self._store.delete_folder(chunks_of(live.name, live.uid))
         self._live.set_gone(live, now)
+
+
+def _in_use(name: str, user: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"{name} is being read to make {user}; wait for that import, or cancel it first",
+        reason="UPLOAD_IN_USE",
+        metadata={"resource": name, "user": user},
+    )
 
 
 def _is_same(newest: UploadRecord, upload: UploadRecord) -> bool:

@@ -118,8 +118,12 @@ class Uploads:
         an import reads it."""
         self._digests.forget(self._endings.abort(name).uid)
 
+    def check_unused(self, dataset: str) -> None:
+        """Of `datasets/{d}`. Raises `FailedPrecondition` naming one that an import reads."""
+        self._endings.check_unused(dataset)
+
     def abort_all(self, dataset: str) -> None:
-        """Of `datasets/{d}`. Raises `FailedPrecondition` as soon as it meets one that an import reads."""
+        """Of `datasets/{d}`. Those that imports read stay."""
         self._endings.abort_all(dataset)
 
     def sweep(self, now: float) -> list[str]:

@@ -45,8 +45,9 @@ def live_users(store: ObjectStore, name: str) -> list[str]:
             marker = json.loads(store.get(info.key))
         except ObjectMissing:  # unmarked just now
             continue
-        job = Jobs(store, kind).find(marker["folder"])
-        if job is not None and job.uid == uid:
+        # The tombstone of one that was deleted, too: it is not still to come.
+        job = Jobs(store, kind).newest_of(marker["folder"], uid)
+        if job is not None:
             is_live = not job.state.final
         else:
             is_live = time.time() - marker["marked_at"] < JOB_IS_COMING_S

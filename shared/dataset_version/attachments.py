@@ -6,19 +6,21 @@ import json
 from typing import Any
 
 from shared.dataset_version.manifest import REPORT, sha256_hex
-from shared.dataset_version.version import DatasetVersion
+from shared.dataset_version.version import DatasetVersion, check_not_deleted
 from shared.errors import DataLoss
 from shared.storage import ObjectMissing, ObjectStore
 
 
 def read_attachment(store: ObjectStore, version: DatasetVersion, path: str) -> bytes | None:
-    """None where the version has none of that name. Raises `DataLoss` where it is not what was committed."""
+    """None where the version has none of that name. Raises `DataLoss` where it is not what was committed, and
+    `NotFound` where the version was deleted meanwhile."""
     attachment = version.manifest.attachment(path)
     if attachment is None:
         return None
     try:
         data = store.get(f"{version.folder}/{path}")
     except ObjectMissing:
+        check_not_deleted(store, version)
         data = b""
     if sha256_hex(data) != attachment.sha256:
         raise DataLoss(
@@ -30,7 +32,7 @@ def read_attachment(store: ObjectStore, version: DatasetVersion, path: str) -> b
 
 
 def read_report(store: ObjectStore, version: DatasetVersion) -> dict[str, Any]:
-    """The QualityReport as JSON; empty where the version has none. Raises `DataLoss`."""
+    """The QualityReport as JSON; empty where the version has none. Raises as `read_attachment`."""
     data = read_attachment(store, version, REPORT)
     report: dict[str, Any] = json.loads(data) if data else {}
     return report

@@ -12,9 +12,13 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from shared.dataset_version.column_names import repeated
 from shared.dataset_version.columns import ROW_ID, logical_schema, to_logical
+from shared.dataset_version.footers import Footers
 from shared.dataset_version.manifest import DataFile, sha256_hex
-from shared.dataset_version.version import DatasetVersion
+from shared.dataset_version.row_groups import MAX_UNEQUAL_GROUP_BYTES
+from shared.dataset_version.version import DatasetVersion, check_not_deleted
+from shared.dataset_version.writer import MAX_FILE_BYTES
 from shared.errors import DataLoss, invalid_field
 from shared.storage import ObjectMissing, ObjectStore
 
@@ -36,13 +40,17 @@ class RowGroup:
 
 class VersionReader:
     """Thread-safe. Each read is one request for each run of neighbouring columns and groups, all at the same time;
-    footers are read once and kept."""
+    the footers last used are kept, in `footers`, which readers may share."""
 
-    def __init__(self, store: ObjectStore, version: DatasetVersion) -> None:
+    def __init__(self, store: ObjectStore, version: DatasetVersion, footers: Footers | None = None) -> None:
         self._store = store
         self.version = version
         self._files = version.manifest.files
-        self._footers: dict[int, pq.FileMetaData] = {}
+        self._footers = Footers() if footers is None else footers
+        # By file: of a row group, about how much its dictionaries hide.
+        self._hidden_bytes: dict[int, int] = {}
+        # Of the columns whose sizes were asked for last.
+        self._places: tuple[tuple[str, ...] | None, list[int]] | None = None
         self._schema: pa.Schema | None = None
         self._lock = threading.Lock()
         # Of the files, footers and what came along included.
@@ -53,7 +61,7 @@ class VersionReader:
         """The logical columns, `_row_id` last."""
         if self._schema is None:
             spellings = {column.name: column.arrow_type for column in self.version.columns}
-            self._schema = logical_schema(self._open(0, []).schema_arrow, spellings)
+            self._schema = logical_schema(self._open(0, self._footer(0), []).schema_arrow, spellings)
         return self._schema
 
     def row_groups(self, split: str) -> list[RowGroup]:
@@ -86,35 +94,67 @@ class VersionReader:
         return pa.concat_tables(tables).combine_chunks() if tables else schema.empty_table()
 
     def decoded_bytes(self, row_group: RowGroup, columns: Sequence[str] | None = None) -> int:
-        """About how much memory those columns take once they are read. Raises as `read`."""
-        wanted = self.select(columns).names
+        """About how much memory those columns take once they are read, if no text is there twice. Raises as `read`."""
+        return sum(column.total_uncompressed_size for column in self._columns(row_group, columns))
+
+    def bytes_with_repeats(self, row_group: RowGroup, columns: Sequence[str] | None = None) -> int:
+        """As `decoded_bytes`, but with texts that many rows share, which a dictionary has once: what all groups of the
+        file may so hide together is shared out among them. Where some hide more than others, those of a file are more
+        by `MAX_FILE_BYTES` at the most."""
+        size_bytes = texts = 0
+        for column in self._columns(row_group, columns):
+            size_bytes += column.total_uncompressed_size
+            if column.has_dictionary_page:
+                texts += column.total_uncompressed_size
+        # No row has more than the whole dictionary.
+        most = min(texts * row_group.row_count, MAX_UNEQUAL_GROUP_BYTES)
+        return size_bytes + min(self._hidden_of_group(row_group.file_index), max(most - texts, 0))
+
+    def _hidden_of_group(self, file_index: int) -> int:
+        """On the average: a file has at most `MAX_FILE_BYTES` of values, and its footer tells of how many."""
+        if file_index not in self._hidden_bytes:
+            footer = self._footer(file_index)
+            groups = range(footer.num_row_groups)
+            told = sum(footer.row_group(index).total_byte_size for index in groups)
+            self._hidden_bytes[file_index] = max(MAX_FILE_BYTES - told, 0) // len(groups)
+        return self._hidden_bytes[file_index]
+
+    def _columns(self, row_group: RowGroup, columns: Sequence[str] | None) -> list[pq.ColumnChunkMetaData]:
+        """In no order: which ones they are is worked out once for all the groups that are asked for in a row."""
+        key = None if columns is None else tuple(columns)
+        known = self._places
+        if known is None or known[0] != key:
+            names = self.schema.names
+            wanted = frozenset(self.select(columns).names)
+            known = self._places = key, [place for place, name in enumerate(names) if name in wanted]
         group = self._footer(row_group.file_index).row_group(row_group.group_index)
-        return sum(group.column(index).total_uncompressed_size for index in _wanted(group, wanted))
+        return [group.column(place) for place in known[1]]
 
     def select(self, columns: Sequence[str] | None) -> pa.Schema:
         """The schema of these columns. Raises `InvalidArgument` for one that is unknown or named twice."""
         schema = self.schema
         if columns is None:
             return pa.schema([field for field in schema if field.name != ROW_ID])
+        there = {name: place for place, name in enumerate(schema.names)}
+        again = next(repeated(columns), len(columns))
         for index, name in enumerate(columns):
-            if name not in schema.names:
+            if name not in there:
                 raise invalid_field(f"columns[{index}]", name, f"use some of {', '.join(schema.names)}")
-            if name in columns[:index]:
+            if index == again:
                 raise invalid_field(f"columns[{index}]", name, "name each column once")
-        return pa.schema([schema.field(name) for name in columns])
+        return pa.schema([schema.field(there[name]) for name in columns])
 
     def _footer(self, file_index: int) -> pq.FileMetaData:
-        with self._lock:
-            known = self._footers.get(file_index)
+        file = self._files[file_index]
+        key = self.version.folder, file.path
+        known = self._footers.get(key)
         if known is not None:
             return known
-        file = self._files[file_index]
         (data,) = self._get_ranges(file, [(file.size_bytes - file.footer_bytes, file.footer_bytes)])
         if sha256_hex(data) != file.footer_sha256:
             raise _lost(self.version, file, "does not have the footer that its manifest names")
         footer = pq.read_metadata(pa.BufferReader(b"PAR1" + bytes(data)))
-        with self._lock:
-            self._footers[file_index] = footer
+        self._footers.keep(key, footer, file.footer_bytes)
         return footer
 
     def _read_of_file(self, groups: Sequence[RowGroup], columns: Sequence[str]) -> pa.Table:
@@ -124,9 +164,8 @@ class VersionReader:
         indices = [group.group_index for group in groups]
         try:
             footer = self._footer(file_index)
-            parquet = self._open(
-                file_index, self._fetch(file, {one: footer.row_group(one) for one in indices}, columns)
-            )
+            fetched = self._fetch(file, {one: footer.row_group(one) for one in indices}, columns)
+            parquet = self._open(file_index, footer, fetched)
             stored = parquet.read_row_groups(indices, columns=columns, use_threads=False)
         except (pa.ArrowException, OSError, EOFError) as error:
             raise _lost(self.version, file, "does not hold what was written") from error
@@ -158,13 +197,14 @@ class VersionReader:
         try:
             return self._store.get_ranges(key, ranges)
         except ObjectMissing:
+            check_not_deleted(self._store, self.version)
             raise _lost(self.version, file, "is gone") from None
         except DataLoss:
             raise _lost(self.version, file, "does not have the size that its manifest names") from None
 
-    def _open(self, file_index: int, pieces: Sequence[_Piece]) -> pq.ParquetFile:
+    def _open(self, file_index: int, footer: pq.FileMetaData, pieces: Sequence[_Piece]) -> pq.ParquetFile:
         source = pa.PythonFile(_Window(pieces, self._files[file_index].size_bytes), mode="r")
-        return pq.ParquetFile(source, metadata=self._footer(file_index), page_checksum_verification=True)
+        return pq.ParquetFile(source, metadata=footer, page_checksum_verification=True)
 
 
 @dataclass(frozen=True)
@@ -215,7 +255,8 @@ def _by_file(row_groups: Sequence[RowGroup]) -> list[list[RowGroup]]:
 
 
 def _wanted(group: pq.RowGroupMetaData, columns: Sequence[str]) -> list[int]:
-    return [index for index in range(group.num_columns) if group.column(index).path_in_schema in columns]
+    names = frozenset(columns)
+    return [index for index in range(group.num_columns) if group.column(index).path_in_schema in names]
 
 
 def _span(column: pq.ColumnChunkMetaData) -> tuple[int, int]:

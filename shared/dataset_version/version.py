@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from shared import names
 from shared.dataset_version.manifest import Column, Manifest, Split
-from shared.errors import DataLoss, FailedPrecondition, invalid_field
+from shared.errors import DataLoss, FailedPrecondition, invalid_field, not_found
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.storage import ObjectMissing, ObjectStore
 
 # The kind of the durable job whose log is a version's log.
 IMPORT_KIND = "import"
+MANIFEST = "manifest.json"
 NAME_PATTERN = "datasets/{d}/versions/{v}"
 
 
@@ -44,7 +45,7 @@ def load_version(store: ObjectStore, name: str) -> DatasetVersion:
 
 
 def committed_version(store: ObjectStore, job: JobRecord) -> DatasetVersion:
-    """The version that `job` committed."""
+    """The version that `job` committed. Raises as `load_version`."""
     if job.state is not JobState.SUCCEEDED:
         why = "its import has not finished" if not job.state.final else f"its import {job.state.lower()}"
         raise FailedPrecondition(
@@ -54,7 +55,21 @@ def committed_version(store: ObjectStore, job: JobRecord) -> DatasetVersion:
     try:
         data = store.get(key)
     except ObjectMissing:
+        _check_there(store, job.name, key)
         raise DataLoss(
             f"the manifest of {job.name} is gone", reason="MANIFEST_MISSING", metadata={"resource": job.name}
         ) from None
     return DatasetVersion(job.name, Manifest.from_json(data, digest), digest, key.rsplit("/", 1)[0])
+
+
+def check_not_deleted(store: ObjectStore, version: DatasetVersion) -> None:
+    """For whoever misses some of its bytes: nothing was lost where somebody took the version away. Raises `NotFound`
+    where it was deleted since it was found."""
+    _check_there(store, version.name, f"{version.folder}/{MANIFEST}")
+
+
+def _check_there(store: ObjectStore, name: str, manifest: str) -> None:
+    """`manifest` is the key of the version that is meant, and of no later one of that name."""
+    job = Jobs(store, IMPORT_KIND).find(name)
+    if job is None or job.state is not JobState.SUCCEEDED or job.result["manifest"] != manifest:
+        raise not_found(name, "it was deleted while it was read")

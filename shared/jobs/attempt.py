@@ -46,25 +46,30 @@ class AttemptContext:
         self.attempt = job.attempt
         self._jobs = jobs
         self._newest = job
+        # The job was deleted, whether or not another has its name since.
+        self._gone = False
         self._ended = threading.Event()
         self._afterwards: list[Callable[[], None]] = []
 
     def report(self, **progress: Any) -> None:
         """Replaces the progress that clients see. An outage of the store costs the report, never the attempt."""
-        if self._newest.attempt != self.attempt:
-            return  # the progress is a later attempt's
+        if self._gone or self._newest.attempt != self.attempt:
+            return  # the progress is a later attempt's, or another job's
         try:
             self.store.put(progress_key(self.folder), json.dumps(progress).encode())
         except STORE_OUTAGES as error:
             logger.warning("a report of progress is lost: %s", error.message)
 
     def raise_if_stopped(self, *, fresh: bool = False) -> None:
-        """Raises `Cancelled` when a client wishes an end or a pause, `StaleAttempt` when a later attempt took over.
+        """Raises `Cancelled` when a client wishes an end or a pause, `StaleAttempt` when a later attempt took over or
+        the job was deleted.
 
         Cheap: it looks at what was read within the last second. With `fresh` it reads the log now.
         """
         if fresh:
-            self._newest = self._jobs.get(self.folder, self.job.name)
+            self._newest = self.newest()
+        if self._gone:
+            raise StaleAttempt(f"{self.job.name} was deleted")
         newest = self._newest
         if newest.attempt != self.attempt or newest.state.final:
             raise StaleAttempt(f"{newest.name} is at attempt {newest.attempt}, {newest.state}")
@@ -72,8 +77,16 @@ class AttemptContext:
             raise Cancelled(f"{newest.name} is {newest.state}", metadata={"resource": newest.name})
 
     def newest(self) -> JobRecord:
-        """The job as the log has it now."""
-        return self._jobs.get(self.folder, self.job.name)
+        """The job as the log has it now. Raises `StaleAttempt` where it was deleted."""
+        job = self._jobs.find(self.folder)
+        if job is None or job.uid != self.job.uid:
+            self._gone = True
+            raise StaleAttempt(f"{self.job.name} was deleted")
+        return job
+
+    def note_leaving(self) -> None:
+        """Notes that a node of the attempt will be taken away: should its process go with it, that is no failure."""
+        self._jobs.note_leaving(self.folder, self.attempt)
 
     @property
     def is_suspending(self) -> bool:
@@ -103,7 +116,9 @@ class AttemptContext:
     def _watch(self) -> None:
         while not self._ended.wait(WISH_INTERVAL_S):
             try:
-                self._newest = self._jobs.get(self.folder, self.job.name)
+                self._newest = self.newest()
+            except StaleAttempt:
+                return
             except MillraceError as error:
                 logger.warning("the wish stays as last read: %s", error.message)
 
@@ -123,20 +138,20 @@ def run_attempt(entry: Entry, store: ObjectStore, kind: str, folder: str, attemp
         try:
             with context.watching_wishes():
                 result = entry(context)
-            _conclude(jobs, folder, attempt, lambda newest: succeed(newest, result, time.time()))
+            _conclude(jobs, folder, job, lambda newest: succeed(newest, result, time.time()))
         except StaleAttempt:
-            logger.warning("a later attempt has taken over; this one stops")
+            logger.warning("a later attempt has taken over, or the job was deleted; this one stops")
         except MillraceError as raised:
             error = raised
             if isinstance(error, TRANSIENT):
                 logger.warning("attempt lost: %s", error.message)
-                _conclude(jobs, folder, attempt, lambda newest: _lose(newest, error))
+                _conclude(jobs, folder, job, lambda newest: _lose(newest, error))
             else:
                 logger.info("failed: %s", error.message)
-                _conclude(jobs, folder, attempt, lambda newest: fail(newest, error, time.time()))
+                _conclude(jobs, folder, job, lambda newest: fail(newest, error, time.time()))
         except Exception as unexpected:
             told = hidden(unexpected, logger, "attempt lost")
-            _conclude(jobs, folder, attempt, lambda newest: _lose(newest, told))
+            _conclude(jobs, folder, job, lambda newest: _lose(newest, told))
         context.end()
 
 
@@ -145,16 +160,17 @@ def _lose(newest: JobRecord, cause: MillraceError) -> JobRecord:
     return newest if newest.state is JobState.RECOVERING else lose_attempt(newest, cause, time.time())
 
 
-def _conclude(jobs: Jobs, folder: str, attempt: int, decide: Callable[[JobRecord], JobRecord]) -> None:
-    """Writes the end into the log; an outage of the store is waited out, for the work is done."""
+def _conclude(jobs: Jobs, folder: str, job: JobRecord, decide: Callable[[JobRecord], JobRecord]) -> None:
+    """Writes the end of `job`'s attempt into the log; an outage of the store is waited out, for the work is done."""
     give_up_at = time.monotonic() + COMMIT_PATIENCE_S
 
     def unless_over(newest: JobRecord) -> JobRecord:
-        return newest if newest.state.final or newest.attempt != attempt else decide(newest)
+        over = newest.uid != job.uid or newest.attempt != job.attempt or newest.state.final
+        return newest if over else decide(newest)
 
     while True:
         try:
-            jobs.transition(folder, unless_over, attempt)
+            jobs.transition(folder, unless_over, job.attempt)
             return
         except StaleAttempt:
             logger.warning("a later attempt has taken over; nothing is committed")

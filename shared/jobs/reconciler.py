@@ -22,7 +22,7 @@ from shared.jobs.actor import NAMESPACE, find_actor, new_actor_name, start_actor
 from shared.jobs.record import JobRecord, JobState
 from shared.jobs.registry import Jobs, LiveJob
 from shared.jobs.spare import Spare
-from shared.jobs.transitions import begin_attempt, confirm_cancel, confirm_suspend, lose_attempt
+from shared.jobs.transitions import PREEMPTED, begin_attempt, confirm_cancel, confirm_suspend, lose_attempt
 from shared.log import StaleAttempt
 from shared.settings import ServiceSettings
 from shared.storage import ObjectStore, open_store
@@ -197,7 +197,8 @@ class Reconciler:
         self._starting.pop(live.uid, None)
 
     def _lost(self, live: LiveJob, job: JobRecord) -> None:
-        """No actor works on it: it died, or its Ray cluster did."""
+        """No actor works on it: it died, or its node or its Ray cluster did."""
+        leaving = self._jobs.was_leaving(live.folder, job.attempt)
 
         def decide(newest: JobRecord) -> JobRecord:
             if newest.state.final or newest.attempt != job.attempt:
@@ -208,7 +209,8 @@ class Reconciler:
                 return confirm_suspend(newest, time.time())
             if newest.state is not JobState.RUNNING:
                 return newest
-            cause = Unavailable(f"the process of attempt {job.attempt} ended", reason="ATTEMPT_LOST")
+            why = f"the process of attempt {job.attempt} ended{', as a node was taken away' if leaving else ''}"
+            cause = Unavailable(why, reason=PREEMPTED if leaving else "ATTEMPT_LOST")
             return lose_attempt(newest, cause, time.time())
 
         self._missing.pop(live.uid, None)

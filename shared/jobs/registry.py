@@ -19,6 +19,7 @@ from shared.log import ResourceLog
 from shared.storage import ObjectMissing, ObjectStore
 
 WAITING = "waiting.txt"
+LEAVING = "leaving.txt"
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,17 @@ class Jobs:
             return bytes(self._store.get(f"{folder}/{WAITING}")).decode()
         except ObjectMissing:
             return ""
+
+    def note_leaving(self, folder: str, attempt: int) -> None:
+        """Notes that a node of this attempt will be taken away: its process may go with it before it can say so."""
+        self._store.put(f"{folder}/{LEAVING}", str(attempt).encode())
+
+    def was_leaving(self, folder: str, attempt: int) -> bool:
+        """Whether that was noted of this attempt."""
+        try:
+            return bytes(self._store.get(f"{folder}/{LEAVING}")).decode() == str(attempt)
+        except ObjectMissing:
+            return False
 
     def _mark(self, folder: str, job: JobRecord, generation: int) -> str:
         marker = f"live/{self.kind}/{job.uid}.{generation}.json"

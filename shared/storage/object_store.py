@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,9 @@ FULL_SIGNS = (
     "<Code>XMinioAdminBucketQuotaExceeded",
 )
 
+# How long a write that the server refuses with 409 Conflict is tried again, with what pauses.
+CONFLICT_FOR_S = 10.0
+CONFLICT_PAUSE_S = 0.1
 
 # A local directory's file for an object that is being written; no object can have such a key.
 TORN_NAME = re.compile(r".+#\d+")
@@ -69,13 +73,13 @@ class ObjectStore:
     def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Writes the object, over another if there is one."""
         with _errors(key):
-            obstore.put(self._backend, key, data, mode="overwrite")
+            _written(lambda: obstore.put(self._backend, key, data, mode="overwrite"))
 
     def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Writes the object; of any number of racing writers exactly one returns, the others get `ObjectExists`."""
         with _errors(key):
             # Never multipart: only a single PUT is conditional.
-            obstore.put(self._backend, key, data, mode="create", use_multipart=False)
+            _written(lambda: obstore.put(self._backend, key, data, mode="create", use_multipart=False))
 
     def get(self, key: str) -> bytes:
         with _errors(key):
@@ -166,7 +170,7 @@ class ObjectStore:
         """Writes a local file as an object, in parts where it is large. Raises `FileNotFoundError` without one."""
         path.stat()
         with _errors(key):
-            obstore.put(self._backend, key, path, mode="overwrite")
+            _written(lambda: obstore.put(self._backend, key, path, mode="overwrite"))
 
     def _torn(self, prefix: str) -> Sequence[Path]:
         """The files of objects below `prefix` that are being written, or were when their writer was killed."""
@@ -189,12 +193,38 @@ def _beyond_end(error: exceptions.GenericError) -> bool:
     return "416 Range Not Satisfiable" in str(error) or "StartTooLarge" in str(error)
 
 
+def _written(write: Callable[[], object]) -> None:
+    """Calls `write`, and again while the server answers 409 Conflict: nothing was written then, since something else
+    was being done at that key or, where keys are paths, to its folder. The library takes that for an object that is
+    there, which is 412, and does not try again."""
+    until = time.monotonic() + CONFLICT_FOR_S
+    while True:
+        try:
+            write()
+            return
+        except exceptions.AlreadyExistsError as error:
+            if not _is_conflict(error) or time.monotonic() > until:
+                raise
+        time.sleep(CONFLICT_PAUSE_S)
+
+
+def _is_conflict(error: exceptions.AlreadyExistsError) -> bool:
+    return "status code: 409" in str(error)
+
+
 @contextmanager
 def _errors(key: str) -> Iterator[None]:
     """Turns the library's errors into ours. A missing bucket or refused credentials are an outage for the caller."""
     try:
         yield
-    except exceptions.AlreadyExistsError:
+    except exceptions.AlreadyExistsError as error:
+        if _is_conflict(error):
+            raise Unavailable(
+                "the object store refuses a write as being in conflict with another one",
+                reason="STORE_CONFLICT",
+                metadata={"object": key},
+                retry_after_s=1.0,
+            ) from error
         raise ObjectExists(key) from None
     except MillraceError:
         raise

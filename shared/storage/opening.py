@@ -122,6 +122,8 @@ def _open_s3(settings: StoreSettings) -> ObjectStore:
         scheme=endpoint.scheme or "https",
         connect_timeout=5,
         request_timeout=30,
+        # Not Arrow's three: of the requests of one file some will be refused three times where a fifth fails.
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=6),
     )
     root = f"{parts.netloc}/{prefix}" if prefix else parts.netloc
     return ObjectStore(backend, fs.SubTreeFileSystem(root, filesystem), settings)

@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from millrace.common.v1 import transform_pb2
-from shared.dataset_version.columns import ROW_ID
+from shared.dataset_version.column_names import MAX_COLUMNS, name_problem
 from shared.errors import InvalidArgument
 from shared.transforms.batch import Batch
 from shared.transforms.fitting import Fitter
@@ -154,7 +154,7 @@ class Pipeline:
         for index, step in enumerate(self.steps):
             path = f"{field or self._field}.steps[{index}]"
             try:
-                schemas.append(_checked(step.output(schemas[-1])))
+                schemas.append(_checked(step.output(schemas[-1]), schemas[-1]))
             except StepError as error:
                 raise step_error(path, error) from None
         return schemas
@@ -169,10 +169,13 @@ class Pipeline:
                 )
 
 
-def _checked(made: Schema) -> Schema:
+def _checked(made: Schema, given: Schema) -> Schema:
+    """As imports check the columns of a source."""
     if not made:
         raise StepError("it leaves no column; keep at least one")
+    if len(made) > max(MAX_COLUMNS, len(given)):
+        raise StepError(f"it makes {len(made)} columns; a version has at most {MAX_COLUMNS}")
     for name in made:
-        if name in ("", ROW_ID):
-            raise StepError(f"a column must not be named {name!r}; choose another name")
+        if name not in given and (problem := name_problem(name)):
+            raise StepError(problem)
     return made

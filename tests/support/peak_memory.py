@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -36,3 +37,12 @@ def peaks_of(pids: Callable[[], list[int]]) -> Iterator[dict[int, int]]:
 def _peak_bytes(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+
+@contextmanager
+def growth_here() -> Iterator[Callable[[], int]]:
+    """What is yielded tells by how many bytes this process has outgrown, at its worst, what it was at the beginning."""
+    # The peak is counted from here on.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _peak_bytes(os.getpid())
+    yield lambda: _peak_bytes(os.getpid()) - before

@@ -6,6 +6,7 @@ So the proof that no row is lost or read twice rests on pixels, the names of Ray
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -127,17 +128,19 @@ def account_of(place: WitnessedStack, job_name: str) -> Account:
     client = place.stack.client
     job, watch = client.get(job_name), client.watch(job_name)
     watch.rest()
-    begun = [(event.attempt, event.attempt_started.step) for event in watch.events if event.HasField("attempt_started")]
+    begun = [(event.attempt, event.attempt_started) for event in watch.events if event.HasField("attempt_started")]
     total_steps = job.spec.epochs * STEPS_PER_EPOCH
-    ends = [step for _, step in begun[1:]] + [total_steps]
+    ends = [started.step for _, started in begun[1:]] + [total_steps]
     processes = place.processes_of(job_name)
-    counts = Counter[tuple[int, int]]()
-    for (attempt, first), end in zip(begun, ends, strict=True):
-        ranks = processes.get(attempt, [])
+    counts, steps_taken = Counter[tuple[int, int]](), 0
+    for (attempt, started), end in zip(begun, ends, strict=True):
+        first, workers = started.step, started.num_workers
+        ranks = [_by_steps(calls, BATCH // workers) for calls in processes.get(attempt, [])]
+        steps_taken += max(map(len, ranks), default=0)
         # One that was lost before its first checkpoint may have lost a rank before that one's first batch.
-        assert end == first or len(ranks) == job.spec.num_workers, f"attempt {attempt} ran in {len(ranks)} processes"
-        for batches in ranks:
-            for step, ids in zip(range(first, end), batches, strict=False):
+        assert end == first or len(ranks) == workers, f"attempt {attempt} ran in {len(ranks)} processes"
+        for steps in ranks:
+            for step, ids in zip(range(first, end), steps, strict=False):
                 counts.update((step // STEPS_PER_EPOCH, row) for row in ids)
     weights = place.stack.weights(f"{job_name}/checkpoints/final")
     rows = [(epoch, row) for epoch in range(job.spec.epochs) for row in range(ROWS)]
@@ -150,11 +153,21 @@ def account_of(place: WitnessedStack, job_name: str) -> Account:
         attempts=job.attempt,
         missing_rows=sum(counts[row] == 0 for row in rows),
         repeated_rows=sum(counts[row] > 1 for row in rows),
-        recomputed_steps=sum(max(map(len, ranks)) for ranks in processes.values()) - total_steps,
+        recomputed_steps=steps_taken - total_steps,
         told=(sum(one.seen_once for one in told), sum(one.missing for one in told), sum(one.repeated for one in told)),
         weights_sha256=hashlib.sha256(weights).hexdigest(),
         weights_bytes=len(weights),
     )
+
+
+def _by_steps(calls: list[list[int]], rows: int) -> list[list[int]]:
+    """The ids of a rank's calls by step, of which each has `rows`: 24 lanes are even among 1, 2 or 3 ranks, and so are
+    the batches. A step may be computed in several calls; one that was cut off is left out."""
+    ids = list(itertools.chain.from_iterable(calls))
+    ends = set(itertools.accumulate(map(len, calls)))
+    whole = range(rows, len(ids) + 1, rows)
+    assert ends.issuperset(whole), "calls that are not of one step"
+    return [ids[end - rows : end] for end in whole]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,6 +77,9 @@ def numbers() -> pa.Table:
             "w": pa.array(random.integers(0, 2**40, ROWS), pa.timestamp("us", "UTC")),
             "d": pa.array(random.integers(0, 20_000, ROWS).astype(np.int32), pa.date32()),
             "v": tensor_array(random.standard_normal((ROWS, 2, 3)).astype(np.float32)),
+            "c": pa.array(random.integers(0, 4, ROWS).astype(np.int32) * 3600, pa.time32("s"), mask=some),
+            "e": pa.array(random.integers(0, 4, ROWS).astype(np.int32) + 5_000_000, pa.date32(), mask=some),
+            "k": [f"{hour:02d}:30" for hour in random.integers(0, 24, ROWS)],
         }
     )
 
@@ -137,6 +140,24 @@ ALONE = {
     "fill nulls mean": Case(numbers, one("b", fillNulls={"statistic": "STATISTIC_MEAN"}), joined("b"), "x"),
     "fill nulls median": Case(numbers, one("m", fillNulls={"statistic": "STATISTIC_MEDIAN"}), joined("m"), "x"),
     "fill nulls mode": Case(numbers, one("m", fillNulls={"statistic": "STATISTIC_MODE"}), joined("m"), "x"),
+    "fill nulls of times": Case(
+        numbers,
+        one("c", fillNulls={"statistic": "STATISTIC_MODE"}),
+        one("c", cast={"arrowType": "int32"}) + joined("c"),
+        "x",
+    ),
+    "fill nulls of far dates": Case(
+        numbers,
+        one("e", fillNulls={"statistic": "STATISTIC_MEDIAN"}),
+        one("e", cast={"arrowType": "int32"}) + joined("e"),
+        "x",
+    ),
+    "cast text to time": Case(
+        numbers,
+        one("k", cast={"arrowType": "time32[s]"}),
+        one("k", cast={"arrowType": "int32"}) + joined("k"),
+        "x",
+    ),
     "standardize": Case(numbers, one("a", standardize={}), joined("a"), "x"),
     "min max": Case(numbers, one("a", minMaxScale={"clip": True}), joined("a"), "x"),
     "ordinal": Case(numbers, one("s", ordinalEncode={"unknown": "UNKNOWN_VALUE_ENCODE"}), joined("s"), "x"),

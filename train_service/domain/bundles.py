@@ -30,13 +30,14 @@ def lasts(resource: str) -> bool:
     return not resource.startswith(("node:", "object_store_memory"))
 
 
-def besides_ingest(nodes: Sequence[Resources], spec: TrainingSpec) -> list[Resources]:
-    """What is left of the nodes for workers where Ray Data prepares the rows: its tasks must find a CPU, too."""
-    if spec.ingest != RAY_DATA or not nodes:
-        return list(nodes)
-    roomiest = max(range(len(nodes)), key=lambda index: nodes[index].get("CPU", 0.0))
-    left = {**nodes[roomiest], "CPU": nodes[roomiest].get("CPU", 0.0) - INGEST_CPUS}
-    return [*nodes[:roomiest], left, *nodes[roomiest + 1 :]]
+def besides_ingest(nodes: Sequence[Resources], jobs: int) -> list[Resources]:
+    """What is left of the nodes for workers where Ray Data prepares the rows of so many jobs: for each of them its
+    tasks must find a CPU, too."""
+    left = [dict(node) for node in nodes]
+    for _ in range(jobs if left else 0):
+        roomiest = max(left, key=lambda node: node.get("CPU", 0.0))
+        roomiest["CPU"] = roomiest.get("CPU", 0.0) - INGEST_CPUS
+    return list(left)
 
 
 def never_fits(spec: TrainingSpec, clusters: Sequence[Sequence[Resources]]) -> tuple[list[str], str]:
@@ -68,7 +69,8 @@ def beyond(spec: TrainingSpec, most: Mapping[str, float]) -> list[str]:
 def _could_hold(spec: TrainingSpec, nodes: Sequence[Resources]) -> bool:
     fewest = spec.fewest_workers
     bundle = {name: need for name, need in bundle_of(spec, nodes).items() if lasts(name)}
-    return workers_that_fit(besides_ingest(nodes, spec), bundle, spec.placement.strategy, fewest, fewest) > 0
+    left = besides_ingest(nodes, int(spec.ingest == RAY_DATA))
+    return workers_that_fit(left, bundle, spec.placement.strategy, fewest, fewest) > 0
 
 
 def _field(resource: str) -> str:

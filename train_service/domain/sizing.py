@@ -22,7 +22,7 @@ def workers_that_fit(free: Sequence[Resources], bundle: Resources, strategy: str
     if strategy == STRICT_PACK:
         room = max(rooms, default=0)
     elif strategy == STRICT_SPREAD:
-        room = sum(1 for one in rooms if one)
+        room = sum(1 for one in rooms if one > 0)
     else:
         room = sum(rooms)
     number = min(room, most)

@@ -5,6 +5,7 @@ N = rows of the split, G = global batch, S = steps of an epoch, L = lanes, W = w
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,16 +70,41 @@ def shapes_of_steps(rows: int, steps: int, lanes: int) -> list[tuple[int, Ints]]
 
 def fewest_rows_of_a_rank(shapes: Sequence[tuple[int, Ints]], lanes: int, world_size: int) -> int:
     """The smallest slice that any rank gets in any step of an epoch whose steps have these `shapes`."""
+    own = _own_lanes(lanes, world_size)
+    return int(min(_slices(own, length, begins, lanes).min() for length, begins in shapes))
+
+
+@functools.lru_cache(maxsize=64)
+def parts_of_step(step_rows: int, lanes: int, world_size: int, most_workers: int, accumulation_steps: int) -> int:
+    """In how many parts each of `world_size` ranks computes its slice of a step of `step_rows` rows.
+
+    As many as the specification says, on `most_workers` ranks; on fewer, whose slices are larger, so many that no part
+    has more rows than one may have there. But where rows are so few that a part of the smallest slice would be below
+    `FEWEST_ROWS_PER_RANK`, fewer.
+    """
+    if world_size >= most_workers:
+        return accumulation_steps
+    begins = np.arange(lanes)
+    whole = _slices(_own_lanes(lanes, most_workers), step_rows, begins, lanes)
+    ours = _slices(_own_lanes(lanes, world_size), step_rows, begins, lanes)
+    most_rows_of_a_part = -(-int(whole.max()) // accumulation_steps)
+    wanted = -(-int(ours.max()) // most_rows_of_a_part)
+    return max(accumulation_steps, min(wanted, int(ours.min()) // FEWEST_ROWS_PER_RANK))
+
+
+def _own_lanes(lanes: int, world_size: int) -> Ints:
+    """(W, 2·L + 1): of so many lanes, counted twice around, how many are the rank's."""
     owners = np.arange(2 * lanes) % lanes % world_size
-    # (W, 2·L + 1): of so many lanes, counted twice around, how many are the rank's.
     own = np.zeros((world_size, 2 * lanes + 1), np.int64)
     own[owners, np.arange(1, 2 * lanes + 1)] = 1
-    own = own.cumsum(axis=1)
-    fewest = []
-    for length, begins in shapes:
-        turns, rest = divmod(length, lanes)
-        fewest.append((turns * own[:, lanes, None] + own[:, begins + rest] - own[:, begins]).min())
-    return int(min(fewest))
+    return own.cumsum(axis=1)
+
+
+def _slices(own: Ints, length: int, begins: Ints, lanes: int) -> Ints:
+    """(W, n): the rows of each rank in a step of `length` rows that begins at each of these n lanes."""
+    turns, rest = divmod(length, lanes)
+    slices: Ints = turns * own[:, lanes, None] + own[:, begins + rest] - own[:, begins]
+    return slices
 
 
 def _first_within(stride: int, modulus: int, low: int, high: int) -> float:

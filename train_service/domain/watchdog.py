@@ -36,7 +36,7 @@ class RankState:
     phase: Phase
     still_s: float
     silent_s: float
-    # A thread of it is in a call of the store, which may not answer.
+    # The thread that trains waits for a call of the store, which may not answer.
     waits_for_store: bool = False
 
 

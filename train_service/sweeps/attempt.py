@@ -129,7 +129,7 @@ def _end(context: AttemptContext, trials: Trials) -> None:
     """Cancels what runs where a client wishes it, or the sweep has failed; a later attempt's trials are left alone."""
     newest = patient(context.newest, "the sweep's state")
     ends = (JobState.CANCELLING, JobState.CANCELLED, JobState.FAILED)
-    if newest.uid != context.job.uid or newest.state not in ends:
+    if newest.state not in ends:
         return
     patient(trials.cancel, "the end of the trials")
     give_up_at = time.monotonic() + ENDED_WITHIN_S

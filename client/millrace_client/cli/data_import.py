@@ -2,51 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import click
 
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from millrace_client import specs
+from millrace_client.cli.checks import check_options, checks_of
 from millrace_client.cli.exits import PlainCommand
+from millrace_client.cli.import_sources import pair, source_options, sources_of
 from millrace_client.cli.options import address_options, connected, full_name, json_option
 from millrace_client.cli.output import console, print_json
 from millrace_client.cli.show import print_version
 from millrace_client.operations import Operation
 
 Version = resources_pb2.DatasetVersion
-MakeSource = Callable[[str, str], data_service_pb2.ImportSource]
-
-# Option, its builder, what follows SPLIT=, and its help.
-FORMATS: tuple[tuple[str, MakeSource, str, str], ...] = (
-    ("parquet", specs.parquet_source, "FILES", "Parquet files."),
-    ("arrow", specs.arrow_source, "FILES", "Arrow IPC streams or files."),
-    ("csv", specs.csv_source, "FILES", "CSV files whose first line has the names of the columns."),
-    ("json-lines", specs.json_lines_source, "FILES", "Files of one JSON object a line."),
-    ("images", specs.image_folder_source, "FOLDER", "A folder with a folder of images for each class."),
-    ("tar", specs.image_tar_source, "FILES", "Tars of such a folder."),
-)
-
-
-def _source_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of `FORMATS`, handed on by their names."""
-    for name, _, metavar, text in reversed(FORMATS):
-        option = click.option(f"--{name}", multiple=True, metavar=f"SPLIT={metavar}", help=f"{text} May be repeated.")
-        function = option(function)
-    return function
 
 
 @click.command("import", cls=PlainCommand)
 @click.argument("dataset")
-@click.option("--idx", multiple=True, metavar="SPLIT=IMAGES,LABELS", help="A pair of IDX files. May be repeated.")
-@_source_options
+@source_options
 @click.option(
     "--hold-out", "hold_outs", multiple=True, metavar="FROM:TO=FRACTION", help="Cut a random share off a split."
 )
 @click.option("--seed", default=0, help="Of the random shares.")
 @click.option("--type", "types", multiple=True, metavar="COLUMN=TYPE", help="An Arrow type that a column shall have.")
 @click.option("--quarantine", is_flag=True, help="Leave bad rows out and keep them aside; else the first one ends it.")
+@click.option("--max-quarantined", default=0, help="With --quarantine: at most so many. Default: any number.")
+@check_options
 @click.option("--append-to", metavar="VERSION", help="Follow this version, with its rows first.")
 @click.option("--replace", "replaced", metavar="VERSION", help="Follow this version, and keep nothing of it.")
 @click.option("--version", "version_id", default="", help="Default: the next free v1, v2, …")
@@ -58,6 +41,7 @@ def import_(
     seed: int,
     types: tuple[str, ...],
     quarantine: bool,
+    max_quarantined: int,
     append_to: str | None,
     replaced: str | None,
     version_id: str,
@@ -69,11 +53,13 @@ def import_(
     FILES are paths or URIs (file:///…, s3://…) that the server can read, with `*`, `?` and `**` (in quotes) or a `/` at
     the end for several, or an upload's name.
     """
-    sources = _sources(values)
+    sources, checks = sources_of(values), checks_of(values)
     if not sources:
         raise click.UsageError("name at least one source, e.g. --csv train=FILES or --images train=FOLDER")
+    if max_quarantined and not quarantine:
+        raise click.UsageError("--max-quarantined needs --quarantine")
     held_out = [_hold_out(text, seed) for text in hold_outs]
-    column_types = dict(_pair(text, "--type", "COLUMN=TYPE") for text in types)
+    column_types = dict(pair(text, "--type", "COLUMN=TYPE") for text in types)
     base = _base(append_to, replaced)
     name = full_name("datasets", dataset)
     with connected(values) as millrace:
@@ -84,7 +70,8 @@ def import_(
             hold_outs=held_out,
             version_id=version_id,
             column_types=column_types,
-            bad_rows=specs.quarantine() if quarantine else None,
+            bad_rows=specs.quarantine(max_rows=max_quarantined) if quarantine else None,
+            checks=checks,
             base=base,
         )
         version = operation.wait() if as_json else wait_with_rows(operation)
@@ -106,37 +93,12 @@ def wait_with_rows(operation: Operation[Version]) -> Version:
         return operation.wait(on_progress=tell)
 
 
-def _sources(values: dict[str, Any]) -> list[data_service_pb2.ImportSource]:
-    """Takes the sources' options out of `values`."""
-    found = [_idx(text) for text in values.pop("idx")]
-    for name, make, metavar, _ in FORMATS:
-        for text in values.pop(name.replace("-", "_")):
-            split, files = _pair(text, f"--{name}", f"SPLIT={metavar}")
-            found.append(make(split, files))
-    return found
-
-
 def _base(append_to: str | None, replaced: str | None) -> data_service_pb2.Base | None:
     if append_to and replaced:
         raise click.UsageError("use --append-to or --replace, not both")
     if append_to:
         return specs.append_to(append_to)
     return specs.replacing(replaced) if replaced else None
-
-
-def _idx(text: str) -> data_service_pb2.ImportSource:
-    split, files = _pair(text, "--idx", "SPLIT=IMAGES,LABELS")
-    images, _, labels = files.partition(",")
-    if not (images and labels):
-        raise click.BadParameter(f"{text!r}: use SPLIT=IMAGES,LABELS", param_hint="--idx")
-    return specs.idx_source(split, images, labels)
-
-
-def _pair(text: str, option: str, form: str) -> tuple[str, str]:
-    left, _, right = text.partition("=")
-    if not (left and right):
-        raise click.BadParameter(f"{text!r}: use {form}", param_hint=option)
-    return left, right
 
 
 def _hold_out(text: str, seed: int) -> data_service_pb2.HoldOut:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from millrace.data.v1 import data_service_pb2, quality_pb2, resources_pb2
 from millrace_client.report.wording import check_text, moment_text, number_text, scalar_text, share_text, step_text
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+# How a preview calls the column in front, which tells the split of each row.
+SPLIT = "split"
 MAX_VALUE_TEXT = 120
 # Times that lie so close together are told with their hours.
 DAYS_WITH_CLOCK = 20
@@ -107,20 +112,52 @@ def profile_of(preview: data_service_pb2.PreviewVersionResponse) -> Profile:
 
 
 def rows_of(preview: data_service_pb2.PreviewVersionResponse) -> list[dict[str, Any]]:
-    """The first rows. Tensors are told by their shape, bytes by their number: nobody reads pixels in a table."""
+    """The first rows. Tensors are told by their shape, bytes by their number: nobody reads pixels in a table.
+
+    The split of a row is `split`, or, where the version has a column of that name, `_split`.
+    """
     if not preview.arrow_ipc:
         return []
     import pyarrow as pa
 
     table = pa.ipc.open_stream(preview.arrow_ipc).read_all()
     shapes = {column.name: shape_text(column) for column in preview.version.columns if column.shape}
-    plain = table.select([name for name in table.column_names if name not in shapes]).to_pylist()
-    if not plain:
-        plain = [{} for _ in range(table.num_rows)]
-    return [
-        {name: f"<{shapes[name]}>" if name in shapes else _brief(row[name]) for name in table.column_names}
-        for row in plain
-    ]
+    # By their places: the split comes in front, whatever the columns behind it are called.
+    own = table.column_names[1:]
+    names = [_free_name(SPLIT, own), *own]
+    columns = [_values(table.column(0))]
+    for place, name in enumerate(own, 1):
+        told = f"<{shapes[name]}>" if name in shapes else None
+        columns.append([told] * table.num_rows if told else _values(table.column(place)))
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _free_name(name: str, taken: Sequence[str]) -> str:
+    while name in taken:
+        name = f"_{name}"
+    return name
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    try:
+        return [_brief(value) for value in column.to_pylist()]
+    except (OverflowError, ValueError):
+        return [_value(value) for value in column]
+
+
+def _value(value: pa.Scalar) -> Any:
+    """Arrow's own text where Python has no such value: its dates end with the year 9999, and it may lack the zone."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    try:
+        return _brief(value.as_py())
+    except (OverflowError, ValueError):
+        pass
+    try:
+        return pc.cast(value, pa.string()).as_py()
+    except pa.ArrowException:
+        return f"{pc.cast(pc.cast(value, pa.timestamp(value.type.unit)), pa.string()).as_py()}Z"
 
 
 def shape_text(column: resources_pb2.Column) -> str:

@@ -38,8 +38,8 @@ def _readers(dtype: np.dtype[Any]) -> list[_Reader]:
     if dtype.kind == "b":
         return [lambda texts: texts.cast(pa.bool_())]
     if dtype.kind == "f":
-        # There is no cast from text to half floats.
-        return [lambda texts: _floats(texts, pa.float64() if dtype.itemsize == 8 else pa.float32())]
+        # There is no cast from text to half floats; by way of single ones some would be rounded twice.
+        return [lambda texts: _floats(texts, pa.float32() if dtype.itemsize == 4 else pa.float64())]
     readers: list[_Reader] = [
         lambda texts: texts.cast(pa.from_numpy_dtype(dtype)),
         # pandas writes whole numbers with nulls among them as 3.0.

@@ -18,8 +18,9 @@ from data_service.domain.statistics.hashing import Hashes, float_words, hash_wor
 from data_service.domain.statistics.moments import ExactMoments
 from data_service.domain.statistics.result import NumberStatistics, TimeStatistics
 from data_service.domain.statistics.sampling import Sample
-from data_service.domain.statistics.times import rfc3339, value_text
+from data_service.domain.statistics.times import rfc3339
 from data_service.domain.statistics.values import MAX_FREQUENT, DistinctCount, FrequentValues
+from shared.temporal_texts import value_text
 
 
 class _ScalarColumn(Column):

@@ -14,6 +14,8 @@ from millrace.common.v1 import transform_pb2
 from shared.arrow_values import value_shown
 from shared.dataset_version.columns import refuse_beyond_milliseconds, scalar_remedy
 from shared.errors import shown
+from shared.half_floats import halves_of_texts
+from shared.temporal_texts import times_of_day
 from shared.transforms.batch import Column
 from shared.transforms.problems import RowProblem, StepError
 from shared.transforms.randomness import StepKeys
@@ -73,7 +75,8 @@ class Cast(ColumnStep):
 
 
 def cast_exactly(column: pa.Array, target: pa.DataType) -> pa.Array:
-    """Casts what Arrow casts. Raises `pa.ArrowException` for most values that `target` cannot hold; not for all."""
+    """Casts what Arrow casts, and texts to times of day. Raises `pa.ArrowException` for most values that `target`
+    cannot hold; not for all."""
     # Arrow refuses all integers beyond the 53 bits of a double, also those that a double does hold.
     safe = not (kinds.is_integer(column.type) and kinds.is_floating(target))
     if kinds.is_boolean(column.type) and kinds.is_decimal(target):
@@ -81,7 +84,12 @@ def cast_exactly(column: pa.Array, target: pa.DataType) -> pa.Array:
     if kinds.is_integer(column.type) and kinds.is_decimal(target):
         # By itself Arrow refuses every decimal with less room than the greatest integer takes.
         column = pc.cast(column, pa.decimal128(38, max(target.scale, 0)))
-    made = pc.cast(column, target, safe=safe)
+    if kinds.is_string(column.type) and kinds.is_time(target):
+        made = times_of_day(column, target)
+    elif kinds.is_string(column.type) and kinds.is_float16(target):
+        made = halves_of_texts(column)
+    else:
+        made = pc.cast(column, target, safe=safe)
     refuse_beyond_milliseconds(made)
     return made
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from millrace.common.v1 import transform_pb2
+from shared.dataset_version.column_names import MAX_COLUMNS, repeated
+from shared.errors import shown
 from shared.transforms.batch import Batch
 from shared.transforms.problems import StepError
 from shared.transforms.randomness import StepKeys
@@ -66,16 +68,20 @@ class Drop(Step):
 
     def output(self, given: Schema) -> Schema:
         known(given, self.columns, "drop.columns")
-        return {name: one for name, one in given.items() if name not in self.columns}
+        return self._left(given)
 
     def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
-        return {name: one for name, one in batch.items() if name not in self.columns}
+        return self._left(batch)
 
     def sources(self, needed: Names, given: Schema) -> Names:
         return needed
 
     def narrowed(self, needed: Names, given: Schema) -> Step | None:
         return None  # as in `Select`
+
+    def _left(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        dropped = frozenset(self.columns)
+        return {name: one for name, one in columns.items() if name not in dropped}
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,7 @@ class Rename(Step):
     def of(cls, message: transform_pb2.Rename, column: str) -> Self:
         if not message.columns:
             raise StepError("name at least one column", "rename.columns")
+        _bounded(len(message.columns), "rename.columns")
         return cls(tuple(sorted(message.columns.items())))
 
     def to_proto(self) -> transform_pb2.TransformStep:
@@ -101,12 +108,13 @@ class Rename(Step):
     def output(self, given: Schema) -> Schema:
         for old, _ in self.columns:
             if old not in given:
-                raise StepError(f"there is no column {old!r}; there are {', '.join(given)}", "rename.columns")
+                raise StepError(f"there is no column {shown(old)}; there are {', '.join(given)}", "rename.columns")
         renamed = self._renamed(given)
         if len(renamed) < len(given):
-            names = [dict(self.columns).get(name, name) for name in given]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise StepError(f"two columns would be named {twice!r}; choose another name for one", "rename.columns")
+            new_of = dict(self.columns)
+            names = [new_of.get(name, name) for name in given]
+            twice = shown(names[next(repeated(names))])
+            raise StepError(f"two columns would be named {twice}; choose another name for one", "rename.columns")
         return renamed
 
     def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
@@ -126,10 +134,16 @@ class Rename(Step):
 
 
 def named(columns: Sequence[str], at: str) -> tuple[str, ...]:
-    """Raises `StepError` unless there is at least one name, and none twice; `at` is the field's path."""
+    """Raises `StepError` unless there is at least one name, no more than a version may have, and none twice; `at` is
+    the field's path."""
     if not columns:
         raise StepError("name at least one column", at)
-    for index, name in enumerate(columns):
-        if name in columns[:index]:
-            raise StepError(f"name {name!r} once only", f"{at}[{index}]")
+    _bounded(len(columns), at)
+    for index in repeated(columns):
+        raise StepError(f"name {shown(columns[index])} once only", f"{at}[{index}]")
     return tuple(columns)
+
+
+def _bounded(count: int, at: str) -> None:
+    if count > MAX_COLUMNS:
+        raise StepError(f"{count}: name at most {MAX_COLUMNS}", at)

@@ -74,6 +74,12 @@ class Custom(Step):
         made, wanted = self._call(rows), self._announced(schema)
         if (made.schema.names, made.schema.types) != (wanted.names, wanted.types):
             raise StepError(f"{self.function} makes {_described(made)} of these rows and {_described(wanted)} of none")
+        for field, column in zip(wanted, made.columns, strict=True):
+            if not field.nullable and column.null_count:
+                remedy = "declare it nullable, or fill them"
+                raise StepError(
+                    f"{self.function} has nulls in {field.name!r}, and declares it as a column without; {remedy}"
+                )
         return _replaced(batch, self.columns, batch_of(made))
 
     def sources(self, needed: Names, given: Schema) -> Names:
@@ -197,12 +203,13 @@ def _interrupted_after(limit_s: float) -> Iterator[None]:
 
 def _replaced(columns: dict[str, Any], names: tuple[str, ...], made: dict[str, Any]) -> dict[str, Any]:
     """The made ones in the place of the first that they replace."""
-    first = next(name for name in columns if name in names)
+    replaced = frozenset(names)
+    first = next(name for name in columns if name in replaced)
     out: dict[str, Any] = {}
     for name, one in columns.items():
         if name == first:
             out.update(made)
-        if name not in names:
+        if name not in replaced:
             if name in made:
                 raise StepError(f"the function makes a column {name!r}, which there is already", "custom.columns")
             out[name] = one

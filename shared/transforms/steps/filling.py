@@ -12,7 +12,9 @@ import pyarrow.compute as pc
 import pyarrow.types as kinds
 
 from millrace.common.v1 import transform_pb2
+from shared.dataset_version.columns import refuse_beyond_milliseconds
 from shared.errors import shown
+from shared.temporal_texts import value_of_text, value_text
 from shared.transforms.batch import Column, float64_of
 from shared.transforms.exact import ExactMoments
 from shared.transforms.problems import RowProblem, StepError
@@ -113,6 +115,10 @@ def _as_scalar(value: Value, arrow_type: pa.DataType) -> pa.Scalar:
     if kinds.is_integer(arrow_type) != isinstance(value, int | float):
         raise StepError(f"{wanted}; give a value of its kind", "fill_nulls.value")
     try:
+        if kinds.is_temporal(arrow_type) and isinstance(value, str):
+            made = value_of_text(value, arrow_type)
+            refuse_beyond_milliseconds(pa.array([made]))
+            return made
         return Cast("", arrow_type).work(pa.array([value]), None)[0]
     except (RowProblem, pa.ArrowException):
         raise StepError(wanted, "fill_nulls.value") from None
@@ -161,6 +167,11 @@ class _CountsLearner:
 
 
 def _frozen(found: pa.Scalar) -> Value:
+    """As the step keeps it: what is no number and no boolean as text."""
+    if kinds.is_temporal(found.type):
+        text = value_text(found.value, found.type)
+        _as_scalar(text, found.type)  # a file may have times beyond their day
+        return text
     kept = numeric(found.type) or kinds.is_boolean(found.type)
     value: Value = (found if kept else pc.cast(found, pa.string())).as_py()
     if isinstance(value, int) and value > np.iinfo(np.int64).max:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
 from millrace.common.v1 import transform_pb2
+from shared.errors import shown
 from shared.transforms.batch import Batch, Column
 from shared.transforms.problems import StepError
 from shared.transforms.randomness import StepKeys
@@ -136,7 +137,7 @@ def known(given: Schema, names: Collection[str], at: str) -> None:
     for index, name in enumerate(names):
         if name not in given:
             where = at if at == "column" else f"{at}[{index}]"
-            raise StepError(f"there is no column {name!r}; there are {', '.join(given) or 'none'}", where)
+            raise StepError(f"there is no column {shown(name)}; there are {', '.join(given) or 'none'}", where)
 
 
 def scalar(given: ColumnType, needs: str) -> ScalarType:

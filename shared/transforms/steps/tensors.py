@@ -128,7 +128,8 @@ class Concat(Step):
         return self if self.into in needed else None
 
     def _kept(self, columns: dict[str, Any]) -> dict[str, Any]:
-        return {name: one for name, one in columns.items() if self.keep or name not in self.columns}
+        taken = frozenset(() if self.keep else self.columns)
+        return {name: one for name, one in columns.items() if name not in taken}
 
     def _width(self, index: int, given: ColumnType) -> int | None:
         if isinstance(given, ScalarType):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -11,8 +14,9 @@ import pytest
 from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from millrace.data.v1 import data_service_pb2_grpc, resources_pb2
-from millrace_client import connect, errors, idx_source
+from millrace_client import connect, errors, idx_source, patience
 from millrace_client.images import image_rows
+from millrace_client.operations import Operation
 from tests.support.fake_servicers import OneVersion
 from tests.support.grpc_answers import bad_field, error_info, serving, status
 
@@ -23,6 +27,13 @@ VERSION = "datasets/d/versions/v1"
 def table() -> pa.Table:
     images = np.arange(20 * 4, dtype=np.uint8).reshape(20, 2, 2)
     return pa.table({"image": pa.FixedShapeTensorArray.from_numpy_ndarray(images), "label": range(20)})
+
+
+@pytest.fixture
+def done() -> operations_pb2.Operation:
+    operation = operations_pb2.Operation(name="operations/o", done=True)
+    operation.response.Pack(resources_pb2.DatasetVersion(name=VERSION))
+    return operation
 
 
 def register(servicer: Any) -> Any:
@@ -58,9 +69,9 @@ def test_an_error_in_the_middle_of_a_stream_keeps_its_kind(table: pa.Table) -> N
         millrace.data.read_table(VERSION)
 
 
-def test_waiting_for_an_import_shows_progress_and_returns_the_version(table: pa.Table) -> None:
-    done = operations_pb2.Operation(name="operations/o", done=True)
-    done.response.Pack(resources_pb2.DatasetVersion(name=VERSION))
+def test_waiting_for_an_import_shows_progress_and_returns_the_version(
+    table: pa.Table, done: operations_pb2.Operation
+) -> None:
     seen = []
     with serving(register(OneVersion(table, outcome=done))) as address, connect(data=address) as millrace:
         operation = millrace.data.import_version("datasets/d", [idx_source("train", "a", "b")])
@@ -87,3 +98,47 @@ def test_a_failed_operation_raises_what_a_failed_call_would(table: pa.Table) -> 
         millrace.data.import_version("datasets/d", [idx_source("train", "a", "b")]).wait()
     assert raised.value.reason == "BAD_SOURCE"
     assert raised.value.field_violations[0].field == "sources[0]"
+
+
+# Longer than gRPC itself tries again.
+AWAY_S = 2.0
+
+
+def test_waiting_goes_on_while_the_server_restarts(table: pa.Table, done: operations_pb2.Operation) -> None:
+    add = register(OneVersion(table, outcome=done))
+    seen: list[int] = []
+    with ExitStack() as before, ExitStack() as after:
+        address = before.enter_context(serving(add))
+        port = int(address.rpartition(":")[2])
+
+        def restart(now: Operation[resources_pb2.DatasetVersion]) -> None:
+            seen.append(now.metadata.rows_read)
+            if len(seen) == 1:
+                before.close()
+                threading.Timer(AWAY_S, lambda: after.enter_context(serving(add, port))).start()
+
+        with connect(data=address) as millrace:
+            operation = millrace.data.import_version("datasets/d", [idx_source("train", "a", "b")])
+            assert operation.wait(on_progress=restart).name == VERSION
+    assert seen[:2] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("patience_s", "timeout_s", "error"), [(0.2, 60.0, errors.Unavailable), (60.0, 1.5, errors.DeadlineExceeded)]
+)
+def test_waiting_for_a_server_that_stays_away_ends(
+    table: pa.Table,
+    done: operations_pb2.Operation,
+    monkeypatch: pytest.MonkeyPatch,
+    patience_s: float,
+    timeout_s: float,
+    error: type[errors.MillraceError],
+) -> None:
+    monkeypatch.setattr(patience, "PATIENCE_S", patience_s)
+    with serving(register(OneVersion(table, outcome=done))) as address:
+        millrace = connect(data=address)
+        operation = millrace.data.import_version("datasets/d", [idx_source("train", "a", "b")])
+    began = time.monotonic()
+    with millrace, pytest.raises(error):
+        operation.wait(timeout_s=timeout_s)
+    assert time.monotonic() - began < 20

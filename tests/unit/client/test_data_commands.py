@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from google.longrunning import operations_pb2
 from google.protobuf import empty_pb2
 
 from millrace.common.v1 import lineage_pb2
-from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc, resources_pb2
+from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc, quality_pb2, resources_pb2
 from millrace.inference.v1 import deployment_service_pb2, deployment_service_pb2_grpc
+from millrace_client import checks, specs
 from millrace_client.cli import millrace
+from millrace_client.cli.checks import FORMS
 from tests.support.grpc_answers import serving
 
 VERSION = "datasets/d/versions/v1"
@@ -204,10 +207,90 @@ def test_the_options_of_an_import_become_its_sources_in_their_order() -> None:
     assert request.column_types[0] == data_service_pb2.ColumnType(column="zip", arrow_type="string")
 
 
+def test_an_import_says_how_its_csv_files_are_written_and_what_holds_of_its_rows() -> None:
+    servicer = Recording()
+    result = run(
+        servicer,
+        *("import", "d", "--csv", "train=/a.csv", "--csv", "test=/b.csv", "--json-lines", "test=/c.jsonl"),
+        *("--csv-delimiter", "tab", "--csv-columns", "id,name", "--csv-null", "-", "--csv-null", "none"),
+        *("--csv-encoding", "latin-1", "--quarantine", "--max-quarantined", "5"),
+        *("--quarantine-check", "not_null:id", "--check", "row_count:1000:"),
+    )
+    assert result.exit_code == 0, result.output
+    (request,) = servicer.asked
+    for source, uri in zip(request.sources, ("file:///a.csv", "file:///b.csv"), strict=False):
+        assert source.csv == data_service_pb2.CsvSource(
+            uri=uri,
+            delimiter="\t",
+            column_names=["id", "name"],
+            null_values=["-", "none"],
+            encoding="latin-1",
+        )
+    assert [source.WhichOneof("format") for source in request.sources] == ["csv", "csv", "json_lines"]
+    assert request.bad_rows == data_service_pb2.BadRows(action=data_service_pb2.BadRows.ACTION_QUARANTINE, max_rows=5)
+    assert list(request.checks) == [checks.row_count(least=1000), checks.not_null("id", quarantine=True)]
+
+
+@pytest.mark.parametrize(
+    ("text", "check"),
+    [
+        ("not_null:a b", checks.not_null("a b")),
+        ("unique:id", checks.unique("id")),
+        ("range:price=0:99.5", checks.in_range("price", least=0, most=99.5)),
+        ("range:price=-1.5:", checks.in_range("price", least=-1.5)),
+        ("range:price=:0", checks.in_range("price", most=0)),
+        ('one_of:kind=a,2,true,"3"', checks.one_of("kind", ["a", 2, True, "3"])),
+        ("one_of:kind=null,1.5", checks.one_of("kind", ["null", "1.5"])),
+        ("pattern:zip=[0-9]{5}|a=b:c", checks.matches("zip", "[0-9]{5}|a=b:c")),
+        ("row_count::10", checks.row_count(most=10)),
+        ("row_count:test=10:20", checks.row_count(split="test", least=10, most=20)),
+        ("class_balance:label=0.05:0.5", checks.class_balance("label", min_share=0.05, max_share=0.5)),
+        ("drift:price=0.25", checks.drift("price", 0.25)),
+    ],
+)
+def test_a_check_is_a_short_text(text: str, check: checks.Check) -> None:
+    servicer = Recording()
+    result = run(servicer, "transform", VERSION, "--split-column", "s", "--check", text)
+    assert result.exit_code == 0, result.output
+    assert list(servicer.asked[0].checks) == [check]
+
+
+@pytest.mark.parametrize("kind", [one.partition(":")[0] for one in FORMS])
+def test_every_check_of_the_contract_has_a_text(kind: str) -> None:
+    oneof = quality_pb2.QualityCheck.DESCRIPTOR.oneofs_by_name["check"]
+    assert kind in {field.name for field in oneof.fields}
+    assert len(oneof.fields) == len(FORMS)
+    assert kind in run(Recording(), "import", "--help").output.replace("\n", "")
+
+
+def test_a_split_by_time_has_its_periods_in_order() -> None:
+    servicer = Recording()
+    periods = ("--before", "train=2024-01-31", "--before", "validation=2024-02-01T12:00:00+01:00", "--rest", "test")
+    result = run(servicer, "transform", VERSION, "--split-time", "day", *periods)
+    assert result.exit_code == 0, result.output
+    (request,) = servicer.asked
+    before = {"train": datetime(2024, 1, 31, tzinfo=UTC), "validation": datetime(2024, 2, 1, 11, tzinfo=UTC)}
+    assert request.splits == specs.time_split("day", before, "test")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ("transform", VERSION),
+        ("transform", VERSION, "--split-time", "day", "--rest", "test"),
+        ("transform", VERSION, "--split-time", "day", "--before", "train=2024-01-31"),
+        ("transform", VERSION, "--split-time", "day", "--before", "train=soon", "--rest", "test"),
+        ("transform", VERSION, "--split-column", "s", "--rest", "test"),
+        ("transform", VERSION, "--split-time", "day", "--split-column", "s", "--before", "a=2024-01-31", "--rest", "b"),
+        ("transform", VERSION, "--split-time", "d", *("--before", "a=2024-01-31") * 2, "--rest", "b"),
+        *(
+            ("transform", VERSION, "--split-column", "s", "--check", check)
+            for check in ("", "not_null", "not_null:", "not_null:a=1", "range:a", "range:a=5", "range:a=:", "odd:a")
+        ),
+        ("transform", VERSION, "--split-column", "s", "--check", "range:a=low:high"),
+        ("transform", VERSION, "--split-column", "s", "--quarantine-check", "drift:a=0.1"),
+        ("import", "d", "--parquet", "train=/a", "--csv-delimiter", ";"),
+        ("import", "d", "--parquet", "train=/a", "--max-quarantined", "5"),
         ("transform", VERSION, "--split-hash", "id"),
         ("transform", VERSION, "--split-ratio", "--split-column", "s", "--share", "a=1"),
         ("transform", VERSION, "--split-ratio", "--share", "a=much"),

@@ -44,6 +44,7 @@ def values(wanted: Any, array: Any) -> Any:
         ("FP32", pa.array([1, None], pa.int64()), [1.0, None]),
         ("FP32", pa.array(["1e3", "-inf", None, ".5"]), [1000.0, -np.inf, None, 0.5]),
         ("FP16", pa.array([1.5, None], pa.float64()), [1.5, None]),
+        ("FP16", pa.array(["1.000488281250001", "1.00048828125", None]), [1.0009765625, 1.0, None]),
         ("FP64", pa.array(["3.10"], pa.string()).cast(pa.decimal128(5, 2)), [3.1]),
         ("INT64", pa.array([2.0, None]), [2, None]),
         ("INT64", pa.array(["2.0", "7", None]), [2, 7, None]),

@@ -16,7 +16,7 @@ from data_service.uploads.receiving import Chunk
 from data_service.uploads.uploads import Uploads
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import resources_pb2
-from millrace_client import uploads
+from millrace_client import patience, uploads
 from millrace_client.chunk_stream import ChunkStream
 from millrace_client.errors import (
     Aborted,
@@ -42,8 +42,8 @@ DATA = bytes(range(256)) * 100 + b"end"
 @pytest.fixture(autouse=True)
 def _small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(uploads, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(uploads, "LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr(patience, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(patience, "LONGEST_PAUSE_S", 0.02)
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_it_waits_for_a_server_that_is_away_for_a_while(server: UploadServer) ->
 def test_it_gives_up_when_the_server_stays_away_and_tells_how_to_resume(
     server: UploadServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uploads, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.2)
 
     def pieces() -> Iterator[bytes]:
         yield DATA[:CHUNK]

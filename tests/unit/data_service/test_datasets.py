@@ -8,6 +8,8 @@ from data_service.datasets import Datasets
 from data_service.domain.dataset import Dataset
 from data_service.domain.retention import Retention
 from data_service.lifecycle import Deletions
+from data_service.uploads.uploads import Uploads
+from data_service.uploads.users import mark_used, unmark
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import AlreadyExists, Conflict, FailedPrecondition, InvalidArgument, NotFound
 from shared.jobs import JobRecord, Jobs
@@ -30,7 +32,7 @@ def create(datasets: Datasets, **fields: Any) -> Dataset:
 
 def delete(datasets: Datasets, etag: str = "") -> list[str]:
     asked: list[str] = []
-    datasets.delete(NAME, etag, asked.append)
+    datasets.delete(NAME, etag, check_uploads=lambda _: None, delete_uploads=asked.append)
     return asked
 
 
@@ -92,6 +94,37 @@ def test_a_deleted_dataset_is_gone_with_its_uploads(datasets: Datasets) -> None:
         delete(datasets)
     assert datasets.list(0, "") == ([], "")
     assert datasets.is_tombstone(NAME)
+
+
+def test_a_dataset_of_which_an_upload_is_read_stays(store: ObjectStore, datasets: Datasets) -> None:
+    """By an import into another dataset."""
+    made = create(datasets)
+    uploads = Uploads(store, datasets, None)
+    upload = uploads.start(NAME, "u", request_id="", body_sha256="")[0].record.name
+    mark_used(store, upload, IMPORT_KIND, "reader", "datasets/other/versions/v1")
+    with pytest.raises(FailedPrecondition, match="datasets/other/versions/v1"):
+        datasets.delete(NAME, "", check_uploads=uploads.check_unused, delete_uploads=uploads.abort_all)
+    assert datasets.get(NAME) == made
+
+    unmark(store, upload, IMPORT_KIND, "reader")
+    datasets.delete(NAME, "", check_uploads=uploads.check_unused, delete_uploads=uploads.abort_all)
+    assert datasets.is_tombstone(NAME)
+    with pytest.raises(NotFound):
+        uploads.get(upload)
+
+
+def test_an_upload_that_is_read_only_now_goes_later_than_its_dataset(store: ObjectStore, datasets: Datasets) -> None:
+    create(datasets)
+    uploads = Uploads(store, datasets, None)
+    upload = uploads.start(NAME, "u", request_id="", body_sha256="")[0].record.name
+
+    def then_somebody_reads(dataset: str) -> None:
+        uploads.check_unused(dataset)
+        mark_used(store, upload, IMPORT_KIND, "reader", "datasets/other/versions/v1")
+
+    datasets.delete(NAME, "", check_uploads=then_somebody_reads, delete_uploads=uploads.abort_all)
+    assert datasets.is_tombstone(NAME)
+    assert uploads.get(upload).record.name == upload
 
 
 def test_an_id_used_again_gets_another_uid(datasets: Datasets) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from data_service.datasets import Datasets
 from data_service.lifecycle import Deletions
 from data_service.operation_pointers import operation_ids, record_operation
+from data_service.versions import Versions
 from shared.dataset_version import load_version
 from shared.dataset_version.users import mark_used
 from shared.dataset_version.version import IMPORT_KIND
@@ -182,3 +184,22 @@ def test_a_deletion_that_means_another_of_the_same_name_does_nothing(
 
     assert jobs.get(VERSION, VERSION).state is JobState.SUCCEEDED
     assert load_version(store, VERSION).manifest.row_count == 20
+
+
+def test_a_version_that_is_deleted_while_versions_are_listed_is_left_out(
+    store: ObjectStore, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = Datasets(store)
+    datasets.create("d", display_name="", description="", request_id="", body_sha256="", validate_only=False)
+    commit_version(store, "datasets/d/versions/v2", {"train": striped_digits(10)})
+    get = store.get
+
+    def deleted_before(key: str) -> bytes:
+        if key.startswith(f"{VERSION}/data/"):
+            monkeypatch.undo()
+            Deletions(store, jobs).delete(VERSION)
+        return get(key)
+
+    monkeypatch.setattr(store, "get", deleted_before)
+    found, _ = Versions(store, jobs, datasets).list("datasets/d", 0, "")
+    assert [one.job.name for one in found] == ["datasets/d/versions/v2"]

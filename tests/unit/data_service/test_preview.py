@@ -100,6 +100,19 @@ def test_a_preview_of_large_rows_holds_few_of_them(store: ObjectStore, monkeypat
     assert held == [2]
 
 
+@pytest.mark.parametrize(("columns", "name_bytes", "shown"), [(10_000, 6, 10_000), (2_000, 1_000, 500)])
+def test_a_preview_of_very_many_columns_and_splits_has_no_more_than_its_bytes(
+    store: ObjectStore, columns: int, name_bytes: int, shown: int
+) -> None:
+    names = [f"{place}".rjust(name_bytes, "c") for place in range(columns)]
+    table = pa.table({name: pa.array([1], pa.int8()) for name in names})
+    arrow_ipc = preview(reader_of(store, train=table, test=table), 10).arrow_ipc
+    assert len(arrow_ipc) <= previews.ARROW_BYTES
+    found = pa.ipc.open_stream(arrow_ipc).schema.names
+    assert found == ["split", *names][: len(found)]
+    assert len(found) > shown
+
+
 def answer_of(report: dict[str, Any], arrow_bytes: int = 0) -> data_service_pb2.PreviewVersionResponse:
     return data_service_pb2.PreviewVersionResponse(
         arrow_ipc=bytes(arrow_bytes), report=json_format.ParseDict(report, quality_pb2.QualityReport())
@@ -144,6 +157,16 @@ def test_of_the_version_what_is_long_goes_and_the_rest_stays(made_of: dict[str, 
     assert answer.ByteSize() <= ANSWER_BYTES
     (whole.version.columns[0] if lost == "value_names" else whole.version).ClearField(lost)
     assert answer == whole
+
+
+def test_of_a_version_of_very_many_columns_with_long_names_the_first_are_told() -> None:
+    answer = answer_of({}, 2 * MIB)
+    for place in range(10_000):
+        answer.version.columns.add(name=f"{place:01000d}", arrow_type="int64")
+    bound_answer(answer)
+    assert ANSWER_BYTES - 50_000 < answer.ByteSize() <= ANSWER_BYTES
+    left = [column.name for column in answer.version.columns]
+    assert left == [f"{place:01000d}" for place in range(len(left))]
 
 
 def test_columns_lose_their_largest_lists_of_values_first() -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from data_service.datasets import Datasets
+from data_service.lifecycle import Deletions
 from data_service.servicer import DataServicer
 from data_service.versions import Versions
 from millrace.data.v1 import data_service_pb2
 from shared.dataset_version.version import IMPORT_KIND
-from shared.errors import DataLoss
+from shared.errors import DataLoss, NotFound
 from shared.jobs import Jobs
 from shared.storage import ObjectStore
 from tests.support.quarantined_version import commit_with_quarantine
@@ -83,3 +84,18 @@ def test_of_a_damaged_file_no_row_is_given_out(store: ObjectStore, damage: Calla
     with pytest.raises(DataLoss, match=r"quarantine\.jsonl of datasets/d/versions/v1 is not what was committed"):
         read(store, pieces.append)
     assert not pieces
+
+
+def test_a_version_that_is_deleted_while_its_rows_are_read_is_not_found(store: ObjectStore) -> None:
+    commit(store, LINES[: 3 * MIB])
+    jobs = Jobs(store, IMPORT_KIND)
+    versions = Versions(store, jobs, Datasets(store))
+    version = versions.active(VERSION)
+    pieces = versions.quarantine(version)
+    next(pieces)
+    Deletions(store, jobs).delete(VERSION)
+    with pytest.raises(NotFound, match="deleted while it was read"):
+        list(pieces)
+    for read_more in (lambda: list(versions.quarantine(version)), lambda: versions.report(version)):
+        with pytest.raises(NotFound, match="deleted while it was read"):
+            read_more()

@@ -8,13 +8,18 @@ import pyarrow as pa
 import pytest
 
 from data_service import reading
+from data_service.lifecycle import Deletions
 from data_service.reading import MESSAGE_BYTES, Selection, read_stream
 from millrace.data.v1 import data_service_pb2
 from shared.dataset_version import VersionReader, load_version
-from shared.errors import DataLoss, InvalidArgument
+from shared.dataset_version.version import IMPORT_KIND
+from shared.errors import DataLoss, InvalidArgument, NotFound
+from shared.jobs import Jobs
 from shared.storage import ObjectStore
+from tests.support.transforming import SOURCE, commit_tables
 from tests.support.versions import commit_version, striped_digits
 
+MIB = 1024 * 1024
 VERSION = "datasets/d/versions/v1"
 TRAIN, TEST = 1500, 100
 
@@ -121,6 +126,19 @@ def test_a_taker_that_goes_away_ends_the_reading(reader: VersionReader, monkeypa
     assert 1 <= len(read) <= 1 + reading.READ_AHEAD
 
 
+@pytest.mark.parametrize("taken_again", [False, True])
+def test_a_version_that_is_deleted_while_it_is_read_is_not_found(
+    store: ObjectStore, reader: VersionReader, taken_again: bool
+) -> None:
+    stream = read_stream(reader, Selection(split="", columns=[], offset=0, limit=0))
+    next(stream)
+    Deletions(store, Jobs(store, IMPORT_KIND)).delete(VERSION)
+    if taken_again:
+        commit_version(store, VERSION, {"train": striped_digits(10)})
+    with pytest.raises(NotFound, match="deleted while it was read"):
+        list(stream)
+
+
 def test_damage_is_raised_where_it_is(store: ObjectStore, reader: VersionReader) -> None:
     key = f"{reader.version.folder}/{reader.version.manifest.files[1].path}"
     store.put(key, b"x" * store.get(key).__len__())
@@ -128,3 +146,52 @@ def test_damage_is_raised_where_it_is(store: ObjectStore, reader: VersionReader)
     with pytest.raises(DataLoss, match="test-00000"):
         list(stream)
     assert ids(reader, split="train") == list(range(TRAIN))
+
+
+def sizes_read(store: ObjectStore, monkeypatch: pytest.MonkeyPatch, columns: list[str]) -> list[int]:
+    """Of each table that is read on the way through the source's rows."""
+    reader = VersionReader(store, load_version(store, SOURCE))
+    sizes: list[int] = []
+    whole = VersionReader.read_many
+
+    def measured(self: VersionReader, groups: Sequence[Any], names: Any = None) -> Any:
+        table = whole(self, groups, names)
+        sizes.append(table.nbytes)
+        return table
+
+    monkeypatch.setattr(VersionReader, "read_many", measured)
+    assert sum(1 for _ in read_stream(reader, Selection(split="", columns=columns, offset=0, limit=0))) > 2
+    return sizes
+
+
+def repeated(texts: list[str], rows: int) -> pa.ChunkedArray:
+    return pa.chunked_array([pa.array(texts * (256 // len(texts)))] * (rows // 256))
+
+
+def test_a_long_text_that_very_many_rows_share_is_in_memory_for_few_of_them_at_a_time(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = 20 * 256
+    texts = repeated(["x" * 16_384], rows)
+    commit_tables(store, {"train": pa.table({"text": texts, "n": range(rows)})})
+    sizes = sizes_read(store, monkeypatch, ["text"])
+    assert sum(sizes) > 80 * MIB
+    assert max(sizes) < 4.1 * MIB
+
+
+def test_short_texts_are_read_many_groups_at_a_time(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = 200 * 256
+    few, many = repeated(["yes", "no"], rows), [f"row {number} of them" for number in range(rows)]
+    commit_tables(store, {"train": pa.table({"few": few, "many": many, "n": range(rows)})})
+    assert len(sizes_read(store, monkeypatch, ["few", "n"])) < 10
+    assert len(sizes_read(store, monkeypatch, ["few", "many"])) < 25
+    assert len(sizes_read(store, monkeypatch, ["n"])) == 1
+
+
+def test_a_caption_beside_images_is_not_taken_for_as_large_as_they_are(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = [np.random.default_rng(row).bytes(50_000) for row in range(640)]
+    table = pa.table({"image": pa.array(images * 2, pa.binary()), "caption": ["a dog", "a cat"] * 640})
+    commit_tables(store, {"train": table})
+    assert len(sizes_read(store, monkeypatch, ["caption"])) <= 2

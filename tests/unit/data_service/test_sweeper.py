@@ -14,6 +14,7 @@ import pytest
 from data_service.datasets import Datasets
 from data_service.domain.retention import Retention
 from data_service.lifecycle import Deletions
+from data_service.operation_pointers import operation_ids, record_operation
 from data_service.sweeper import LEFT_FOR_S, REQUEST_CLAIM_S, Sweeper
 from data_service.verification import verify
 from shared.dataset_version import load_version
@@ -59,6 +60,9 @@ class Sweeping:
             validate_only=False,
             retention=retention or Retention(),
         )
+
+    def delete_dataset(self) -> None:
+        self.datasets.delete(DATASET, "", check_uploads=lambda _: None, delete_uploads=lambda _: None)
 
 
 @pytest.fixture
@@ -233,19 +237,45 @@ def test_old_request_claims_go(store: ObjectStore, sweeping: Sweeping) -> None:
     assert [info.key for info in store.list("requests")] == ["requests/train/b.json"]
 
 
+def test_operations_whose_job_was_never_made_go(
+    store: ObjectStore, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_service.sweeper.OPERATIONS_A_PASS", 2)
+
+    def operation(uid: str, version: str, maker: str) -> JobRecord:
+        job = JobRecord(uid=uid, name=f"{DATASET}/versions/{version}", spec={maker: {}}, create_time=0, update_time=0)
+        record_operation(store, job)
+        return job
+
+    for uid, version, maker in (("a", "v1", "import"), ("b", "v2", "transform"), ("c", "v3", "predict")):
+        job = operation(uid, version, maker)
+        sweeping.jobs.create(job.name, job)
+    for uid, version in (("d", "v4"), ("e", "v1")):
+        operation(uid, version, "predict")
+    store.put("operations/deploy-x/operation.json", b"{}")
+    sweeping.sweeper.sweep()
+    assert len(operation_ids(store)) == 5
+
+    sweeping.now += REQUEST_CLAIM_S + 60
+    for _ in range(3):
+        sweeping.sweeper.sweep()
+    assert sorted(operation_ids(store)) == ["import-a", "predict-c", "transform-b"]
+    assert store.exists("operations/deploy-x/operation.json")
+
+
 def test_uploads_are_swept_and_those_of_a_deleted_dataset_deleted(sweeping: Sweeping) -> None:
     sweeping.create_dataset()
     sweeping.sweeper.sweep()
     assert sweeping.swept_uploads == [sweeping.now]
     assert sweeping.deleted_uploads == []
-    sweeping.datasets.delete(DATASET, "", lambda _: None)
+    sweeping.delete_dataset()
     sweeping.sweeper.sweep()
     assert sweeping.deleted_uploads == [DATASET]
 
 
 def test_a_deleted_dataset_in_which_there_is_a_version_exists_again(store: ObjectStore, sweeping: Sweeping) -> None:
     sweeping.create_dataset()
-    sweeping.datasets.delete(DATASET, "", lambda _: None)
+    sweeping.delete_dataset()
     commit(store)
     sweeping.sweeper.sweep()
     assert sweeping.datasets.get(DATASET).name == DATASET
@@ -256,7 +286,7 @@ def test_a_deleted_dataset_does_not_come_back_for_a_version_that_was_cancelled(
     store: ObjectStore, sweeping: Sweeping
 ) -> None:
     sweeping.create_dataset()
-    sweeping.datasets.delete(DATASET, "", lambda _: None)
+    sweeping.delete_dataset()
     jobs = Jobs(store, IMPORT_KIND)
     jobs.create(VERSION, JobRecord(uid="u1", name=VERSION, spec={"import": {}}, create_time=1.0, update_time=1.0))
     jobs.transition(VERSION, lambda job: confirm_cancel(request_cancel(job, 2.0), 2.0))
@@ -266,6 +296,23 @@ def test_a_deleted_dataset_does_not_come_back_for_a_version_that_was_cancelled(
     with pytest.raises(NotFound):
         sweeping.datasets.get(DATASET)
     assert jobs.find(VERSION) is None
+
+
+def test_a_deleted_dataset_waits_for_a_version_that_is_being_cancelled(sweeping: Sweeping) -> None:
+    """It lost the race with the deletion; whether the cancel came in time only its attempt knows."""
+    sweeping.create_dataset()
+    sweeping.delete_dataset()
+    running(sweeping.jobs, VERSION)
+    sweeping.jobs.cancel(VERSION, VERSION)
+    sweeping.sweeper.sweep()
+    assert sweeping.datasets.is_tombstone(DATASET)
+    assert sweeping.deleted_uploads == []
+
+    sweeping.jobs.transition(VERSION, lambda job: confirm_cancel(job, 2.0), attempt=1)
+    sweeping.sweeper.sweep()
+    assert sweeping.datasets.is_tombstone(DATASET)
+    assert sweeping.jobs.find(VERSION) is None
+    assert sweeping.deleted_uploads == [DATASET]
 
 
 def test_one_damaged_log_does_not_stop_the_rest(store: ObjectStore, sweeping: Sweeping) -> None:

@@ -6,9 +6,13 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from data_service.lifecycle import Deletions
 from data_service.verification import Damage, Verified, verify
 from shared.dataset_version import DatasetVersion, VersionReader, load_version
 from shared.dataset_version.manifest import Attachment, sha256_hex
+from shared.dataset_version.version import IMPORT_KIND
+from shared.errors import NotFound
+from shared.jobs import Jobs
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 
@@ -74,6 +78,37 @@ def test_a_file_that_is_gone_is_told_once_and_the_others_are_checked(
     damages, last = verified(store, version)
     assert damages == [Damage("train-00000.parquet", "is gone")]
     assert (last.files_checked, last.rows_checked) == (3, 100)
+
+
+@pytest.mark.parametrize("messages", [1, 2, 3], ids=["its manifest", "a file", "the next file"])
+def test_a_version_that_is_deleted_while_it_is_verified_is_not_damaged(
+    store: ObjectStore, version: DatasetVersion, messages: int
+) -> None:
+    states = verify(store, version)
+    for _ in range(messages):
+        next(states)
+    Deletions(store, Jobs(store, IMPORT_KIND)).delete(VERSION)
+    with pytest.raises(NotFound, match="deleted while it was read"):
+        list(states)
+
+
+def test_a_version_that_is_deleted_while_a_file_is_read_again_is_not_damaged(
+    store: ObjectStore, version: DatasetVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its digest was checked; its rows cannot be."""
+    size, looks = store.size, 0
+
+    def then_deleted(path: str) -> int | None:
+        nonlocal looks
+        looks += path == key(version, 1)
+        if looks == 2:
+            monkeypatch.undo()
+            Deletions(store, Jobs(store, IMPORT_KIND)).delete(VERSION)
+        return size(path)
+
+    monkeypatch.setattr(store, "size", then_deleted)
+    with pytest.raises(NotFound, match="deleted while it was read"):
+        verified(store, version)
 
 
 def test_a_manifest_that_changed_is_told(store: ObjectStore, version: DatasetVersion) -> None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 
-from data_service.datasets import Datasets
+from data_service.datasets import SERVICE, Datasets
 from data_service.domain.import_spec import Base, ImportSpec, Source
 from data_service.domain.transform_spec import TransformSpec
 from data_service.lifecycle import Deletions
 from data_service.version_jobs import VersionJobs
 from data_service.versions import Versions
 from shared.dataset_version.version import IMPORT_KIND
-from shared.errors import AlreadyExists, Conflict, MillraceError, NotFound
+from shared.errors import AlreadyExists, Conflict, InvalidArgument, MillraceError, NotFound
 from shared.jobs import JobRecord, Jobs, JobState
+from shared.requests import claimed
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.versions import commit_version, striped_digits
@@ -54,11 +57,19 @@ def start(
     )
 
 
-def remove_source(store: ObjectStore, job: JobRecord, version_id: str) -> None:
-    """Which nobody may while the job lives."""
+def end(store: ObjectStore, job: JobRecord) -> Deletions:
+    """Which takes away what nobody may while the job lives."""
     jobs = Jobs(store, IMPORT_KIND)
     jobs.transition(job.name, lambda newest: replace(newest, state=JobState.CANCELLED, update_time=time.time()))
-    Deletions(store, jobs).delete(f"{PARENT}/versions/{version_id}")
+    return Deletions(store, jobs)
+
+
+def remove(store: ObjectStore, job: JobRecord) -> None:
+    end(store, job).delete(job.name)
+
+
+def remove_source(store: ObjectStore, job: JobRecord, version_id: str) -> None:
+    end(store, job).delete(f"{PARENT}/versions/{version_id}")
 
 
 def operations(store: ObjectStore) -> list[str]:
@@ -103,6 +114,88 @@ def test_an_automatic_id_that_was_taken_in_between_is_chosen_again_behind_the_sa
     monkeypatch.setattr(version_jobs, "_next_id", lambda parent: next(given, "") or chosen(parent))
 
     assert start(version_jobs, tmp_path, "", base="v2").name == f"{PARENT}/versions/v3"
+
+
+def test_an_id_is_found_behind_the_last_number_that_counts(version_jobs: VersionJobs, tmp_path: Path) -> None:
+    given = ["v999999999", "v20261123093000", "", ""]
+    names = [start(version_jobs, tmp_path, one).name.rsplit("/", 1)[-1] for one in given]
+    assert names == ["v999999999", "v20261123093000", "v3", "v4"]
+
+
+def test_where_others_take_every_id_the_caller_is_told_to_choose_one(
+    version_jobs: VersionJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_jobs, "_next_id", lambda _: "v2")
+    with pytest.raises(Conflict, match="version_id"):
+        start(version_jobs, tmp_path, "")
+
+
+@pytest.mark.parametrize("deleted_since", [False, True])
+def test_a_claim_whose_id_another_took_gives_way_to_the_next_id(
+    store: ObjectStore, version_jobs: VersionJobs, tmp_path: Path, deleted_since: bool
+) -> None:
+    """As a server leaves it that dies between the claim and the job."""
+    request_id = str(uuid.uuid4())
+    with claimed(store, SERVICE, request_id, "body", f"{PARENT}/versions/v3"):
+        pass
+    other = start(version_jobs, tmp_path, "")
+    assert other.name == f"{PARENT}/versions/v3"
+    if deleted_since:
+        remove(store, other)
+
+    def repeat(_: int) -> JobRecord:
+        return start(version_jobs, tmp_path, "", base="v2", request_id=request_id)
+
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(repeat, range(4)))
+
+    assert {job.name for job in made} == {f"{PARENT}/versions/v4"}
+    assert start(version_jobs, tmp_path, "").name == f"{PARENT}/versions/v5"
+
+
+def test_an_id_that_the_caller_chose_is_not_given_up_for_another(version_jobs: VersionJobs, tmp_path: Path) -> None:
+    with pytest.raises(AlreadyExists, match="v2 exists already"):
+        start(version_jobs, tmp_path, "v2", request_id=str(uuid.uuid4()))
+
+
+def test_what_was_deleted_since_a_repeated_call_does_not_make_again(
+    store: ObjectStore, version_jobs: VersionJobs, tmp_path: Path
+) -> None:
+    request_id = str(uuid.uuid4())
+    first = start(version_jobs, tmp_path, "v3", request_id=request_id)
+    remove(store, first)
+
+    for taken_by_another in (False, True):
+        if taken_by_another:
+            start(version_jobs, tmp_path, "v3")
+        with pytest.raises(NotFound, match="deleted since"):
+            start(version_jobs, tmp_path, "v3", request_id=request_id)
+    assert Jobs(store, IMPORT_KIND).get(first.name, "v3").uid != first.uid
+
+
+@pytest.mark.parametrize("validate_only", [True, False])
+@pytest.mark.parametrize(
+    ("checks", "field"),
+    [
+        ([{"column": "x", "pattern": {"regex": "("}}], "checks[0].pattern.regex"),
+        ([{"column": "x", "notNull": {}}] * 101, "checks"),
+    ],
+    ids=["malformed", "too many"],
+)
+def test_wrong_checks_of_an_import_are_refused_at_once(
+    store: ObjectStore,
+    version_jobs: VersionJobs,
+    tmp_path: Path,
+    checks: list[dict[str, Any]],
+    field: str,
+    validate_only: bool,
+) -> None:
+    source = Source(split="train", format="parquet", uris={"parquet.uri": (tmp_path / "a.parquet").as_uri()})
+    spec = ImportSpec(sources=[source], hold_outs=[], checks=checks)
+    with pytest.raises(InvalidArgument) as refused:
+        version_jobs.start_import(PARENT, "v3", spec, request_id="", body_sha256="body", validate_only=validate_only)
+    assert refused.value.fields[0][0] == field
+    assert operations(store) == []
 
 
 def test_a_repeated_call_is_answered_with_the_job_that_the_first_made(

@@ -53,6 +53,7 @@ class Executor:
 class Operator:
     def __init__(self) -> None:
         self.forced: bool | None = None
+        self.metrics = SimpleNamespace(num_tasks_finished=0, num_task_outputs_generated=0)
 
     def shutdown(self, _: object, force: bool) -> None:
         self.forced = force

@@ -10,7 +10,7 @@ import pytest
 
 from millrace.data.v1 import data_service_pb2
 from shared.errors import AlreadyExists, MillraceError, NotFound, Unavailable, already_exists
-from shared.requests import body_digest, claimed
+from shared.requests import body_digest, claimed, claimed_before
 from shared.storage import ObjectExists, ObjectStore
 
 ID = str(uuid.uuid4())
@@ -39,6 +39,16 @@ def test_a_repeated_call_learns_what_the_first_one_named(store: ObjectStore) -> 
         assert (first.name, first.repeated) == ("datasets/first", False)
     with claimed(store, "data", ID, "body", "datasets/second") as second:
         assert (second.name, second.repeated) == ("datasets/first", True)
+
+
+def test_the_claim_of_a_later_turn_names_another_and_the_first_one_stays(store: ObjectStore) -> None:
+    for turn, name in ((1, "datasets/first"), (2, "datasets/second")):
+        with claimed(store, "data", ID, "body", name, turn) as claim:
+            assert not claim.repeated
+    named = [claimed_before(store, "data", ID, "body", turn) for turn in (1, 2, 3)]
+    assert named == ["datasets/first", "datasets/second", None]
+    with pytest.raises(AlreadyExists):
+        claimed_before(store, "data", ID, "other", 2)
 
 
 def test_the_same_id_with_another_body_is_refused_and_told_what_it_was_for(store: ObjectStore) -> None:

@@ -132,6 +132,7 @@ def what_ranks_learn(ranks: Ranks, settings: StoreSettings) -> dict[str, Any]:
     told: dict[str, Any] = {
         "gradients": gradients(SPEC, ranks),
         "accumulated": gradients(replace(SPEC, accumulation_steps=3), ranks),
+        "shrunk": gradients(replace(SPEC, num_workers=8), ranks),
         "clipped": gradients(replace(SPEC, max_gradient_norm=CLIPPED), ranks),
         "whole": trained(accumulating, range(STEPS), ranks).weights(),
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from train_service.checkpoint_clock import CheckpointClock
 
 
@@ -46,6 +48,22 @@ def test_the_wish_is_told_once_and_is_due_when_the_sum_has_come_back() -> None:
     assert clock.ask() == 1.0
 
 
+def test_a_wish_of_the_step_that_was_saved_anyway_is_fulfilled() -> None:
+    watch = Watch()
+    clock = CheckpointClock(5, 10.0, watch)
+    watch.now += 10.1
+
+    assert (clock.ask(), clock.due(5)) == (1.0, True)
+    clock.taken()
+    clock.heard(1.0)  # the sum of step 5
+    assert not clock.due(6)
+
+    watch.now += 10.1
+    assert clock.ask() == 1.0
+    clock.heard(1.0)
+    assert clock.due(7)
+
+
 def test_a_checkpoint_for_any_reason_starts_the_seconds_anew() -> None:
     watch = Watch()
     clock = CheckpointClock(5, 10.0, watch)
@@ -75,3 +93,4 @@ def test_ranks_agree_on_the_step_though_only_one_has_a_watch() -> None:
 
     assert taken[0] == taken[1]
     assert {4, 8, 12, 16} <= set(taken[0])
+    assert all(later - earlier > 1 for earlier, later in itertools.pairwise(taken[0]))

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from shared.checkpoint import CoveragePart
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry, CoveragePart
 from shared.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, OutOfRange, Unavailable
 from shared.jobs import JobRecord
 from shared.model_spec import ModelSpec
@@ -230,6 +230,40 @@ def test_a_damaged_record_is_data_loss(store: ObjectStore, records: RunRecords, 
     with pytest.raises(DataLoss):
         records.coverage(JOB, 0, "")
     assert records.coverage(JOB, 1, "").counts.missing == ROWS  # the other epoch's rows are not in that part
+
+
+class Retiring(ObjectStore):
+    """The same objects as `store`, of whose checkpoints `entry` is retired as its manifest is about to be read."""
+
+    def __init__(self, store: ObjectStore, entry: CheckpointEntry) -> None:
+        self.__dict__.update(vars(store))
+        self._store = store
+        self._entry: CheckpointEntry | None = entry
+
+    def get(self, key: str) -> bytes:
+        if self._entry is not None and key.startswith(self._entry.folder):
+            entry, self._entry = self._entry, None
+            assert CheckpointRegistry(self._store, JOB).retire([entry]) == [entry]
+        return super().get(key)
+
+
+@pytest.mark.usefixtures("records")
+def test_a_checkpoint_that_is_retired_meanwhile_is_no_damage(store: ObjectStore) -> None:
+    chain = CoverageChain(store, JOB)
+    stays = commit(store, 4, chain.append(table(0, 1, 2, 3, shift=30)))
+    going = commit(store, 8, chain.append(table(4, 5, 6, 7, shift=30)))
+
+    answer = RunRecords(Retiring(store, going)).coverage(JOB, 0, "")
+
+    assert (answer.checkpoint, answer.counts.missing) == (stays.name, 600)
+
+
+@pytest.mark.usefixtures("records")
+def test_a_checkpoint_asked_by_name_that_is_retired_meanwhile_is_not_found(store: ObjectStore) -> None:
+    entry = commit(store, 4, CoverageChain(store, JOB).append(table(0, 1, 2, 3, shift=30)))
+
+    with pytest.raises(NotFound, match="step-00000004"):
+        RunRecords(Retiring(store, entry)).coverage(JOB, 0, entry.name)
 
 
 def test_what_cannot_be_asked_is_refused_by_its_field(records: RunRecords) -> None:

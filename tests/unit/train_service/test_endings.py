@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 
 from shared.checkpoint.format import WEIGHTS
 from shared.errors import Internal, Unavailable
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
-from shared.jobs.transitions import NO_ROOM, PREEMPTED, RESIZED
+from shared.jobs.transitions import NO_ROOM, PREEMPTED, RESIZED, confirm_cancel, confirm_delete, request_delete
+from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION
 from tests.unit.train_service.test_loop import ALONE, SPEC, config_of, entries, lose_and_begin, new_job, run_of
 from train_service.converters import event_to_proto
-from train_service.endings import FAILURE, HUNG, PREEMPTION, RESIZING, SUSPENDED, cause_of, result_of, tell_lost
+from train_service.endings import FAILURE, HUNG, PREEMPTION, RESIZING, SUSPENDED, cause_of, result_of, tell_lost, told
 from train_service.events import EventKind, EventLog
 from train_service.loop import Run, Stopped
 from train_service.pulse import Pulse
@@ -49,6 +51,14 @@ def test_an_end_is_told_once(store: ObjectStore) -> None:
     started, ended = log.after(0)
     assert (started.kind, ended.kind, ended.attempt) == (EventKind.ATTEMPT_STARTED, EventKind.ATTEMPT_ENDED, 1)
     assert event_to_proto(ended).attempt_ended.cause == 1  # CAUSE_FAILURE
+
+
+def test_the_process_of_an_attempt_that_went_with_its_node_was_taken_away(store: ObjectStore) -> None:
+    Jobs(store, TRAIN_KIND).note_leaving(JOB, 2)
+    tell_lost(store, job(1))
+    tell_lost(store, job(2))
+
+    assert [one.payload["cause"] for one in EventLog(store, JOB).after(0)] == [FAILURE, PREEMPTION]
 
 
 def test_attempts_that_never_began_to_tell_have_an_end_too(store: ObjectStore) -> None:
@@ -114,3 +124,20 @@ def test_a_change_of_size_is_free_only_where_the_attempt_got_on(store: ObjectSto
         Run(config_of(store, "trainingJobs/b"), ALONE, pulse).run()
     with pytest.raises(Unavailable, match="there is room"):
         result_of(AttemptContext(store, jobs, "trainingJobs/b", jobs.get("trainingJobs/b", "b")), SPEC, resized)
+
+
+@pytest.mark.parametrize("error", [Internal("lost"), RuntimeError("a defect")])
+def test_the_end_of_an_attempt_at_a_job_that_was_deleted_is_told_nowhere(store: ObjectStore, error: Exception) -> None:
+    new_job(store, JOB)
+    jobs = Jobs(store, TRAIN_KIND)
+    context = AttemptContext(store, jobs, JOB, jobs.get(JOB, JOB))
+    jobs.cancel(JOB, JOB)
+    for decide in (confirm_cancel, request_delete, confirm_delete):
+        jobs.transition(JOB, lambda job, decide=decide: decide(job, time.time()))  # type: ignore[misc]
+
+    def work() -> NoReturn:
+        raise error
+
+    with pytest.raises(StaleAttempt):
+        told(context, work)
+    assert not list(EventLog(store, JOB).after(0))

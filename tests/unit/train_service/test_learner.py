@@ -40,6 +40,7 @@ from tests.unit.train_service.learning import (
 )
 from train_service.domain.spec import BFLOAT16, FLOAT16, EarlyStopping, LossSpec, OptimizerSpec, TrainingSpec
 from train_service.learner import seed_generators
+from train_service.ranks import Ranks
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -92,6 +93,27 @@ def test_a_step_in_parts_has_the_gradients_of_one_in_one_part(several: list[dict
     assert_exact(gradients(replace(SPEC, accumulation_steps=7), ALONE), expected)
     for told in several:
         assert_exact(told["accumulated"], expected)
+
+
+def test_gradients_are_the_same_on_fewer_workers_than_there_should_be(several: list[dict[str, Any]]) -> None:
+    expected = expected_gradients()
+
+    assert_exact(gradients(replace(SPEC, num_workers=8), ALONE), expected)
+    for told in several:
+        assert_exact(told["shrunk"], expected)
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_no_more_rows_are_computed_at_once_on_one_worker_than_on_all(accumulation_steps: int) -> None:
+    made = learner(replace(SPEC, num_workers=8, accumulation_steps=accumulation_steps))
+    rows: list[int] = []
+    made.model.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+
+    made.step(batch())
+
+    whole = max(len(batch(Ranks(rank, 8, torch.device("cpu"))).row_ids) for rank in range(8))
+    assert sum(rows) == ROWS
+    assert max(rows) <= math.ceil(whole / accumulation_steps)
 
 
 def test_gradients_are_clipped_to_their_norm_over_all_ranks(several: list[dict[str, Any]]) -> None:

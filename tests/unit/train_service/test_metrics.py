@@ -12,9 +12,13 @@ import torch
 from sklearn import metrics as theirs
 
 from shared.errors import InvalidArgument
+from shared.transforms import TensorSpec
+from tests.support.peak_memory import MEBIBYTE, growth_here
 from tests.unit.train_service.learning import NUMBERS, SPEC
+from train_service import metrics as ours
 from train_service.domain.spec import TrainingSpec
 from train_service.metrics import Metrics, known_metrics
+from train_service.model_check import check_model
 
 CPU = torch.device("cpu")
 ROWS, CLASSES = 400, 7
@@ -109,3 +113,53 @@ def test_metrics_that_are_unknown_or_mean_nothing_are_refused(spec: TrainingSpec
         Metrics(spec, CPU)
 
     assert [path for path, _ in refused.value.fields] == ["spec.metrics"]
+
+
+def of_outputs(number: int, spec: TrainingSpec = SPEC, *metrics: str) -> TrainingSpec:
+    return replace(spec, model=replace(spec.model, num_classes=number), metrics=metrics)
+
+
+@pytest.mark.parametrize("outputs", [6, 31])
+@pytest.mark.parametrize("spec", [SPEC, NUMBERS], ids=["classes", "numbers"])
+def test_the_width_that_a_metric_is_judged_by_is_the_one_that_it_has(spec: TrainingSpec, outputs: int) -> None:
+    for name in known_metrics(spec.task):
+        metrics = Metrics(of_outputs(outputs, spec, name), CPU)
+        labels = torch.zeros(9, dtype=torch.int64) if spec is SPEC else torch.zeros(9, outputs)
+
+        assert metrics.sums(torch.rand(9, outputs), labels).shape == (metrics.width,), name
+
+
+def test_metrics_that_would_take_gigabytes_are_refused_without_being_built() -> None:
+    check_model(of_outputs(10, SPEC, "auroc", "f1"), TensorSpec("x", "float32", (6,)))  # imports what it needs
+
+    with growth_here() as grown, pytest.raises(InvalidArgument, match="leave auroc out") as refused:
+        check_model(of_outputs(1_000_000, SPEC, "auroc"), TensorSpec("x", "float32", (6,)))
+
+    assert [path for path, _ in refused.value.fields] == ["spec.metrics"]
+    assert grown() < 100 * MEBIBYTE
+
+
+def test_metrics_are_refused_by_what_they_have_together() -> None:
+    Metrics(of_outputs(600_000, SPEC, "f1", "recall"), CPU)
+
+    with pytest.raises(InvalidArgument, match="7,200,002 numbers"):
+        Metrics(of_outputs(600_000, SPEC, "f1", "recall", "precision"), CPU)
+
+
+def test_a_metric_too_wide_for_a_step_is_not_built_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Any:
+        raise AssertionError("built")
+
+    monkeypatch.setitem(ours._OF_CLASSES, "auroc", replace(ours._OF_CLASSES["auroc"], build=refuse))
+
+    assert Metrics(of_outputs(1_000, SPEC, "auroc", "f1"), CPU, most_sums=100_000).width == 2 + 4_000
+
+
+def test_many_classes_are_counted_without_a_table_of_them_by_each_other() -> None:
+    metrics = Metrics(of_outputs(20_000, SPEC, "f1"), CPU)
+    outputs, labels = torch.rand(50, 20_000), torch.arange(50)
+
+    with growth_here() as grown:
+        metrics.sums(outputs, labels)
+
+    assert grown() < 100 * MEBIBYTE

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
 from shared.transforms import TensorSpec
+from tests.support.peak_memory import MEBIBYTE, growth_here
+from train_service import model_check, trial_limit
 from train_service.domain.spec import (
     REGRESSION,
     CheckpointPolicy,
@@ -152,3 +157,37 @@ def test_what_cannot_work_is_refused_by_its_field(path: str, spec: TrainingSpec)
 
     assert [field for field, _ in refused.value.fields] == [f"spec.{path}"]
     assert len(refused.value.message) < 1000
+
+
+def test_the_largest_model_of_torchvision_is_within_the_limit() -> None:
+    of_photos = TensorSpec("image", "float32", (3, 64, 64))
+    spec = with_model("efficientnet_v2_l")
+    check_model(replace(spec, model=replace(spec.model, in_channels=3)), of_photos)
+
+
+@pytest.mark.parametrize("setting", [[[1, 16, 3200, 1]], [[1, 16, 10_000_000, 1]], [[1, 16, 1, 1]] * 5000])
+def test_arguments_that_make_endless_layers_are_refused_within_seconds(setting: list[list[int]]) -> None:
+    began = time.monotonic()
+
+    with growth_here() as grown, pytest.raises(InvalidArgument, match="too large") as refused:
+        check_model(with_model("mobilenet_v2", inverted_residual_setting=setting), IMAGE)
+
+    assert [field for field, _ in refused.value.fields] == ["spec.model.kwargs"]
+    assert len(refused.value.message) < 1000
+    assert time.monotonic() - began < 20
+    assert grown() < 500 * MEBIBYTE
+
+
+def test_a_model_that_is_endless_only_in_its_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless(nn.Module):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            while True:
+                given = given + 1
+
+    monkeypatch.setattr(model_check, "build_model", lambda *_: Endless())
+    monkeypatch.setattr(trial_limit, "MOST_CALLS", 1_000)
+
+    with pytest.raises(InvalidArgument, match="too large") as refused:
+        check_model(with_model("resnet18", width_per_group=64), IMAGE)
+
+    assert [field for field, _ in refused.value.fields] == ["spec.model.kwargs"]

@@ -83,6 +83,18 @@ def test_the_start_of_a_resumed_run_is_no_step(pulses: Pulses) -> None:
         wait_until(lambda: len(pulses.seconds_per_step) == 1, "the second step")
 
 
+def test_the_start_of_a_fresh_run_is_no_part_of_its_first_step(pulses: Pulses) -> None:
+    with Pulse(0, pulses.address) as pulse:
+        wait_until(lambda: bool(pulses.at_work()), "the rank to be heard")
+        time.sleep(3.0)  # building, compiling
+        pulse.total_steps = 40
+        wait_until(lambda: pulses.heard()[0].total_steps == 40, "the loop to begin")
+        pulse.at(1, Phase.TRAINING)
+        wait_until(lambda: pulses.first_step_s > 0, "the first step")
+
+    assert pulses.first_step_s < 2.5
+
+
 def test_seconds_per_step_come_from_where_rank_0_is(pulses: Pulses) -> None:
     with Pulse(0, pulses.address) as pulse:
         began = time.monotonic()

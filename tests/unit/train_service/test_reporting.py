@@ -10,7 +10,7 @@ import pytest
 from shared.errors import Internal, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.registry import progress_key
-from shared.jobs.transitions import begin_attempt, lose_attempt
+from shared.jobs.transitions import begin_attempt, confirm_cancel, confirm_delete, lose_attempt, request_delete
 from shared.storage import ObjectStore
 from tests.support.waiting import wait_until
 from train_service.events import Event, EventKind, EventLog
@@ -128,6 +128,23 @@ def test_an_attempt_that_was_overtaken_hears_it_and_writes_no_more(store: Object
         wait_until(lambda: overtaken.stop_reason == STALE, "the fence")
 
     assert [(event.attempt, event.payload["text"]) for event in written(store)] == [(2, "from the second")]
+
+
+@pytest.mark.parametrize("reused", [False, True], ids=["deleted", "its name is another's"])
+def test_an_attempt_at_a_job_that_was_deleted_hears_it_and_writes_no_more(
+    store: ObjectStore, jobs: Jobs, reused: bool
+) -> None:
+    jobs.cancel(JOB, JOB)
+    for decide in (confirm_cancel, request_delete, confirm_delete):
+        jobs.transition(JOB, lambda job, decide=decide: decide(job, time.time()))  # type: ignore[misc]
+    if reused:
+        jobs.create(JOB, JobRecord(uid="v", name=JOB, spec={}, create_time=0, update_time=0))
+
+    with Reporter(store, JOB, 1) as reporter:
+        wait_until(lambda: reporter.stop_reason == STALE, "that it is gone", within_s=10)
+        reporter.tell(EventKind.WARNING, text="from nowhere")
+
+    assert not written(store)
 
 
 @pytest.mark.usefixtures("jobs")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -16,6 +18,10 @@ from shared.errors import DataLoss
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from tests.support.snapshots import JOB, load, save, save_one, train, trained
+from tests.support.waiting import wait_until
+from train_service.domain.watchdog import Phase, hung
+from train_service.pulse import Pulse
+from train_service.pulses import Pulses
 from train_service.snapshots import CheckpointWriter, newest_good, restore
 
 
@@ -49,6 +55,41 @@ def test_a_checkpoint_holds_the_state_at_its_step_even_if_training_goes_on_meanw
     again, its_optimizer = trained(0)
     load(store, CheckpointRegistry(store, JOB).entries()[0], again, its_optimizer)
     assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
+
+
+class Slow(ObjectStore):
+    """A real store to which every object takes `put_s`."""
+
+    def __init__(self, store: ObjectStore, put_s: float) -> None:
+        self.__dict__.update(vars(store))
+        self._put_s = put_s
+
+    def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        time.sleep(self._put_s)
+        super().put(key, data)
+
+
+def test_a_rank_that_hangs_while_a_checkpoint_is_uploaded_is_found(store: ObjectStore) -> None:
+    model, optimizer = trained(4)
+    store = Slow(store, 1.0)
+    with (
+        Pulses("127.0.0.1") as pulses,
+        Pulse(0, pulses.address) as pulse,
+        CheckpointWriter(store, CheckpointRegistry(store, JOB), 1, lambda _: None) as writer,
+    ):
+        save_one(writer, 4, model, optimizer)
+        pulse.at(4, Phase.TRAINING)
+        wait_until(lambda: any(one.step == 4 for one in pulses.heard()), "the rank to be heard")
+        assert not CheckpointRegistry(store, JOB).entries()  # it is on its way
+        (first,) = (one.state(time.monotonic()) for one in pulses.heard())
+        waits_in_the_step = replace(first, still_s=300.0)
+
+        assert hung([waits_in_the_step, replace(waits_in_the_step, rank=1, step=3)], 30.0) == [1]
+
+        with ThreadPoolExecutor(1) as looking:
+            seen = looking.submit(wait_until, lambda: pulses.heard()[0].waits_for_store, "the excuse")
+            writer.wait()
+            seen.result()
 
 
 def test_leaving_the_writer_commits_and_tells_the_checkpoint_under_way(store: ObjectStore) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,58 @@ def test_a_restored_state_goes_on_with_the_next_batch(committed: Committed) -> N
     assert all(torch.equal(one, other) for one, other in zip(again[-1], rest[-1], strict=True))
 
 
-def test_an_epoch_can_be_chosen(committed: Committed) -> None:
+def labels_of(batches: Iterable[Any]) -> list[list[int]]:
+    return [labels.tolist() for _, labels in batches]
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_an_epoch_that_is_chosen_is_given_alone(committed: Committed, epoch: int) -> None:
     made = loader(committed)
     dataset = TrainingBatches(made)
-    dataset.set_epoch(1)
+    dataset.set_epoch(epoch)
 
-    assert len(list(dataset)) == made.steps_per_epoch
+    wanted = [batch.labels.tolist() for batch in made.batches(0) if batch.epoch == epoch]
+    assert labels_of(dataset) == wanted
+    assert dataset.state_dict() == {"step": (epoch + 1) * made.steps_per_epoch}
+
+
+def test_the_usual_loop_over_epochs_gives_the_batches_of_the_run(committed: Committed) -> None:
+    dataset = TrainingBatches(loader(committed))
+    given = DataLoader(dataset, batch_size=None)
+    seen = []
+    for epoch in range(2):
+        dataset.set_epoch(epoch)
+        seen += labels_of(given)
+
+    assert seen == labels_of(TrainingBatches(loader(committed)))
+
+
+@pytest.mark.parametrize("taken", [5, 11, 17, 22], ids=["in-the-first", "at-its-end", "in-the-second", "at-the-end"])
+def test_the_usual_loop_goes_on_from_a_restored_state(committed: Committed, taken: int) -> None:
+    whole = labels_of(TrainingBatches(loader(committed)))
+    dataset = TrainingBatches(loader(committed))
+    dataset.load_state_dict({"step": taken})
+    seen = []
+    for epoch in range(2):
+        dataset.set_epoch(epoch)
+        seen += labels_of(DataLoader(dataset, batch_size=None))
+
+    assert dataset.state_dict() == {"step": len(whole)} == {"step": 22}
+    assert seen == whole[taken:]
+
+
+def test_an_epoch_may_be_given_again(committed: Committed) -> None:
+    made = loader(committed)
+    dataset = TrainingBatches(made)
+    for _ in range(2):
+        dataset.set_epoch(0)
+        assert len(list(dataset)) == made.steps_per_epoch
+
+
+@pytest.mark.parametrize("epoch", [-1, 2, 99, 0.0, True])
+def test_an_epoch_that_there_is_not_is_refused(committed: Committed, epoch: Any) -> None:
+    with pytest.raises(ValueError, match=r"epoch is .*0 to 1"):
+        TrainingBatches(loader(committed)).set_epoch(epoch)
 
 
 @pytest.mark.parametrize("step", [-1, 10_000, "3", None])

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
 from shared.dataset_version.users import live_users
-from shared.errors import AlreadyExists, Conflict, FailedPrecondition
+from shared.errors import (
+    AlreadyExists,
+    Conflict,
+    FailedPrecondition,
+    InvalidArgument,
+    OutOfRange,
+    ResourceExhausted,
+)
 from shared.jobs import Jobs, JobState
 from shared.model_spec import ModelSpec
 from shared.requests import claimed
 from shared.storage import ObjectStore, open_store
 from shared.user_markers import USER_APPEARS_WITHIN_S
 from tests.support.versions import commit_version, striped_digits
+from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION
+from train_service import training_jobs
 from train_service.domain.spec import TrainingSpec
 from train_service.inputs import using_inputs
 from train_service.reporting import TRAIN_KIND
@@ -107,6 +117,47 @@ def test_checking_only_refuses_an_id_that_is_taken(store: ObjectStore) -> None:
 
     with pytest.raises(AlreadyExists):
         TrainingJobs(store).create("a", SPEC, "", "digest", validate_only=True)
+
+
+def test_a_call_is_answered_while_another_asks_for_a_model_without_end(store: ObjectStore) -> None:
+    jobs = TrainingJobs(store)
+    endless = replace(
+        SPEC,
+        model=ModelSpec(
+            builder="torchvision.mobilenet_v2",
+            in_channels=1,
+            num_classes=10,
+            kwargs={"inverted_residual_setting": [[1, 16, 10_000_000, 1]]},
+        ),
+    )
+    with ThreadPoolExecutor(1) as pool:
+        refused = pool.submit(jobs.create, "endless", endless, "", "digest", validate_only=True)
+        wait_until(jobs._checking.locked, "the check of the first")
+        assert jobs.create("b", SPEC, "", "digest", validate_only=True).record.name == "trainingJobs/b"
+        with pytest.raises(InvalidArgument, match="too large"):
+            refused.result()
+
+
+def test_a_call_does_not_wait_for_ever_for_the_models_of_others(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_jobs, "CHECK_WAIT_S", 0.1)
+    jobs = TrainingJobs(store)
+
+    with jobs._checking, pytest.raises(ResourceExhausted, match="try again later"):
+        jobs.create("a", SPEC, "", "digest", validate_only=True)
+
+
+@pytest.mark.parametrize(("sequence", "said"), [(-1, "-1 must be 0 or more"), (1, "1 is beyond the last event, 0")])
+def test_a_sequence_number_that_no_event_has_is_refused_as_what_it_is(
+    store: ObjectStore, sequence: int, said: str
+) -> None:
+    create(store, "")
+
+    with pytest.raises(OutOfRange, match=said) as refused:
+        TrainingJobs(store).check_sequence("trainingJobs/a", sequence)
+
+    assert [field for field, _ in refused.value.fields] == ["after_sequence"]
 
 
 def over(store: ObjectStore, state: JobState) -> Jobs:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import PurePosixPath
 
@@ -133,3 +134,32 @@ def test_a_version_has_1_to_64_sources(sources: list[Source]) -> None:
 
 def test_there_are_at_most_64_hold_outs() -> None:
     assert refused_fields(ImportSpec(sources=[TRAIN], hold_outs=[CUT] * 65)) == ["hold_outs"]
+
+
+def csv_named(names: list[str]) -> ImportSpec:
+    csv = Source(split="train", format="csv", uris={"csv.uri": "file:///in/a"}, csv=CsvOptions(column_names=names))
+    return ImportSpec(sources=[csv], hold_outs=[])
+
+
+def test_very_many_names_of_columns_are_refused_by_their_number_and_soon() -> None:
+    many = csv_named([""] * 200_000)
+    started_s = time.process_time()
+    with pytest.raises(InvalidArgument, match="at most 10000") as refused:
+        check(many, ROOTS, s3=True)
+    assert time.process_time() - started_s < 0.5
+    assert refused.value.fields == [("sources[0].csv.column_names", "200000: name at most 10000")]
+
+
+def test_as_many_names_as_a_version_has_columns_are_held_against_each_other_soon() -> None:
+    names = [f"c{number}" for number in range(10_000)]
+    started_s = time.process_time()
+    check(csv_named(names), ROOTS, s3=True)
+    assert refused_fields(csv_named([*names[:-1], "c0"])) == ["sources[0].csv.column_names[9999]"]
+    assert time.process_time() - started_s < 0.5
+
+
+@pytest.mark.parametrize(("name", "why"), [("a\0", "zero byte"), ("é" * 513, "1026 bytes"), ("_row_id", "_row_id")])
+def test_names_that_no_version_can_have_are_refused_by_their_place(name: str, why: str) -> None:
+    with pytest.raises(InvalidArgument, match=why) as refused:
+        check(csv_named(["a", name]), ROOTS, s3=True)
+    assert [field for field, _ in refused.value.fields] == ["sources[0].csv.column_names[1]"]

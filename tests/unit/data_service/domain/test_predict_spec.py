@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 
 import pytest
 
@@ -54,3 +56,21 @@ def test_every_broken_field_is_told_at_once() -> None:
         "workers.cpus",
         "workers.gpus",
     ]
+
+
+@pytest.mark.parametrize(
+    ("many", "field"),
+    [(replace(GOOD, columns=[""] * 200_000), "columns"), (replace(GOOD, outputs=[""] * 200_000), "outputs")],
+    ids=["columns", "outputs"],
+)
+def test_very_many_names_are_refused_by_their_number_and_soon(many: PredictSpec, field: str) -> None:
+    started_s = time.process_time()
+    with pytest.raises(InvalidArgument, match="200000: name at most 10000") as refused:
+        check(many)
+    assert time.process_time() - started_s < 0.5
+    assert [path for path, _ in refused.value.fields] == [field]
+
+
+def test_a_prefix_that_no_name_of_a_column_can_have_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"column_prefix: .* zero byte"):
+        check(replace(GOOD, column_prefix="a\0"))

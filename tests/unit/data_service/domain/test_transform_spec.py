@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -101,3 +102,18 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
 )
 def test_a_rule_is_refused_by_its_fields(rule: SplitRule | UnsetSplit | None, paths: list[str]) -> None:
     assert refused(TransformSpec(source=SOURCE, transform=STEPS, splits=rule)) == paths
+
+
+@pytest.mark.parametrize(
+    ("rule", "path"),
+    [
+        (HashSplit(key_columns=[""] * 200_000, shares=GOOD, seed=0), "splits.hash.key_columns"),
+        (RatioSplit(shares=[Share(split="a", weight=0)] * 100_000, seed=0), "splits.ratio.shares"),
+        (TimeSplit(column="at", periods=[Period(split="a", before_ns=5)] * 100_000), "splits.time.periods"),
+    ],
+    ids=["keys", "shares", "periods"],
+)
+def test_a_rule_of_very_many_parts_is_refused_by_their_number_and_soon(rule: SplitRule, path: str) -> None:
+    started_s = time.process_time()
+    assert refused(TransformSpec(source=SOURCE, transform=STEPS, splits=rule)) == [path]
+    assert time.process_time() - started_s < 0.5

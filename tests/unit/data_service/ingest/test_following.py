@@ -178,6 +178,58 @@ def test_labels_keep_their_numbers_when_images_of_new_classes_are_appended(store
     assert read["path"] == ["bee/0.png", "wasp/1.png", "ant/0.png", "bee/1.png"]
 
 
+@pytest.mark.parametrize(
+    ("arrow_type", "labels"),
+    [("int32", [0, 1, 2, 0]), ("string", ["0", "1", "2", "0"]), ("double", [0.0, 1.0, 2.0, 0.0])],
+)
+def test_labels_of_a_given_type_keep_their_numbers_too(
+    store: ObjectStore, tmp_path: Path, arrow_type: str, labels: list[Any]
+) -> None:
+    types = [ColumnType(column="label", arrow_type=arrow_type)]
+    sources = [images(tmp_path, "a", ["bee", "wasp"])]
+    first = made(store, tmp_path, "v1", ImportSpec(sources=sources, hold_outs=[], column_types=types))
+    appending = Base(version=first.name, mode="append")
+
+    more = [images(tmp_path, "b", ["ant", "bee"])]
+    spec = ImportSpec(sources=more, hold_outs=[], column_types=types, base=appending)
+    second = made(store, tmp_path, "v2", spec)
+
+    assert {column.name: column.value_names for column in second.columns}["label"] == ["bee", "wasp", "ant"]
+    assert rows(store, second, "train")["label"] == labels
+
+
+def test_labels_of_a_type_that_cannot_hold_their_new_numbers_are_refused(store: ObjectStore, tmp_path: Path) -> None:
+    types = [ColumnType(column="label", arrow_type="bool")]
+    sources = [images(tmp_path, "a", ["bee", "wasp"])]
+    first = made(store, tmp_path, "v1", ImportSpec(sources=sources, hold_outs=[], column_types=types))
+    appending = Base(version=first.name, mode="append")
+
+    more = [images(tmp_path, "b", ["ant", "bee"])]
+    spec = ImportSpec(sources=more, hold_outs=[], column_types=types, base=appending)
+    error = refused(store, tmp_path, "v2", spec)
+
+    assert error["reason"] == "SCHEMA_MISMATCH"
+    assert error["metadata"]["field"] == "sources[0]"
+    assert "bool" in error["message"]
+
+
+def test_nulls_in_a_column_that_its_file_declares_without_are_bad_rows(store: ObjectStore, tmp_path: Path) -> None:
+    fields = [pa.field("n", pa.int64(), nullable=False), pa.field("s", pa.string(), nullable=False)]
+    table = pa.Table.from_arrays([pa.array([1, None, 3]), pa.array(["a", "b", None])], schema=pa.schema(fields))
+    with pa.OSFile(str(tmp_path / "a"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    sources = [Source(split="train", format="arrow", uris={"arrow.uri": (tmp_path / "a").as_uri()})]
+
+    error = refused(store, tmp_path, "v1", ImportSpec(sources=sources, hold_outs=[]))
+    assert error["reason"] == "BAD_ROW"
+    assert "column 'n' is null" in error["message"]
+
+    policy = BadRows(action="quarantine")
+    version = made(store, tmp_path, "v2", ImportSpec(sources=sources, hold_outs=[], bad_rows=policy))
+    assert rows(store, version, "train") == {"n": [1], "s": ["a"]}
+    assert version.manifest.quarantined_row_count == 2
+
+
 def test_a_bad_row_ends_the_import_with_its_place(store: ObjectStore, tmp_path: Path) -> None:
     sources = [csv(tmp_path, "a.csv", "train", "n,s\n1,a\n2,b,too many\n3,c\n")]
 

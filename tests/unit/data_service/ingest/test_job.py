@@ -144,6 +144,45 @@ def test_whole_seconds_stay_seconds_and_take_the_same_file_again(store: ObjectSt
     assert both.read(both.row_groups("train")[0]).equals(pa.concat_tables([given, given]).combine_chunks())
 
 
+NOT_NULL = {"column": "n", "notNull": {}, "action": "ACTION_QUARANTINE"}
+
+
+@pytest.mark.parametrize("held_out", [[], ["validation"]], ids=["one pass", "counted before"])
+def test_a_split_of_which_every_row_was_left_out_says_so(
+    store: ObjectStore, tmp_path: Path, held_out: list[str]
+) -> None:
+    sources = [
+        parquet(tmp_path, "a", "train", n=pa.array([1, None, 3, 4], pa.int64())),
+        parquet(tmp_path, "b", "test", n=pa.array([None, None, None], pa.int64())),
+    ]
+    cuts = [HoldOut(from_split="test", to_split=one, fraction=0.1, seed=1) for one in held_out]
+    jobs = begun(store, tmp_path, ImportSpec(sources=sources, hold_outs=cuts, checks=[NOT_NULL]))
+    run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 1)
+    error = jobs.get(NAME, NAME).error
+    assert error is not None
+    assert (error["kind"], error["reason"]) == ("FailedPrecondition", "EMPTY_SPLIT")
+    assert error["metadata"] == {"field": "sources", "split": "test", "rows_left_out": "3"}
+    assert "'test'" in error["message"]
+    assert "3 rows were left out" in error["message"]
+    assert "n is null" in error["message"]
+
+
+@pytest.mark.parametrize("held_out", [[], ["validation"]], ids=["one pass", "counted before"])
+def test_a_split_whose_sources_are_empty_is_a_fault_of_the_request(
+    store: ObjectStore, tmp_path: Path, held_out: list[str]
+) -> None:
+    sources = [
+        parquet(tmp_path, "a", "train", n=pa.array([1, None, 3, 4], pa.int64())),
+        parquet(tmp_path, "b", "test", n=pa.array([], pa.int64())),
+    ]
+    cuts = [HoldOut(from_split="test", to_split=one, fraction=0.1, seed=1) for one in held_out]
+    jobs = begun(store, tmp_path, ImportSpec(sources=sources, hold_outs=cuts, checks=[NOT_NULL]))
+    run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 1)
+    error = jobs.get(NAME, NAME).error
+    assert error is not None
+    assert (error["kind"], error["message"]) == ("InvalidArgument", "sources: the split 'test' has no rows")
+
+
 def test_an_attempt_that_fails_takes_its_files_away(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import uuid
 
 import pytest
 
+from data_service.lifecycle import Deletions
 from data_service.uploads import users
 from data_service.uploads.ending import LATE_WRITES_S
 from data_service.uploads.expiry import COMMITTED_FOR_S, OPEN_FOR_S
@@ -199,6 +200,20 @@ def test_a_refused_abort_leaves_an_open_upload_open(store: ObjectStore, uploads:
     assert send(uploads, [chunk(name, 0, b"a")]) == [1]
 
 
+@pytest.mark.parametrize("name_taken_again", [False, True])
+def test_an_import_that_was_deleted_reads_nothing_more(
+    store: ObjectStore, uploads: Uploads, name_taken_again: bool
+) -> None:
+    name = committed(uploads, DATA)
+    import_job(store, name)
+    finish(store)
+    jobs = Jobs(store, IMPORT_KIND)
+    Deletions(store, jobs).delete(VERSION)
+    if name_taken_again:
+        jobs.create(VERSION, JobRecord(uid=uuid.uuid4().hex, name=VERSION, spec={}, create_time=0, update_time=0))
+    uploads.abort(name)
+
+
 def test_a_marker_counts_before_its_job_is_made_but_not_for_long(
     store: ObjectStore, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,9 +271,25 @@ def test_an_expired_upload_that_an_import_reads_stays(store: ObjectStore, upload
 def test_all_uploads_of_a_dataset_go_together(uploads: Uploads) -> None:
     names = [started(uploads, one) for one in ("a", "b")]
     uploads.abort(names[0])
+    uploads.check_unused(DATASET)
     uploads.abort_all(DATASET)
     with pytest.raises(NotFound):
         uploads.get(names[1])
+
+
+def test_of_all_uploads_of_a_dataset_those_that_imports_read_stay(store: ObjectStore, uploads: Uploads) -> None:
+    names = [started(uploads, one) for one in ("a", "b", "c")]
+    import_job(store, names[1])
+    with pytest.raises(FailedPrecondition, match=VERSION) as refused:
+        uploads.check_unused(DATASET)
+    assert refused.value.metadata["resource"] == names[1]
+    assert [uploads.get(name).record.ending for name in names] == [""] * 3
+
+    uploads.abort_all(DATASET)
+    assert uploads.get(names[1]).record.state == "OPEN"
+    for name in (names[0], names[2]):
+        with pytest.raises(NotFound):
+            uploads.get(name)
 
 
 def test_a_local_directory_has_no_urls(uploads: Uploads) -> None:
@@ -279,7 +310,7 @@ def test_parts_cover_all_bytes_once() -> None:
         (PresignedPut(0), "size_bytes"),
         (PresignedPut(1, MIN_PART_BYTES - 1), "part_size_bytes"),
         (PresignedPut(1, MAX_PART_BYTES + 1), "part_size_bytes"),
-        (PresignedPut(10_001 * MIN_PART_BYTES, MIN_PART_BYTES), "part_size_bytes"),
+        (PresignedPut(2_001 * MIN_PART_BYTES, MIN_PART_BYTES), "part_size_bytes"),
     ],
     ids=["no bytes", "small parts", "large parts", "many parts"],
 )

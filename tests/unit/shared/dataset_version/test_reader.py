@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -152,3 +153,13 @@ def test_a_file_of_another_size_is_noticed(store: ObjectStore, reader: VersionRe
         store.put(key, data[:-50] if change == "cut" else data[:4] + b"?" + data[4:])
     with pytest.raises(DataLoss, match=r"train-00000\.parquet of datasets/digits/versions/v1"):
         reader.read(reader.row_groups("train")[0])
+
+
+def test_very_many_columns_are_selected_soon(reader: VersionReader) -> None:
+    names = [f"c{number}" for number in range(10_000)]
+    reader._schema = pa.schema([(name, pa.int64()) for name in names])
+    started_s = time.process_time()
+    assert reader.select(names[::-1]).names == names[::-1]
+    with pytest.raises(InvalidArgument, match=r"columns\[10000\].*once"):
+        reader.select([*names, "c7"])
+    assert time.process_time() - started_s < 0.5

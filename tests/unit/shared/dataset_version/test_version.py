@@ -8,7 +8,7 @@ from shared.dataset_version import load_version
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from shared.jobs import JobRecord, Jobs
-from shared.jobs.transitions import begin_attempt, fail
+from shared.jobs.transitions import begin_attempt, fail, request_delete
 from shared.storage import ObjectStore
 
 
@@ -52,4 +52,21 @@ def test_a_damaged_manifest_is_noticed(store: ObjectStore, committed: str) -> No
         load_version(store, committed)
     store.delete(key)
     with pytest.raises(DataLoss, match="is gone"):
+        load_version(store, committed)
+
+
+def test_a_version_that_is_deleted_while_it_is_looked_for_is_not_damaged(
+    store: ObjectStore, committed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, get = Jobs(store, IMPORT_KIND), store.get
+
+    def deleted_before(key: str) -> bytes:
+        if key.endswith("/manifest.json"):
+            monkeypatch.undo()
+            jobs.transition(committed, lambda job: request_delete(job, 1.0))
+            store.delete(key)
+        return get(key)
+
+    monkeypatch.setattr(store, "get", deleted_before)
+    with pytest.raises(NotFound, match="deleted while it was read"):
         load_version(store, committed)

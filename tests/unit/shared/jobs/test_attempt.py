@@ -22,8 +22,10 @@ from shared.errors import (
 )
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState, attempt
 from shared.jobs.attempt import run_attempt
-from shared.jobs.transitions import begin_attempt, lose_attempt
+from shared.jobs.transitions import begin_attempt, confirm_cancel, confirm_delete, lose_attempt, request_delete
+from shared.log import StaleAttempt
 from shared.storage import ObjectStore
+from tests.support.waiting import wait_until
 
 FOLDER = "things/one"
 SECRET = "/root/secret/path"
@@ -368,3 +370,44 @@ def test_no_thread_is_left_behind(store: ObjectStore) -> None:
     run(store, lambda _: {})
 
     assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize("reused", [False, True], ids=["deleted", "its name is another's"])
+@pytest.mark.parametrize("how", ["looks", "asks afresh", "asks for the newest", "fails", "succeeds"])
+def test_an_attempt_at_a_job_that_was_deleted_stops_and_writes_nothing(
+    store: ObjectStore, jobs: Jobs, reused: bool, how: str
+) -> None:
+    def entry(context: AttemptContext) -> dict[str, Any]:
+        jobs.cancel(FOLDER, FOLDER)
+        for decide in (confirm_cancel, request_delete, confirm_delete):
+            jobs.transition(FOLDER, lambda job, decide=decide: decide(job, 3.0))  # type: ignore[misc]
+        if reused:
+            new = JobRecord(uid="u2", name=FOLDER, spec={"n": 8}, create_time=4.0, update_time=4.0)
+            jobs.create(FOLDER, new)
+        context._newest = context.job  # what it heard on the way there may be nothing
+        if how == "looks":
+            wait_until(lambda: not goes_on(context.raise_if_stopped), "that it is gone", within_s=5)
+        elif how == "asks afresh":
+            assert not goes_on(lambda: context.raise_if_stopped(fresh=True))
+        elif how == "asks for the newest":
+            assert not goes_on(context.newest)
+        elif how == "fails":
+            raise InvalidArgument("a row is damaged")
+        context.report(done=1)
+        return {}
+
+    def goes_on(ask: Callable[[], object]) -> bool:
+        """Whether it goes on."""
+        try:
+            ask()
+        except StaleAttempt:
+            return False
+        return True
+
+    run_attempt(entry, store, "toy", FOLDER, 1)
+
+    newest = jobs.newest(FOLDER)
+    assert newest is not None
+    assert (newest.state, newest.error) == (JobState.PENDING if reused else JobState.DELETED, None)
+    if how in ("looks", "asks afresh", "asks for the newest"):
+        assert jobs.progress(FOLDER) == {}

@@ -129,3 +129,19 @@ def test_another_reconciler_waits_for_the_one_that_is_about_to_start_an_attempt(
 
     job = jobs.get(JOB, JOB)
     assert (job.attempt, job.failures, cluster.ran) == (1, 0, [1])
+
+
+@pytest.mark.parametrize("leaving", [True, False])
+def test_an_attempt_whose_process_went_with_its_node_is_no_failure(
+    store: ObjectStore, jobs: Jobs, cluster: Cluster, leaving: bool
+) -> None:
+    one = reconciling(store)
+    one.reconcile()
+    cluster.alive.clear()
+    jobs.note_leaving(JOB, 1 if leaving else 0)  # of an attempt before, it says nothing
+    for _ in range(reconciler.LOOKS_BEFORE_LOST):
+        one.reconcile()
+
+    job = jobs.get(JOB, JOB)
+    assert job.state is JobState.RECOVERING
+    assert (job.preemptions, job.failures) == ((1, 0) if leaving else (0, 1))

@@ -37,6 +37,19 @@ def named_age(rows: pa.RecordBatch) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([rows.column(0)], ["age"])
 
 
+def named_with_zero(rows: pa.RecordBatch) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([rows.column(0)], ["x\0y"])
+
+
+def named_at_length(rows: pa.RecordBatch) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([rows.column(0)], ["x" * 100_000])
+
+
+def very_many(rows: pa.RecordBatch) -> pa.RecordBatch:
+    names = [f"x{number}" for number in range(10_001)]
+    return pa.RecordBatch.from_arrays([rows.column(0)] * len(names), names)
+
+
 def one_row_less(rows: pa.RecordBatch) -> pa.RecordBatch:
     return rows.slice(1) if len(rows) else rows
 
@@ -72,6 +85,11 @@ def stuck(rows: pa.RecordBatch) -> pa.RecordBatch:
         except Exception:
             continue
     return rows
+
+
+def never_null(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Says so of its column, whatever is in it."""
+    return pa.RecordBatch.from_arrays(rows.columns, schema=pa.schema([rows.schema.field(0).with_nullable(False)]))
 
 
 def slow(rows: pa.RecordBatch) -> pa.RecordBatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import time
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,10 @@ def cast(column: pa.Array, to: str) -> pa.Array:
         ([1, None], "timestamp[s]", "timestamp[us]", None),
         (["2019-03-01T12:00:00"], "string", "timestamp[us]", None),
         (["2019-03-01"], "string", "date32[day]", None),
+        (["12:00", None], "string", "time32[s]", [time(12), None]),
+        (["23:59:59.5"], "string", "time32[ms]", [time(23, 59, 59, 500_000)]),
+        (["00:00:00.000001", None], "string", "time64[us]", [time(0, 0, 0, 1), None]),
+        (["12:30:00"], "string", "time64[ns]", [time(12, 30)]),
         ([b"abc"], "binary", "string", ["abc"]),
         ([1.5, None], "halffloat", "double", [1.5, None]),
     ],
@@ -78,6 +83,7 @@ def test_values_that_the_type_holds_are_cast(given_values: list[Any], given_type
         ([86_400_000_000, 1], "timestamp[us]", "date32[day]", 1),
         ([1_000_000, 1], "timestamp[us]", "timestamp[s]", 1),
         (["2019-03-01", "1st of March"], "string", "date32[day]", 1),
+        (["12:00", "12:00:00.5"], "string", "time32[s]", 1),
         ([b"abc", b"\xff"], "binary", "string", 1),
         ([1.0, 1.5], "halffloat", "int8", 1),
         ([1, 2**63 - 1], "int64", "timestamp[s]", 1),

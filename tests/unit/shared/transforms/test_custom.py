@@ -59,6 +59,7 @@ def test_only_functions_on_the_list_are_taken_where_there_is_a_list() -> None:
     [
         ("one_row_less", "returned 1 rows for 2"),
         ("another_type", "x: int32 of these rows and x: int64 of none"),
+        ("never_null", "has nulls in 'x', and declares it as a column without"),
         ("raising", "raised KeyError: 'no such thing'"),
     ],
 )

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import pickle
+import time
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from google.protobuf import json_format
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.common.v1 import transform_pb2
 from shared.errors import InvalidArgument
 from shared.transforms import Batch, Pipeline, RowKeys, ScalarType, Schema
 from tests.unit.shared.transforms.samples import bits, fitted, people, pipeline, schema_of_batch
 
+FUNCTIONS = "tests.unit.shared.transforms.custom_functions"
 PEOPLE = people(12)
 SCHEMA = schema_of_batch(PEOPLE)
 
@@ -189,6 +193,13 @@ def test_columns_are_selected_dropped_and_renamed_in_order() -> None:
         ({"rename": {"columns": {"a": "c", "b": "c"}}}, "rename.columns", "two columns would be named 'c'"),
         ({"rename": {"columns": {"a": "_row_id"}}}, "", "must not be named '_row_id'"),
         ({"rename": {"columns": {"a": ""}}}, "", "must not be named ''"),
+        ({"rename": {"columns": {"a": "x\0y"}}}, "", r"column 'x\\x00y' has a zero byte"),
+        ({"rename": {"columns": {"a": "é" * 513}}}, "", "name of 1026 bytes; at most 1024"),
+        ({"concat": {"columns": ["a", "b"], "into": "x\0y"}}, "", "zero byte"),
+        ({"concat": {"columns": ["a", "b"], "into": "x" * 1025}}, "", "name of 1025 bytes"),
+        ({"custom": {"function": f"{FUNCTIONS}:named_with_zero", "columns": ["a"]}}, "", "zero byte"),
+        ({"custom": {"function": f"{FUNCTIONS}:named_at_length", "columns": ["a"]}}, "", "name of 100000 bytes"),
+        ({"custom": {"function": f"{FUNCTIONS}:very_many", "columns": ["a"]}}, "", "10002 columns"),
     ],
 )
 def test_columns_that_are_not_there_or_would_not_be_are_refused(step: dict[str, Any], at: str, why: str) -> None:
@@ -213,6 +224,37 @@ def test_a_step_of_columns_that_makes_no_sense_is_refused(step: dict[str, Any], 
         pipeline(step)
 
     assert refused.value.fields[0][0] == f"transform.steps[0].{at}"
+
+
+@pytest.mark.parametrize("op", ["select", "drop", "concat", "custom", "rename"])
+def test_a_step_of_very_many_columns_is_refused_by_their_number_and_soon(op: str) -> None:
+    names = [f"c{number}" for number in range(100_000)]
+    columns = dict.fromkeys(names, "x") if op == "rename" else names
+    others = {"concat": {"into": "x"}, "custom": {"function": "module:function"}}.get(op, {})
+    transform = json_format.ParseDict({"steps": [{op: {"columns": columns, **others}}]}, transform_pb2.Transform())
+    started_s = time.process_time()
+    with pytest.raises(InvalidArgument, match="100000: name at most 10000") as refused:
+        Pipeline.from_proto(transform)
+    assert time.process_time() - started_s < 0.5
+    assert refused.value.fields[0][0] == f"transform.steps[0].{op}.columns"
+
+
+@pytest.mark.parametrize("op", ["select", "drop", "rename"])
+def test_a_step_of_as_many_columns_as_a_version_may_have_is_soon_checked(op: str) -> None:
+    schema: Schema = {f"c{number}": ScalarType(pa.int64()) for number in range(10_000)}
+    columns = {name: f"{name}x" for name in schema} if op == "rename" else list(schema)[1:]
+    started_s = time.process_time()
+    assert len(pipeline({op: {"columns": columns}}).output(schema)) in (1, 9_999, 10_000)
+    assert time.process_time() - started_s < 0.5
+
+
+def test_two_of_very_many_columns_that_would_have_one_name_are_found_soon() -> None:
+    schema: Schema = {f"c{number}": ScalarType(pa.int64()) for number in range(10_000)}
+    columns = {name: f"{name}x" for name in schema} | {"c9999": "c0x"}
+    started_s = time.process_time()
+    with pytest.raises(InvalidArgument, match="two columns would be named 'c0x'"):
+        pipeline({"rename": {"columns": columns}}).output(schema)
+    assert time.process_time() - started_s < 0.5
 
 
 def test_at_most_256_steps_are_taken() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from train_service.domain.bundles import beyond, never_fits
+from train_service.domain.bundles import besides_ingest, beyond, never_fits
 from train_service.domain.spec import Placement, TrainingSpec
 
 from .test_spec import GOOD
@@ -78,3 +78,12 @@ def test_an_operators_bound_holds_for_what_it_names() -> None:
     assert beyond(spec(1, cpus_per_worker=17), most) == ["spec.placement.cpus_per_worker"]
     assert beyond(spec(16, gpus_per_worker=8), most) == []
     assert beyond(spec(0), {"CPU": 0.0}) == []
+
+
+def test_each_job_whose_rows_ray_data_prepares_leaves_a_cpu_of_the_node_that_has_most() -> None:
+    nodes = [{"CPU": 2.0}, {"CPU": 4.0, "GPU": 1.0}]
+
+    assert besides_ingest(nodes, 0) == nodes
+    assert besides_ingest(nodes, 1) == [{"CPU": 2.0}, {"CPU": 3.0, "GPU": 1.0}]
+    assert sorted(node["CPU"] for node in besides_ingest(nodes, 4)) == [1.0, 1.0]
+    assert besides_ingest([], 2) == []

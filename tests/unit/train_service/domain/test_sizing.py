@@ -25,6 +25,11 @@ def test_a_strategy_decides_on_how_many_nodes_the_workers_may_lie(strategy: str,
     assert workers_that_fit([{"CPU": 3.0}, {"CPU": 1.5}, {"CPU": 0.5}], CPU, strategy, 1, 8) == expected
 
 
+@pytest.mark.parametrize("strategy", [PACK, SPREAD, STRICT_PACK, STRICT_SPREAD])
+def test_a_node_of_which_more_is_spoken_for_than_it_has_takes_no_worker(strategy: str) -> None:
+    assert workers_that_fit([{"CPU": -0.5}], CPU, strategy, 1, 8) == 0
+
+
 def test_every_resource_of_a_bundle_must_be_on_the_same_node() -> None:
     bundle = {"CPU": 1.0, "GPU": 1.0, "accelerator_type:A100": 0.001}
     nodes = [{"CPU": 8.0}, {"CPU": 8.0, "GPU": 4.0}, {"CPU": 2.0, "GPU": 4.0, "accelerator_type:A100": 1.0}]

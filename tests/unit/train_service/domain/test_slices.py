@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from train_service.domain.slices import (
     fewest_rows_of_a_rank,
     loss_scale,
+    parts_of_step,
     rank_positions,
     shapes_of_steps,
     step_bounds,
@@ -64,6 +66,39 @@ def test_the_fewest_rows_of_a_rank_are_those_of_the_smallest_slice_there_is(
     )
 
     assert fewest_rows_of_a_rank(shapes_of_steps(rows, steps, lanes), lanes, world_size) == smallest
+
+
+@given(st.integers(1, 2_000), st.integers(1, 64), st.integers(1, 8), st.integers(1, 8), st.integers(1, 4))
+def test_no_part_of_a_step_is_larger_on_few_workers_than_it_may_be_on_all(
+    length: int, lanes: int, world_size: int, most_workers: int, accumulation_steps: int
+) -> None:
+    def slices(ranks: int) -> list[int]:
+        return [
+            len(rank_positions(begin, begin + length, lanes, rank, ranks))
+            for begin in range(lanes)
+            for rank in range(ranks)
+        ]
+
+    parts = parts_of_step(length, lanes, world_size, most_workers, accumulation_steps)
+
+    ours, whole = slices(world_size), slices(most_workers)
+    if world_size >= most_workers:
+        assert parts == accumulation_steps
+    elif min(ours) >= 2 * (parts + 1):  # else there are too few rows
+        assert math.ceil(max(ours) / parts) <= math.ceil(max(whole) / accumulation_steps)
+    if parts > accumulation_steps:
+        assert min(ours) // parts >= 2
+
+
+@pytest.mark.parametrize(("world_size", "parts"), [(8, 1), (7, 2), (5, 2), (4, 2), (3, 3), (2, 4), (1, 8)])
+def test_as_many_workers_fewer_as_many_parts_more(world_size: int, parts: int) -> None:
+    assert parts_of_step(960, 24, world_size, 8, 1) == parts
+    assert parts_of_step(960, 24, world_size, 8, 2) == (2 if world_size == 8 else math.ceil(parts_of_lanes(world_size)))
+
+
+def parts_of_lanes(world_size: int) -> float:
+    """By the lanes of the rank that has most, of 24, in parts of one and a half."""
+    return math.ceil(24 / world_size) / 1.5
 
 
 @given(ROWS, BATCHES, st.integers(1, 64))

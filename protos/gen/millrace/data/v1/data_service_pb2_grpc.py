@@ -33,7 +33,8 @@ class DataServiceStub:
 
     Every RPC can also fail with INTERNAL (a fault of ours; quote the correlation id), UNAVAILABLE (the object store does
     not answer; try again), DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit) and,
-    where it reads a committed version, DATA_LOSS (its manifest is not the one that was committed).
+    where it reads a committed version, DATA_LOSS (its manifest is not the one that was committed) and NOT_FOUND (also
+    where that is deleted while it is read).
     """
 
     def __init__(self, channel):
@@ -149,7 +150,8 @@ class DataServiceServicer:
 
     Every RPC can also fail with INTERNAL (a fault of ours; quote the correlation id), UNAVAILABLE (the object store does
     not answer; try again), DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit) and,
-    where it reads a committed version, DATA_LOSS (its manifest is not the one that was committed).
+    where it reads a committed version, DATA_LOSS (its manifest is not the one that was committed) and NOT_FOUND (also
+    where that is deleted while it is read).
     """
 
     def CreateDataset(self, request, context):
@@ -183,8 +185,8 @@ class DataServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteDataset(self, request, context):
-        """Fails with INVALID_ARGUMENT, NOT_FOUND, ABORTED (`etag`) and FAILED_PRECONDITION (it has versions; delete them
-        first). Its uploads go with it.
+        """Fails with INVALID_ARGUMENT, NOT_FOUND, ABORTED (`etag`) and FAILED_PRECONDITION (it has versions: delete them
+        first; or an import into another dataset reads one of its uploads). Its uploads go with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -239,14 +241,14 @@ class DataServiceServicer:
     def ImportVersion(self, request, context):
         """Imports files into a new version: those that the server can read, and uploads. The operation's `metadata` is an
         ImportVersionMetadata, its `response` the ACTIVE DatasetVersion.
-        Fails with INVALID_ARGUMENT (a field, a URI's scheme or a path outside the allowed roots), NOT_FOUND (the dataset,
+        Fails with INVALID_ARGUMENT (a field, a check, a URI's scheme or a path outside the roots), NOT_FOUND (the dataset,
         the base or an upload), FAILED_PRECONDITION (the base is not ACTIVE, or was transformed), ABORTED (another version
         already follows the base: read it and decide again) and ALREADY_EXISTS (the version id is taken, or `request_id` was
         used with another body). The operation fails with NOT_FOUND (a source is not there), INVALID_ARGUMENT (a source is
         corrupt, truncated, or does not fit the others; more bad rows than allowed), FAILED_PRECONDITION (a quality check
-        failed, or an open upload was abandoned), RESOURCE_EXHAUSTED (the store is full, after some tries), DATA_LOSS (an
-        upload's bytes are not those that were committed) or CANCELLED; then no version is visible as ACTIVE and no file of
-        it can be read.
+        failed, every row of a split was left out, or an open upload was abandoned), RESOURCE_EXHAUSTED (the store is full,
+        after some tries), DATA_LOSS (an upload's bytes are not those that were committed) or CANCELLED; then no version is
+        visible as ACTIVE and no file of it can be read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -310,7 +312,8 @@ class DataServiceServicer:
     def PreviewVersion(self, request, context):
         """The first rows of each split, the quality report, and a contact sheet of the image columns. The answer stays below
         4 MiB: large rows are left out, and of a version that is very wide, or of many files or categories, what is longest:
-        of the report frequent values and histograms, of `version` what ListVersions leaves out.
+        of the report frequent values and histograms, of `version` what ListVersions leaves out, and at last the last
+        columns.
         Fails with INVALID_ARGUMENT, NOT_FOUND and FAILED_PRECONDITION (the version is not ACTIVE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -464,7 +467,8 @@ class DataService:
 
     Every RPC can also fail with INTERNAL (a fault of ours; quote the correlation id), UNAVAILABLE (the object store does
     not answer; try again), DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (too many calls at once, or a message over the limit) and,
-    where it reads a committed version, DATA_LOSS (its manifest is not the one that was committed).
+    where it reads a committed version, DATA_LOSS (its manifest is not the one that was committed) and NOT_FOUND (also
+    where that is deleted while it is read).
     """
 
     @staticmethod

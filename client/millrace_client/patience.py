@@ -1,0 +1,50 @@
+"""How long a client waits for a server that is away, as while it restarts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from millrace_client.errors import Cancelled, DeadlineExceeded, Internal, MillraceError, Unavailable
+
+# For so long without any progress a server may be away, before it is given up.
+PATIENCE_S = 120.0
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
+
+Result = TypeVar("Result")
+
+
+class Patience:
+    """Pauses between tries, the longer the longer nothing goes on."""
+
+    def __init__(self) -> None:
+        self.progressed()
+
+    def progressed(self) -> None:
+        self._progressed_at, self._pause_s = time.monotonic(), FIRST_PAUSE_S
+
+    def calling(self, call: Callable[[], Result]) -> Result:
+        """What it returns, also where the server is away for a while."""
+        while True:
+            try:
+                return call()
+            except MillraceError as error:
+                self.pause_after(error)
+
+    def pause_after(self, error: MillraceError, at_most_s: float = LONGEST_PAUSE_S) -> None:
+        """Raises it where another try cannot help, or there was no progress for too long."""
+        if not _may_pass(error) or time.monotonic() - self._progressed_at > PATIENCE_S:
+            raise error
+        time.sleep(min(self._pause_s, at_most_s))
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+
+def _may_pass(error: MillraceError) -> bool:
+    """A broken connection has many statuses, what went wrong on the wire is sent again, and a place becomes free; a
+    fault that the server tells of would come again."""
+    if isinstance(error, (Unavailable, DeadlineExceeded)) or error.reason in ("WRONG_CRC32C", "TOO_MANY_UPLOADS"):
+        return True
+    broken = isinstance(error, (Cancelled, Internal)) or error.status == "UNKNOWN"
+    return broken and not error.correlation_id

@@ -1,0 +1,91 @@
+"""Dates, times and timestamps as texts, and back, in any year that Arrow holds."""
+
+from __future__ import annotations
+
+import re
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as kinds
+
+_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+_SECONDS_A_DAY = 86_400
+# Days from 0000-03-01 to 1970-01-01, and in 400 years, after which the Gregorian calendar begins anew.
+_DAYS_TO_1970, _DAYS_OF_ERA, _YEARS_OF_ERA = 719_468, 146_097, 400
+# Years of more digits than Arrow reads, or before the year 0.
+_FAR = re.compile(r"(-\d{1,9}|\d{5,9})(-.*)", re.DOTALL)
+
+
+def value_text(value: int, arrow_type: pa.DataType) -> str:
+    """A value as people write it; timestamps with a zone are given in UTC, with a Z."""
+    seconds, rest = whole_seconds(value, arrow_type)
+    if kinds.is_time(arrow_type):
+        return _clock(seconds, rest)
+    day, of_day = divmod(seconds, _SECONDS_A_DAY)
+    if kinds.is_date(arrow_type):
+        return _date(day)
+    return moment_text(seconds, rest) if arrow_type.tz else f"{_date(day)}T{_clock(of_day, rest)}"
+
+
+def moment_text(seconds: int, nanoseconds: int) -> str:
+    """In UTC; since 1970."""
+    day, of_day = divmod(seconds, _SECONDS_A_DAY)
+    return f"{_date(day)}T{_clock(of_day, nanoseconds)}Z"
+
+
+def whole_seconds(value: int, arrow_type: pa.DataType) -> tuple[int, int]:
+    """Whole seconds and nanoseconds."""
+    if kinds.is_date32(arrow_type):
+        return value * _SECONDS_A_DAY, 0
+    per_second = _PER_SECOND["ms" if kinds.is_date64(arrow_type) else arrow_type.unit]
+    seconds, rest = divmod(value, per_second)
+    return seconds, rest * (10**9 // per_second)
+
+
+def value_of_text(text: str, arrow_type: pa.DataType) -> pa.Scalar:
+    """The inverse of `value_text`. Takes what Arrow takes besides. Raises `pa.ArrowInvalid`."""
+    if kinds.is_time(arrow_type):
+        return times_of_day(pa.array([text]), arrow_type)[0]
+    far = _FAR.fullmatch(text)
+    if far is None:
+        return pa.scalar(text).cast(arrow_type)
+    # Arrow reads the same day of an era that it knows.
+    eras, year = divmod(int(far[1]) - 2000, _YEARS_OF_ERA)
+    near = pa.scalar(f"{2000 + year}{far[2]}").cast(arrow_type)
+    per_day = 1 if kinds.is_date32(arrow_type) else _SECONDS_A_DAY * _PER_SECOND[arrow_type.unit]
+    width = pa.int32() if kinds.is_date32(arrow_type) else pa.int64()
+    try:
+        return pa.scalar(near.value + eras * _DAYS_OF_ERA * per_day, width).cast(arrow_type)
+    except OverflowError:
+        raise pa.ArrowInvalid(f"{arrow_type} ends before the year {far[1]}") from None
+
+
+def times_of_day(texts: pa.Array, arrow_type: pa.DataType) -> pa.Array:
+    """A string array as times, such as 12:00 or 12:00:00.5, nulls staying null; by itself Arrow casts none.
+
+    Raises `pa.ArrowInvalid` where a text is none, or has more digits than the type.
+    """
+    on_a_day = pc.binary_join_element_wise(pa.scalar("1970-01-01T"), texts, pa.scalar(""))
+    return on_a_day.cast(pa.timestamp("ns")).cast(arrow_type)
+
+
+def _clock(seconds: int, nanoseconds: int) -> str:
+    whole = f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+    if not nanoseconds:
+        return whole
+    digits = 3 if nanoseconds % 10**6 == 0 else 6 if nanoseconds % 10**3 == 0 else 9
+    return f"{whole}.{nanoseconds // 10 ** (9 - digits):0{digits}d}"
+
+
+def _date(days: int) -> str:
+    """The proleptic Gregorian date, for years that Python's own calendar does not have, too.
+
+    Source: Howard Hinnant, chrono-Compatible Low-Level Date Algorithms, civil_from_days.
+    """
+    era, day = divmod(days + _DAYS_TO_1970, _DAYS_OF_ERA)
+    year = (day - day // 1460 + day // 36_524 - day // 146_096) // 365
+    day_of_year = day - (365 * year + year // 4 - year // 100)
+    month = (5 * day_of_year + 2) // 153
+    day_of_month = day_of_year - (153 * month + 2) // 5 + 1
+    month = month + 3 if month < 10 else month - 9
+    return f"{year + era * _YEARS_OF_ERA + (month <= 2):04d}-{month:02d}-{day_of_month:02d}"

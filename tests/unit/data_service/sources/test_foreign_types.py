@@ -1,0 +1,107 @@
+"""Columns of types that no version keeps: another that is given for them, and what is said where none is."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from shared.errors import InvalidArgument
+from tests.support.import_sources import Quarantine, opened, source_of, table_of, whole
+
+Write = Callable[[Path, pa.Table], None]
+
+
+def write_arrow(path: Path, table: pa.Table) -> None:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_parquet(path: Path, table: pa.Table) -> None:
+    pq.write_table(table, path)
+
+
+FOREIGN = [
+    (pa.nulls(2), "int32", [None, None]),
+    (pa.nulls(2), "timestamp[us, tz=UTC]", [None, None]),
+    (pa.nulls(2), "fixed_size_binary[3]", [None, None]),
+    (pa.array([86_400_000, None], pa.date64()), "date32", [datetime.date(1970, 1, 2), None]),
+    (pa.array([5, None], pa.duration("ms")), "int64", [5, None]),
+    (pa.array([Decimal("1.50"), None], pa.decimal256(60, 2)), "decimal128(10, 2)", [Decimal("1.50"), None]),
+    (pa.array([Decimal("1.50"), None], pa.decimal64(6, 2)), "double", [1.5, None]),
+    (pa.array([0, None], pa.timestamp("us", "A B")), "timestamp[us]", [datetime.datetime(1970, 1, 1), None]),
+]
+
+
+@pytest.mark.parametrize(("column", "arrow_type", "values"), FOREIGN, ids=lambda one: str(getattr(one, "type", "")))
+@pytest.mark.parametrize(("kind", "write"), [("arrow", write_arrow), ("parquet", write_parquet)])
+def test_a_given_type_saves_a_column(
+    tmp_path: Path, kind: str, write: Write, column: pa.Array, arrow_type: str, values: list[Any]
+) -> None:
+    write(tmp_path / "a", pa.table({"n": [1, 2], "x": column}))
+    read, bad = whole(tmp_path, source_of((tmp_path / "a").as_uri(), kind), types={"x": arrow_type})
+    assert read["x"].to_pylist() == values
+    assert read["n"].to_pylist() == [1, 2]
+    assert bad.rows == []
+
+
+def test_a_category_without_any_value_is_saved_too(tmp_path: Path) -> None:
+    write_arrow(tmp_path / "a", pa.table({"x": pa.nulls(2).dictionary_encode()}))
+    source = source_of((tmp_path / "a").as_uri(), "arrow")
+    assert whole(tmp_path, source, types={"x": "string"})[0]["x"].to_pylist() == [None, None]
+
+
+def test_values_that_do_not_fit_it_are_bad_rows(tmp_path: Path) -> None:
+    long = pa.array([Decimal(1), Decimal("1" * 45)], pa.decimal256(60, 0))
+    write_arrow(tmp_path / "a", pa.table({"x": long}))
+    source = source_of((tmp_path / "a").as_uri(), "arrow")
+    read, bad = whole(tmp_path, source, types={"x": "decimal128(38, 0)"})
+    assert read["x"].to_pylist() == [Decimal(1)]
+    assert bad.places == ["row 2"]
+    assert bad.rows[0].reason == "column 'x' does not fit decimal128(38, 0)"
+
+
+def test_files_of_nulls_stand_beside_files_of_values(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a", pa.table({"x": pa.nulls(1)}))
+    write_parquet(tmp_path / "b", pa.table({"x": pa.array([7], pa.int16())}))
+    sources = [source_of((tmp_path / name).as_uri(), "parquet") for name in "ab"]
+    assert whole(tmp_path, *sources, types={"x": "int32"})[0]["x"].to_pylist() == [None, 7]
+
+
+@pytest.mark.parametrize(("column", "arrow_type", "values"), FOREIGN, ids=lambda one: str(getattr(one, "type", "")))
+def test_the_type_that_a_refusal_names_works(
+    tmp_path: Path, column: pa.Array, arrow_type: str, values: list[Any]
+) -> None:
+    write_arrow(tmp_path / "a", pa.table({"x": column}))
+    source = source_of((tmp_path / "a").as_uri(), "arrow")
+    with pytest.raises(InvalidArgument, match="or give it another type by column_types, such as") as refused:
+        opened(tmp_path, source)
+    named = re.search(r"column_types, such as (.*)$", refused.value.message.partition("; mend")[0])
+    assert named is not None, (arrow_type, values)
+    (rows,) = opened(tmp_path, source, types={"x": named[1]})
+    assert table_of(rows.rows, Quarantine()).num_rows == 2
+
+
+@pytest.mark.parametrize("column", [pa.array([[1]]), pa.array([{"b": 1}])], ids=lambda one: str(one.type))
+def test_no_type_is_named_for_a_column_that_has_none(tmp_path: Path, column: pa.Array) -> None:
+    write_arrow(tmp_path / "a", pa.table({"x": column}))
+    source = source_of((tmp_path / "a").as_uri(), "arrow")
+    with pytest.raises(InvalidArgument) as refused:
+        opened(tmp_path, source)
+    assert "column_types" not in refused.value.message
+    with pytest.raises(InvalidArgument, match=r"'x' has the type .*cannot be cast to int64"):
+        opened(tmp_path, source, types={"x": "int64"})
+
+
+def test_a_given_type_that_the_column_cannot_have_is_refused_with_one_that_it_can(tmp_path: Path) -> None:
+    write_arrow(tmp_path / "a", pa.table({"x": pa.array([0], pa.date64())}))
+    source = source_of((tmp_path / "a").as_uri(), "arrow")
+    with pytest.raises(InvalidArgument, match=r"such as timestamp\[ms\]; it cannot be cast to binary"):
+        opened(tmp_path, source, types={"x": "binary"})

@@ -1,0 +1,45 @@
+"""A bound on how long a model may take to be built and tried on torch's meta device, where its size costs nothing.
+
+How many layers a builder makes of its arguments only the builder knows. But each layer is made by calls of torch, so
+these are counted: a builder that asks for too many is stopped in its next one, whatever its arguments are called.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+# Seven times those of torchvision's largest, efficientnet_v2_l; they take some seconds.
+MOST_CALLS = 100_000
+# Where calls are slow, or the machine is.
+LIMIT_S = 30.0
+
+
+class TooLarge(Exception):
+    """The model was not built to its end."""
+
+
+class TrialLimit(TorchFunctionMode):
+    """Use as a context, in which calls of torch by this thread raise `TooLarge` once there were too many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = 0
+        self._end = time.monotonic() + LIMIT_S
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self._calls += 1
+        if self._calls > MOST_CALLS:
+            raise TooLarge(f"the model is too large: its layers take more than {MOST_CALLS:,} calls of torch")
+        if time.monotonic() > self._end:
+            raise TooLarge(f"the model is too large: its layers took more than {LIMIT_S:g} s to be made")
+        return function(*args, **(kwargs or {}))
