@@ -9,8 +9,8 @@ from shared.jobs import JobRecord, Jobs, JobState
 from shared.storage import ObjectMissing, ObjectStore
 
 # The keys of a job's spec that say how it makes a version, which its operation's id begins with: other services keep
-# their operations in the same store.
-MAKERS = ("import", "transform", "predict")
+# their operations in the same store. Operations of other makers, such as predictions, begin with the first.
+MAKERS = ("import", "transform")
 _PREFIXES = tuple(f"{maker}-" for maker in MAKERS)
 
 
@@ -51,12 +51,12 @@ def operations_before(store: ObjectStore, time_s: float) -> list[str]:
 
 
 def withdraw_if_without_job(store: ObjectStore, jobs: Jobs, operation: str) -> bool:
-    """Takes the operation away where its job was never made, or was deleted. Only for one that is old: a repeated call
-    may make its job yet."""
+    """Takes the operation away where its job was never made, or was deleted; False where it has one. Only for one that
+    is old: a repeated call may make its job yet."""
     try:
         pointer = json.loads(store.get(_key(operation)))
     except ObjectMissing:
-        return False
+        return True
     job = jobs.newest_of(pointer["version"], pointer["uid"])
     if job is not None and job.state is not JobState.DELETED:
         return False

@@ -28,7 +28,7 @@ REQUEST_CLAIM_S = 7 * 24 * 3600.0
 # What a writer that was killed left goes after so long: no object, and no job's last act, takes as long to write.
 LEFT_FOR_S = 3600.0
 # Those that have gone since are among them, so now and then all are forgotten.
-TIDY_REMEMBERED = 100_000
+TIDY_REMEMBERED = OPERATIONS_REMEMBERED = 100_000
 # A pass ends after the dataset with which it has looked at so many versions; the next one goes on behind it.
 VERSIONS_A_PASS = 1000
 CLAIMS_A_PASS = 10_000
@@ -60,6 +60,8 @@ class Sweeper:
         self._after = ""
         # Likewise the operation.
         self._after_operation = ""
+        # Operations whose job was made: it takes them with it when it is deleted.
+        self._with_job: set[str] = set()
         # Committed folders in which there is nothing but what their manifests name, nor will be: looked through once.
         self._tidy: set[str] = set()
 
@@ -106,11 +108,15 @@ class Sweeper:
     def _sweep_operations(self) -> None:
         """Those whose job was never made: whoever was to make it died, and nobody repeats its call any more."""
         old = operations_before(self._store, self._clock() - REQUEST_CLAIM_S)
-        waiting = [one for one in old if one > self._after_operation]
+        waiting = [one for one in old if one > self._after_operation and one not in self._with_job]
         for operation in waiting[:OPERATIONS_A_PASS]:
             self._after_operation = operation
             if withdraw_if_without_job(self._store, self._jobs, operation):
                 logger.info("operations/%s has no job and goes", operation)
+                continue
+            if len(self._with_job) >= OPERATIONS_REMEMBERED:
+                self._with_job.clear()
+            self._with_job.add(operation)
         if len(waiting) <= OPERATIONS_A_PASS:
             self._after_operation = ""
 

@@ -29,7 +29,7 @@ from train_service.domain.order import Ints, blocks_of
 from train_service.domain.slices import Plan, rank_positions, step_bounds
 from train_service.domain.spec import TrainingSpec
 from train_service.loader import Batch, Loader
-from train_service.preparation import prepared
+from train_service.preparation import longest_s, prepared
 from train_service.preprocessing import Preprocessing
 from train_service.row_cache import RowCache
 from train_service.rows import Array
@@ -147,7 +147,7 @@ def _prepared(
         prepare = functools.partial(_prepare, source=source)
         dataset = given.map_batches(prepare, batch_size=None, batch_format="pyarrow", num_cpus=1)
     try:
-        yield from prepared(DatasetStream(dataset), touched)
+        yield from prepared(DatasetStream(dataset), touched, longest_s(source.spec))
     except RayFailed as failure:
         raise _cause(failure.__cause__) from failure.__cause__
 

@@ -94,10 +94,19 @@ def tell_error(context: AttemptContext, error: MillraceError) -> None:
 
 
 def tell_lost(store: ObjectStore, job: JobRecord) -> None:
-    """For the process of `job`'s present attempt, which is gone; nothing where there has been none yet."""
+    """For the process of `job`'s present attempt, which is gone; nothing where there has been none yet.
+
+    One that failed by its own word, e.g. that it hung, did not go with its node, though that was about to leave."""
     if job.attempts_made == 0:
         return
-    of_itself = PREEMPTION if Jobs(store, TRAIN_KIND).was_leaving(job.name, job.attempt) else FAILURE
+    jobs = Jobs(store, TRAIN_KIND)
+    leaving = jobs.was_leaving(job.name, job.attempt)
+    if leaving:
+        own_word = EventLog(store, job.name).find(job.attempt, EventKind.ATTEMPT_ENDED)
+        if own_word is not None and own_word.payload["cause"] in (FAILURE, HUNG):
+            jobs.forget_leaving(job.name)
+            return
+    of_itself = PREEMPTION if leaving else FAILURE
     cause = {JobState.CANCELLING: CANCELLED, JobState.SUSPENDING: SUSPENDED}.get(job.state, of_itself)
     _tell(store, job.name, job.attempt, cause, "the process of the attempt ended", ())
 

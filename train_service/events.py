@@ -50,15 +50,19 @@ class EventLog:
         self._log.update(lambda _: state, attempt=attempt, nonce=nonce)
 
     def has(self, attempt: int, kind: EventKind) -> bool:
-        """Whether this attempt, the newest that wrote, has an event of that kind among its last `LOOKED_BACK`."""
+        """As `find`, whether there is one."""
+        return self.find(attempt, kind) is not None
+
+    def find(self, attempt: int, kind: EventKind) -> Event | None:
+        """The newest event of that kind among the last `LOOKED_BACK` of this attempt, the newest that wrote."""
         record = self._log.head()
         for _ in range(LOOKED_BACK):
             if record is None or record.attempt < attempt:
-                return False
+                return None
             if record.attempt == attempt and record.state["kind"] == kind:
-                return True
+                return _event(record)
             record = self._log.read(record.number - 1) if record.number > 1 else None
-        return False
+        return None
 
     def last_sequence(self) -> int:
         head = self._log.head()

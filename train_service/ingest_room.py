@@ -15,9 +15,36 @@ AT_WORK = (JobState.RUNNING, JobState.CANCELLING, JobState.SUSPENDING)
 
 def ingest_beside(store: ObjectStore, job_name: str) -> int:
     """How many other jobs have an attempt at work whose rows Ray Data prepares. Reads the state of every live job."""
+    return len(_at_work(store) - {job_name})
+
+
+class IngestRoom:
+    """The same for whoever asks for many jobs: it reads the live ones once between two looks, and only if asked."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._names: set[str] | None = None
+
+    def look(self) -> None:
+        """What was read is old from here on."""
+        self._names = None
+
+    def beside(self, job_name: str) -> int:
+        if self._names is None:
+            self._names = _at_work(self._store)
+        return len(self._names - {job_name})
+
+    def begins(self, job_name: str) -> None:
+        """An attempt at this job will be at work, whose rows Ray Data prepares."""
+        if self._names is None:
+            self._names = _at_work(self._store)
+        self._names.add(job_name)
+
+
+def _at_work(store: ObjectStore) -> set[str]:
     jobs = Jobs(store, TRAIN_KIND)
     live = (jobs.find(one.folder) for one in jobs.live())
-    return sum(1 for job in live if job is not None and job.name != job_name and _prepares(job))
+    return {job.name for job in live if job is not None and _prepares(job)}
 
 
 def _prepares(job: JobRecord) -> bool:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shared.errors import InvalidArgument, first_line, invalid_field
-from shared.models import build_model
+from shared.errors import InvalidArgument, ResourceExhausted, first_line, invalid_field
+from shared.models import build_model, import_builder
 from shared.transforms import TensorSpec
 from train_service.domain.spec import FLOAT16, FSDP, REGRESSION, TrainingSpec
 
@@ -20,7 +20,8 @@ SOME_STEPS = 100
 
 
 def check_model(spec: TrainingSpec, model_input: TensorSpec, total_steps: int = SOME_STEPS) -> None:
-    """`total_steps` are those of the run. Raises `InvalidArgument` naming the field of `spec` that does not work."""
+    """`total_steps` are those of the run. Raises `InvalidArgument` naming the field of `spec` that does not work, and
+    `ResourceExhausted` where this machine does not get the check done."""
     from train_service.optimizers import check_optimizer
     from train_service.training_steps import build_training_step
 
@@ -37,16 +38,24 @@ def _check_outputs(spec: TrainingSpec, model_input: TensorSpec) -> nn.Module:
 
     from train_service.trial_limit import TooLarge, TrialLimit
 
-    with torch.device("meta"), TrialLimit():
-        # A builder that is stopped by the limit has refused its arguments.
-        model = build_model(spec.model, "spec.model")
-        try:
-            output = model(torch.zeros((ROWS, *model_input.shape)))
-        except TooLarge as error:
-            raise invalid_field("spec.model.kwargs", spec.model.kwargs, str(error)) from None
-        except Exception as error:  # each model has its own way of refusing inputs
-            remedy = f"the model does not take inputs of {model_input.shape}: {first_line(error)}"
-            raise invalid_field("spec.model.builder", spec.model.builder, remedy) from None
+    import_builder(spec.model.builder, "spec.model.builder")
+    limit = TrialLimit()
+    try:
+        with torch.device("meta"), limit:
+            # A builder that is stopped by the limit has refused its arguments.
+            model = build_model(spec.model, "spec.model")
+            try:
+                output = model(torch.zeros((ROWS, *model_input.shape)))
+            except TooLarge as error:
+                raise invalid_field("spec.model.kwargs", spec.model.kwargs, str(error)) from None
+            except Exception as error:  # each model has its own way of refusing inputs
+                remedy = f"the model does not take inputs of {model_input.shape}: {first_line(error)}"
+                raise invalid_field("spec.model.builder", spec.model.builder, remedy) from None
+    except InvalidArgument:
+        if limit.out_of_time:
+            text = "the model could not be tried in time, as this machine is busy; try again later"
+            raise ResourceExhausted(text, reason="MODEL_NOT_TRIED") from None
+        raise
     shape = tuple(output.shape) if isinstance(output, torch.Tensor) else None
     if shape != (ROWS, spec.model.num_classes):
         remedy = (

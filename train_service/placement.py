@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray._private import state as ray_state
+from ray.core.generated import gcs_pb2
 
 from shared.jobs.actor import NOT_BESIDE_A_SERVICE
 from shared.jobs.nodes import staying_nodes
 from train_service.domain.bundles import INGEST_CPUS, besides_ingest, bundle_of
-from train_service.domain.sizing import Resources, what_is_missing, workers_that_fit
+from train_service.domain.sizing import GRAIN, Resources, what_is_missing, workers_that_fit
 from train_service.domain.spec import RAY_DATA, TrainingSpec
 
 ROLE_LABEL = "millrace.role"
+# What Ray calls the CPUs that a placement group holds on a node; those of its bundles have a number besides.
+GROUP_CPUS = re.compile(r"CPU_group_[0-9a-f]{20,}")
 
 
 @dataclass(frozen=True)
@@ -47,12 +52,17 @@ class Size:
 
 def usable_nodes() -> list[Node]:
     """The nodes that answer, stay, and are no service's own."""
-    free: Mapping[str, Resources] = ray_state.available_resources_per_node()  # type: ignore[no-untyped-call]
+    free = free_of_nodes()
     return [
         Node(node["NodeID"], free.get(node["NodeID"], {}), node["Resources"])
         for node in staying_nodes()
         if _takes_workers(node)
     ]
+
+
+def free_of_nodes() -> Mapping[str, Resources]:
+    free: Mapping[str, Resources] = ray_state.available_resources_per_node()  # type: ignore[no-untyped-call]
+    return free
 
 
 def totals() -> list[Resources]:
@@ -62,22 +72,27 @@ def totals() -> list[Resources]:
 
 
 def size_now(
-    spec: TrainingSpec, beside: Callable[[], int] = lambda: 0, own: Mapping[str, Resources] | None = None
+    spec: TrainingSpec,
+    beside: Callable[[], int] = lambda: 0,
+    own: Mapping[str, Resources] | None = None,
+    more_than: int = 0,
 ) -> Size:
     """The most workers for which there is room, 0 where not even the fewest fit. `beside` tells for how many other jobs
-    Ray Data prepares rows; it is asked only where there is room. `own` is what the caller's workers hold, by node id:
-    they would make room for others."""
+    Ray Data prepares rows; it is asked only where there is room for more than `more_than` without them. `own` is
+    what the caller's workers hold, by node id: they would make room for others."""
     nodes = usable_nodes()
     bundle = bundle_of(spec, [node.total for node in nodes])
     free = [_with_own(node, (own or {}).get(node.node_id, {})) for node in nodes]
 
-    def fits(others: int) -> int:
-        left = besides_ingest(free, _ingests(spec, others))
+    def fits(ingests: int) -> int:
+        left = besides_ingest(free, ingests)
         return workers_that_fit(left, bundle, spec.placement.strategy, spec.fewest_workers, spec.num_workers)
 
-    workers = fits(0)
-    if workers and (others := beside()):
-        workers = fits(others)
+    # Of a job with workers, tasks may run just now.
+    begun, begins = (_ingests(spec), 0) if own else (0, _ingests(spec))
+    workers = fits(begins + _not_running(begun))
+    if workers > more_than and (others := beside()):
+        workers = fits(begins + _not_running(begun + others))
     return Size(workers, bundle)
 
 
@@ -88,13 +103,16 @@ def lacking(spec: TrainingSpec, beside: Callable[[], int] = lambda: 0) -> str:
     nodes = usable_nodes()
     missing = _missing(spec, nodes, _ingests(spec))
     if not missing and (others := beside()):
-        missing = _missing(spec, nodes, _ingests(spec, others))
+        missing = _missing(spec, nodes, _ingests(spec) + others, others - _not_running(others))
     return missing
 
 
-def _missing(spec: TrainingSpec, nodes: Sequence[Node], ingests: int) -> str:
+def _missing(spec: TrainingSpec, nodes: Sequence[Node], ingests: int, running: int = 0) -> str:
+    """`ingests`: for how many jobs Ray Data prepares rows once this one has begun; for `running` of them it does just
+    now, so that what is free is free besides."""
     bundle = bundle_of(spec, [node.total for node in nodes])
-    free, total = (besides_ingest([getattr(node, kind) for node in nodes], ingests) for kind in ("free", "total"))
+    free = besides_ingest([node.free for node in nodes], ingests - running)
+    total = besides_ingest([node.total for node in nodes], ingests)
     strategy, fewest = spec.placement.strategy, spec.fewest_workers
     if workers_that_fit(free, bundle, strategy, fewest, spec.num_workers):
         return ""
@@ -103,9 +121,33 @@ def _missing(spec: TrainingSpec, nodes: Sequence[Node], ingests: int) -> str:
     return f"{missing}, besides {ingests * INGEST_CPUS:g} CPU that {verb} rows" if ingests else missing
 
 
-def _ingests(spec: TrainingSpec, others: int = 0) -> int:
-    """For how many jobs Ray Data prepares rows once this one has begun."""
-    return others + (spec.ingest == RAY_DATA)
+def _ingests(spec: TrainingSpec) -> int:
+    return int(spec.ingest == RAY_DATA)
+
+
+def _not_running(jobs: int) -> int:
+    """For how many of so many jobs whose rows Ray Data prepares no task holds its CPU at this moment: what is free must
+    do for them, too."""
+    return max(0, jobs - math.floor(cpus_of_tasks() / INGEST_CPUS + GRAIN)) if jobs else 0
+
+
+def cpus_of_tasks() -> float:
+    """How many CPUs of the nodes that may take workers tasks hold now: what neither is free, nor in a placement group,
+    nor an actor's."""
+    free = free_of_nodes()
+    all_there_is: Mapping[str, Resources] = ray_state.total_resources_per_node()  # type: ignore[no-untyped-call]
+    held = 0.0
+    mine = {node["NodeID"] for node in ray.nodes() if node["Alive"] and _takes_workers(node)}  # type: ignore[no-untyped-call]
+    for node_id in mine & free.keys() & all_there_is.keys():
+        total = all_there_is[node_id]
+        groups = sum(amount for name, amount in total.items() if GROUP_CPUS.fullmatch(name))
+        held += total.get("CPU", 0.0) - free[node_id].get("CPU", 0.0) - groups
+    accessor = ray_state.state._connect_and_get_accessor()
+    for one in accessor.get_actor_table(None, "ALIVE"):
+        actor = gcs_pb2.ActorTableData.FromString(one)  # type: ignore[attr-defined]
+        if actor.address.node_id.hex() in mine:
+            held -= actor.required_resources.get("CPU", 0.0)
+    return max(held, 0.0)  # Ray tells the parts one after the other
 
 
 def is_settling(spec: TrainingSpec) -> bool:

@@ -21,12 +21,13 @@ FIELD = "spec.transform"
 class Preprocessing:
     """The steps of the job's own transform that its input column depends on, and no others. Immutable."""
 
-    def __init__(self, spec: TrainingSpec, columns: Sequence[Column]) -> None:
-        """`columns` are the version's. Raises `InvalidArgument` naming the step, or `spec.input_column`."""
+    def __init__(self, spec: TrainingSpec, columns: Sequence[Column], *, asked: bool = False) -> None:
+        """`columns` are the version's; `asked` as in `Pipeline`. Raises `InvalidArgument` naming the step, or
+        `spec.input_column`."""
         self.input_column = spec.input_column
         self._version = spec.dataset_version
         given = schema_of_columns(columns)
-        whole = Pipeline.from_config(spec.transform, spec.input_column, FIELD)
+        whole = Pipeline.from_config(spec.transform, spec.input_column, FIELD, asked=asked)
         _check_steps(whole)
         schemas = _schemas(whole, given, spec)
         self._made = schemas[-1].get(spec.input_column)
@@ -105,7 +106,7 @@ def _schemas(pipeline: Pipeline, given: Schema, spec: TrainingSpec) -> list[Sche
     for index, step in enumerate(pipeline.steps):
         if spec.input_column not in schemas[-1] and spec.input_column in step.reads:
             break
-        schemas.append(Pipeline(pipeline.steps[: index + 1], field=FIELD).output(given))
+        schemas.append(pipeline.with_steps(pipeline.steps[: index + 1]).output(given))
     else:
         if spec.input_column in {*given, *schemas[-1]}:
             return schemas

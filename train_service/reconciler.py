@@ -12,9 +12,9 @@ from shared.settings import service_settings, spare_attempt
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging
 from train_service.cluster_memory import ClusterMemory
-from train_service.domain.spec import TrainingSpec
+from train_service.domain.spec import RAY_DATA, TrainingSpec
 from train_service.endings import tell_lost
-from train_service.ingest_room import ingest_beside
+from train_service.ingest_room import IngestRoom
 from train_service.placement import is_settling, lacking, totals
 from train_service.reporting import TRAIN_KIND
 from train_service.sweeps.trials import SWEEP_KIND, end_trials
@@ -27,14 +27,18 @@ SETTLED_WITHIN_S = 5.0
 CLUSTER_LOOK_EVERY_S = 5.0
 
 
-def lacks(store: ObjectStore, job: JobRecord) -> str:
+def lacks(room: IngestRoom, job: JobRecord) -> str:
     """What the cluster lacks for the fewest workers that the job may go on with."""
     spec = TrainingSpec.from_config(job.spec["training"])
-    if missing := lacking(spec, partial(ingest_beside, store, job.name)):
+    if missing := lacking(spec, partial(room.beside, job.name)):
         return missing
     ended_now = job.state is JobState.RECOVERING and time.time() - job.update_time < SETTLED_WITHIN_S
     waits = ended_now and not spec.local and is_settling(spec)
-    return "the workers of the last attempt to end" if waits else ""
+    if waits:
+        return "the workers of the last attempt to end"
+    if spec.ingest == RAY_DATA and not spec.local:
+        room.begins(job.name)  # for those that are looked at behind it
+    return ""
 
 
 class ClusterWatch:
@@ -51,20 +55,30 @@ class ClusterWatch:
             self._memory.note(totals())
 
 
-def main() -> None:
-    settings = service_settings(os.environ, "127.0.0.1:0")
-    configure_logging("train-reconciler", settings.log_level)
-    prepare = PREPARE if spare_attempt(os.environ) else ""
-    training = JobKind(
+def training(store: ObjectStore, prepare: str = "") -> JobKind:
+    """Training jobs in that store, which are looked at one after the other."""
+    room, watch = IngestRoom(store), ClusterWatch()
+
+    def looks(store: ObjectStore) -> None:
+        room.look()
+        watch(store)
+
+    return JobKind(
         name=TRAIN_KIND,
         entry=ENTRY,
         prepare=prepare,
-        lacks=partial(lacks, open_store(settings.store)),
+        lacks=partial(lacks, room),
         lost=tell_lost,
         spare_beside_work=True,
-        looks=ClusterWatch(),
+        looks=looks,
     )
-    run_reconciler(settings, training, JobKind(name=SWEEP_KIND, entry=SWEEP_ENTRY, ended=end_trials))
+
+
+def main() -> None:
+    settings = service_settings(os.environ, "127.0.0.1:0")
+    configure_logging("train-reconciler", settings.log_level)
+    kind = training(open_store(settings.store), PREPARE if spare_attempt(os.environ) else "")
+    run_reconciler(settings, kind, JobKind(name=SWEEP_KIND, entry=SWEEP_ENTRY, ended=end_trials))
 
 
 if __name__ == "__main__":

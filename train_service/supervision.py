@@ -13,7 +13,7 @@ from statistics import median
 import ray
 from ray.exceptions import RayError
 
-from shared.errors import MillraceError, Unavailable
+from shared.errors import STORE_OUTAGES, MillraceError, Unavailable
 from shared.jobs import AttemptContext, warm_workers
 from shared.jobs.nodes import draining_nodes
 from shared.jobs.transitions import PREEMPTED, RESIZED
@@ -72,6 +72,8 @@ class Supervision:
         self._training_since: float | None = None
         # What the ranks were asked to stop for; see `reporting`.
         self._asked = GO_ON
+        # What whoever finds this process gone shall know.
+        self._leaving = self._noted = False
         self.cause: MillraceError | None = None
 
     def __enter__(self) -> Supervision:
@@ -103,6 +105,8 @@ class Supervision:
         # Also while it makes way for another size: a node may go before it has.
         if self.cause is None or self.cause.specific_reason == RESIZED:
             self._look_for_drains(ranks)
+        if self._leaving and not self._noted:
+            self._note_leaving()
         if self.cause is None and self._size is not None and self._workers < self._spec.num_workers:
             self._look_for_room(self._size, ranks)
         if self.cause is None:
@@ -175,7 +179,15 @@ class Supervision:
             logger.warning("%s: %s", self.cause.message, ", ".join(leaving))
             self._asked = PREEMPT
             self._pulses.ask_to_stop(PREEMPT)
-            patient(self._context.note_leaving, "what is known of a node", STORE_PATIENCE_S)
+            self._leaving = True
+
+    def _note_leaving(self) -> None:
+        """Once, and at the next look where the store is away: there is more to look after than that."""
+        try:
+            self._context.note_leaving()
+            self._noted = True
+        except STORE_OUTAGES as error:
+            logger.warning("%s; what is known of a node is noted later", error.message)
 
     def _look_for_room(self, own: Size, ranks: list[Heard]) -> None:
         now = time.monotonic()
@@ -183,7 +195,8 @@ class Supervision:
             return
         self._looked_for_room = now
         beside = partial(ingest_beside, self._context.store, self._context.job.name)
-        size = size_now(self._spec, beside, own.held(Counter(one.node_id for one in ranks)))
+        held = own.held(Counter(one.node_id for one in ranks))
+        size = size_now(self._spec, beside, held, own.workers)
         # Workers of another kind, as with GPUs that have come, are no more or fewer of these.
         if size.bundle != own.bundle or size.workers <= own.workers or not self._pays():
             self._room_since = None

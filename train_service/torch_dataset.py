@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterator
 from contextlib import closing
@@ -82,10 +83,11 @@ class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         which of an epoch that was done by then is nothing. Raises `ValueError` for one that the run does not have."""
         steps = self._loader.steps_per_epoch
         epochs = self._loader.total_steps // steps
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < epochs:
+        number = _whole(epoch)
+        if number is None or not 0 <= number < epochs:
             raise ValueError(f"epoch is {epoch!r}; use 0 to {epochs - 1}")
-        self._step = max(epoch * steps, self._restored)
-        self._end = (epoch + 1) * steps
+        self._step = max(number * steps, self._restored)
+        self._end = (number + 1) * steps
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step}
@@ -98,6 +100,16 @@ class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
             raise ValueError(f"state: step is {step!r}; use what state_dict gave, 0 to {self._loader.total_steps}")
         self._step = self._restored = step
         self._end = self._loader.total_steps
+
+
+def _whole(number: object) -> int | None:
+    """Of any type of whole numbers, numpy's among them; None for what is none, as a bool."""
+    if isinstance(number, bool):
+        return None
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def _settings(url: str) -> StoreSettings:

@@ -58,7 +58,7 @@ def check_fits(spec: TrainingSpec, version: DatasetVersion) -> TensorSpec:
     check_rows(spec, names[spec.train_split].row_count)
     # An operator's function must not hang or end the service that answers.
     with functions_in_children():
-        prepared = Preprocessing(spec, version.columns).output
+        prepared = Preprocessing(spec, version.columns, asked=True).output
     dimensions = input_dimensions(spec.model.builder)
     fits = bool(prepared.shape) and dimensions in (None, len(prepared.shape))
     if prepared.dtype != "float32" or not fits or prepared.shape[0] != spec.model.in_channels:

@@ -131,7 +131,19 @@ class _Sending:
         renewed = Patience().calling(self._start)
         if renewed.create_time != self._upload.create_time:
             raise NotFound(f"{self.name} was aborted meanwhile", metadata={"resource": self.name})
+        if _layout(renewed) != _layout(self._upload):
+            # As after an upgrade of the service. What is sent already would be mixed with parts that overlap it.
+            raise FailedPrecondition(
+                f"the parts of {self.name} are cut otherwise than when it was started",
+                reason="PARTS_CHANGED",
+                metadata={"resource": self.name},
+                remedy=f"abort_upload({self.name!r}), and send the file anew",
+            )
         self._upload = renewed
+
+
+def _layout(upload: resources_pb2.Upload) -> list[tuple[int, int]]:
+    return [(part.offset, part.size_bytes) for part in upload.presigned_parts]
 
 
 def _may_pass(error: HTTPError) -> bool:

@@ -55,7 +55,7 @@ class CommonColumns:
     def _refuse_lossy_labels(self, source: OpenSource) -> None:
         """`column_types` may have made the labels another type than that of numbers."""
         names = source.rows.class_names
-        if names is None or list(names) == self.value_names.get(LABEL):
+        if not names or list(names) == self.value_names.get(LABEL):
             return
         kind = source.rows.schema.field(LABEL).type
         numbers = np.concatenate([np.arange(len(names)), self._numbers(names)])

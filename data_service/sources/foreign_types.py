@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.types as kinds
 
 from data_service.domain.row_casts import CastRefused, cast_between
-from shared.dataset_version.columns import scalar_remedy
+from shared.dataset_version.columns import is_tensor, logical_field, scalar_remedy
+from shared.errors import InvalidArgument
 
 
 def plain_type(given: pa.DataType) -> pa.DataType:
@@ -32,11 +33,26 @@ def is_foreign(plain: pa.DataType) -> bool:
     return not any(check(plain) for check in simply_others) and scalar_remedy(plain) is not None
 
 
+def has_cast(given: pa.DataType) -> bool:
+    """Whether only `column_types` make a column of that type one of a version: its values are foreign, or an extension
+    says that they are more than they look like."""
+    extended = isinstance(given, pa.BaseExtensionType) and not is_tensor(given)
+    return extended or is_foreign(plain_type(given))
+
+
+def kept_type(plain: pa.DataType) -> pa.DataType:
+    """That of the column which a version makes of such values by itself; foreign ones stay what they are."""
+    try:
+        return logical_field(pa.field("", plain)).type
+    except InvalidArgument:
+        return plain
+
+
 def is_castable(plain: pa.DataType, wanted: pa.DataType) -> bool:
     if kinds.is_nested(plain):
         return False
     try:
-        cast_between(plain, wanted)
+        cast_between(kept_type(plain), wanted)
     except CastRefused:
         return False
     return True

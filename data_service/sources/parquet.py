@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyarrow.types as kinds
 
 from data_service.domain.parquet_footer import Footer, FooterError, parse_footer
 from data_service.domain.parquet_pages import DELTA_BYTE_ARRAY, DELTA_LENGTH_BYTE_ARRAY, Page, PageError, pages
@@ -53,7 +54,7 @@ class ParquetRows:
             footer = self._footer(opened)
             given = _parquet(opened).schema_arrow
             self._texts = [field.name for field in given if is_text(field.type)]
-            self.schema = logical_schema_of(file, given, types)
+            self.schema = self._logical_schema(given)
         claimed_bytes = sum(group.total_bytes for group in footer.row_groups)
         fixed_bytes = row_bytes(pa.schema([field for field in self.schema if not is_text(field.type)])) or 0
         if fixed_bytes > MAX_ROW_BYTES:
@@ -66,7 +67,7 @@ class ParquetRows:
         with self._opened() as opened:
             footer = self._footer(opened)
             parquet = _parquet(opened, self._texts)
-            if logical_schema_of(self._file, parquet.schema_arrow, self._types) != self.schema:
+            if self._logical_schema(parquet.schema_arrow) != self.schema:
                 raise self._file.corrupt("it changed while it was read")
             whole = self._check_pages(opened, footer, parquet.schema)
             batch_rows = self._batch_rows
@@ -78,6 +79,14 @@ class ParquetRows:
                 if size_bytes > interface.MAX_DECODED_BYTES:
                     raise self._file.corrupt(f"{batch.num_rows} of its rows decode to {size_bytes} bytes")
                 yield columns.table(batch, bad)
+
+    def _logical_schema(self, given: pa.Schema) -> pa.Schema:
+        for field in given:
+            if isinstance(field.type, pa.BaseExtensionType) and kinds.is_dictionary(field.type.storage_type):
+                # Arrow aborts the process behind the last batch of such a column.
+                remedy = "which cannot be read from Parquet; write its values without a dictionary"
+                raise self._file.corrupt(f"column {field.name!r} has the type {field.type}, {remedy}")
+        return logical_schema_of(self._file, given, self._types)
 
     @contextmanager
     def _opened(self) -> Iterator[BinaryIO]:

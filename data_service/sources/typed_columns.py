@@ -13,7 +13,7 @@ import pyarrow.types as kinds
 from numpy.typing import NDArray
 
 from data_service.domain.row_casts import Fits, cast_between, cast_rows, rows_without_nulls
-from data_service.sources.foreign_types import is_castable, is_foreign, plain_type, suggested_type
+from data_service.sources.foreign_types import has_cast, is_castable, is_foreign, kept_type, plain_type, suggested_type
 from data_service.sources.interface import BadRowSink, excerpt_of
 from data_service.sources.source_files import SourceFile
 from shared.dataset_version.column_names import MAX_COLUMNS, name_problem
@@ -119,7 +119,7 @@ class TypedColumns:
             column, fits = _logical(given, field.type)
             columns.append(column)
             if fits is not None:
-                misfits.append(_Misfit(fits, _reason(field, foreign=is_foreign(plain_type(given.type)))))
+                misfits.append(_Misfit(fits, _reason(field, cast=has_cast(given.type))))
             if not field.nullable and column.null_count:
                 # Writers take a schema's word, and so did pyarrow of whoever made this one.
                 reason = f"column {field.name!r} is null, and its schema says that it never is; declare it nullable"
@@ -154,10 +154,10 @@ def shown_row(rows: pa.RecordBatch | pa.Table, row: int) -> str:
     return excerpt_of(", ".join(shown))
 
 
-def _reason(field: pa.Field, *, foreign: bool) -> str:
+def _reason(field: pa.Field, *, cast: bool) -> str:
     if is_tensor(field.type):
         return f"column {field.name!r} has nulls, and a tensor has no place for them"
-    if foreign:
+    if cast:
         return f"column {field.name!r} does not fit {field.type}"
     if kinds.is_timestamp(field.type):
         return f"column {field.name!r} is beyond the times that milliseconds can tell"
@@ -170,9 +170,26 @@ def _logical(given: pa.Array, wanted: pa.DataType) -> tuple[pa.Array, Fits]:
     storage = given.storage if isinstance(given, pa.ExtensionArray) else given
     if kinds.is_dictionary(storage.type):
         storage = storage.dictionary_decode()
-    if not is_tensor(wanted) and is_foreign(storage.type):
-        cast = cast_between(storage.type, wanted)
-        return (storage, None) if cast is None else cast_rows(storage, cast)
+    if not is_tensor(wanted) and has_cast(given.type):
+        return _as_given(storage, wanted)
+    return _as_kept(storage, wanted)
+
+
+def _as_given(storage: pa.Array, wanted: pa.DataType) -> tuple[pa.Array, Fits]:
+    """By the cast that the column would have, were its values all that it is."""
+    kept = kept_type(storage.type)
+    values, are_kept = (storage, None) if is_foreign(storage.type) else _as_kept(storage, kept)
+    cast = cast_between(kept, wanted)
+    if cast is None:
+        return values, are_kept
+    made, fits = cast_rows(values, cast)
+    if are_kept is None:
+        return made, fits
+    return made, are_kept if fits is None else are_kept & fits
+
+
+def _as_kept(storage: pa.Array, wanted: pa.DataType) -> tuple[pa.Array, Fits]:
+    """By the type that such values have in a version."""
     if is_tensor(wanted):
         return _tensors(storage, wanted)
     if kinds.is_string(wanted):

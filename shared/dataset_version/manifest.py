@@ -55,6 +55,8 @@ class DataFile:
     # Of the last `footer_bytes` of the file: what page checksums do not cover.
     footer_bytes: int
     footer_sha256: str
+    # Of its values, each as often as rows have it: what `row_groups.raw_bytes` counts. Older files do not tell it.
+    raw_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +118,9 @@ class Manifest:
         record = {**asdict(self), "format": FORMAT, "row_count": self.row_count, "size_bytes": self.size_bytes}
         if self.prediction is None:
             del record["prediction"]  # so that other versions have the digests that they had before there were any
+        for file in record["files"]:
+            if file["raw_bytes"] is None:
+                del file["raw_bytes"]  # likewise
         return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod

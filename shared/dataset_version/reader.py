@@ -111,12 +111,15 @@ class VersionReader:
         return size_bytes + min(self._hidden_of_group(row_group.file_index), max(most - texts, 0))
 
     def _hidden_of_group(self, file_index: int) -> int:
-        """On the average: a file has at most `MAX_FILE_BYTES` of values, and its footer tells of how many."""
+        """On the average: its footer tells of how many of a file's values, of which there are at most `MAX_FILE_BYTES`
+        where the manifest does not count them."""
         if file_index not in self._hidden_bytes:
             footer = self._footer(file_index)
             groups = range(footer.num_row_groups)
             told = sum(footer.row_group(index).total_byte_size for index in groups)
-            self._hidden_bytes[file_index] = max(MAX_FILE_BYTES - told, 0) // len(groups)
+            counted = self._files[file_index].raw_bytes
+            raw_bytes = MAX_FILE_BYTES if counted is None else counted
+            self._hidden_bytes[file_index] = max(raw_bytes - told, 0) // len(groups)
         return self._hidden_bytes[file_index]
 
     def _columns(self, row_group: RowGroup, columns: Sequence[str] | None) -> list[pq.ColumnChunkMetaData]:

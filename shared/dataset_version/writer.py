@@ -174,4 +174,5 @@ class _OpenFile:
             sha256=digest,
             footer_bytes=footer_bytes,
             footer_sha256=sha256_hex(footer),
+            raw_bytes=self.raw_bytes,
         )

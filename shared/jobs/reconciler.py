@@ -46,7 +46,8 @@ class JobKind:
     """`entry` is `module:function`, the jobs' entry function, importable on Ray's nodes. With `prepare`, a function
     named likewise, an actor that has called it waits for the next attempt; it holds a process's memory, and no
     processor. `lacks` tells what the cluster lacks for a job's next attempt, and no attempt begins until that is
-    nothing. `lost` is told of each attempt whose process is gone, at least once, before its job is. `ended` is told
+    nothing. `lost` is told of each attempt whose process is gone, at least once, before its job is; where it
+    knows better why that was, it takes the note of a node that leaves away. `ended` is told
     of each job that is final, at least once, whoever wrote its end; where it raises, again at the next look. With
     `spare_beside_work` the prepared actor is there while an attempt is at work, too: for jobs that run long and should
     resume soon. `looks` is called before each look at the jobs.
@@ -198,6 +199,9 @@ class Reconciler:
 
     def _lost(self, live: LiveJob, job: JobRecord) -> None:
         """No actor works on it: it died, or its node or its Ray cluster did."""
+        self._missing.pop(live.uid, None)
+        # Before the transition: should we end in between, the next look tells it again.
+        self._kind.lost(self._store, job)
         leaving = self._jobs.was_leaving(live.folder, job.attempt)
 
         def decide(newest: JobRecord) -> JobRecord:
@@ -213,9 +217,6 @@ class Reconciler:
             cause = Unavailable(why, reason=PREEMPTED if leaving else "ATTEMPT_LOST")
             return lose_attempt(newest, cause, time.time())
 
-        self._missing.pop(live.uid, None)
-        # Before the transition: should we end in between, the next look tells it again.
-        self._kind.lost(self._store, job)
         after = self._jobs.transition(live.folder, decide, attempt=job.attempt)
         logger.warning("%s: attempt %d has no process; now %s", job.name, job.attempt, after.state)
 

@@ -189,6 +189,10 @@ class Jobs:
         except ObjectMissing:
             return False
 
+    def forget_leaving(self, folder: str) -> None:
+        """Takes back what was noted of an attempt: it ended for another reason."""
+        self._store.delete(f"{folder}/{LEAVING}")
+
     def _mark(self, folder: str, job: JobRecord, generation: int) -> str:
         marker = f"live/{self.kind}/{job.uid}.{generation}.json"
         self._store.put(marker, json.dumps({"folder": folder, "marked_at": time.time()}).encode())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shared.errors import InvalidArgument, first_line, invalid_field
 from shared.installed import MODELS, load_installed
 from shared.model_spec import ModelSpec
 from shared.models.mlp import MLP, build_mlp
-from shared.models.torchvision_models import PREFIX, build_torchvision
+from shared.models.torchvision_models import PREFIX, build_torchvision, known_builders
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,17 @@ def build_model(spec: ModelSpec, path: str = "model") -> nn.Module:
     if spec.builder == MLP:
         return build_mlp(spec, path)
     return _build_installed(spec, path)
+
+
+def import_builder(builder: str, field: str) -> None:
+    """Imports what `build_model` will need: of a package that may take long, and is no work of the model's.
+
+    Raises `InvalidArgument` naming `field` for an unknown builder of packages, or one whose import fails.
+    """
+    if builder.startswith(PREFIX):
+        known_builders()
+    elif builder != MLP:
+        _installed(builder, field)
 
 
 def input_dimensions(builder: str) -> int | None:
@@ -53,8 +64,7 @@ def _build_installed(spec: ModelSpec, path: str) -> nn.Module:
     """`millrace.models`: called as `builder(in_channels, num_classes, **kwargs)`, gives an `nn.Module`."""
     from torch import nn
 
-    known = "a classifier of torchvision, e.g. torchvision.resnet18, mlp,"
-    builder = load_installed(MODELS, spec.builder, f"{path}.builder", known)
+    builder = _installed(spec.builder, f"{path}.builder")
     try:
         model = builder(spec.in_channels, spec.num_classes, **spec.kwargs)
     except InvalidArgument:
@@ -65,3 +75,7 @@ def _build_installed(spec: ModelSpec, path: str) -> nn.Module:
         remedy = f"it made a {type(model).__name__}; it must make a torch.nn.Module"
         raise invalid_field(f"{path}.builder", spec.builder, remedy)
     return model
+
+
+def _installed(builder: str, field: str) -> Any:
+    return load_installed(MODELS, builder, field, "a classifier of torchvision, e.g. torchvision.resnet18, mlp,")

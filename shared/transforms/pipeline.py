@@ -9,6 +9,7 @@ from google.protobuf import json_format
 
 from millrace.common.v1 import transform_pb2
 from shared.dataset_version.column_names import MAX_COLUMNS, name_problem
+from shared.dataset_version.columns import ROW_ID
 from shared.errors import InvalidArgument
 from shared.transforms.batch import Batch
 from shared.transforms.fitting import Fitter
@@ -26,12 +27,16 @@ MAX_STEPS = 256
 
 
 class Pipeline:
-    """Immutable and picklable. `field` is the path under which errors name the steps."""
+    """Immutable and picklable. `field` is the path under which errors name the steps; `asked` says that somebody asks
+    for them now: names and numbers of columns that were recorded before they were bounded stay as they are."""
 
-    def __init__(self, steps: Sequence[Step], default_column: str = "", field: str = "transform") -> None:
+    def __init__(
+        self, steps: Sequence[Step], default_column: str = "", field: str = "transform", *, asked: bool = False
+    ) -> None:
         self.steps = list(steps)
         self._column = default_column
         self._field = field
+        self._asked = asked
 
     @classmethod
     def from_proto(
@@ -41,11 +46,31 @@ class Pipeline:
         field: str = "transform",
         custom_allowed: Collection[str] | None = None,
     ) -> Pipeline:
-        """`default_column` is the column of steps that name none. Custom functions must be among `custom_allowed`;
-        None allows all, for workers whose pipeline has passed the check.
+        """The pipeline that a request asks for. `default_column` is the column of steps that name none. Custom
+        functions must be among `custom_allowed`; None allows all.
 
         Raises `InvalidArgument` naming the step, below the path `field`.
         """
+        return cls._built(transform, default_column, field, custom_allowed, asked=True)
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], default_column: str = "", field: str = "transform", *, asked: bool = False
+    ) -> Pipeline:
+        """The inverse of `config`."""
+        transform = json_format.ParseDict(dict(config), transform_pb2.Transform())
+        return cls._built(transform, default_column, field, None, asked=asked)
+
+    @classmethod
+    def _built(
+        cls,
+        transform: transform_pb2.Transform,
+        default_column: str,
+        field: str,
+        custom_allowed: Collection[str] | None,
+        *,
+        asked: bool,
+    ) -> Pipeline:
         if len(transform.steps) > MAX_STEPS:
             raise step_error(
                 field, StepError(f"there are {len(transform.steps)} steps; use at most {MAX_STEPS}", "steps")
@@ -53,16 +78,12 @@ class Pipeline:
         steps = []
         for index, message in enumerate(transform.steps):
             try:
+                if asked:
+                    _refuse_very_many(message)
                 steps.append(build_step(message, default_column, custom_allowed))
             except StepError as error:
                 raise step_error(f"{field}.steps[{index}]", error) from None
-        return cls(steps, default_column, field)
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], default_column: str = "", field: str = "transform") -> Pipeline:
-        """The inverse of `config`."""
-        transform = json_format.ParseDict(dict(config), transform_pb2.Transform())
-        return cls.from_proto(transform, default_column, field)
+        return cls(steps, default_column, field, asked=asked)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -142,11 +163,11 @@ class Pipeline:
 
     def then(self, other: Pipeline) -> Pipeline:
         """This pipeline, and `other` on what it makes."""
-        return Pipeline([*self.steps, *other.steps], other._column, self._field)
+        return Pipeline([*self.steps, *other.steps], other._column, self._field, asked=self._asked)
 
     def with_steps(self, steps: Sequence[Step]) -> Pipeline:
         """The same with other steps."""
-        return Pipeline(steps, self._column, self._field)
+        return Pipeline(steps, self._column, self._field, asked=self._asked)
 
     def _schemas(self, given: Schema, field: str = "") -> list[Schema]:
         """The columns before each step and, last, after all."""
@@ -154,7 +175,10 @@ class Pipeline:
         for index, step in enumerate(self.steps):
             path = f"{field or self._field}.steps[{index}]"
             try:
-                schemas.append(_checked(step.output(schemas[-1]), schemas[-1]))
+                made = _checked(step.output(schemas[-1]))
+                if self._asked:
+                    _refuse_new_columns(made, schemas[-1])
+                schemas.append(made)
             except StepError as error:
                 raise step_error(path, error) from None
         return schemas
@@ -169,13 +193,27 @@ class Pipeline:
                 )
 
 
-def _checked(made: Schema, given: Schema) -> Schema:
-    """As imports check the columns of a source."""
+def _checked(made: Schema) -> Schema:
     if not made:
         raise StepError("it leaves no column; keep at least one")
+    for name in made:
+        if name in ("", ROW_ID):
+            raise StepError(f"a column must not be named {name!r}; choose another name")
+    return made
+
+
+def _refuse_very_many(message: transform_pb2.TransformStep) -> None:
+    """Names of columns in one step."""
+    op = message.WhichOneof("op")
+    named = len(getattr(getattr(message, op), "columns", ())) if op else 0
+    if named > MAX_COLUMNS:
+        raise StepError(f"{named}: name at most {MAX_COLUMNS}", f"{op}.columns")
+
+
+def _refuse_new_columns(made: Schema, given: Schema) -> None:
+    """As imports check the columns of a source."""
     if len(made) > max(MAX_COLUMNS, len(given)):
         raise StepError(f"it makes {len(made)} columns; a version has at most {MAX_COLUMNS}")
     for name in made:
         if name not in given and (problem := name_problem(name)):
             raise StepError(problem)
-    return made

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from millrace.common.v1 import transform_pb2
-from shared.dataset_version.column_names import MAX_COLUMNS, repeated
+from shared.dataset_version.column_names import repeated
 from shared.errors import shown
 from shared.transforms.batch import Batch
 from shared.transforms.problems import StepError
@@ -95,7 +95,6 @@ class Rename(Step):
     def of(cls, message: transform_pb2.Rename, column: str) -> Self:
         if not message.columns:
             raise StepError("name at least one column", "rename.columns")
-        _bounded(len(message.columns), "rename.columns")
         return cls(tuple(sorted(message.columns.items())))
 
     def to_proto(self) -> transform_pb2.TransformStep:
@@ -134,16 +133,9 @@ class Rename(Step):
 
 
 def named(columns: Sequence[str], at: str) -> tuple[str, ...]:
-    """Raises `StepError` unless there is at least one name, no more than a version may have, and none twice; `at` is
-    the field's path."""
+    """Raises `StepError` unless there is at least one name, and none twice; `at` is the field's path."""
     if not columns:
         raise StepError("name at least one column", at)
-    _bounded(len(columns), at)
     for index in repeated(columns):
         raise StepError(f"name {shown(columns[index])} once only", f"{at}[{index}]")
     return tuple(columns)
-
-
-def _bounded(count: int, at: str) -> None:
-    if count > MAX_COLUMNS:
-        raise StepError(f"{count}: name at most {MAX_COLUMNS}", at)

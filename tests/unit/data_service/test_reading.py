@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from data_service.reading import MESSAGE_BYTES, Selection, read_stream
 from millrace.data.v1 import data_service_pb2
 from shared.dataset_version import VersionReader, load_version
 from shared.dataset_version.version import IMPORT_KIND
+from shared.dataset_version.writer import _OpenFile
 from shared.errors import DataLoss, InvalidArgument, NotFound
 from shared.jobs import Jobs
 from shared.storage import ObjectStore
@@ -186,6 +188,32 @@ def test_short_texts_are_read_many_groups_at_a_time(store: ObjectStore, monkeypa
     assert len(sizes_read(store, monkeypatch, ["few", "n"])) < 10
     assert len(sizes_read(store, monkeypatch, ["few", "many"])) < 25
     assert len(sizes_read(store, monkeypatch, ["n"])) == 1
+
+
+@pytest.mark.parametrize("rows", [2_560, 20_000])
+def test_a_small_file_of_short_texts_is_read_at_once(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    cities = np.random.default_rng(1).choice(["Berlin", "Paris", "Rome", "Oslo"], rows)
+    notes = [f"n{number}" for number in np.random.default_rng(2).integers(0, 10**6, rows)]
+    commit_tables(store, {"train": pa.table({"id": range(rows), "city": cities.tolist(), "note": notes})})
+    chunks = sizes_read(store, monkeypatch, [])
+    assert len(chunks) <= 2
+    assert max(chunks) < reading.CHUNK_BYTES
+
+
+def test_a_version_that_was_made_before_files_told_their_values_is_read_as_well(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    describe = _OpenFile.describe
+    monkeypatch.setattr(_OpenFile, "describe", lambda *given: replace(describe(*given), raw_bytes=None))
+    rows = 20 * 256
+    commit_tables(store, {"train": pa.table({"text": repeated(["x" * 16_384], rows)})})
+    version = load_version(store, SOURCE)
+    assert [file.raw_bytes for file in version.manifest.files] == [None] * 2
+    sizes = sizes_read(store, monkeypatch, [])
+    assert sum(sizes) > 80 * MIB
+    assert max(sizes) < 4.1 * MIB
 
 
 def test_a_caption_beside_images_is_not_taken_for_as_large_as_they_are(

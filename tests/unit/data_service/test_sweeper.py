@@ -259,8 +259,33 @@ def test_operations_whose_job_was_never_made_go(
     sweeping.now += REQUEST_CLAIM_S + 60
     for _ in range(3):
         sweeping.sweeper.sweep()
-    assert sorted(operation_ids(store)) == ["import-a", "predict-c", "transform-b"]
+    assert sorted(operation_ids(store)) == ["import-a", "import-c", "transform-b"]
     assert store.exists("operations/deploy-x/operation.json")
+
+
+def test_an_operation_whose_job_was_found_is_not_read_again(
+    store: ObjectStore, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(store)
+    record_operation(store, sweeping.jobs.get(VERSION, VERSION))
+    sweeping.now += REQUEST_CLAIM_S + 60
+    read: list[str] = []
+    get = store.get
+
+    def counted(key: str) -> bytes:
+        read.append(key)
+        return get(key)
+
+    monkeypatch.setattr(store, "get", counted)
+    sweeping.sweeper.sweep()
+    assert [key for key in read if key.startswith("operations/")]
+    read.clear()
+    sweeping.sweeper.sweep()
+    assert not [key for key in read if key.startswith("operations/")]
+
+    Deletions(store, sweeping.jobs, lambda: sweeping.now).delete(VERSION)
+    sweeping.sweeper.sweep()
+    assert operation_ids(store) == []
 
 
 def test_uploads_are_swept_and_those_of_a_deleted_dataset_deleted(sweeping: Sweeping) -> None:

@@ -10,15 +10,28 @@ import pytest
 
 from shared.checkpoint.format import WEIGHTS
 from shared.errors import Internal, Unavailable
-from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
+from shared.jobs import AttemptContext, JobRecord, Jobs, JobState, reconciler
+from shared.jobs.reconciler import LOOKS_BEFORE_LOST, JobKind, Reconciler
 from shared.jobs.transitions import NO_ROOM, PREEMPTED, RESIZED, confirm_cancel, confirm_delete, request_delete
 from shared.log import StaleAttempt
+from shared.settings import ServiceSettings
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION
 from tests.unit.train_service.test_loop import ALONE, SPEC, config_of, entries, lose_and_begin, new_job, run_of
 from train_service.converters import event_to_proto
-from train_service.endings import FAILURE, HUNG, PREEMPTION, RESIZING, SUSPENDED, cause_of, result_of, tell_lost, told
+from train_service.endings import (
+    FAILURE,
+    HUNG,
+    PREEMPTION,
+    RESIZING,
+    SUSPENDED,
+    cause_of,
+    result_of,
+    tell_end,
+    tell_lost,
+    told,
+)
 from train_service.events import EventKind, EventLog
 from train_service.loop import Run, Stopped
 from train_service.pulse import Pulse
@@ -59,6 +72,29 @@ def test_the_process_of_an_attempt_that_went_with_its_node_was_taken_away(store:
     tell_lost(store, job(2))
 
     assert [one.payload["cause"] for one in EventLog(store, JOB).after(0)] == [FAILURE, PREEMPTION]
+
+
+@pytest.mark.parametrize(("ended_as", "counted"), [(HUNG, (1, 0)), (FAILURE, (1, 0)), ("", (0, 1))])
+def test_an_attempt_that_told_another_end_of_itself_was_not_taken_away(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, ended_as: str, counted: tuple[int, int]
+) -> None:
+    """A node was about to be taken, but the attempt hung before and ended its own process."""
+    monkeypatch.setattr(reconciler, "find_actor", lambda _: None)
+    new_job(store, JOB)
+    jobs = Jobs(store, TRAIN_KIND)
+    context = AttemptContext(store, jobs, JOB, jobs.get(JOB, JOB))
+    context.note_leaving()
+    if ended_as:
+        tell_end(context, ended_as, "by itself")
+
+    kind = JobKind(name=TRAIN_KIND, entry="no:entry", lost=tell_lost, lacks=lambda _: "all")
+    one = Reconciler(ServiceSettings(listen="", store=store.settings), kind)
+    for _ in range(LOOKS_BEFORE_LOST):
+        one.reconcile()
+
+    after = jobs.get(JOB, JOB)
+    assert after.state is JobState.RECOVERING
+    assert (after.failures, after.preemptions) == counted
 
 
 def test_attempts_that_never_began_to_tell_have_an_end_too(store: ObjectStore) -> None:

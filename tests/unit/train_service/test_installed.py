@@ -19,6 +19,7 @@ from shared.model_spec import ModelSpec
 from shared.models import build_model
 from tests.support.example import install_example
 from tests.unit.train_service.learning import CLASSES, INPUT, NUMBERS, ROWS, SPEC, WIDTH, batch, learner, trained
+from train_service import trial_limit
 from train_service.domain.spec import LossSpec, TrainingSpec
 from train_service.model_check import check_model
 
@@ -45,6 +46,21 @@ def refusal(spec: TrainingSpec) -> tuple[str, str]:
         check_model(spec, INPUT)
     ((path, text),) = refused.value.fields
     return path, text
+
+
+def test_a_package_whose_import_takes_long_is_no_large_model(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is on which it is imported."""
+    slow = site / "millrace_example_slow.py"
+    work = "import time\ntime.sleep(0.5)\nend = time.thread_time() + 0.5\nwhile time.thread_time() < end: pass\n"
+    slow.write_text(work + "from millrace_example import TwoBranches\n")
+    info = site / "millrace_example_slow-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: millrace-example-slow\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[millrace.models]\nslow-to-import = millrace_example_slow:TwoBranches\n")
+    check_model(replace(SPEC, model=TWO_BRANCHES), INPUT)  # torch itself imports what it needs for a first trial
+    monkeypatch.setattr(trial_limit, "LIMIT_S", 0.3)
+
+    check_model(replace(SPEC, model=replace(TWO_BRANCHES, builder="slow-to-import")), INPUT)
 
 
 def test_a_model_a_loss_and_a_step_of_a_package_train_together() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shared.errors import InvalidArgument
+from shared.errors import InvalidArgument, ResourceExhausted
 from shared.model_spec import ModelSpec
 from shared.transforms import TensorSpec
 from tests.support.peak_memory import MEBIBYTE, growth_here
@@ -191,3 +191,28 @@ def test_a_model_that_is_endless_only_in_its_calls_is_refused(monkeypatch: pytes
         check_model(with_model("resnet18", width_per_group=64), IMAGE)
 
     assert [field for field, _ in refused.value.fields] == ["spec.model.kwargs"]
+
+
+class Slow(nn.Module):
+    """Its calls wait for something, and take no time of the processor's."""
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        for _ in range(5):
+            time.sleep(0.1)
+            given = given + 1
+        return given.flatten(1)[:, :10]
+
+
+def test_time_in_which_the_machine_does_something_else_is_not_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_check, "build_model", lambda *_: Slow())
+    monkeypatch.setattr(trial_limit, "LIMIT_S", 0.2)
+
+    model_check._check_outputs(SPEC, IMAGE)
+
+
+def test_a_check_that_the_machine_does_not_get_done_says_nothing_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_check, "build_model", lambda *_: Slow())
+    monkeypatch.setattr(trial_limit, "WALL_LIMIT_S", 0.2, raising=False)
+
+    with pytest.raises(ResourceExhausted, match="again"):
+        check_model(SPEC, IMAGE)

@@ -12,7 +12,7 @@ from shared.errors import Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt, lose_attempt
 from shared.storage import ObjectStore
-from train_service import placement
+from train_service import placement, reconciler
 from train_service.domain.spec import RAY_DATA, THREADS, TrainingSpec
 from train_service.ingest_room import ingest_beside
 from train_service.placement import Node, Size, lacking, size_now
@@ -23,19 +23,25 @@ from .domain.test_spec import GOOD
 B = "trainingJobs/b"
 
 
-def cluster(monkeypatch: pytest.MonkeyPatch, *nodes: Node) -> None:
+def cluster(monkeypatch: pytest.MonkeyPatch, *nodes: Node, tasks_hold: float = 0.0) -> None:
     monkeypatch.setattr(placement, "usable_nodes", lambda: list(nodes))
+    monkeypatch.setattr(placement, "cpus_of_tasks", lambda: tasks_hold, raising=False)
 
 
 def node(node_id: str, free: dict[str, float], total: dict[str, float]) -> Node:
     return Node(node_id, free, total)
 
 
+def pending(store: ObjectStore, name: str, spec: TrainingSpec) -> Jobs:
+    now, jobs = time.time(), Jobs(store, TRAIN_KIND)
+    config = {"training": spec.as_config()}
+    jobs.create(name, JobRecord(uid=uuid.uuid4().hex, name=name, spec=config, create_time=now, update_time=now))
+    return jobs
+
+
 def begun(store: ObjectStore, name: str, ingest: str) -> Jobs:
     """A job with an attempt at work."""
-    now, jobs = time.time(), Jobs(store, TRAIN_KIND)
-    spec = {"training": replace(GOOD, ingest=ingest).as_config()}
-    jobs.create(name, JobRecord(uid=uuid.uuid4().hex, name=name, spec=spec, create_time=now, update_time=now))
+    now, jobs = time.time(), pending(store, name, replace(GOOD, ingest=ingest))
     jobs.transition(name, lambda job: begin_attempt(job, now), attempt=1)
     return jobs
 
@@ -75,6 +81,74 @@ def test_other_jobs_are_looked_up_only_where_there_is_room(monkeypatch: pytest.M
 
     assert lacking(workers(2), never)
     assert size_now(workers(2), never).workers == 0
+
+
+def test_the_jobs_at_work_are_read_once_for_all_that_wait(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster(monkeypatch, node("n", {"CPU": 2.0}, {"CPU": 4.0}))
+    monkeypatch.setattr(reconciler, "totals", list)
+    begun(store, "trainingJobs/a", RAY_DATA)
+    waiting = [f"trainingJobs/p{number}" for number in range(20)]
+    for name in waiting:
+        pending(store, name, workers(2))
+    kind, jobs = reconciler.training(store), Jobs(store, TRAIN_KIND)
+    records = [jobs.get(name, name) for name in waiting]
+    reads: list[str] = []
+    get = type(store).get
+
+    def counted(self: ObjectStore, key: str) -> object:
+        reads.append(key)
+        return get(self, key)
+
+    monkeypatch.setattr(type(store), "get", counted)
+    for _ in range(2):
+        reads.clear()
+        kind.looks(store)
+        assert all("besides 1 CPU" in kind.lacks(job) for job in records)
+        assert 0 < len(reads) <= 4 * (len(waiting) + 1)
+
+    jobs.transition("trainingJobs/a", lambda job: lose_attempt(job, Unavailable("lost"), time.time()), attempt=1)
+    kind.looks(store)
+    assert kind.lacks(records[0]) == ""
+
+
+def test_a_job_that_begins_counts_for_those_behind_it_in_the_same_look(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster(monkeypatch, node("n", {"CPU": 2.0}, {"CPU": 2.0}))
+    monkeypatch.setattr(reconciler, "totals", list)
+    for name, spec in (("trainingJobs/a", workers(1, ingest=RAY_DATA)), (B, workers(2))):
+        jobs = pending(store, name, spec)
+    kind = reconciler.training(store)
+    kind.looks(store)
+    assert kind.lacks(jobs.get(B, B)) == ""
+
+    first = jobs.get("trainingJobs/a", "trainingJobs/a")
+    assert kind.lacks(first) == "", "and does not count for itself"
+    assert kind.lacks(first) == ""
+    assert "besides 1 CPU" in kind.lacks(jobs.get(B, B))
+
+
+def test_a_cpu_on_which_another_jobs_task_runs_is_not_asked_for_twice(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Job A has a worker, and one of its tasks runs just now."""
+    begun(store, "trainingJobs/a", RAY_DATA)
+
+    def beside() -> int:
+        return ingest_beside(store, B)
+
+    cluster(monkeypatch, node("n", {"CPU": 1.0}, {"CPU": 3.0}), tasks_hold=1.0)
+    assert lacking(workers(1), beside) == ""
+    assert size_now(workers(2, fewest=1), beside).workers == 1
+    assert "has 1 CPU free" in lacking(workers(2), beside)
+    # Its own job's worker and task, when it looks for room for a second worker.
+    own = Size(1, {"CPU": 1.0}).held({"n": 1})
+    assert size_now(workers(2, fewest=1, ingest=RAY_DATA), own=own).workers == 2
+
+    cluster(monkeypatch, node("n", {"CPU": 2.0}, {"CPU": 3.0}))
+    assert lacking(workers(1), beside) == ""
+    assert "has 1 CPU free" in lacking(workers(2), beside)
+    assert size_now(workers(3, fewest=1, ingest=RAY_DATA), own=own).workers == 2
 
 
 def test_workers_that_run_make_room_for_what_they_hold_and_not_for_what_the_next_would() -> None:

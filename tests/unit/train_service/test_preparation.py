@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from shared.dataset_stream import DatasetStream
 from shared.errors import Unavailable
+from shared.jobs.transitions import NO_ROOM
 from tests.unit.shared.test_dataset_stream import LONG_S, TABLE, Dataset, Executor, announce
 from train_service import preparation
+from train_service.domain.spec import TrainingSpec
+from train_service.placement import Node
 from train_service.preparation import prepared
+
+from .domain.test_spec import GOOD
 
 
 class Touches:
@@ -28,6 +34,12 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "POLL_S", 0.05)
     monkeypatch.setattr(preparation, "FIRST_WITHIN_S", 1.5)
     monkeypatch.setattr(preparation, "NEXT_WITHIN_S", 0.6)
+    free_cpus(monkeypatch, 1.0)
+
+
+def free_cpus(monkeypatch: pytest.MonkeyPatch, number: float) -> None:
+    nodes = [Node("n", {"CPU": number}, {"CPU": 2.0})]
+    monkeypatch.setattr(preparation, "usable_nodes", lambda: nodes, raising=False)
 
 
 def stream(dataset: Dataset) -> DatasetStream:
@@ -42,7 +54,7 @@ def without_a_cpu(executor: Executor) -> None:
 def test_who_waits_for_tasks_that_never_run_does_not_get_on_and_ends_with_the_cause() -> None:
     touched, began = Touches(), time.monotonic()
 
-    with pytest.raises(Unavailable, match="CPU") as stalled:
+    with pytest.raises(Unavailable, match="no row") as stalled:
         next(prepared(stream(Dataset(announce, without_a_cpu)), touched))
 
     assert stalled.value.specific_reason == "PREPARATION_STALLED"
@@ -87,3 +99,37 @@ def test_after_the_first_table_less_patience_is_enough_and_who_takes_them_may_ta
         next(tables)
     assert touched.count <= seen + 1  # as it began to wait
     assert 0.5 < time.monotonic() - began < 1.4
+
+
+def test_tasks_that_find_no_cpu_end_the_attempt_as_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is no failure: the next attempt waits for room."""
+    free_cpus(monkeypatch, 0.0)
+
+    with pytest.raises(Unavailable, match="no CPU") as stalled:
+        next(prepared(stream(Dataset(announce, without_a_cpu)), Touches()))
+
+    assert stalled.value.specific_reason == NO_ROOM
+
+
+@pytest.mark.parametrize(("timeout_s", "stalls"), [(1800.0, False), (0.0, True)])
+def test_a_step_that_may_take_half_an_hour_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, timeout_s: float, stalls: bool
+) -> None:
+    """Nothing comes for 900 s before the first table and after it, while the task is at work; its step is allowed to
+    take longer."""
+    monkeypatch.setattr(preparation, "FIRST_WITHIN_S", 600.0)
+    monkeypatch.setattr(preparation, "NEXT_WITHIN_S", 600.0)
+    step = {"custom": {"function": "some.module:function", "columns": ["image"], "timeoutS": timeout_s}}
+    spec = TrainingSpec.from_config({**GOOD.as_config(), "transform": {"steps": [step]}})
+    passed = [0.0]
+    monkeypatch.setattr(preparation, "time", SimpleNamespace(monotonic=lambda: passed[0]))
+    watch = preparation._Watch(stream(Dataset()), Touches(), preparation.longest_s(spec))
+
+    for _ in range(2):
+        passed[0] += 900.0
+        if stalls:
+            with pytest.raises(Unavailable):
+                watch.look()
+        else:
+            watch.look()
+        watch.got_on()

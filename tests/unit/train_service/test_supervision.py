@@ -11,17 +11,18 @@ from types import SimpleNamespace
 import pytest
 import ray
 
+from shared.errors import Unavailable
 from shared.jobs import AttemptContext, Jobs
 from shared.jobs.transitions import PREEMPTED, RESIZED
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore
 from tests.support.waiting import wait_until
 from tests.unit.train_service.test_loop import SPEC, events, new_job
-from train_service import supervision
+from train_service import placement, supervision
 from train_service.domain.watchdog import Phase
 from train_service.endings import FAILURE
 from train_service.events import EventKind
-from train_service.placement import Size
+from train_service.placement import Node, Size
 from train_service.pulse import Pulse
 from train_service.pulses import Pulses
 from train_service.reporting import PREEMPT, RESIZE, TRAIN_KIND
@@ -137,3 +138,51 @@ def test_a_drain_is_noted_for_whoever_finds_the_attempt_gone(
 
     assert jobs.was_leaving(JOB, 1)
     assert not jobs.was_leaving(JOB, 2)
+
+
+def test_a_drain_that_cannot_be_noted_is_noted_at_a_later_look_and_holds_up_none(
+    context: AttemptContext, pulses: Pulses, going: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+    note = context.note_leaving
+
+    def absent_twice() -> None:
+        tries.append(1)
+        if len(tries) <= 2:
+            raise Unavailable("the store is away")
+        note()
+
+    monkeypatch.setattr(context, "note_leaving", absent_twice)
+    monkeypatch.setattr(supervision, "STORE_PATIENCE_S", 0.0)
+    looking = Supervision(context, SPEC, pulses, Size(1, {"CPU": 1.0}))
+    going.add("own")
+    for expected in (1, 2, 3, 3):
+        looking._look()
+        assert len(tries) == expected
+
+    assert Jobs(context.store, TRAIN_KIND).was_leaving(JOB, 1)
+    assert looking.cause is not None
+    assert looking.cause.specific_reason == PREEMPTED
+
+
+@pytest.mark.parametrize(("free", "asked"), [(0.0, 0), (1.0, 1)])
+def test_other_jobs_are_read_only_where_there_is_room_for_more_than_the_attempt_has(
+    context: AttemptContext, pulses: Pulses, going: set[str], monkeypatch: pytest.MonkeyPatch, free: float, asked: int
+) -> None:
+    assert not going
+    read: list[str] = []
+
+    def none_beside(_: ObjectStore, name: str) -> int:
+        read.append(name)
+        return 0
+
+    monkeypatch.setattr(supervision, "ingest_beside", none_beside)
+    monkeypatch.setattr(placement, "usable_nodes", lambda: [Node("n0", {"CPU": free}, {"CPU": 3.0})])
+    monkeypatch.setattr(Supervision, "_pays", lambda _: True)
+    spec = replace(SPEC, num_workers=3, min_workers=1)
+    looking = Supervision(context, spec, pulses, Size(1, {"CPU": 1.0}))
+    with Pulse(0, pulses.address, "n0"):
+        wait_until(lambda: bool(pulses.at_work()), "the rank to be heard")
+        looking._look()
+
+    assert len(read) == asked

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -53,7 +54,7 @@ def labels_of(batches: Iterable[Any]) -> list[list[int]]:
     return [labels.tolist() for _, labels in batches]
 
 
-@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("epoch", [0, 1, np.int64(1)])
 def test_an_epoch_that_is_chosen_is_given_alone(committed: Committed, epoch: int) -> None:
     made = loader(committed)
     dataset = TrainingBatches(made)
@@ -97,7 +98,7 @@ def test_an_epoch_may_be_given_again(committed: Committed) -> None:
         assert len(list(dataset)) == made.steps_per_epoch
 
 
-@pytest.mark.parametrize("epoch", [-1, 2, 99, 0.0, True])
+@pytest.mark.parametrize("epoch", [-1, 2, 99, 0.0, True, np.int64(2), np.float32(1), np.True_, "1", None])
 def test_an_epoch_that_there_is_not_is_refused(committed: Committed, epoch: Any) -> None:
     with pytest.raises(ValueError, match=r"epoch is .*0 to 1"):
         TrainingBatches(loader(committed)).set_epoch(epoch)

@@ -13,6 +13,7 @@ from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
 from shared.transforms import TensorSpec
 from train_service.domain.spec import REGRESSION, LossSpec, TrainingSpec
+from train_service.preprocessing import Preprocessing
 from train_service.version_fit import check_fits, class_names, steps_of_run, with_defaults
 
 
@@ -55,6 +56,12 @@ SPEC = TrainingSpec(
     global_batch_size=64,
 )
 PREPARED = replace(SPEC, transform={})
+LONG = "x" * 1100
+LONG_NAMED: tuple[dict[str, Any], ...] = (
+    {"toFloat": {}},
+    {"rename": {"columns": {"image": LONG}}},
+    {"rename": {"columns": {LONG: "image"}}},
+)
 
 
 def test_the_models_input_is_one_row_prepared() -> None:
@@ -130,6 +137,7 @@ def test_labels_are_integers_of_any_width(label: str) -> None:
         ("transform.steps[0]", replace(SPEC, transform=steps({"column": "share", "standardize": {}}, {"toFloat": {}}))),
         ("transform.steps[1].column", replace(SPEC, transform=steps({"toFloat": {}}, {"column": "no", "toFloat": {}}))),
         ("transform", replace(SPEC, transform=steps({"drop": {"columns": ["image"]}}))),
+        ("transform.steps[1]", replace(SPEC, transform=steps(*LONG_NAMED))),
         ("transform", replace(SPEC, input_column="photo", transform=steps(DECODE))),
         ("transform.steps[1]", replace(SPEC, input_column="photo", transform=steps(DECODE, TO_FLOAT))),
         ("input_column", replace(SPEC, input_column="x", transform=steps(DECODE, {"column": "x", "toFloat": {}}))),
@@ -222,3 +230,7 @@ def test_a_custom_function_that_ends_its_process_does_not_end_the_service() -> N
     with pytest.raises(InvalidArgument, match="ended its process for 0 rows, with exit status 3") as caught:
         check_fits(replace(SPEC, transform=transform), V)
     assert caught.value.fields[0][0] == "spec.transform.steps[0]"
+
+
+def test_a_recorded_transform_with_a_name_that_no_request_may_have_any_more_is_still_trained_with() -> None:
+    assert Preprocessing(replace(SPEC, transform=steps(*LONG_NAMED)), V.columns).output.shape == (1, 28, 28)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import tarfile
 import tempfile
 import time
 import uuid
@@ -12,9 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from data_service import pipeline
-from data_service.domain.import_spec import Base, HoldOut, ImportSpec, Source
+from data_service.domain.import_spec import BadRows, Base, HoldOut, ImportSpec, Source
 from data_service.ingest import job as import_job
 from shared.dataset_version import VersionReader, load_version
 from shared.dataset_version.version import IMPORT_KIND
@@ -181,6 +184,34 @@ def test_a_split_whose_sources_are_empty_is_a_fault_of_the_request(
     error = jobs.get(NAME, NAME).error
     assert error is not None
     assert (error["kind"], error["message"]) == ("InvalidArgument", "sources: the split 'test' has no rows")
+
+
+@pytest.mark.parametrize("kind", ["image_folder", "image_tar"])
+@pytest.mark.parametrize("quarantines", [False, True], ids=["refused", "left out"])
+def test_images_without_a_folder_of_a_class_are_bad_rows_also_where_there_are_no_others(
+    store: ObjectStore, tmp_path: Path, kind: str, quarantines: bool
+) -> None:
+    image = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(image, "PNG")
+    images = tmp_path / "images"
+    images.mkdir()
+    for name in ("a.png", "b.png"):
+        (images / name).write_bytes(image.getvalue())
+    with tarfile.open(tmp_path / "images.tar", "w") as tar:
+        tar.add(images / "a.png", "a.png")
+        tar.add(images / "b.png", "b.png")
+    given = {"image_folder": images.as_uri() + "/", "image_tar": (tmp_path / "images.tar").as_uri()}
+    source = Source(split="train", format=kind, uris={f"{kind}.uri": given[kind]})
+    bad_rows = BadRows(action="quarantine" if quarantines else "fail")
+    spec = ImportSpec(sources=[source], hold_outs=[], bad_rows=bad_rows)
+    jobs = begun(store, tmp_path, spec)
+    run_attempt(pipeline.run, store, IMPORT_KIND, NAME, 1)
+    job = jobs.get(NAME, NAME)
+    assert job.error is not None
+    assert (job.state, job.failures) == (JobState.FAILED, 0)
+    said = (job.error["kind"], job.error["reason"])
+    assert said == (("FailedPrecondition", "EMPTY_SPLIT") if quarantines else ("InvalidArgument", "BAD_ROW"))
+    assert "it lies in no folder of a class" in job.error["message"]
 
 
 def test_an_attempt_that_fails_takes_its_files_away(

@@ -105,3 +105,70 @@ def test_a_given_type_that_the_column_cannot_have_is_refused_with_one_that_it_ca
     source = source_of((tmp_path / "a").as_uri(), "arrow")
     with pytest.raises(InvalidArgument, match=r"such as timestamp\[ms\]; it cannot be cast to binary"):
         opened(tmp_path, source, types={"x": "binary"})
+
+
+def opaque(values: pa.Array) -> pa.Array:
+    return pa.ExtensionArray.from_storage(pa.opaque(values.type, "numeric", "PostgreSQL"), values)
+
+
+def json_texts(values: pa.Array) -> pa.Array:
+    return pa.ExtensionArray.from_storage(pa.json_(values.type), values)
+
+
+def uuids(values: pa.Array) -> pa.Array:
+    return pa.ExtensionArray.from_storage(pa.uuid(), values)
+
+
+BEYOND = ["1.5", "1e400", None, "n/a", "-2"]
+
+
+@pytest.mark.parametrize(
+    ("extension", "values", "arrow_type", "places"),
+    [
+        (opaque, pa.array(BEYOND), "double", ["row 2", "row 4"]),
+        (opaque, pa.array(BEYOND, pa.large_string()), "double", ["row 2", "row 4"]),
+        (opaque, pa.array(BEYOND, pa.string_view()), "double", ["row 2", "row 4"]),
+        (opaque, pa.array(["1.5", "n/a"]), "halffloat", ["row 2"]),
+        (opaque, pa.array(["12:00", "25:00", "noon"]), "time32[s]", ["row 2", "row 3"]),
+        (opaque, pa.array(["a", None]), "string", []),
+        (opaque, pa.array([b"a", b"\xff"]), "string", ["row 2"]),
+        (opaque, pa.array([1.5, 1e300, float("inf")]), "float", ["row 2"]),
+        (opaque, pa.array([1, 300, None]), "int8", ["row 2"]),
+        (opaque, pa.array([1, None]), "string", []),
+        (opaque, pa.array([1000, 1, None], pa.timestamp("ms")), "timestamp[s]", ["row 2"]),
+        (json_texts, pa.array(["1", "null", "{}", None]), "int64", ["row 2", "row 3"]),
+        (uuids, pa.array([b"x" * 16, b"\xff" * 16], pa.binary(16)), "string", ["row 2"]),
+        (uuids, pa.array([b"x" * 16, None], pa.binary(16)), "binary", []),
+    ],
+    ids=lambda one: str(getattr(one, "type", "")),
+)
+@pytest.mark.parametrize(("kind", "write"), [("arrow", write_arrow), ("parquet", write_parquet)])
+def test_values_of_an_extension_are_those_of_the_plain_column(
+    tmp_path: Path,
+    kind: str,
+    write: Write,
+    extension: Callable[[pa.Array], pa.Array],
+    values: pa.Array,
+    arrow_type: str,
+    places: list[str],
+) -> None:
+    write(tmp_path / "plain", pa.table({"n": range(len(values)), "x": values}))
+    write(tmp_path / "extended", pa.table({"n": range(len(values)), "x": extension(values)}))
+    (plain, bad), (read, bad_of_extension) = (
+        whole(tmp_path, source_of((tmp_path / name).as_uri(), kind), types={"x": arrow_type})
+        for name in ("plain", "extended")
+    )
+    assert read.equals(plain)
+    assert (bad_of_extension.places, bad.places) == (places, places)
+    assert [row.reason for row in bad_of_extension.rows] == [row.reason for row in bad.rows]
+
+
+def test_an_extension_of_categories_is_read_from_arrow_and_refused_of_parquet(tmp_path: Path) -> None:
+    table = pa.table({"x": opaque(pa.array(BEYOND).dictionary_encode())})
+    write_arrow(tmp_path / "arrow", table)
+    write_parquet(tmp_path / "parquet", table)
+    source = source_of((tmp_path / "arrow").as_uri(), "arrow")
+    read, bad = whole(tmp_path, source, types={"x": "double"})
+    assert (read["x"].to_pylist(), bad.places) == ([1.5, None, -2.0], ["row 2", "row 4"])
+    with pytest.raises(InvalidArgument, match="write its values without a dictionary"):
+        opened(tmp_path, source_of((tmp_path / "parquet").as_uri(), "parquet"), types={"x": "double"})

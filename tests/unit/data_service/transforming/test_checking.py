@@ -52,6 +52,11 @@ def test_what_fits_passes(good: TransformSpec) -> None:
     [
         (spec(NORMALIZE), "transform.steps[0]"),
         (spec({"toFloat": {}}), "transform.steps[0].column"),
+        (
+            spec({"rename": {"columns": {"word": "x" * 1100}}}, {"rename": {"columns": {"x" * 1100: "x"}}}),
+            "transform.steps[0]",
+        ),
+        (spec({"drop": {"columns": [str(one) for one in range(10_001)]}}), "transform.steps[0].drop.columns"),
         (spec({"column": "jpeg", "decodeImage": {}}), "transform"),
         (spec({"column": "image", "randomFlip": {"horizontalProbability": 0.5}}), "transform.steps[0]"),
         (spec({"custom": {"function": "os:system", "columns": ["word"]}}), "transform.steps[0].custom.function"),

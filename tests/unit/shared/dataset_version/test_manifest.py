@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -29,6 +30,15 @@ MANIFEST = Manifest(
 def test_a_manifest_survives_the_store() -> None:
     data = MANIFEST.to_json()
     assert Manifest.from_json(data, sha256_hex(data)) == MANIFEST
+
+
+def test_files_that_were_made_before_their_values_were_counted_have_the_digest_that_they_had() -> None:
+    data = MANIFEST.to_json()
+    assert b"raw_bytes" not in data
+    counted = replace(MANIFEST, files=[replace(MANIFEST.files[0], raw_bytes=7)])
+    told = counted.to_json()
+    assert Manifest.from_json(told, sha256_hex(told)) == counted
+    assert json.loads(told)["files"][0] == {**json.loads(data)["files"][0], "raw_bytes": 7}
 
 
 def test_it_is_canonical() -> None:

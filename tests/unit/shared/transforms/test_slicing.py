@@ -41,6 +41,11 @@ CHAIN = fitted(
 )
 
 
+def asked(transform: dict[str, Any]) -> Pipeline:
+    """As a request has it."""
+    return Pipeline.from_proto(json_format.ParseDict(transform, transform_pb2.Transform()))
+
+
 def ops(built: Pipeline) -> list[str]:
     return [step.op for step in built.steps]
 
@@ -204,7 +209,7 @@ def test_columns_are_selected_dropped_and_renamed_in_order() -> None:
 )
 def test_columns_that_are_not_there_or_would_not_be_are_refused(step: dict[str, Any], at: str, why: str) -> None:
     with pytest.raises(InvalidArgument, match=why) as refused:
-        pipeline(step).output({"a": ScalarType(pa.int64()), "b": ScalarType(pa.int64())})
+        asked({"steps": [step]}).output({"a": ScalarType(pa.int64()), "b": ScalarType(pa.int64())})
 
     assert refused.value.fields[0][0] == ".".join(filter(None, ["transform.steps[0]", at]))
 
@@ -237,6 +242,30 @@ def test_a_step_of_very_many_columns_is_refused_by_their_number_and_soon(op: str
         Pipeline.from_proto(transform)
     assert time.process_time() - started_s < 0.5
     assert refused.value.fields[0][0] == f"transform.steps[0].{op}.columns"
+
+
+@pytest.mark.parametrize("name", ["x" * 1100, "a\0b"], ids=["long", "zero byte"])
+def test_a_recorded_name_on_the_way_that_no_request_may_have_any_more_still_works(name: str) -> None:
+    config = {"steps": [{"rename": {"columns": {"a": name}}}, {"rename": {"columns": {name: "b"}}}]}
+    schema: Schema = {"a": ScalarType(pa.int64())}
+    recorded = Pipeline.from_config(config)
+
+    assert list(recorded.output(schema)) == ["b"]
+    assert recorded.reads(["b"], schema) == ["a"]
+    serving = recorded.then(Pipeline([])).serving(["b"], schema)
+    assert serving({"a": pa.array([1])})["b"].to_pylist() == [1]
+    with pytest.raises(InvalidArgument, match=r"transform.steps\[0\]"):
+        asked(config).output(schema)
+
+
+def test_recorded_steps_of_very_many_columns_still_work() -> None:
+    names = [f"c{number}" for number in range(10_001)]
+    schema: Schema = {name: ScalarType(pa.int64()) for name in ("a", *names)}
+    for op in ("select", "drop"):
+        made = Pipeline.from_config({"steps": [{op: {"columns": names}}]}).output(schema)
+        assert list(made) == (names if op == "select" else ["a"])
+    renamed = {name: f"{name}x" for name in names}
+    assert len(Pipeline.from_config({"steps": [{"rename": {"columns": renamed}}]}).output(schema)) == 10_002
 
 
 @pytest.mark.parametrize("op", ["select", "drop", "rename"])
