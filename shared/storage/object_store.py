@@ -32,9 +32,12 @@ FULL_SIGNS = (
     "<Code>XMinioAdminBucketQuotaExceeded",
 )
 
-# How long a write that the server refuses with 409 Conflict is tried again, with what pauses.
-CONFLICT_FOR_S = 10.0
-CONFLICT_PAUSE_S = 0.1
+# Reasons of `Unavailable`: another write is in the way; the store says nothing, or what it said was lost.
+CONFLICT = "STORE_CONFLICT"
+SILENT = "STORE_UNAVAILABLE"
+# For how long a write that failed so is tried again, with what pauses.
+AGAIN_FOR_S = 10.0
+AGAIN_PAUSE_S = 0.1
 
 # A local directory's file for an object that is being written; no object can have such a key.
 TORN_NAME = re.compile(r".+#\d+")
@@ -72,14 +75,12 @@ class ObjectStore:
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Writes the object, over another if there is one."""
-        with _errors(key):
-            _written(lambda: obstore.put(self._backend, key, data, mode="overwrite"))
+        _written(key, lambda: obstore.put(self._backend, key, data, mode="overwrite"))
 
     def put_if_absent(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Writes the object; of any number of racing writers exactly one returns, the others get `ObjectExists`."""
-        with _errors(key):
-            # Never multipart: only a single PUT is conditional.
-            _written(lambda: obstore.put(self._backend, key, data, mode="create", use_multipart=False))
+        # Never multipart: only a single PUT is conditional.
+        _written(key, lambda: obstore.put(self._backend, key, data, mode="create", use_multipart=False))
 
     def get(self, key: str) -> bytes:
         with _errors(key):
@@ -169,8 +170,7 @@ class ObjectStore:
     def upload_file(self, path: Path, key: str) -> None:
         """Writes a local file as an object, in parts where it is large. Raises `FileNotFoundError` without one."""
         path.stat()
-        with _errors(key):
-            _written(lambda: obstore.put(self._backend, key, path, mode="overwrite"))
+        _written(key, lambda: obstore.put(self._backend, key, path, mode="overwrite"))
 
     def _torn(self, prefix: str) -> Sequence[Path]:
         """The files of objects below `prefix` that are being written, or were when their writer was killed."""
@@ -193,19 +193,20 @@ def _beyond_end(error: exceptions.GenericError) -> bool:
     return "416 Range Not Satisfiable" in str(error) or "StartTooLarge" in str(error)
 
 
-def _written(write: Callable[[], object]) -> None:
-    """Calls `write`, and again while the server answers 409 Conflict: nothing was written then, since something else
-    was being done at that key or, where keys are paths, to its folder. The library takes that for an object that is
-    there, which is 412, and does not try again."""
-    until = time.monotonic() + CONFLICT_FOR_S
+def _written(key: str, write: Callable[[], object]) -> None:
+    """Calls `write`, and for some time again where the library does not try again by itself: a conditional PUT whose
+    connection broke, and what the server refuses with 409 Conflict, since something else was being done at that key or,
+    where keys are paths, to its folder."""
+    until = time.monotonic() + AGAIN_FOR_S
     while True:
         try:
-            write()
+            with _errors(key):
+                write()
             return
-        except exceptions.AlreadyExistsError as error:
-            if not _is_conflict(error) or time.monotonic() > until:
+        except Unavailable as error:
+            if error.specific_reason not in (CONFLICT, SILENT) or time.monotonic() > until:
                 raise
-        time.sleep(CONFLICT_PAUSE_S)
+        time.sleep(AGAIN_PAUSE_S)
 
 
 def _is_conflict(error: exceptions.AlreadyExistsError) -> bool:
@@ -221,7 +222,7 @@ def _errors(key: str) -> Iterator[None]:
         if _is_conflict(error):
             raise Unavailable(
                 "the object store refuses a write as being in conflict with another one",
-                reason="STORE_CONFLICT",
+                reason=CONFLICT,
                 metadata={"object": key},
                 retry_after_s=1.0,
             ) from error
@@ -243,9 +244,7 @@ def _errors(key: str) -> Iterator[None]:
             ) from error
         if isinstance(error, (exceptions.NotFoundError, FileNotFoundError)):
             raise ObjectMissing(key) from None
-        raise Unavailable(
-            "the object store does not answer; try again", reason="STORE_UNAVAILABLE", retry_after_s=1.0
-        ) from error
+        raise Unavailable("the object store does not answer; try again", reason=SILENT, retry_after_s=1.0) from error
 
 
 def _is_full(error: Exception) -> bool:

@@ -13,8 +13,9 @@ import pytest
 
 from shared.errors import Unavailable
 from shared.settings import StoreSettings
-from shared.storage import ObjectStore, open_store, opening, probe
+from shared.storage import ObjectExists, ObjectStore, open_store, opening, probe
 from shared.storage.opening import ensure_bucket
+from tests.support.s3_fault_proxy import WRITES, fault_proxy, resetting
 
 SETTINGS = StoreSettings(url="s3://millrace/x", s3_access_key="someone", s3_secret_key="their-secret")
 SOON_S = 15.0
@@ -104,3 +105,26 @@ def test_a_lost_bucket_is_an_outage_and_never_a_missing_object(
         DOINGS[doing](open_store(replace(s3_store, url="s3://no-such-bucket/x")), tmp_path)
 
     assert raised.value.specific_reason == "STORE_REFUSED"
+
+
+@pytest.mark.parametrize("write", ["put", "put_if_absent", "upload_file"])
+def test_a_write_outlives_connections_that_break(s3_store: StoreSettings, tmp_path: Path, write: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"value")
+    with fault_proxy(s3_store) as proxy:
+        store = open_store(proxy.settings(s3_store))
+        for _ in range(3):
+            proxy.fault = resetting("request", 1, nth=1, methods=WRITES)
+            DOINGS[write](store, path)
+            assert proxy.struck == 1
+            store.delete("key")
+
+
+def test_a_writer_whose_answer_was_lost_may_meet_its_own_object(s3_store: StoreSettings) -> None:
+    with fault_proxy(s3_store) as proxy:
+        proxy.fault = resetting("response", nth=1, methods=WRITES)
+
+        with pytest.raises(ObjectExists):
+            open_store(proxy.settings(s3_store)).put_if_absent("key", b"value")
+
+    assert open_store(s3_store).get("key") == b"value"
