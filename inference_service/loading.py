@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Container
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from inference_service.batcher import BATCHES_PER_REPLICA, Batcher
 from inference_service.cluster import Cluster
@@ -30,28 +30,20 @@ logger = logging.getLogger(__name__)
 AGAIN_AFTER_S = 15.0
 
 
+@dataclass(eq=False)
 class Loading:
     """Lives on the event loop of `models`. Of several front processes only the first asks Serve for applications and
     writes the logs; the others attach to what there is."""
 
-    def __init__(
-        self,
-        deployments: Deployments,
-        applications: ServeApplications,
-        models: Models,
-        cluster: Cluster,
-        settings: InferenceSettings,
-        siblings: Siblings,
-    ) -> None:
-        self._deployments = deployments
-        self._applications = applications
-        self._models = models
-        self._cluster = cluster
-        self._settings = settings
-        self._siblings = siblings
-        # What the replicas of those that requests are sent to have said of themselves.
-        self._loaded: dict[str, Loaded] = {}
-        self._not_before: dict[str, float] = {}
+    deployments: Deployments
+    applications: ServeApplications
+    models: Models
+    cluster: Cluster
+    settings: InferenceSettings
+    siblings: Siblings
+    # What the replicas of those that requests are sent to have said of themselves.
+    _loaded: dict[str, Loaded] = field(default_factory=dict, init=False)
+    _not_before: dict[str, float] = field(default_factory=dict, init=False)
 
     def forget_all_but(self, wanted: Container[str]) -> None:
         """What the replicas of applications said that are not `wanted` any more."""
@@ -64,7 +56,7 @@ class Loading:
         if application is None:
             await self._start(name, deployment, version)
         elif application.running or _may_still_answer(version, application):
-            attached = self._models.find_batcher(name) is not None
+            attached = self.models.find_batcher(name) is not None
             if not attached:
                 attached = await self._attach(name, deployment, version, application)
             if attached and version.signature is None and self._may_say_loaded(name):
@@ -77,33 +69,33 @@ class Loading:
     async def _start(self, name: str, deployment: Deployment, version: ModelVersion) -> None:
         if version.retired_at is not None or time.monotonic() < self._not_before.get(name, 0.0):
             return
-        self._models.detach(name)
-        if not self._siblings.leads:
+        self.models.detach(name)
+        if not self.siblings.leads:
             return
         logger.info("%s: starting version %s as %s", deployment.name, version.number, name)
         spec = ReplicaSpec(
-            store=self._settings.service.store,
+            store=self.settings.service.store,
             folder=version.folder,
             manifest_sha256=version.checkpoint_sha256,
             threads=deployment.spec.threads_per_replica,
             max_batch_size=deployment.spec.max_batch_size,
-            tracing=self._settings.tracing,
+            tracing=self.settings.tracing,
         )
         self._warn_if_it_never_fits(deployment)
         scale = deployment.spec.scale(self._replicas_of_the_main(deployment))
-        await call_serve(self._applications.deploy, name, spec, scale)
+        await call_serve(self.applications.deploy, name, spec, scale)
 
     def _warn_if_it_never_fits(self, deployment: Deployment) -> None:
         """It was let in when the cluster was not known yet, or was another; nodes may come that hold it."""
         try:
-            self._cluster.check_fits(deployment.spec)
+            self.cluster.check_fits(deployment.spec)
         except FailedPrecondition as error:
             logger.warning("%s waits for a node: %s", deployment.name, error.message)
 
     def _replicas_of_the_main(self, deployment: Deployment) -> int:
         """Those of the version with the most traffic: another that is to take it over begins with as many."""
         main = find_version(deployment, "")
-        return (self._models.replicas(deployment, main) or 0) if main is not None else 0
+        return (self.models.replicas(deployment, main) or 0) if main is not None else 0
 
     async def _attach(self, name: str, deployment: Deployment, version: ModelVersion, application: Application) -> bool:
         """False where its replicas say that they never will answer."""
@@ -111,7 +103,7 @@ class Loading:
         # Before it gets any traffic, all of them; where it was loaded before, any that there is does.
         wanted = max(replicas, deployment.spec.num_replicas) if version.signature is None else 1
         try:
-            model, loaded = await answered(self._applications.describe(name, wanted))
+            model, loaded = await answered(self.applications.describe(name, wanted))
         except (DataLoss, FailedPrecondition) as error:
             await self._fail(name, deployment, version, error)
             return False
@@ -122,21 +114,21 @@ class Loading:
             max_queued_rows=spec.max_queued_rows,
             max_in_flight=BATCHES_PER_REPLICA * max(replicas, 1),
         )
-        statistics = self._models.statistics(deployment, version)
-        self._models.attach(name, Batcher(model, limits, BatchTimes(loaded.batch_s), statistics))
+        statistics = self.models.statistics(deployment, version)
+        self.models.attach(name, Batcher(model, limits, BatchTimes(loaded.batch_s), statistics))
         self._loaded[name] = loaded
         return True
 
     def _may_say_loaded(self, name: str) -> bool:
         """From then on requests come, to any of the fronts."""
-        return self._siblings.leads and self._siblings.all_hold(name, self._settings.drain_silent_after_s)
+        return self.siblings.leads and self.siblings.all_hold(name, self.settings.drain_silent_after_s)
 
     async def _say_loaded(self, name: str, deployment: Deployment, version: ModelVersion) -> None:
         newest = await asyncio.to_thread(
-            self._deployments.transition, deployment.name, deployment.uid, _loaded(version, self._loaded[name])
+            self.deployments.transition, deployment.name, deployment.uid, _loaded(version, self._loaded[name])
         )
         if newest is not None:
-            self._models.put(newest)
+            self.models.put(newest)
             logger.info("%s: version %s is loaded", deployment.name, version.number)
 
     async def _fail(self, name: str, deployment: Deployment, version: ModelVersion, error: MillraceError) -> None:
@@ -144,25 +136,25 @@ class Loading:
 
         Serve itself has given up by then: an application of which no replica ever started never gets another.
         """
-        if not self._siblings.leads:
+        if not self.siblings.leads:
             self._close_batcher(name)
-            self._applications.forget(name)
+            self.applications.forget(name)
             return
         logger.error("%s: version %s: %s", deployment.name, version.number, error.message)
         newest = await asyncio.to_thread(
-            self._deployments.transition,
+            self.deployments.transition,
             deployment.name,
             deployment.uid,
             lambda before: with_version_failed(before, version.number, error, time.time()),
         )
         if newest is not None:
-            self._models.put(newest)
+            self.models.put(newest)
         self._not_before[name] = time.monotonic() + AGAIN_AFTER_S
         self._close_batcher(name)
-        await call_serve(self._applications.delete, name)
+        await call_serve(self.applications.delete, name)
 
     def _close_batcher(self, name: str) -> None:
-        batcher = self._models.detach(name)
+        batcher = self.models.detach(name)
         if batcher is not None:
             batcher.close("its replicas are gone")
 

@@ -83,6 +83,19 @@ def running(jobs: Jobs, name: str) -> JobRecord:
     return jobs.transition(name, lambda newest: begin_attempt(newest, 1.0), attempt=1)
 
 
+def keys_read(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of the objects that are got from now on."""
+    read: list[str] = []
+    get = store.get
+
+    def noted(key: str) -> bytes:
+        read.append(key)
+        return get(key)
+
+    monkeypatch.setattr(store, "get", noted)
+    return read
+
+
 def test_attempts_that_lost_go_and_the_committed_one_stays(store: ObjectStore, sweeping: Sweeping) -> None:
     commit(store)
     committed = attempts(store)
@@ -131,14 +144,7 @@ def test_a_committed_attempt_is_looked_through_until_nobody_can_be_writing_there
     store: ObjectStore, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(store)
-    read: list[str] = []
-    get = store.get
-
-    def counted(key: str) -> bytes:
-        read.append(key)
-        return get(key)
-
-    monkeypatch.setattr(store, "get", counted)
+    read = keys_read(store, monkeypatch)
     counts = []
     for passed_s in (0.0, LEFT_FOR_S + 60, 0.0, LEFT_FOR_S):
         sweeping.now += passed_s
@@ -269,14 +275,7 @@ def test_an_operation_whose_job_was_found_is_not_read_again(
     commit(store)
     record_operation(store, sweeping.jobs.get(VERSION, VERSION))
     sweeping.now += REQUEST_CLAIM_S + 60
-    read: list[str] = []
-    get = store.get
-
-    def counted(key: str) -> bytes:
-        read.append(key)
-        return get(key)
-
-    monkeypatch.setattr(store, "get", counted)
+    read = keys_read(store, monkeypatch)
     sweeping.sweeper.sweep()
     assert [key for key in read if key.startswith("operations/")]
     read.clear()

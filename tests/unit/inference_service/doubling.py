@@ -8,45 +8,21 @@ from inference_service.batcher import Batcher
 from inference_service.domain.applications import application_name
 from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits
-from inference_service.domain.deployment import Deployment, ModelVersion, State, check_spec
+from inference_service.domain.deployment import Deployment
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.signature import Signature, TensorSpec
 from inference_service.domain.statistics import Statistics
 from inference_service.domain.tensors import WireTensor
 from inference_service.models import Models
+from tests.support.inference_server import deployment
 
 SIGNATURE = Signature(
     (TensorSpec("x", "UINT8", (-1,)),),
     TensorSpec("x", "FP32", (-1,)),
     (TensorSpec("double", "UINT8", (-1,)), TensorSpec("same", "UINT8", (-1,))),
 )
-VERSION = ModelVersion(
-    number="1",
-    checkpoint="trainingJobs/j/checkpoints/c",
-    folder="f",
-    checkpoint_sha256="00",
-    training_job="trainingJobs/j",
-    signature=SIGNATURE,
-)
-READY = Deployment(
-    name="deployments/m",
-    uid="u",
-    spec=check_spec(
-        checkpoint="trainingJobs/j",
-        num_replicas=0,
-        threads_per_replica=0,
-        max_batch_size=0,
-        max_batch_delay_s=None,
-        max_queued_rows=0,
-    ),
-    state=State.READY,
-    generation=1,
-    operation="operations/o",
-    request_id="",
-    versions=(VERSION,),
-    create_time=1.0,
-    update_time=1.0,
-)
+READY = deployment("m", SIGNATURE, uid="u")
+VERSION = READY.versions[0]
 
 
 class Doubler:

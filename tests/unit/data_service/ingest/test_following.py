@@ -178,6 +178,16 @@ def test_labels_keep_their_numbers_when_images_of_new_classes_are_appended(store
     assert read["path"] == ["bee/0.png", "wasp/1.png", "ant/0.png", "bee/1.png"]
 
 
+def with_labels_of(arrow_type: str, store: ObjectStore, tmp_path: Path) -> ImportSpec:
+    """Appends bees and ants to a version of bees and wasps, both with labels of that type."""
+    types = [ColumnType(column="label", arrow_type=arrow_type)]
+    sources = [images(tmp_path, "a", ["bee", "wasp"])]
+    first = made(store, tmp_path, "v1", ImportSpec(sources=sources, hold_outs=[], column_types=types))
+    more = [images(tmp_path, "b", ["ant", "bee"])]
+    base = Base(version=first.name, mode="append")
+    return ImportSpec(sources=more, hold_outs=[], column_types=types, base=base)
+
+
 @pytest.mark.parametrize(
     ("arrow_type", "labels"),
     [("int32", [0, 1, 2, 0]), ("string", ["0", "1", "2", "0"]), ("double", [0.0, 1.0, 2.0, 0.0])],
@@ -185,28 +195,14 @@ def test_labels_keep_their_numbers_when_images_of_new_classes_are_appended(store
 def test_labels_of_a_given_type_keep_their_numbers_too(
     store: ObjectStore, tmp_path: Path, arrow_type: str, labels: list[Any]
 ) -> None:
-    types = [ColumnType(column="label", arrow_type=arrow_type)]
-    sources = [images(tmp_path, "a", ["bee", "wasp"])]
-    first = made(store, tmp_path, "v1", ImportSpec(sources=sources, hold_outs=[], column_types=types))
-    appending = Base(version=first.name, mode="append")
-
-    more = [images(tmp_path, "b", ["ant", "bee"])]
-    spec = ImportSpec(sources=more, hold_outs=[], column_types=types, base=appending)
-    second = made(store, tmp_path, "v2", spec)
+    second = made(store, tmp_path, "v2", with_labels_of(arrow_type, store, tmp_path))
 
     assert {column.name: column.value_names for column in second.columns}["label"] == ["bee", "wasp", "ant"]
     assert rows(store, second, "train")["label"] == labels
 
 
 def test_labels_of_a_type_that_cannot_hold_their_new_numbers_are_refused(store: ObjectStore, tmp_path: Path) -> None:
-    types = [ColumnType(column="label", arrow_type="bool")]
-    sources = [images(tmp_path, "a", ["bee", "wasp"])]
-    first = made(store, tmp_path, "v1", ImportSpec(sources=sources, hold_outs=[], column_types=types))
-    appending = Base(version=first.name, mode="append")
-
-    more = [images(tmp_path, "b", ["ant", "bee"])]
-    spec = ImportSpec(sources=more, hold_outs=[], column_types=types, base=appending)
-    error = refused(store, tmp_path, "v2", spec)
+    error = refused(store, tmp_path, "v2", with_labels_of("bool", store, tmp_path))
 
     assert error["reason"] == "SCHEMA_MISMATCH"
     assert error["metadata"]["field"] == "sources[0]"

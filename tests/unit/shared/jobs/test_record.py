@@ -7,21 +7,9 @@ import json
 from shared.errors import NotFound, ResourceExhausted, Unavailable
 from shared.jobs.record import JobRecord, JobState
 from shared.jobs.transitions import fail, lose_attempt
+from tests.unit.shared.jobs.sample_job import a_job
 
 NOW = 200.0
-
-
-def a_job(state: str) -> JobRecord:
-    return JobRecord(
-        uid="u1",
-        name="trainingJobs/j",
-        spec={"epochs": 3},
-        create_time=100.0,
-        update_time=100.0,
-        state=JobState(state),
-        attempt=2,
-        deleted_from=JobState.FAILED if state == "DELETING" else None,
-    )
 
 
 def test_a_job_is_final_once_no_attempt_will_work_on_it() -> None:

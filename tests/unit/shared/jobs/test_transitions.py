@@ -29,6 +29,7 @@ from shared.jobs.transitions import (
     take_up,
     undo_delete,
 )
+from tests.unit.shared.jobs.sample_job import a_job
 
 NOW = 200.0
 CAUSE = Unavailable("the process ended", reason="ATTEMPT_LOST", metadata={"node": "n1"})
@@ -98,21 +99,6 @@ LEGAL = {
     ("DELETING", "undo_delete"): "FAILED",
     ("DELETING", "confirm_delete"): "DELETED",
 }
-
-
-def a_job(state: str = "PENDING", *, failures: int = 0, max_failures: int = 3) -> JobRecord:
-    return JobRecord(
-        uid="u1",
-        name="trainingJobs/j",
-        spec={"epochs": 3},
-        create_time=100.0,
-        update_time=100.0,
-        state=JobState(state),
-        attempt=2,
-        failures=failures,
-        max_failures=max_failures,
-        deleted_from=JobState.FAILED if state == "DELETING" else None,
-    )
 
 
 @pytest.mark.parametrize("event", EVENTS)
