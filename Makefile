@@ -87,6 +87,10 @@ test: install ## all tests but those of make long and make chaos; without an S3 
 	@$(MAKE) s3 || echo "No S3 server: the tests that need one say so." >&2
 	MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder --durations 40 -m "not long and not chaos"
 
+.PHONY: retest
+retest: install ## the tests that failed last, alone
+	MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest --last-failed --last-failed-no-failures none
+
 .PHONY: long chaos
 long: install ## whole runs of a minute or more each: suspended, resumed, swept, rolled back, scaled, under traffic
 	MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest -m long --durations 0
