@@ -23,9 +23,10 @@ import torch
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
+from tests.support.numbered_rows import BATCH, ROWS, numbered_digits
 from tests.support.ray_head import RayHead
 from tests.support.waiting import wait_until
-from tests.support.witnessed import BATCH, ROWS, WORKER, WitnessedStack, numbered_digits, witnessed_spec
+from tests.support.witnessed import WORKER, WitnessedStack, witnessed_spec
 
 WORKERS, CHECKPOINT_EVERY = 2, 10
 # Long runs are meant: struck is one that has trained for so long, and whose idle processes have nothing more to do.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableSequence
+from typing import Any
 
 from google.protobuf.message import Message
 
 from millrace.data.v1 import data_service_pb2
+from shared.paging import PAGE_BYTES
 
-# Most clients take messages of 4 MiB at most.
-ANSWER_BYTES = 3 * 1024 * 1024 + 512 * 1024
+# As of a page.
+ANSWER_BYTES = PAGE_BYTES
 
 
 def bound_answer(answer: data_service_pb2.PreviewVersionResponse) -> None:
@@ -29,11 +31,17 @@ def bound_answer(answer: data_service_pb2.PreviewVersionResponse) -> None:
         excess += _without(message, field)
     report = answer.report
     for entries in (report.columns, report.quarantine, report.checks, answer.version.columns):
-        keep = len(entries)
-        while keep and excess > 0:
-            keep -= 1
-            excess -= entries[keep].ByteSize()
-        del entries[keep:]
+        excess = keep_first(entries, excess)
+
+
+def keep_first(entries: MutableSequence[Any], excess_bytes: int) -> int:
+    """Takes the last messages away until they had `excess_bytes` together. How many bytes are still too many."""
+    keep = len(entries)
+    while keep and excess_bytes > 0:
+        keep -= 1
+        excess_bytes -= entries[keep].ByteSize()
+    del entries[keep:]
+    return excess_bytes
 
 
 def _parts(answer: data_service_pb2.PreviewVersionResponse) -> Iterator[tuple[Message, str]]:

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from data_service.streaming import framed
 from shared.dataset_version import RowGroup, VersionReader
-from shared.dataset_version.columns import row_bytes
+from shared.dataset_version.group_sizes import GroupSizes, ReadBytes
 from shared.errors import invalid_field
 
 # Below the 4 MiB that most clients take.
@@ -21,6 +21,8 @@ BATCH_BYTES = MESSAGE_BYTES - 64 * 1024
 ARROW_IPC = 1
 # So much is read and decoded at a time, in so many threads.
 CHUNK_BYTES = 3 * 1024 * 1024
+# And no more than so much of several groups, also where they are those that hide the most.
+MAX_CHUNK_BYTES = 12 * 1024 * 1024
 READ_AHEAD = 2
 # As Arrow's format has it: a continuation marker, and a message of length 0.
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -78,20 +80,19 @@ def _chunks(reader: VersionReader, selection: Selection, columns: Sequence[str])
     splits = [selection.split] if selection.split else [split.name for split in reader.version.manifest.splits]
     groups = [group for split in splits for group in reader.row_groups(split)]
     skip, left = selection.offset, selection.limit or sum(group.row_count for group in groups)
-    has_texts = row_bytes(reader.select(columns)) is None
-    size_of = reader.bytes_with_repeats if has_texts else reader.decoded_bytes
+    sizes = GroupSizes(reader, columns)
     chunk: list[RowGroup] = []
-    size_bytes = rows = first_skip = 0
+    size, rows, first_skip = ReadBytes(), 0, 0
     for group in groups:
         if left <= 0:
             break
         if skip >= group.row_count:
             skip -= group.row_count
             continue
-        group_bytes = size_of(group, columns)
-        if chunk and size_bytes + group_bytes > CHUNK_BYTES:
+        with_group = size + sizes.of(group)
+        if chunk and (with_group.expected > CHUNK_BYTES or with_group.most > MAX_CHUNK_BYTES):
             yield _Chunk(chunk, first_skip, rows)
-            chunk, size_bytes, rows = [], 0, 0
+            chunk, rows, with_group = [], 0, sizes.of(group)
         if not chunk:
             first_skip = skip
         chunk.append(group)
@@ -99,7 +100,7 @@ def _chunks(reader: VersionReader, selection: Selection, columns: Sequence[str])
         skip = 0
         left -= taken
         rows += taken
-        size_bytes += group_bytes
+        size = with_group
     if chunk:
         yield _Chunk(chunk, first_skip, rows)
 
@@ -158,6 +159,17 @@ class _Parts:
 
 
 def _batches(table: pa.Table) -> Iterator[pa.RecordBatch]:
-    """Batches whose messages are smaller than `MESSAGE_BYTES`, where rows are of about one size."""
+    """Batches whose messages are smaller than `MESSAGE_BYTES`, unless a row is larger."""
     rows = max(1, table.num_rows * BATCH_BYTES // max(table.nbytes, 1))
-    yield from table.to_batches(max_chunksize=rows)
+    for batch in table.to_batches(max_chunksize=rows):
+        yield from _halved(batch)
+
+
+def _halved(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Until each part fits: rows are not all of one size."""
+    if batch.nbytes <= BATCH_BYTES or batch.num_rows == 1:
+        yield batch
+        return
+    middle = batch.num_rows // 2
+    yield from _halved(batch.slice(0, middle))
+    yield from _halved(batch.slice(middle))

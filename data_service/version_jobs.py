@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import time
-import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
@@ -27,7 +26,7 @@ from data_service.versions import Versions
 from shared import names
 from shared.errors import AlreadyExists, Conflict, MillraceError, NotFound, already_exists, not_found
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.requests import OUTCOME_UNKNOWN, claimed, claimed_before
+from shared.requests import OUTCOME_UNKNOWN, claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 
 # The ids that we give, from v1 to v999999999. What looks like one and is longer is a client's: it holds a date, say.
@@ -152,7 +151,7 @@ class VersionJobs:
         def job(name: str) -> JobRecord:
             now = time.time()
             return JobRecord(
-                uid=_uid(request_id, name),
+                uid=uid_of(request_id, name),
                 name=name,
                 spec=spec,
                 create_time=now,
@@ -226,7 +225,7 @@ class VersionJobs:
 
     def _made_by(self, request_id: str, name: str) -> JobRecord | None:
         """Raises `NotFound` where it was deleted since: the first answer cannot be given any more."""
-        job = self._jobs.newest_of(name, _uid(request_id, name)) if request_id else None
+        job = self._jobs.newest_of(name, uid_of(request_id, name)) if request_id else None
         if job is not None and job.state is JobState.DELETED:
             raise not_found(name, f"request_id {request_id} made it, and it was deleted since; use a new UUID4")
         return job
@@ -243,8 +242,3 @@ class VersionJobs:
         if following > LAST_NUMBER:
             following = next(number for number in itertools.count(1) if number not in taken)
         return f"v{following}"
-
-
-def _uid(request_id: str, name: str) -> str:
-    """The same for a call that is repeated, so that what the first one claimed and marked is the second one's too."""
-    return uuid.uuid5(uuid.UUID(request_id), name).hex if request_id else uuid.uuid4().hex

@@ -5,8 +5,9 @@ from __future__ import annotations
 from google.longrunning import operations_pb2
 
 from data_service.converters.versions import operation_message
-from data_service.operation_pointers import job_of_operation, operation_ids
+from data_service.operation_pointers import job_of_operation, operation_id, operation_ids
 from data_service.versions import Versions
+from shared.errors import not_found
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.storage import ObjectStore
 
@@ -22,13 +23,16 @@ class VersionOperations:
         self._jobs = jobs
         self._versions = versions
 
-    def get(self, name: str) -> operations_pb2.Operation:
-        """Raises `NotFound`."""
-        return self.of(job_of_operation(self._store, self._jobs, name))
+    def get(self, name: str, *, brief: bool = False) -> operations_pb2.Operation:
+        """`brief`: with its version as lists have it. Raises `NotFound`."""
+        return self.of(job_of_operation(self._store, self._jobs, name), brief=brief)
 
-    def of(self, job: JobRecord) -> operations_pb2.Operation:
+    def of(self, job: JobRecord, *, brief: bool = False) -> operations_pb2.Operation:
+        version = self._versions.listed(job) if brief else self._versions.of(job)
+        if version is None:
+            raise not_found(f"operations/{operation_id(job)}")
         waiting_for = self._jobs.waiting_for(job.name) if job.state in WAITING else ""
-        return operation_message(self._versions.of(job), self._jobs.progress(job.name), waiting_for)
+        return operation_message(version, self._jobs.progress(job.name), waiting_for, brief=brief)
 
     def list_ids(self) -> list[str]:
         return operation_ids(self._store)

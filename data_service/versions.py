@@ -61,7 +61,7 @@ class Versions:
         self._datasets.get(parent, "parent")
         found, next_token = paging.page(self.store.folders(f"{parent}/versions"), page_size, page_token)
         jobs = [self._jobs.find(f"{parent}/versions/{one}") for one in found]
-        versions = [self._listed(job) for job in jobs if job]
+        versions = [self.listed(job) for job in jobs if job]
         return [version for version in versions if version], next_token
 
     def active(self, name: str, field: str = "name") -> ActiveVersion:
@@ -73,6 +73,15 @@ class Versions:
     def of(self, job: JobRecord) -> Version:
         """Raises `DataLoss` for a damaged manifest."""
         return ActiveVersion(job, self._readers.of(job)) if job.state is JobState.SUCCEEDED else Version(job)
+
+    def listed(self, job: JobRecord) -> Version | None:
+        """One damaged manifest must not hide all the other versions. None for one that was deleted just now."""
+        try:
+            return self.of(job)
+        except DataLoss as error:
+            return DamagedVersion(job, error)
+        except NotFound:
+            return None
 
     def report(self, version: ActiveVersion) -> dict[str, Any]:
         """Its QualityReport as JSON. Raises `DataLoss`, and `NotFound` where the version is deleted meanwhile."""
@@ -111,15 +120,6 @@ class Versions:
             reason="DAMAGED_FILE",
             metadata={"resource": name, "file": attachment.path},
         )
-
-    def _listed(self, job: JobRecord) -> Version | None:
-        """One damaged manifest must not hide all the other versions. None for one that was deleted just now."""
-        try:
-            return self.of(job)
-        except DataLoss as error:
-            return DamagedVersion(job, error)
-        except NotFound:
-            return None
 
 
 class _Readers:

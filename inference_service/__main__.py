@@ -42,6 +42,7 @@ from inference_service.roll_outs import RollOuts
 from inference_service.settings import InferenceSettings, metrics_of, settings_from
 from inference_service.sibling_reports import SiblingReports
 from inference_service.siblings import Siblings
+from inference_service.summed_statistics import SummedStatistics
 from millrace.inference.v1 import deployment_service_pb2, deployment_service_pb2_grpc
 from shared.errors import MillraceError
 from shared.grpc_server import Door, Health, serve
@@ -75,7 +76,8 @@ async def run(settings: InferenceSettings, store: ObjectStore, siblings: Sibling
         reconciler.nudge()
 
     roll_outs = RollOuts(store, deployments, models, settings, changed, siblings)
-    reports = SiblingReports(siblings, reconciler, models, front.ready)
+    statistics = SummedStatistics(models, siblings)
+    reports = SiblingReports(siblings, reconciler, models, statistics, front.ready)
 
     def register(server: aio.Server) -> Sequence[str]:
         manager = DeploymentManager(store, deployments, operations, cluster)
@@ -84,7 +86,10 @@ async def run(settings: InferenceSettings, store: ObjectStore, siblings: Sibling
             DeploymentServicer(manager, wishes, changed, models.replicas), server
         )
         grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
-            OpenInferenceServicer(models, Inference(models, dispatcher), ModelRepository(deployments), changed), server
+            OpenInferenceServicer(
+                models, Inference(models, dispatcher), ModelRepository(deployments), statistics, changed
+            ),
+            server,
         )
         operations_pb2_grpc.add_OperationsServicer_to_server(OperationsServicer(operations), server)
         return [

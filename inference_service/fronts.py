@@ -1,4 +1,4 @@
-"""Several front processes on one port: a parent that starts each, and starts it again when it dies."""
+"""Several front processes on one port: a parent that starts each, and starts it again when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from inference_service.front_watch import hangs
 from inference_service.settings import metrics_of
 from shared.jobs.supervisor import ChildRefused, supervise
 from shared.settings import SettingsError
@@ -44,7 +45,14 @@ async def run_fronts(module: str, listen: str, fronts: int, metrics_listen: str 
         nonlocal status
         arguments = (str(front), str(folder))
         try:
-            await supervise(module, stop, arguments=arguments, stop_within_s=STOP_WITHIN_S, refusal=REFUSED)
+            await supervise(
+                module,
+                stop,
+                arguments=arguments,
+                stop_within_s=STOP_WITHIN_S,
+                refusal=REFUSED,
+                hangs=lambda pid: hangs(folder, front, pid),
+            )
         except ChildRefused:  # it has said why
             status = REFUSED
             stop.set()

@@ -17,8 +17,9 @@ from inference_service.inferring import Inference
 from inference_service.models import Models
 from inference_service.open_inference_converters import metadata_to_proto
 from inference_service.repository import ModelRepository
-from inference_service.repository_converters import config_to_proto, index_to_proto, statistics_to_proto
+from inference_service.repository_converters import config_to_proto, index_to_proto
 from inference_service.streaming import in_order
+from inference_service.summed_statistics import SummedStatistics
 from shared.errors import Unimplemented, invalid_field
 from shared.grpc_server import message_bytes
 from shared.grpc_server.server import MAX_MESSAGE_BYTES
@@ -44,11 +45,13 @@ class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         models: Models,
         inference: Inference,
         repository: ModelRepository,
+        statistics: SummedStatistics,
         changed: Callable[[Deployment], None],
     ) -> None:
         self._models = models
         self._inference = inference
         self._repository = repository
+        self._statistics = statistics
         self._changed = changed
         self._version = importlib.metadata.version("millrace")
 
@@ -99,8 +102,7 @@ class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
         return pb.ModelConfigResponse(config=config_to_proto(*self._models.signature(request.name, request.version)))
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
-        listed = self._models.listed_of(request.name, request.version)
-        return pb.ModelStatisticsResponse(model_stats=map(statistics_to_proto, listed))
+        return pb.ModelStatisticsResponse(model_stats=self._statistics.of(request.name, request.version))
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
         _check_repository(request.repository_name)

@@ -46,7 +46,8 @@ class DeploymentOperations:
         """The same for the operation of a roll-out."""
         self._point(operation, deployment)
 
-    def get(self, name: str) -> operations_pb2.Operation:
+    def get(self, name: str, *, brief: bool = False) -> operations_pb2.Operation:  # noqa: ARG002
+        """The same in lists: nothing of it is long."""
         if name.startswith(f"{ROOT}/{ROLL_OUT_PREFIX}"):
             return roll_out_operation_of(self._rolled_out(name))
         return operation_of(self._deployment(name))

@@ -33,7 +33,9 @@ def tensor_of_column(name: str, given: ColumnType) -> TensorSpec:
     number = _sent_as(given.arrow_type)
     if number is None:
         raise _unsendable(name, given)
-    return TensorSpec(name, _datatype(name, given, np.dtype(number.to_pandas_dtype())), (FREE,), nullable=True)
+    datatype = _datatype(name, given, np.dtype(number.to_pandas_dtype()))
+    times = str(given.arrow_type) if kinds.is_temporal(given.arrow_type) else ""
+    return TensorSpec(name, datatype, (FREE,), nullable=True, column_type=times)
 
 
 def column_of_tensor(name: str, given: ColumnType, values: Array, nulls: Array | None) -> Column:

@@ -14,6 +14,8 @@ from inference_service.models import Listed
 from inference_service.open_inference_converters import PLATFORM
 
 BACKEND = "millrace"
+# Before an input's name: the type of its column of dates or times, whose unit no datatype tells.
+COLUMN_TYPE = "column_type."
 NS = 1_000_000_000
 # A READY deployment whose replicas are not back yet is LOADING, too.
 STATES = {
@@ -57,6 +59,9 @@ def config_to_proto(deployment: Deployment, version: ModelVersion, signature: Si
         ("checkpoint_sha256", version.checkpoint_sha256),
     ):
         config.parameters[name].string_value = str(value)
+    for tensor in signature.raw:
+        if tensor.column_type:
+            config.parameters[COLUMN_TYPE + tensor.name].string_value = tensor.column_type
     return config
 
 

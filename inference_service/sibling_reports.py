@@ -14,18 +14,30 @@ from inference_service.domain.roll_out import RollOutState
 from inference_service.models import Models
 from inference_service.reconciler import Reconciler
 from inference_service.siblings import LOOK_EVERY_S, Siblings, Told
+from inference_service.summed_statistics import SummedStatistics
 
 logger = logging.getLogger(__name__)
+
+STATISTICS_EVERY_S = 1.0
 
 
 class SiblingReports:
     """Lives on the event loop of `models`. `ready` is set once this process answers."""
 
-    def __init__(self, siblings: Siblings, reconciler: Reconciler, models: Models, ready: asyncio.Event) -> None:
+    def __init__(
+        self,
+        siblings: Siblings,
+        reconciler: Reconciler,
+        models: Models,
+        statistics: SummedStatistics,
+        ready: asyncio.Event,
+    ) -> None:
         self._siblings = siblings
         self._ready = ready
         self._reconciler = reconciler
         self._models = models
+        self._statistics = statistics
+        self._statistics_at = -STATISTICS_EVERY_S
         self._listens = False
         self._is_mute = False
         self._news: dict[int, tuple[int, list[str]]] = {}
@@ -48,6 +60,9 @@ class SiblingReports:
         try:
             self._tell()
             before, self._news = self._news, self._siblings.news()
+            if time.monotonic() - self._statistics_at >= STATISTICS_EVERY_S:
+                self._statistics.leave()
+                self._statistics_at = time.monotonic()
         except OSError as error:
             if not self._is_mute:
                 logger.error("the front processes do not hear of each other: %s; see to the folder's disk", error)

@@ -67,11 +67,20 @@ class Siblings:
 
     def tell(self, told: Told) -> None:
         """Replaces what this process told before; who reads meanwhile reads one or the other."""
-        if self._folder is not None:
-            path = self._path(self._number)
-            new = path.with_suffix(".new")
-            new.write_text(json.dumps(asdict(told)))
-            new.replace(path)
+        self._write("json", json.dumps(asdict(told)).encode())
+
+    def leave(self, name: str, data: bytes) -> None:
+        """Replaces what this process left before under that name."""
+        self._write(name, data)
+
+    def left(self, name: str) -> list[bytes]:
+        """By each other process; by one that has died until it is started again."""
+        found = []
+        for path in self._folder.glob(f"*.{name}") if self._folder is not None else ():
+            if path.stem != str(self._number):
+                with suppress(FileNotFoundError):
+                    found.append(path.read_bytes())
+        return found
 
     def counts(self, application: str) -> Iterable[Counts]:
         """Of each other process that tells."""
@@ -121,6 +130,13 @@ class Siblings:
                 told_at, told = path.stat().st_mtime, Told.from_json(path.read_text())
                 if _lives(told.pid):
                     yield told_at, told
+
+    def _write(self, name: str, data: bytes) -> None:
+        if self._folder is not None:
+            path = self._path(self._number).with_suffix(f".{name}")
+            new = path.with_suffix(".new")
+            new.write_bytes(data)
+            new.replace(path)
 
     def _path(self, number: int) -> Path:
         assert self._folder is not None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import date, time, timedelta
+from decimal import Decimal
+
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -11,7 +14,8 @@ from shared.errors import MAX_SHOWN_VALUE, shown
 def value_shown(value: pa.Scalar) -> str:
     """As an error shows it, also where Python has no such value: its dates and times end with the year 9999."""
     try:
-        return shown(value.as_py())
+        found = value.as_py()
+        return str(found) if isinstance(found, date | time | timedelta | Decimal) else shown(found)
     except (OverflowError, ValueError):
         pass
     try:

@@ -21,8 +21,8 @@ Context = aio.ServicerContext[Any, Any]
 class OperationSource(Protocol):
     """Where a service's operations live. Called in threads. Names are `operations/{o}`."""
 
-    def get(self, name: str) -> operations_pb2.Operation:
-        """Raises `NotFound`."""
+    def get(self, name: str, *, brief: bool = False) -> operations_pb2.Operation:
+        """`brief`: as lists have it, of less than `PAGE_BYTES`. Raises `NotFound`."""
 
     def list_ids(self) -> list[str]:
         """The ids of all operations of this service."""
@@ -70,15 +70,25 @@ class OperationsServicer(operations_pb2_grpc.OperationsServicer):  # type: ignor
         raise Unimplemented("operations are kept as history; delete the resource that it made")
 
     def _list(self, page_size: int, page_token: str) -> operations_pb2.ListOperationsResponse:
+        """One page, cut short where the operations are more than one message may have."""
         ids, next_page_token = paging.page(self._source.list_ids(), page_size, page_token)
-        found = [self._find(f"operations/{one}") for one in ids]
-        return operations_pb2.ListOperationsResponse(
-            operations=[operation for operation in found if operation], next_page_token=next_page_token
-        )
+        answer = operations_pb2.ListOperationsResponse(next_page_token=next_page_token)
+        size_bytes, last = 0, ""
+        for one in ids:
+            operation = self._find(f"operations/{one}")
+            if operation is None:
+                continue
+            size_bytes += operation.ByteSize()
+            if answer.operations and size_bytes > paging.PAGE_BYTES:
+                answer.next_page_token = paging.token_of(last)
+                break
+            answer.operations.append(operation)
+            last = one
+        return answer
 
     def _find(self, name: str) -> operations_pb2.Operation | None:
         try:
-            return self._source.get(name)
+            return self._source.get(name, brief=True)
         except NotFound:  # whoever was to start it died before it did
             return None
 

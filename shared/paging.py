@@ -10,6 +10,8 @@ from shared.errors import invalid_field
 
 DEFAULT_SIZE = 100
 MAX_SIZE = 1000
+# Most clients take messages of 4 MiB at most: a page ends before it would have more.
+PAGE_BYTES = 3 * 1024 * 1024 + 512 * 1024
 
 
 def page(keys: Sequence[str], size: int, token: str) -> tuple[list[str], str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,6 +32,12 @@ def body_digest(request: Message) -> str:
     body.CopyFrom(request)
     body.ClearField("request_id")
     return hashlib.sha256(body.SerializeToString(deterministic=True)).hexdigest()
+
+
+def uid_of(request_id: str, name: str) -> str:
+    """For the job `name` that a call makes: the same when the call is repeated, so that what the first one claimed and
+    marked is the second one's too, and what it made is known when it is gone."""
+    return uuid.uuid5(uuid.UUID(request_id), name).hex if request_id else uuid.uuid4().hex
 
 
 @contextmanager

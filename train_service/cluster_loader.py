@@ -101,9 +101,11 @@ class ClusterLoader(Loader):
         spec: TrainingSpec,
         store: StoreSettings,
         piece_bytes: int = PIECE_BYTES,
+        run: str = "",
     ) -> None:
-        """`cache` tells the layout of the split; its rows are not read."""
+        """`cache` tells the layout of the split; its rows are not read. Ray's tasks are named after `run`."""
         super().__init__(cache, preprocessing, plan)
+        self._run = run
         self._source = Source(store, spec, plan, piece_bytes)
 
     def _read(self, first_step: int) -> Iterator[Batch]:
@@ -124,7 +126,7 @@ class ClusterLoader(Loader):
         tasks = list(self._tasks(first_step))
         shape = self._preprocessing.output.shape
         for start in range(0, len(tasks), TASKS_AT_ONCE):
-            for table in _prepared(self._source, tasks[start : start + TASKS_AT_ONCE], self._cache.touched):
+            for table in _prepared(self._source, tasks[start : start + TASKS_AT_ONCE], self._cache.touched, self._run):
                 yield _Piece.of(table, shape)
 
     def _tasks(self, first_step: int) -> Iterator[dict[str, int]]:
@@ -138,18 +140,30 @@ class ClusterLoader(Loader):
 
 
 def _prepared(
-    source: Source, tasks: list[dict[str, int]], touched: Callable[[], None]
+    source: Source, tasks: list[dict[str, int]], touched: Callable[[], None], run: str
 ) -> Generator[pa.Table, None, None]:
     settings = quiet_context(block_bytes=source.piece_bytes)
     settings.execution_options.preserve_order = True
     with ray.data.DataContext.current(settings):
         given = ray.data.from_items(tasks, override_num_blocks=len(tasks))
-        prepare = functools.partial(_prepare, source=source)
+        prepare = _named(source, run)
         dataset = given.map_batches(prepare, batch_size=None, batch_format="pyarrow", num_cpus=1)
+    # As Ray Data calls them.
+    name = f"MapBatches({prepare.__name__})" if run else ""
     try:
-        yield from prepared(DatasetStream(dataset), touched, longest_s(source.spec))
+        yield from prepared(DatasetStream(dataset), touched, longest_s(source.spec), name)
     except RayFailed as failure:
         raise _cause(failure.__cause__) from failure.__cause__
+
+
+def _named(source: Source, run: str) -> Callable[[pa.Table], Iterator[pa.Table]]:
+    """`_prepare` from that source, under a name by which Ray can be asked for the tasks of one run."""
+
+    def prepare(tasks: pa.Table) -> Iterator[pa.Table]:
+        return _prepare(tasks, source)
+
+    prepare.__name__ = f"prepare:{run}" if run else "prepare"
+    return prepare
 
 
 def _prepare(tasks: pa.Table, source: Source) -> Iterator[pa.Table]:

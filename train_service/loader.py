@@ -6,10 +6,14 @@ would have to restore.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
+import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+
+import numpy as np
 
 from shared.transforms import RowKeys
 from train_service.domain.order import Ints, blocks_of
@@ -20,7 +24,12 @@ from train_service.row_cache import RowCache
 from train_service.rows import Array
 from train_service.windows import Windows
 
-BATCHES_AHEAD = 4
+# Of large batches, and at most of small ones.
+BATCHES_AHEAD, SMALL_BATCHES_AHEAD = 4, 16
+SMALL_BATCHES_BYTES = 16 * 1024 * 1024
+# Being woken costs as much as making a small batch, so who finds none ready waits for this long before it asks to be:
+# several small ones are ready by then, and a large one takes longer anyway.
+NAP_S = 5e-4
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ class Loader:
         The thread that reads ahead ends with the generator: close it where the last batch is not taken.
         """
         ahead: queue.SimpleQueue[Batch | BaseException | None] = queue.SimpleQueue()
-        room = threading.Semaphore(BATCHES_AHEAD)
+        room = threading.Semaphore(self._batches_ahead())
         closed = False
 
         def read() -> None:
@@ -74,6 +83,8 @@ class Loader:
         thread.start()
 
         def taken() -> Batch | BaseException | None:
+            if ahead.empty():
+                time.sleep(NAP_S)
             with waiting_for(thread):
                 return ahead.get()
 
@@ -87,6 +98,12 @@ class Loader:
             closed = True
             room.release()
             thread.join()
+
+    def _batches_ahead(self) -> int:
+        output = self._preprocessing.output
+        rows = -(-self._plan.global_batch // self._plan.world_size)
+        fitting = SMALL_BATCHES_BYTES // max(rows * math.prod(output.shape) * np.float32().itemsize, 1)
+        return min(max(fitting, BATCHES_AHEAD), SMALL_BATCHES_AHEAD)
 
     def _read(self, first_step: int) -> Iterator[Batch]:
         plan = self._plan

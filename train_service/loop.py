@@ -229,5 +229,6 @@ class Run:
 
             cache = self._batches.cache(spec.train_split, touched)
             plan = self._batches.plan(ranks.rank, ranks.world_size)
-            return ClusterLoader(cache, self._preprocessing, plan, spec, self._config.store)
+            run = f"{self._config.job_name.rpartition('/')[2]}-attempt-{self._config.attempt:05d}"
+            return ClusterLoader(cache, self._preprocessing, plan, spec, self._config.store, run=run)
         return self._batches.loader(ranks.rank, ranks.world_size, touched)

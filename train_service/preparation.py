@@ -5,11 +5,14 @@ Nothing of Ray's holds a CPU for these tasks. Where others take the last one, Ra
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing
 
 import pyarrow as pa
+import ray
+from ray.exceptions import RayError
 
 from shared.dataset_stream import DatasetStream
 from shared.errors import Unavailable
@@ -22,6 +25,8 @@ from train_service.domain.watchdog import STARTING_SECONDS
 from train_service.patience import PATIENCE_S, store_call
 from train_service.placement import usable_nodes
 
+logger = logging.getLogger(__name__)
+
 POLL_S = 1.0
 # The first tasks import and compile.
 FIRST_WITHIN_S = STARTING_SECONDS
@@ -29,6 +34,10 @@ FIRST_WITHIN_S = STARTING_SECONDS
 NEXT_WITHIN_S = PATIENCE_S
 # Ray Data gives what a task makes on in blocks, which need not begin and end as the pieces do.
 PIECES_A_BLOCK = 2
+ASKED_WITHIN_S = 10
+# What Ray calls it where a task waits for a CPU no longer.
+GIVEN_TO_A_WORKER = "SUBMITTED_TO_WORKER"
+HAS_ITS_CPU = (GIVEN_TO_A_WORKER, "PENDING_ARGS_FETCH", "RUNNING", "RUNNING_IN_RAY_GET", "RUNNING_IN_RAY_WAIT")
 
 
 def longest_s(spec: TrainingSpec) -> float:
@@ -39,14 +48,14 @@ def longest_s(spec: TrainingSpec) -> float:
 
 
 def prepared(
-    stream: DatasetStream, touched: Callable[[], None], longest_s: float = 0.0
+    stream: DatasetStream, touched: Callable[[], None], longest_s: float = 0.0, tasks: str = ""
 ) -> Generator[pa.Table, None, None]:
     """The tables of `stream`; `touched` is called for each, and whenever a task got on. For `longest_s` a task may be
-    at work on functions of its own.
+    at work on functions of its own. `tasks` is the name of the run's tasks, of all its ranks.
 
     Raises `Unavailable` where no task gets on, and what the stream raises. Whoever takes the tables may take his time.
     """
-    watch = _Watch(stream, touched, longest_s)
+    watch = _Watch(stream, touched, longest_s, tasks)
     with closing(stream.tables(watch.look, POLL_S)) as tables:
         while True:
             with store_call():  # as there: who waits here gives up by himself
@@ -59,9 +68,10 @@ def prepared(
 
 
 class _Watch:
-    def __init__(self, stream: DatasetStream, touched: Callable[[], None], longest_s: float) -> None:
+    def __init__(self, stream: DatasetStream, touched: Callable[[], None], longest_s: float, tasks: str = "") -> None:
         self._stream = stream
         self._touched = touched
+        self._tasks = tasks
         self._done = 0
         self._since = time.monotonic()
         self._longest_s = longest_s
@@ -76,11 +86,50 @@ class _Watch:
             self._done = done
             self.got_on()
         elif time.monotonic() - self._since > self._within_s:
-            text = f"Ray Data has prepared no row for {self._within_s:.0f} s"
-            if not _has_free_cpu():
-                # Not a failure: the next attempt begins once there is room for its tasks, too.
-                raise Unavailable(f"{text}: its tasks found no CPU", reason=NO_ROOM)
-            raise Unavailable(f"{text}, though a CPU is free: a task stands still", reason="PREPARATION_STALLED")
+            self._judge()
+
+    def _judge(self) -> None:
+        text = f"Ray Data has prepared no row for {self._within_s:.0f} s"
+        if at_work_s := longest_at_work_s(self._tasks):
+            if at_work_s < self._within_s:
+                # It has found its CPU only now.
+                self._since = time.monotonic() - at_work_s
+                return
+            # What it stands still on is a CPU, too: that none is free does not mean that there was no room.
+            raise Unavailable(f"{text}: a task stands still", reason="PREPARATION_STALLED")
+        if not _has_free_cpu():
+            # Not a failure: the next attempt begins once there is room for its tasks, too.
+            raise Unavailable(f"{text}: its tasks found no CPU", reason=NO_ROOM)
+        raise Unavailable(f"{text}, though a CPU is free: a task stands still", reason="PREPARATION_STALLED")
+
+
+def longest_at_work_s(tasks: str) -> float:
+    """How long the oldest of the tasks of that name that have a CPU now has had it, by what Ray's dashboard knows; 0
+    where none has one, or nobody can be asked."""
+    from ray.util.state import list_tasks  # only where something is wrong
+    from ray.util.state.exception import RayStateApiException
+
+    if not tasks:
+        return 0.0
+    try:
+        unfinished = list_tasks(
+            address=ray.get_runtime_context().gcs_address,
+            filters=[("name", "=", tasks), ("state", "!=", "FINISHED")],
+            detail=True,
+            timeout=ASKED_WITHIN_S,
+            raise_on_missing_output=False,
+        )
+    except (RayStateApiException, RayError, OSError, ValueError) as error:  # of the last kind: there is no dashboard
+        logger.warning("Ray cannot say which tasks run: %s", error)
+        return 0.0
+    begun_ms = [
+        event["created_ms"]
+        for task in unfinished
+        if task.state in HAS_ITS_CPU
+        for event in task.events or ()
+        if event["state"] == GIVEN_TO_A_WORKER
+    ]
+    return max(time.time() - min(begun_ms) / 1000, 0.0) if begun_ms else 0.0
 
 
 def _has_free_cpu() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,8 +20,8 @@ from train_service.labels import labels_of
 from train_service.patience import patient, store_call
 from train_service.rows import Room, Rows, bytes_of_row
 
-# Threads that read ahead: a store far away is waited for by several at once.
-READERS = 4
+# Threads that read ahead, and have as many processors: each asks a store far away for several ranges at once.
+READERS = min(4, len(os.sched_getaffinity(0)))
 # What is on its way holds so much memory at most; what would be more is read when it is asked for.
 AHEAD_BYTES = 256 * 1024 * 1024
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -13,10 +12,18 @@ from typing import Any
 
 from shared import names, paging
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, resolve
-from shared.errors import AlreadyExists, FailedPrecondition, NotFound, OutOfRange, ResourceExhausted, already_exists
+from shared.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    NotFound,
+    OutOfRange,
+    ResourceExhausted,
+    already_exists,
+    not_found,
+)
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import take_up
-from shared.requests import claimed, claimed_before
+from shared.requests import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 from train_service.cluster_memory import ClusterMemory, check_ever_fits
 from train_service.domain.spec import TrainingSpec
@@ -256,9 +263,13 @@ class TrainingJobs:
         return self._made_by(request_id, name) if name else None
 
     def _made_by(self, request_id: str, name: str) -> JobRecord | None:
-        """The job of that name if this request made it; somebody else's is not the answer to it."""
-        job = self._jobs.find(name)
-        return job if job and request_id and job.spec.get("request_id") == request_id else None
+        """The job of that name if this request made it; somebody else's is not the answer to it.
+
+        Raises `NotFound` where it was deleted since: the first answer cannot be given any more."""
+        job = self._jobs.newest_of(name, uid_of(request_id, name)) if request_id else None
+        if job is not None and job.state is JobState.DELETED:
+            raise not_found(name, f"request_id {request_id} made it, and it was deleted since; use a new UUID4")
+        return job
 
     def _view(self, record: JobRecord) -> JobView:
         entries = CheckpointRegistry(self._store, record.name).entries()
@@ -274,10 +285,10 @@ def _may_mean(given: str, settled: str) -> bool:
 
 
 def _new_job(job_id: str, spec: TrainingSpec, *, request_id: str = "", digest: str = "", runner: str = "") -> JobRecord:
-    now = time.time()
+    now, name = time.time(), f"{COLLECTION}/{job_id}"
     return JobRecord(
-        uid=uuid.uuid4().hex,
-        name=f"{COLLECTION}/{job_id}",
+        uid=uid_of(request_id, name),
+        name=name,
         spec={"training": spec.as_config(), "request_id": request_id},
         body_sha256=digest,
         create_time=now,

@@ -22,6 +22,8 @@ from millrace_client.tensors import infer_request, output_arrays
 # A full queue is told at once, with the time after which to try again.
 QUEUE_RETRIES = 20
 QUEUE_PAUSE_S = 0.05
+# Of `infer_many`: for each that may be on the way so many are, or are answered and wait for one before them.
+ANSWERS_HELD = 4
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -97,16 +99,21 @@ class InferenceClient:
         timeout_s: float = 30.0,
         outputs: Mapping[str, int] | None = None,
     ) -> Iterator[Answer]:
-        """Answers in the order of the requests, with at most `in_flight` of them on the way at once.
+        """Answers in the order of the requests, with at most `in_flight` of them on the way at once. Behind one that
+        takes long others are answered meanwhile; once these are `ANSWERS_HELD` times as many, no more are sent.
 
         A request that meets a full queue is sent again after the time that the server asks for. The first other error
         ends it. `outputs` as in `infer`.
         """
+        if in_flight < 1:
+            raise ValueError(f"in_flight is {in_flight}: let at least one request be on its way")
         room = threading.BoundedSemaphore(in_flight)
         waiting: deque[_InFlight] = deque()
         try:
             for inputs in requests:
                 request = infer_request(model, inputs, version=version, request_id=new_request_id(), outputs=outputs)
+                if len(waiting) == ANSWERS_HELD * in_flight:
+                    yield self._settle(waiting.popleft(), timeout_s)
                 room.acquire()
                 waiting.append(_InFlight(self._stub.ModelInfer, request, timeout_s, room))
                 while waiting and waiting[0].done():
@@ -142,7 +149,9 @@ class _InFlight:
     def __init__(
         self, method: Any, request: pb.ModelInferRequest, timeout_s: float, room: threading.BoundedSemaphore
     ) -> None:
-        self.request = request
+        # None once it is answered: nobody sends it again.
+        self.request: pb.ModelInferRequest | None = request
+        self._request_id = request.id
         self._room = room
         self._started = self._ended = time.perf_counter()
         self._arrived = threading.Event()
@@ -151,6 +160,8 @@ class _InFlight:
 
     def _on_done(self, _: Any) -> None:
         self._ended = time.perf_counter()
+        if self._call.code() is grpc.StatusCode.OK:
+            self.request = None
         self._arrived.set()
         self._room.release()
 
@@ -165,7 +176,7 @@ class _InFlight:
         try:
             response = self._call.result()
         except grpc.RpcError as error:
-            raise from_rpc_error(error, address=address, request_id=self.request.id) from None
+            raise from_rpc_error(error, address=address, request_id=self._request_id) from None
         assert isinstance(response, pb.ModelInferResponse)
         return response
 

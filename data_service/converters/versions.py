@@ -8,7 +8,7 @@ from typing import Any, cast
 from google.longrunning import operations_pb2
 from google.protobuf import json_format
 
-from data_service.bounded_answer import ANSWER_BYTES
+from data_service.bounded_answer import keep_first
 from data_service.converters.times import timestamp
 from data_service.operation_pointers import operation_id
 from data_service.versions import ActiveVersion, DamagedVersion, Version
@@ -34,7 +34,8 @@ VERSION_STATES = {
 
 
 def version_message(version: Version, *, brief: bool = False) -> resources_pb2.DatasetVersion:
-    """`brief`: without what may be long, its files, the names of values and its transform."""
+    """`brief`: as lists have it, without its files, the names of values and its transform; and of columns that are more
+    than one message may have the first ones."""
     job = version.job
     message = resources_pb2.DatasetVersion(
         name=job.name,
@@ -52,6 +53,8 @@ def version_message(version: Version, *, brief: bool = False) -> resources_pb2.D
         message.commit_time.CopyFrom(timestamp(job.update_time))
         message.manifest_sha256 = version.reader.version.manifest_sha256
         _add_manifest(message, version.reader.version.manifest, brief)
+    if brief:
+        keep_first(message.columns, message.ByteSize() - paging.PAGE_BYTES)
     return message
 
 
@@ -62,20 +65,24 @@ def listed_message(versions: Sequence[Version], next_page_token: str) -> data_se
     for version in versions:
         message = version_message(version, brief=True)
         size_bytes += message.ByteSize()
-        if answer.versions and size_bytes > ANSWER_BYTES:
+        if answer.versions and size_bytes > paging.PAGE_BYTES:
             answer.next_page_token = paging.token_of(answer.versions[-1].name.rsplit("/", 1)[-1])
             break
         answer.versions.append(message)
     return answer
 
 
-def operation_message(version: Version, progress: Mapping[str, Any], waiting_for: str = "") -> operations_pb2.Operation:
-    """`waiting_for`: what the cluster lacks for it."""
+def operation_message(
+    version: Version, progress: Mapping[str, Any], waiting_for: str = "", *, brief: bool = False
+) -> operations_pb2.Operation:
+    """`waiting_for`: what the cluster lacks for it. `brief`: with its version as lists have it."""
     job = version.job
     operation = operations_pb2.Operation(name=f"operations/{operation_id(job)}", done=job.state.final)
     operation.metadata.Pack(_metadata(job, progress, waiting_for))
     if isinstance(version, ActiveVersion):
-        operation.response.Pack(version_message(version))
+        operation.response.Pack(version_message(version, brief=brief))
+    elif isinstance(version, DamagedVersion):
+        operation.error.CopyFrom(status_proto(version.error))
     elif job.state is JobState.FAILED and job.error:
         operation.error.CopyFrom(status_proto_from_record(job.error))
     elif job.state is JobState.CANCELLED:

@@ -35,7 +35,9 @@ def checked_messages(stream: BinaryIO) -> Iterator[bytes]:
     batches = 0
     while True:
         if start[:4] != CONTINUATION:
-            raise ArrowMessageError("it has no Arrow message where one must begin")
+            raise ArrowMessageError(
+                "it has no Arrow message where one must begin: it is no Arrow stream or file, or damaged"
+            )
         (metadata_bytes,) = struct.unpack("<i", start[4:])
         yield start[:4]
         yield start[4:]

@@ -196,8 +196,9 @@ class CheckCounts:
         if failure is None:
             return
         check = self._checks[failure.check]
+        value = f" ({failure.value})" if failure.value else ""
         raise FailedPrecondition(
-            f"checks[{failure.check}]: in {place(failure.ordinal)}, {check.reason()} ({failure.value}); mend the "
+            f"checks[{failure.check}]: in {place(failure.ordinal)}, {check.reason()}{value}; mend the "
             "source, or let such rows be quarantined",
             reason=CHECK_FAILED,
             metadata={
@@ -234,6 +235,9 @@ def _passing(table: pa.Table, column: str, goes_on: Mask) -> tuple[pa.Array, npt
 
 
 def _shown_value(value: pa.Scalar) -> str:
+    """Empty for a null, of which all is said by its name."""
+    if not value.is_valid:
+        return ""
     if isinstance(value.type, pa.FixedShapeTensorType) or pa.types.is_binary(value.type):
         return str(value.type)
     return value_shown(value)

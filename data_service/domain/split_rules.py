@@ -25,6 +25,7 @@ from shared.names import SPLIT, SPLIT_REMEDY
 
 # Values of a column that names splits: more than so many is some other column.
 MAX_SPLITS = 256
+FILL_REMEDY = "fill or filter nulls before dividing"
 
 _NS = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
 _DAY_NS = 86_400 * _NS["s"]
@@ -103,7 +104,8 @@ class ColumnSplit:
         for code, name in [(-1, None), *enumerate(names)]:
             if (name is None or not SPLIT.fullmatch(name)) and (codes == code).any():
                 row_id = row_ids[np.argmax(codes == code)]
-                raise _refused("splits.column.column", self.column, row_id, name, SPLIT_REMEDY)
+                remedy = FILL_REMEDY if name is None else SPLIT_REMEDY
+                raise _refused("splits.column.column", self.column, row_id, name, remedy)
         return Assignment(names, codes)
 
 
@@ -121,7 +123,7 @@ class TimeSplit:
         column = rows[self.column]
         if column.null_count:
             row_id = row_ids[pc.index(column.is_null(), True).as_py()]
-            raise _refused("splits.time.column", self.column, row_id, None, "fill or filter nulls before dividing")
+            raise _refused("splits.time.column", self.column, row_id, None, FILL_REMEDY)
         unit_ns = _DAY_NS if kinds.is_date32(column.type) else _NS[column.type.unit]
         integers = column.cast(pa.int32()) if kinds.is_date32(column.type) else column
         times = integers.cast(pa.int64()).to_numpy()

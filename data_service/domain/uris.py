@@ -90,7 +90,9 @@ def parse_uri(uri: str) -> FileSource | S3Source | UploadSource:
         # Two leading slashes are a path of their own in POSIX.
         return FileSource(PurePosixPath("/" + path.lstrip("/")), glob)
     key = path.removeprefix("/")
-    if not _BUCKET.fullmatch(host) or (not key and glob is None) or not _is_utf8(key):
+    if host and not _BUCKET.fullmatch(host):
+        raise UriRefused("use s3://bucket/key; a bucket's name has 3 to 63 of a-z, 0-9, '.' and '-'")
+    if not host or (not key and glob is None) or not _is_utf8(key):
         raise UriRefused("use s3://bucket/key")
     return S3Source(host, key, glob)
 

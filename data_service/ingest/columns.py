@@ -9,6 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from data_service.ingest.base_rows import BaseRows
+from data_service.ingest.mismatch import Fits, difference
 from data_service.sources import OpenSource
 from shared.errors import InvalidArgument, first_line
 
@@ -77,31 +78,33 @@ class CommonColumns:
 def _common_schema(given: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
     """A column may be null where it may be in any source."""
     first_field, first = given[0]
-    types = list(first.types)
+    common = first
     for field, schema in given[1:]:
-        for index, name in enumerate(first.names):
-            kind = schema.field(name).type if schema.names == first.names else None
-            wider = _wider(types[index], kind) if kind is not None else None
-            if wider is None:
-                raise _mismatch(field, schema, first_field, pa.schema(list(zip(first.names, types, strict=True))))
-            types[index] = wider
-        if schema.names != first.names:
-            raise _mismatch(field, schema, first_field, first)
-    nullable = [any(schema.field(index).nullable for _, schema in given) for index in range(len(types))]
-    return pa.schema([pa.field(name, kind, may) for name, kind, may in zip(first.names, types, nullable, strict=True)])
+        _refuse_mismatch(field, schema, first_field, common, _goes_with)
+        types = [_wider(one, other) for one, other in zip(common.types, schema.types, strict=True)]
+        common = pa.schema(list(zip(first.names, types, strict=True)))
+    return _nullable_as(common, [schema for _, schema in given])
 
 
 def _schema_of_base(base: pa.Schema, given: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
     """The base's; but a column may be null where it may be in a source."""
     for field, schema in given:
-        if schema.names != base.names or any(
-            _wider(one, kind) != one for one, kind in zip(base.types, schema.types, strict=True)
-        ):
-            raise _mismatch(field, schema, "base.version", base)
-    nullable = [
-        any(one.field(index).nullable for one in (base, *(schema for _, schema in given))) for index in range(len(base))
-    ]
-    return pa.schema([field.with_nullable(may) for field, may in zip(base, nullable, strict=True)])
+        _refuse_mismatch(field, schema, "base.version", base, _goes_into)
+    return _nullable_as(base, [base, *(schema for _, schema in given)])
+
+
+def _nullable_as(schema: pa.Schema, given: Sequence[pa.Schema]) -> pa.Schema:
+    nullable = [any(one.field(index).nullable for one in given) for index in range(len(schema))]
+    return pa.schema([field.with_nullable(may) for field, may in zip(schema, nullable, strict=True)])
+
+
+def _refuse_mismatch(field: str, schema: pa.Schema, first_field: str, first: pa.Schema, fits: Fits) -> None:
+    fitting = schema.names == first.names and all(map(fits, first.types, schema.types))
+    if not fitting:
+        why = difference(schema, first_field, first, fits)
+        raise InvalidArgument(
+            f"{field}: {why}", reason="SCHEMA_MISMATCH", metadata={"field": field}, fields=[(field, why)]
+        )
 
 
 def _wider(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
@@ -112,18 +115,12 @@ def _wider(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     return None
 
 
-def _mismatch(field: str, schema: pa.Schema, first_field: str, first: pa.Schema) -> InvalidArgument:
-    why = (
-        f"it has the columns {_columns(schema)}, but {first_field} has {_columns(first)}; set column_types where only "
-        "the types differ"
-    )
-    return InvalidArgument(
-        f"{field}: {why}", reason="SCHEMA_MISMATCH", metadata={"field": field}, fields=[(field, why)]
-    )
+def _goes_with(one: pa.DataType, other: pa.DataType) -> bool:
+    return _wider(one, other) is not None
 
 
-def _columns(schema: pa.Schema) -> str:
-    return ", ".join(f"{field.name}: {field.type}" for field in schema)
+def _goes_into(one: pa.DataType, other: pa.DataType) -> bool:
+    return bool(_wider(one, other) == one)
 
 
 def known_classes(kept: BaseRows | None) -> list[str]:

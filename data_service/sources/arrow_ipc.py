@@ -12,9 +12,10 @@ import pyarrow.types as kinds
 from data_service.domain.arrow_messages import ArrowMessageError, PieceReader, checked_messages
 from data_service.sources import interface
 from data_service.sources.content import blaming
+from data_service.sources.decoded_size import decoded_bytes, is_text
 from data_service.sources.interface import BadRowSink
 from data_service.sources.source_files import SourceFile
-from data_service.sources.typed_columns import TypedColumns, decoded_bytes, is_text, logical_schema_of
+from data_service.sources.typed_columns import TypedColumns, logical_schema_of
 from shared.dataset_version.columns import row_bytes
 
 
@@ -71,6 +72,10 @@ class ArrowRows:
 
 def _needs_a_look(arrow_type: pa.DataType) -> bool:
     """Whether values themselves can be malformed: offsets, indices, UTF-8, decimals, times of day."""
-    if kinds.is_dictionary(arrow_type) or is_text(arrow_type):
+    if isinstance(arrow_type, pa.BaseExtensionType):
+        return _needs_a_look(arrow_type.storage_type)
+    if kinds.is_fixed_size_list(arrow_type):
+        return _needs_a_look(arrow_type.value_type)
+    if kinds.is_dictionary(arrow_type) or kinds.is_nested(arrow_type) or is_text(arrow_type):
         return True
     return bool(kinds.is_decimal(arrow_type) or kinds.is_time(arrow_type) or kinds.is_date64(arrow_type))

@@ -1,7 +1,7 @@
 """Types of typed files that no version keeps: which of them `column_types` can turn into others.
 
 An all-null column comes as `null`, as pandas writes it; whole milliseconds of days, durations and decimals of other
-widths have a cast. Nested types have none.
+widths have a cast. Lists of numbers become tensors of a shape that is given. Other nested types have no cast.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.types as kinds
 
+from data_service.domain.list_tensors import is_list
 from data_service.domain.row_casts import CastRefused, cast_between
 from shared.dataset_version.columns import is_tensor, logical_field, scalar_remedy
 from shared.errors import InvalidArgument
@@ -49,6 +50,7 @@ def kept_type(plain: pa.DataType) -> pa.DataType:
 
 
 def is_castable(plain: pa.DataType, wanted: pa.DataType) -> bool:
+    """Whether `column_types` may turn such values into `wanted`, save for lists."""
     if kinds.is_nested(plain):
         return False
     try:
@@ -56,6 +58,12 @@ def is_castable(plain: pa.DataType, wanted: pa.DataType) -> bool:
     except CastRefused:
         return False
     return True
+
+
+def lists_within(given: pa.DataType) -> pa.DataType | None:
+    """The lists that a column holds, itself or as an extension; None where it holds others."""
+    storage = given.storage_type if isinstance(given, pa.BaseExtensionType) and not is_tensor(given) else given
+    return storage if is_list(storage) else None
 
 
 def suggested_type(plain: pa.DataType) -> pa.DataType | None:

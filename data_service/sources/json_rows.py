@@ -30,7 +30,7 @@ from data_service.sources.source_files import SourceFile
 from data_service.sources.typed_columns import check_names
 from shared.dataset_version.column_names import MAX_COLUMNS
 from shared.dataset_version.columns import is_tensor
-from shared.errors import first_line, invalid_field
+from shared.errors import invalid_field
 
 # Of one line. An empty one takes two or three bytes of it, and thirty times as much once it is parsed.
 MAX_CONTAINERS = 250_000
@@ -139,7 +139,7 @@ def _parsed(block: LineBlock) -> Iterator[_Line | _BadLine]:
         try:
             row = orjson.loads(data)
         except orjson.JSONDecodeError as error:
-            yield _BadLine(number, data[:1024], f"it is no JSON: {first_line(error)}")
+            yield _BadLine(number, data[:1024], f"it is no JSON: {error.msg} at character {error.colno}")
             continue
         if beyond and _BEYOND.search(data):
             try:

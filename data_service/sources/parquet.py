@@ -17,15 +17,10 @@ from data_service.domain.parquet_footer import Footer, FooterError, parse_footer
 from data_service.domain.parquet_pages import DELTA_BYTE_ARRAY, DELTA_LENGTH_BYTE_ARRAY, Page, PageError, pages
 from data_service.sources import interface
 from data_service.sources.content import blaming
+from data_service.sources.decoded_size import decoded_bytes, is_text
 from data_service.sources.interface import BadRowSink
 from data_service.sources.source_files import SourceFile
-from data_service.sources.typed_columns import (
-    MAX_ROW_BYTES,
-    TypedColumns,
-    decoded_bytes,
-    is_text,
-    logical_schema_of,
-)
+from data_service.sources.typed_columns import MAX_ROW_BYTES, TypedColumns, logical_schema_of
 from shared.dataset_version.column_names import MAX_COLUMNS
 from shared.dataset_version.columns import is_tensor, row_bytes
 
@@ -54,6 +49,7 @@ class ParquetRows:
             footer = self._footer(opened)
             given = _parquet(opened).schema_arrow
             self._texts = [field.name for field in given if is_text(field.type)]
+            self._extended_texts = [field.name for field in given if _is_extended_text(field.type)]
             self.schema = self._logical_schema(given)
         claimed_bytes = sum(group.total_bytes for group in footer.row_groups)
         fixed_bytes = row_bytes(pa.schema([field for field in self.schema if not is_text(field.type)])) or 0
@@ -103,12 +99,13 @@ class ParquetRows:
             raise self._file.corrupt("it is not a whole Parquet file: it has no footer")
         opened.seek(size_bytes - 8)
         footer_bytes, magic = struct.unpack("<I4s", opened.read(8))
-        if footer_bytes > MAX_FOOTER_BYTES:
+        is_parquet = magic == b"PAR1"
+        if is_parquet and footer_bytes > MAX_FOOTER_BYTES:
             raise self._file.corrupt(
                 f"its footer claims {footer_bytes} bytes; at most {MAX_FOOTER_BYTES} are read, and "
                 f"{MAX_COLUMNS} columns"
             )
-        if magic != b"PAR1" or footer_bytes > size_bytes - 12:
+        if not is_parquet or footer_bytes > size_bytes - 12:
             raise self._file.corrupt("it is not a whole Parquet file: it does not end with a footer")
         opened.seek(size_bytes - 8 - footer_bytes)
         footer = parse_footer(opened.read(footer_bytes))
@@ -147,7 +144,14 @@ class ParquetRows:
                     if page.encoding in (DELTA_LENGTH_BYTE_ARRAY, DELTA_BYTE_ARRAY):
                         in_deltas.add(column.path)
         opened.seek(0)
-        return {name: page_bytes[name] for name in self._texts if name in in_deltas}
+        # None where a file has no rows.
+        whole = [name for name in self._texts if name in in_deltas] + self._extended_texts
+        return {name: page_bytes[name] for name in whole if name in page_bytes}
+
+
+def _is_extended_text(arrow_type: pa.DataType) -> bool:
+    """Of such a column Arrow ends the process where it reads it as a dictionary."""
+    return isinstance(arrow_type, pa.BaseExtensionType) and is_text(arrow_type.storage_type)
 
 
 def _size(opened: BinaryIO) -> int:

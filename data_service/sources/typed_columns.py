@@ -12,8 +12,18 @@ import pyarrow.compute as pc
 import pyarrow.types as kinds
 from numpy.typing import NDArray
 
+from data_service.domain.list_tensors import example_tensor, fits_lists, is_list, tensors_of_lists
 from data_service.domain.row_casts import Fits, cast_between, cast_rows, rows_without_nulls
-from data_service.sources.foreign_types import has_cast, is_castable, is_foreign, kept_type, plain_type, suggested_type
+from data_service.sources.decoded_size import is_text
+from data_service.sources.foreign_types import (
+    has_cast,
+    is_castable,
+    is_foreign,
+    kept_type,
+    lists_within,
+    plain_type,
+    suggested_type,
+)
 from data_service.sources.interface import BadRowSink, excerpt_of
 from data_service.sources.source_files import SourceFile
 from shared.dataset_version.column_names import MAX_COLUMNS, name_problem
@@ -41,13 +51,23 @@ def _logical_field(file: SourceFile, field: pa.Field, wanted: pa.DataType | None
     try:
         return logical_field(field)
     except InvalidArgument as error:
-        plain = plain_type(field.type)
+        plain, lists = plain_type(field.type), lists_within(field.type)
+        if wanted is not None and is_tensor(wanted) and lists is not None and fits_lists(lists, wanted):
+            return pa.field(field.name, wanted, nullable=False)
         if wanted is not None and is_castable(plain, wanted):
             return pa.field(field.name, wanted, field.nullable)
-        suggested = suggested_type(plain)
         failed = f"; it cannot be cast to {wanted}" if wanted is not None else ""
-        remedy = f", or give it another type by column_types, such as {suggested}" if suggested is not None else ""
-        raise file.corrupt(f"{error.message}{remedy}{failed}") from None
+        raise file.corrupt(f"{error.message}{_remedy(plain, lists)}{failed}") from None
+
+
+def _remedy(plain: pa.DataType, lists: pa.DataType | None) -> str:
+    """What else the request can say, or the file have."""
+    if lists is not None and (tensor := example_tensor(lists)):
+        return f", or give it a type by column_types, such as {tensor} where all rows have that shape"
+    if kinds.is_struct(plain):
+        return "; write each of its fields as a column of its own"
+    suggested = suggested_type(plain)
+    return f", or give it another type by column_types, such as {suggested}" if suggested is not None else ""
 
 
 def check_names(file: SourceFile, names: Sequence[str]) -> None:
@@ -57,45 +77,6 @@ def check_names(file: SourceFile, names: Sequence[str]) -> None:
     for name in names:
         if problem := name_problem(name):
             raise file.corrupt(problem)
-
-
-def is_text(arrow_type: pa.DataType) -> bool:
-    """Strings and bytes of any length."""
-    checks = (
-        kinds.is_string,
-        kinds.is_binary,
-        kinds.is_large_string,
-        kinds.is_large_binary,
-        kinds.is_string_view,
-        kinds.is_binary_view,
-    )
-    return any(check(arrow_type) for check in checks)
-
-
-def decoded_bytes(batch: pa.RecordBatch) -> int:
-    """What the batch takes once every row has its own values: a long text that rows share takes it each time."""
-    total = 0
-    for column in batch.columns:
-        if isinstance(column, pa.DictionaryArray):
-            if is_text(column.dictionary.type):
-                lengths = _text_lengths(column.dictionary)
-                total += int(pc.sum(lengths.take(column.indices)).as_py() or 0)
-            else:
-                total += len(column) * (column.dictionary.nbytes // max(len(column.dictionary), 1) + 1)
-        elif kinds.is_string_view(column.type) or kinds.is_binary_view(column.type):
-            total += int(pc.sum(_text_lengths(column)).as_py() or 0)
-        else:
-            total += column.nbytes
-    return total
-
-
-def _text_lengths(texts: pa.Array) -> pa.Array:
-    """In bytes; 0 for nulls."""
-    if kinds.is_string_view(texts.type) or kinds.is_binary_view(texts.type):
-        # The first four bytes of each 16-byte view are its length.
-        views = np.frombuffer(texts.buffers()[1], np.int32)[texts.offset * 4 : (texts.offset + len(texts)) * 4 : 4]
-        return pc.if_else(texts.is_valid(), pa.array(views.astype(np.int64)), 0)
-    return pc.fill_null(pc.binary_length(texts), 0).cast(pa.int64())
 
 
 @dataclass(frozen=True)
@@ -119,7 +100,7 @@ class TypedColumns:
             column, fits = _logical(given, field.type)
             columns.append(column)
             if fits is not None:
-                misfits.append(_Misfit(fits, _reason(field, cast=has_cast(given.type))))
+                misfits.append(_Misfit(fits, _reason(field, cast=_is_cast(given.type, field.type))))
             if not field.nullable and column.null_count:
                 # Writers take a schema's word, and so did pyarrow of whoever made this one.
                 reason = f"column {field.name!r} is null, and its schema says that it never is; declare it nullable"
@@ -155,7 +136,7 @@ def shown_row(rows: pa.RecordBatch | pa.Table, row: int) -> str:
 
 
 def _reason(field: pa.Field, *, cast: bool) -> str:
-    if is_tensor(field.type):
+    if is_tensor(field.type) and not cast:
         return f"column {field.name!r} has nulls, and a tensor has no place for them"
     if cast:
         return f"column {field.name!r} does not fit {field.type}"
@@ -164,12 +145,25 @@ def _reason(field: pa.Field, *, cast: bool) -> str:
     return f"column {field.name!r} is not UTF-8"
 
 
+def _is_cast(given: pa.DataType, wanted: pa.DataType) -> bool:
+    """Whether the request gave the column its type."""
+    return has_cast(given) if not is_tensor(wanted) else _is_given_shape(given)
+
+
+def _is_given_shape(given: pa.DataType) -> bool:
+    """Of what becomes a tensor: whether only the request says how long its lists are."""
+    lists = lists_within(given)
+    return lists is not None and not (kinds.is_fixed_size_list(lists) and not is_list(lists.value_type))
+
+
 def _logical(given: pa.Array, wanted: pa.DataType) -> tuple[pa.Array, Fits]:
     if isinstance(given, pa.ChunkedArray):
         given = given.combine_chunks()
     storage = given.storage if isinstance(given, pa.ExtensionArray) else given
     if kinds.is_dictionary(storage.type):
         storage = storage.dictionary_decode()
+    if is_tensor(wanted) and _is_given_shape(given.type):
+        return tensors_of_lists(storage, wanted)
     if not is_tensor(wanted) and has_cast(given.type):
         return _as_given(storage, wanted)
     return _as_kept(storage, wanted)

@@ -39,7 +39,8 @@ def check_transform(spec: TransformSpec, source: Manifest, custom_allowed: Colle
     splits = known_splits(spec.rule, source)
     if pipeline.unfitted and splits is not None and spec.fit_split not in splits:
         steps = ", ".join(f"{FIELD}.steps[{index}]" for index in pipeline.unfitted)
-        raise invalid_field("fit_split", spec.fit_split, f"{steps} learn there; use one of {', '.join(splits)}")
+        there = ", ".join(map(repr, splits))
+        raise invalid_field("fit_split", spec.fit_split, f"{steps} learn there, but the splits are {there}")
     fits(parse_checks(spec.checks), output, has_parent=True, splits=splits)
 
 

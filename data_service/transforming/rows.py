@@ -15,6 +15,7 @@ from data_service.domain.split_rules import Divider
 from data_service.transforming.plan import Part
 from shared.dataset_version import RowGroup, VersionReader
 from shared.dataset_version.columns import row_bytes
+from shared.dataset_version.group_sizes import GroupSizes
 from shared.dataset_version.row_groups import DEFAULT_GROUP_ROWS
 from shared.dataset_version.version import DatasetVersion
 from shared.errors import InvalidArgument
@@ -165,10 +166,11 @@ class RowSource:
         """As many groups as are read at a time, at least one: a read costs the same few milliseconds, however little it
         brings, so it brings several batches where rows are wider after the work than before."""
         most_groups = UNEQUAL_GROUPS if row_bytes(reader.select(columns)) is None else MAX_BATCH_ROWS
+        sizes = GroupSizes(reader, columns)
         packed: list[RowGroup] = []
         size_bytes = 0
         for group in groups:
-            group_bytes = reader.decoded_bytes(group, columns) if columns else 0
+            group_bytes = sizes.told(group)
             size_bytes += group_bytes
             if packed and (len(packed) == most_groups or size_bytes > READ_BYTES):
                 yield packed

@@ -22,13 +22,15 @@ NULLS = ".null"
 @dataclass(frozen=True)
 class TensorSpec:
     """One tensor; the first dimension of `shape` is always the rows, `FREE`. `nullable`: its rows may be null.
-    `class_names` names the numbers of a row, where there are names; the tensor is the same without."""
+    `class_names` names the numbers of a row, where there are names; `column_type` is Arrow's name of the type of a
+    column of dates or times, such as timestamp[us], whose numbers these are. The tensor is the same without both."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     nullable: bool = False
     class_names: tuple[str, ...] = field(default=(), compare=False)
+    column_type: str = field(default="", compare=False)
 
     def fits(self, datatype: str, shape: Sequence[int]) -> bool:
         return (
@@ -102,6 +104,7 @@ def _spec(record: Mapping[str, Any]) -> TensorSpec:
         tuple(record["shape"]),
         record["nullable"],
         tuple(record.get("class_names", ())),
+        record.get("column_type", ""),
     )
 
 

@@ -47,9 +47,8 @@ def load_version(store: ObjectStore, name: str) -> DatasetVersion:
 def committed_version(store: ObjectStore, job: JobRecord) -> DatasetVersion:
     """The version that `job` committed. Raises as `load_version`."""
     if job.state is not JobState.SUCCEEDED:
-        why = "its import has not finished" if not job.state.final else f"its import {job.state.lower()}"
         raise FailedPrecondition(
-            f"{job.name} is not ACTIVE: {why}", reason="VERSION_NOT_ACTIVE", metadata={"resource": job.name}
+            f"{job.name} is not ACTIVE: {_not_made(job)}", reason="VERSION_NOT_ACTIVE", metadata={"resource": job.name}
         )
     key, digest = job.result["manifest"], job.result["manifest_sha256"]
     try:
@@ -60,6 +59,17 @@ def committed_version(store: ObjectStore, job: JobRecord) -> DatasetVersion:
             f"the manifest of {job.name} is gone", reason="MANIFEST_MISSING", metadata={"resource": job.name}
         ) from None
     return DatasetVersion(job.name, Manifest.from_json(data, digest), digest, key.rsplit("/", 1)[0])
+
+
+def _not_made(job: JobRecord) -> str:
+    match job.state:
+        case JobState.FAILED:
+            return f"making it failed: {job.error['message']}" if job.error else "making it failed"
+        case JobState.CANCELLED:
+            return "making it was cancelled"
+        case JobState.DELETING:
+            return "it is being deleted"
+    return "it is still being made"
 
 
 def check_not_deleted(store: ObjectStore, version: DatasetVersion) -> None:

@@ -42,13 +42,14 @@ class Jobs:
         self.kind = kind
 
     def create(self, folder: str, job: JobRecord) -> JobRecord:
-        """Makes the job durable. Raises `AlreadyExists` when there is one in the folder that was not deleted."""
+        """Makes the job durable. Raises `AlreadyExists` when there is one in the folder that was not deleted, or this
+        very one was made and deleted before."""
         # The marker first: a job without one would never be done. One that has a runner is done without.
         marker = "" if job.runner else self._mark(folder, job, job.generation)
         log = ResourceLog(self._store, log_prefix(folder))
         before = log.head()
         last = JobRecord.from_state(before.state) if before else None
-        if last is None or last.state is JobState.DELETED:
+        if last is None or (last.state is JobState.DELETED and last.uid != job.uid):
             job = follow_deleted(job, last) if last else job
             if log.append(before, job.as_state(), job.attempt):
                 return job

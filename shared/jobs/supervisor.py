@@ -7,7 +7,8 @@ import logging
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +51,11 @@ async def supervise(
     arguments: Sequence[str] = (),
     stop_within_s: float = STOP_WITHIN_S,
     refusal: int | None = None,
+    hangs: Callable[[int], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
     """Runs `python -m module` with `arguments` until `stop`, then has it killed after `stop_within_s`. The child reads
-    its standard input: a byte is a `nudge`, and its end tells that we are gone.
+    its standard input: a byte is a `nudge`, and its end tells that we are gone. `hangs(pid)` returns once it hangs: it
+    is killed then, to be started again.
 
     Raises `ChildRefused` where the first one ends with the status `refusal`: another would, too. One that ran and comes
     again may find only for now what it refuses, and is tried again.
@@ -66,8 +69,14 @@ async def supervise(
             nudge.aim_at(child)
         ended = asyncio.create_task(child.wait())
         stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        hung = asyncio.create_task(_never() if hangs is None else hangs(child.pid))
+        await asyncio.wait({ended, stopped, hung}, return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done() and not stop.is_set():
+            logger.error("%s hangs: it is killed", " ".join((module, *arguments)))
+            child.kill()
+            await ended
         stopped.cancel()
+        hung.cancel()
         if nudge is not None:
             nudge.aim_at(None)
         if stop.is_set():
@@ -84,6 +93,10 @@ async def supervise(
                 await stop.wait()
         except TimeoutError:
             delay_s = min(delay_s * 2, LONGEST_DELAY_S)
+
+
+async def _never() -> None:
+    await asyncio.Event().wait()
 
 
 async def _end(child: Process, within_s: float) -> None:

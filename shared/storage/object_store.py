@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import obstore
+import pyarrow as pa
 from obstore import exceptions
 from obstore.store import LocalStore, S3Store
 from pyarrow import fs
@@ -108,6 +109,13 @@ class ObjectStore:
             if len(data) != length:
                 raise DataLoss(f"{key} ends before byte {start + length}", metadata={"object": key})
         return given
+
+    def local_file(self, key: str) -> pa.NativeFile | None:
+        """The object for Arrow to read by itself; None where the store is no local directory."""
+        if not isinstance(self._backend, LocalStore):
+            return None
+        with _errors(key):
+            return self._filesystem.open_input_file(key)
 
     def size(self, key: str) -> int | None:
         """In bytes; None where no object has that key."""

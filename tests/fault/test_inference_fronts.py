@@ -1,10 +1,11 @@
-"""Two front processes on one port: each is killed under load, and the other goes on answering."""
+"""Two front processes on one port: one is killed under load, or hangs, and the other goes on answering."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ import grpc
 import numpy as np
 import pytest
 
+from inference import grpc_service_pb2 as oip
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import roll_out_pb2
 from shared.settings import StoreSettings
@@ -129,6 +131,32 @@ def test_a_front_killed_under_load_costs_only_the_calls_that_it_had(
     assert fronts(service)[1 - victim] == before[1 - victim]
     # The one that comes reconciles again, and takes nothing away.
     assert set(head.processes("ray::ServeReplica")) == replicas
+
+
+def counted(service: ServiceProcess) -> int:
+    """The rows that were answered, as whichever front tells that has the connection."""
+    with Client(service.address) as client:
+        told = client.inference.ModelStatistics(oip.ModelStatisticsRequest(name="digits"), timeout=DEADLINE_S)
+    return int(sum(one.inference_count for one in told.model_stats))
+
+
+def test_every_front_tells_what_all_have_answered(service: ServiceProcess) -> None:
+    wait_until_all_know(service)
+    with Asking(service.address) as asking:
+        asking.wait_for(200)
+    time.sleep(2.0)  # each leaves its numbers once a second
+    assert len({counted(service) for _ in range(10)}) == 1
+    assert counted(service) >= 200
+
+
+def test_a_front_that_hangs_is_killed_and_another_has_its_place(service: ServiceProcess, blows: Blows) -> None:
+    wait_until_all_know(service)
+    before = fronts(service)
+    os.kill(before[0], signal.SIGSTOP)  # the one that leads
+    blows.add("SIGSTOP front", "idle", "file")
+    eventually(lambda: fronts(service).get(0) not in (None, before[0]), 150, "another is started")
+    wait_until_all_know(service)
+    assert fronts(service)[1] == before[1]
 
 
 def test_a_roll_out_moves_the_traffic_of_all_fronts_and_no_request_is_dropped(service: ServiceProcess) -> None:

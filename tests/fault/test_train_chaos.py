@@ -23,13 +23,12 @@ import pytest
 from shared.storage.opening import ensure_bucket
 from tests.support.blows import Blows
 from tests.support.killable_s3 import KillableS3, killable_s3
+from tests.support.numbered_rows import ROWS, STEPS_PER_EPOCH
 from tests.support.ray_head import ray_head
 from tests.support.s3_server import S3Program
 from tests.support.training import State
 from tests.support.waiting import wait_until
 from tests.support.witnessed import (
-    ROWS,
-    STEPS_PER_EPOCH,
     WORKER,
     Proof,
     WitnessedStack,

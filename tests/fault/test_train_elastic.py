@@ -17,17 +17,15 @@ from millrace.train.v1 import resources_pb2 as res
 from millrace.train.v1 import train_service_pb2 as pb
 from shared.settings import StoreSettings
 from tests.support.blows import Blows
+from tests.support.numbered_rows import ROWS, STEPS_PER_EPOCH, numbered_digits
 from tests.support.ray_head import ray_head, ray_node
 from tests.support.training import VALIDATION_ROWS, State, Watch, train_stack
 from tests.support.versions import commit_version, striped_digits
 from tests.support.witnessed import (
-    ROWS,
-    STEPS_PER_EPOCH,
     VERSION,
     Account,
     WitnessedStack,
     account_of,
-    numbered_digits,
     witness_environment,
     witnessed_spec,
 )

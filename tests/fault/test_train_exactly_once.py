@@ -12,7 +12,8 @@ import pytest
 
 from shared.settings import StoreSettings
 from tests.support.blows import Blows
-from tests.support.witnessed import ROWS, WitnessedStack, killed_beside_undisturbed, witnessed_stack
+from tests.support.numbered_rows import ROWS
+from tests.support.witnessed import WitnessedStack, killed_beside_undisturbed, witnessed_stack
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(2400)]
 

@@ -93,10 +93,14 @@ class OneVersion(data_service_pb2_grpc.DataServiceServicer, operations_pb2_grpc.
 
 
 class Doubling(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Answers with twice the input, every third request only at the second try; counts what is in flight."""
+    """Answers with twice the input, every third request only at the second try; counts what is in flight, and what it
+    answered. `hangs_at` waits for `go_on`."""
 
-    def __init__(self, *, full_every: int = 0) -> None:
+    def __init__(self, *, full_every: int = 0, hangs_at: int | None = None) -> None:
         self._full_every = full_every
+        self._hangs_at = hangs_at
+        self.go_on = threading.Event()
+        self.answered = 0
         self._lock = threading.Lock()
         self._now = 0
         self._refused: set[str] = set()
@@ -120,6 +124,10 @@ class Doubling(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
             self._refused.add(request.id)
             retry = error_details_pb2.RetryInfo(retry_delay=Duration(nanos=1_000_000))
             abort(context, status(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", retry))
+        if value == self._hangs_at:
+            self.go_on.wait(30)
+        with self._lock:
+            self.answered += 1
         response = grpc_service_pb2.ModelInferResponse(model_name=request.model_name, model_version="1", id=request.id)
         response.outputs.add(name="y", datatype="INT64", shape=[1])
         response.raw_output_contents.append(np.int64(2 * value).tobytes())

@@ -25,6 +25,11 @@ class Head:
         return 100 <= self.status < 200
 
     @property
+    def path(self) -> str:
+        """Of a request, with its query."""
+        return self.raw.split(b" ", 2)[1].decode("latin-1")
+
+    @property
     def closes(self) -> bool:
         return self.fields.get("connection", "").lower() == "close"
 

@@ -29,6 +29,8 @@ from inference_service.models import Models
 from inference_service.open_inference_servicer import OpenInferenceServicer
 from inference_service.registry import Deployments
 from inference_service.repository import ModelRepository
+from inference_service.siblings import Siblings
+from inference_service.summed_statistics import SummedStatistics
 from shared.grpc_server.interceptor import DEFAULT_DEADLINE_S
 from shared.settings import StoreSettings
 from shared.storage import open_store
@@ -124,6 +126,7 @@ async def inference_server(
     model: Any = None,
     default_deadline_s: float = DEFAULT_DEADLINE_S,
     held: HeldBytes | None = None,
+    siblings: Siblings | None = None,
     **limits: Any,
 ) -> AsyncIterator[Server]:
     """`one` (by default `m`, of four numbers a row), answered by `model`."""
@@ -133,7 +136,8 @@ async def inference_server(
     with tempfile.TemporaryDirectory() as folder:
         deployments = Deployments(open_store(StoreSettings(url=Path(folder).as_uri())))
         inference = Inference(models, Dispatcher(models, held))
-        servicer = OpenInferenceServicer(models, inference, ModelRepository(deployments), models.put)
+        statistics = SummedStatistics(models, siblings or Siblings())
+        servicer = OpenInferenceServicer(models, inference, ModelRepository(deployments), statistics, models.put)
 
         def register(server: aio.Server) -> list[str]:
             oip_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)

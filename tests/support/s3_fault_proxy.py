@@ -85,6 +85,10 @@ class S3FaultProxy:
         # Requests since the fault was set, and those of them that it befell.
         self.requests = 0
         self.struck = 0
+        # Of the bodies that are being sent, the bytes passed on so far, by the request's path.
+        self.sending: dict[str, int] = {}
+        # The paths of those whose connection broke before they were answered.
+        self.broken: list[str] = []
         self._seed = seed
         self._fault = NONE
         self._lock = threading.Lock()
@@ -140,6 +144,7 @@ class S3FaultProxy:
                 return await self._pass_on(fault, head, (reader, requests), (answers, writer))
         except (_Reset, OSError, EOFError):
             # Whatever goes wrong on the other side, too: that is how a bad network looks.
+            self.broken.append(head.path)
             _abort(writer)
             return False
 
@@ -198,6 +203,7 @@ class S3FaultProxy:
         finally:
             sending.cancel()
             receiving.cancel()
+            self.sending.pop(head.path, None)
 
     async def _answer(
         self, fault: Fault, asked: Head, answers: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -228,6 +234,8 @@ class S3FaultProxy:
                 await self._wait_for_line(len(piece), fault.bytes_per_s)
             target.write(piece)
             await target.drain()
+            if way == "request":
+                self.sending[head.path] = carried
         if fault.reset == way == "request" and not fault.reset_after_bytes:
             raise _Reset
         await target.drain()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-import uuid
 from dataclasses import dataclass, replace
 
 from shared import names, paging
-from shared.errors import AlreadyExists, FailedPrecondition, NotFound, already_exists, invalid_field
-from shared.jobs import JobRecord, Jobs
-from shared.requests import claimed, claimed_before
+from shared.errors import AlreadyExists, FailedPrecondition, NotFound, already_exists, invalid_field, not_found
+from shared.jobs import JobRecord, Jobs, JobState
+from shared.requests import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 from train_service.domain import search_space, sweep
 from train_service.domain.sweep import MAX_SWEEP_ID, SweepSpec
@@ -57,10 +56,10 @@ class Sweeps:
         if not validate_only and (first := self._first_answer(request_id, digest)):
             return self._view(first)
         spec = self._checked(spec)
-        now = time.time()
+        now, name = time.time(), f"{COLLECTION}/{sweep_id}"
         record = JobRecord(
-            uid=uuid.uuid4().hex,
-            name=f"{COLLECTION}/{sweep_id}",
+            uid=uid_of(request_id, name),
+            name=name,
             spec={"sweep": spec.as_config(), "request_id": request_id},
             body_sha256=digest,
             create_time=now,
@@ -150,9 +149,13 @@ class Sweeps:
         return self._made_by(request_id, name) if name else None
 
     def _made_by(self, request_id: str, name: str) -> JobRecord | None:
-        """The sweep of that name if this request made it; somebody else's is not the answer to it."""
-        record = self._jobs.find(name)
-        return record if record and request_id and record.spec.get("request_id") == request_id else None
+        """The sweep of that name if this request made it; somebody else's is not the answer to it.
+
+        Raises `NotFound` where it was deleted since: the first answer cannot be given any more."""
+        record = self._jobs.newest_of(name, uid_of(request_id, name)) if request_id else None
+        if record is not None and record.state is JobState.DELETED:
+            raise not_found(name, f"request_id {request_id} made it, and it was deleted since; use a new UUID4")
+        return record
 
     def _view(self, record: JobRecord) -> SweepView:
         trials = Trials(self._store, record)

@@ -80,7 +80,7 @@ def _check(text: str, option: str) -> checks.Check:
                 rarest, most_frequent = _ends(given, float)
                 return checks.class_balance(column, min_share=rarest or 0, max_share=most_frequent or 0)
             case "drift":
-                return checks.drift(column, float(given))
+                return checks.drift(column, _number(given))
         raise ValueError(f"use {'; '.join(FORMS)}")
     except ValueError as error:
         raise click.BadParameter(f"{text!r}: {error}", param_hint=option) from None
@@ -93,7 +93,18 @@ def _ends(text: str, number: Callable[[str], Number]) -> tuple[Number | None, Nu
     low, colon, high = text.partition(":")
     if not colon or not (low or high):
         raise ValueError("use LOW:HIGH, of which one may be left out")
-    return number(low) if low else None, number(high) if high else None
+    try:
+        return number(low) if low else None, number(high) if high else None
+    except ValueError:
+        wanted = "whole numbers" if number is int else "numbers"
+        raise ValueError(f"LOW and HIGH are {wanted}") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("MOST is a number") from None
 
 
 def _value(text: str) -> Value:

@@ -9,7 +9,7 @@ import click
 
 from millrace.data.v1 import resources_pb2
 from millrace_client.cli.data_import import import_
-from millrace_client.cli.data_keeping import delete, quarantine, verify
+from millrace_client.cli.data_keeping import cancel, delete, quarantine, verify
 from millrace_client.cli.data_predict import predict
 from millrace_client.cli.data_transform import transform
 from millrace_client.cli.data_upload import upload
@@ -21,7 +21,7 @@ from millrace_client.cli.show import print_preview
 
 @click.group()
 def data() -> None:
-    """Import, transform, predict on, list, show, verify and delete datasets and their versions."""
+    """Import, transform, predict on, list, show, verify, cancel and delete datasets and their versions."""
 
 
 data.add_command(import_)
@@ -30,6 +30,7 @@ data.add_command(transform)
 data.add_command(predict)
 data.add_command(verify)
 data.add_command(quarantine)
+data.add_command(cancel)
 data.add_command(delete)
 
 

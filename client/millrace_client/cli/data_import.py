@@ -14,6 +14,7 @@ from millrace_client.cli.import_sources import pair, source_options, sources_of
 from millrace_client.cli.options import address_options, connected, full_name, json_option
 from millrace_client.cli.output import console, print_json
 from millrace_client.cli.show import print_version
+from millrace_client.cli.version_waiting import AS_LONG_AS_IT_TAKES_S, waiting
 from millrace_client.operations import Operation
 
 Version = resources_pb2.DatasetVersion
@@ -74,7 +75,8 @@ def import_(
             checks=checks,
             base=base,
         )
-        version = operation.wait() if as_json else wait_with_rows(operation)
+        with waiting(operation):
+            version = operation.wait(AS_LONG_AS_IT_TAKES_S) if as_json else wait_with_rows(operation)
     if as_json:
         print_json(version)
     else:
@@ -90,7 +92,7 @@ def wait_with_rows(operation: Operation[Version]) -> Version:
             aside = f", {now.metadata.rows_quarantined:,} left out" if now.metadata.rows_quarantined else ""
             line.update(f"importing … {now.metadata.rows_read:,} rows{aside}{again}")
 
-        return operation.wait(on_progress=tell)
+        return operation.wait(AS_LONG_AS_IT_TAKES_S, on_progress=tell)
 
 
 def _base(append_to: str | None, replaced: str | None) -> data_service_pb2.Base | None:

@@ -1,4 +1,4 @@
-"""`millrace data verify|quarantine|delete`."""
+"""`millrace data verify|quarantine|cancel|delete`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from millrace.data.v1 import data_service_pb2
-from millrace_client.cli.exits import CommandFailed, PlainCommand
+from millrace.data.v1 import data_service_pb2, resources_pb2
+from millrace_client.cli.exits import REFUSED, CommandFailed, PlainCommand
 from millrace_client.cli.options import address_options, connected, full_name, json_option
 from millrace_client.cli.output import console, print_json, size_text
 
@@ -47,6 +47,24 @@ def quarantine(version: str, **values: Any) -> None:
     with connected(values) as millrace:
         for row in millrace.data.read_quarantine(version):
             click.echo(json.dumps(row, ensure_ascii=False))
+
+
+@click.command(cls=PlainCommand)
+@click.argument("version")
+@address_options
+@json_option
+def cancel(version: str, as_json: bool, **values: Any) -> None:
+    """End what is making VERSION (datasets/d/versions/v); nothing of it stays but its name, until it is deleted."""
+    with connected(values) as millrace:
+        found = millrace.data.get_version(version)
+        if found.state != resources_pb2.DatasetVersion.STATE_CREATING:
+            state = resources_pb2.DatasetVersion.State.Name(found.state).removeprefix("STATE_").lower()
+            raise CommandFailed(f"{version} is not being made: it is {state}", code=REFUSED)
+        millrace.data.cancel_version(found)
+    if as_json:
+        print_json({"cancelling": version})
+    else:
+        console().print(f"Cancelling {version}.", soft_wrap=True)
 
 
 @click.command(cls=PlainCommand)

@@ -12,6 +12,7 @@ from millrace_client.cli.exits import CommandFailed, PlainCommand
 from millrace_client.cli.options import address_options, connected, full_name, json_option
 from millrace_client.cli.output import console, print_json
 from millrace_client.cli.show import print_prediction, print_version
+from millrace_client.cli.version_waiting import AS_LONG_AS_IT_TAKES_S, waiting
 from millrace_client.connection import Millrace
 from millrace_client.operations import Operation
 
@@ -86,7 +87,8 @@ def predict(
             cpus=cpus,
             gpus=gpus,
         )
-        version = operation.wait() if as_json else _wait(operation)
+        with waiting(operation):
+            version = operation.wait(AS_LONG_AS_IT_TAKES_S) if as_json else _wait(operation)
     if as_json:
         print_json(version)
         return
@@ -135,4 +137,4 @@ def _wait(operation: Operation[Version]) -> Version:
             rows = f"{metadata.rows_done:,} of {metadata.rows_total:,} rows, {metadata.rows_per_second:,.0f} rows/s"
             line.update(f"{doing} … {rows}{again}")
 
-        return operation.wait(on_progress=tell)
+        return operation.wait(AS_LONG_AS_IT_TAKES_S, on_progress=tell)

@@ -17,6 +17,7 @@ from millrace_client.cli.options import address_options, connected, full_name, j
 from millrace_client.cli.output import console, print_json
 from millrace_client.cli.show import print_version
 from millrace_client.cli.split_rules import RULES, split_options, split_rule
+from millrace_client.cli.version_waiting import AS_LONG_AS_IT_TAKES_S, waiting
 from millrace_client.operations import Operation
 
 Version = resources_pb2.DatasetVersion
@@ -61,7 +62,8 @@ def transform(
             fit_split=fit_split,
             checks=checks,
         )
-        version = operation.wait() if as_json else _wait(operation)
+        with waiting(operation):
+            version = operation.wait(AS_LONG_AS_IT_TAKES_S) if as_json else _wait(operation)
     if as_json:
         print_json(version)
     else:
@@ -78,7 +80,7 @@ def _wait(operation: Operation[Version]) -> Version:
             rows = f"{metadata.rows_done:,} of {metadata.rows_total:,} rows, {metadata.rows_per_second:,.0f} rows/s"
             line.update(f"{doing} … {rows}{again}")
 
-        return operation.wait(on_progress=tell)
+        return operation.wait(AS_LONG_AS_IT_TAKES_S, on_progress=tell)
 
 
 def _steps(file: Path) -> Sequence[transform_pb2.TransformStep]:

@@ -62,13 +62,19 @@ class PlainCommand(click.Command):
         except Exception as error:
             if os.environ.get("MILLRACE_DEBUG"):
                 traceback.print_exc()
-            text = f"{type(error).__name__}: {error}"
-            lines = [text, "remedy: MILLRACE_DEBUG=1 shows where it comes from"]
-            code, document = FAILED, {"status": "UNEXPECTED", "message": text}
+            lines, status = _unexpected(error)
+            code, document = FAILED, {"status": status, "message": lines[0]}
         if ctx.params.get("as_json"):
             print_json({"error": document})
         _print_error(lines)
         return ctx.exit(code)
+
+
+def _unexpected(error: Exception) -> tuple[list[str], str]:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        # Of a file that the command names: what is wrong is there, and not in our code.
+        return [f"{error.filename}: {error.strerror}"], "FAILED"
+    return [f"{type(error).__name__}: {error}", "remedy: MILLRACE_DEBUG=1 shows where it comes from"], "UNEXPECTED"
 
 
 def _told(error: errors.MillraceError) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from inference import model_config_pb2
 from millrace_client.cli.exits import CommandFailed, PlainCommand
 from millrace_client.cli.lineage import print_lineage
 from millrace_client.cli.options import address_options, connected, json_option
@@ -54,10 +55,12 @@ def predict(
 
     FILES are images, or CSV and Parquet files with a column for each of the model's inputs, by its name; further ones
     are left out. They are read as `millrace data import` reads them: an empty field, NA, N/A, null and NaN of a CSV are
-    null, its times are microseconds, and those of a Parquet file keep their unit. Files that have some of the columns
-    each are put side by side. Rows of files are counted from 1.
+    null. Dates and times are as ISO 8601 writes them, and go in the unit of the column that the model was trained on.
+    Files that have some of the columns each are put side by side. Rows of files are counted from 1.
     """
-    from millrace_client.rows.asking import asking_of_files, asking_of_version, limited, most_rows
+    from millrace_client.rows.asking import asking_of_files, asking_of_version, limited
+    from millrace_client.rows.sizes import cut_by_bytes, most_rows
+    from millrace_client.rows.times import column_types
     from millrace_client.rows.typed import BadInput
 
     if bool(files) == bool(dataset):
@@ -66,13 +69,15 @@ def predict(
         metadata = millrace.inference.model_metadata(model)
         predictions = Predictions(keep_all=as_json)
         try:
-            together = most_rows(metadata.inputs, min(_batch(millrace.inference, model), in_flight))
+            config = _config(millrace.inference, model)
+            types = column_types(config)
+            together = most_rows(metadata.inputs, min(_batch(config), in_flight))
             if dataset:
                 most = 100 if limit is None else limit
-                asking = asking_of_version(millrace.data, dataset, split, most, metadata.inputs, together)
+                asking = asking_of_version(millrace.data, dataset, split, most, metadata.inputs, types, together)
             else:
-                asking = asking_of_files(files, metadata.inputs, together)
-            requests = limited(asking.requests, limit or 0)
+                asking = asking_of_files(files, metadata.inputs, types, together)
+            requests = cut_by_bytes(limited(asking.requests, limit or 0))
             started_s = time.perf_counter()
             for rows, answer in _answers(millrace.inference, metadata, requests, max(in_flight // asking.rows, 1)):
                 predictions.add(rows, answer)
@@ -87,12 +92,15 @@ def predict(
         print_lineage(predictions.lineage)
 
 
-def _batch(inference: InferenceClient, model: str) -> int:
-    """How many rows the model computes together, and takes in one request."""
+def _config(inference: InferenceClient, model: str) -> model_config_pb2.ModelConfig:
     try:
-        config = inference.model_config(model)
+        return inference.model_config(model)
     except Unimplemented:
-        return DEFAULT_BATCH
+        return model_config_pb2.ModelConfig(max_batch_size=DEFAULT_BATCH)
+
+
+def _batch(config: model_config_pb2.ModelConfig) -> int:
+    """How many rows the model computes together, and takes in one request."""
     batch = config.max_batch_size or 1
     if QUEUED_ROWS in config.parameters:
         batch = min(batch, int(config.parameters[QUEUED_ROWS].string_value))

@@ -9,9 +9,17 @@ from millrace.train.v1 import resources_pb2
 from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client.export import Written, job_id, parameters
 
+Job = resources_pb2.TrainingJob
+# What a process ends with: W&B calls all but 0 failed, and its own library gives 255 for what somebody interrupted. A
+# run that has not ended is neither; a file without an end would count as crashed.
+EXIT_CODES = {Job.STATE_FAILED: 1, Job.STATE_CANCELLED: 255, Job.STATE_DELETING: 255}
 
-def export(job: resources_pb2.TrainingJob, points: Sequence[pb.MetricPoint], folder: Path) -> Written:
-    """A run `offline-run-…` below `folder/wandb`, of the job's id and uid."""
+
+def export(job: Job, points: Sequence[pb.MetricPoint], folder: Path) -> Written:
+    """A run `offline-run-…` below `folder/wandb`, of the job's id and uid, as far as the job is; a tag names its state.
+
+    W&B's own process, which writes it, is stopped then.
+    """
     import wandb
 
     settings = wandb.Settings(
@@ -29,6 +37,7 @@ def export(job: resources_pb2.TrainingJob, points: Sequence[pb.MetricPoint], fol
         id=job.uid or None,
         dir=str(folder),
         config=parameters(job),
+        tags=[Job.State.Name(job.state).removeprefix("STATE_").lower()],
         settings=settings,
     )
     try:
@@ -39,5 +48,6 @@ def export(job: resources_pb2.TrainingJob, points: Sequence[pb.MetricPoint], fol
             )
         place = str(Path(run.settings.sync_dir))
     finally:
-        run.finish(exit_code=0 if job.state == resources_pb2.TrainingJob.STATE_SUCCEEDED else 1)
+        run.finish(exit_code=EXIT_CODES.get(job.state, 0))
+        wandb.teardown()  # which waits for the file; `finish` may return before it is written
     return Written(place, len(points), f"wandb sync {place} takes it to a server")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
@@ -16,12 +15,11 @@ from millrace_client.data import DataClient
 from millrace_client.rows.columns import Place, inputs_of_table, is_binary
 from millrace_client.rows.pictures import is_picture, pixels_of, takes_pixels
 from millrace_client.rows.tables import CSV_SUFFIXES, PARQUET_SUFFIXES, TableFile, cut, is_table, open_table
-from millrace_client.rows.typed import Array, BadInput, Tensor, dtype_of
+from millrace_client.rows.times import ColumnTypes
+from millrace_client.rows.typed import Array, BadInput, Tensor
 
 # Those that a server decodes.
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
-# Of a request's numbers; a server takes 64 MiB.
-REQUEST_BYTES = 8 * 1024 * 1024
 LABEL = "label"
 SHOWN_COLUMNS = 3
 
@@ -45,8 +43,8 @@ class Request:
     inputs: Mapping[str, Array]
     rows: Sequence[Row]
 
-    def first(self, count: int) -> Request:
-        return Request({name: values[:count] for name, values in self.inputs.items()}, self.rows[:count])
+    def part(self, begin: int, end: int) -> Request:
+        return Request({name: values[begin:end] for name, values in self.inputs.items()}, self.rows[begin:end])
 
 
 @dataclass(frozen=True)
@@ -57,18 +55,9 @@ class Asking:
     requests: Iterator[Request]
 
 
-def most_rows(inputs: Sequence[Tensor], wanted: int) -> int:
-    """At most `wanted`, of which one request does not grow too large."""
-    if any(size < 0 for tensor in inputs for size in tensor.shape[1:]):
-        return 1
-    numbers = [tensor for tensor in inputs if tensor.datatype != "BYTES"]
-    row_bytes = sum(math.prod(tensor.shape[1:]) * dtype_of(tensor).itemsize for tensor in numbers)
-    return max(1, min(wanted, REQUEST_BYTES // max(row_bytes, 1)))
-
-
-def asking_of_files(files: Sequence[Path], inputs: Sequence[Tensor], rows: int) -> Asking:
+def asking_of_files(files: Sequence[Path], inputs: Sequence[Tensor], types: ColumnTypes, rows: int) -> Asking:
     """Each row of a table, and each image, in the order of the files; at most `rows` in a request. A table has a column
-    for each input, or several of equally many rows have them together.
+    for each input, or several of equally many rows have them together. `types` are those of the model's times.
 
     Raises `BadInput`, as `requests` do.
     """
@@ -86,15 +75,15 @@ def asking_of_files(files: Sequence[Path], inputs: Sequence[Tensor], rows: int) 
             if not is_table(path):
                 yield Request(_picture(path, inputs), [Row(str(path))])
             elif path in of_first:
-                yield from _rows_of(of_first[path], inputs, together)
+                yield from _rows_of(of_first[path], inputs, types, together)
 
     return Asking(together, requests())
 
 
 def asking_of_version(
-    data: DataClient, version: str, split: str, limit: int, inputs: Sequence[Tensor], rows: int
+    data: DataClient, version: str, split: str, limit: int, inputs: Sequence[Tensor], types: ColumnTypes, rows: int
 ) -> Asking:
-    """The rows of a split, with their labels where it has such a column. Raises `BadInput`, as `requests` do."""
+    """As `asking_of_files`, of the rows of a split, with their labels where it has such a column."""
     source = f"split {split!r} of {version}"
     batches = data.read_batches(version, split=split, limit=limit)
     first = next(batches, None)
@@ -114,7 +103,7 @@ def asking_of_version(
             truths = table.column(LABEL).to_pylist() if labelled else [None] * table.num_rows
             named = enumerate(zip(_texts(table, shown), truths, strict=True), start)
             yield Request(
-                inputs_of_table(inputs, table, Place(source, start), names),
+                inputs_of_table(inputs, types, table, Place(source, start), names),
                 [Row(f"{split} {number}", shown=text, truth=truth) for number, (text, truth) in named],
             )
             start += table.num_rows
@@ -129,7 +118,7 @@ def limited(requests: Iterable[Request], rows: int) -> Iterator[Request]:
     left = rows
     for one in requests:
         if rows and len(one.rows) >= left:
-            yield one.first(left)
+            yield one.part(0, left)
             return
         yield one
         left -= len(one.rows)
@@ -180,7 +169,9 @@ def _groups(tables: Sequence[TableFile], inputs: Sequence[Tensor]) -> list[Seque
     return [[table] for table in tables]
 
 
-def _rows_of(group: Sequence[TableFile], inputs: Sequence[Tensor], together: int) -> Iterator[Request]:
+def _rows_of(
+    group: Sequence[TableFile], inputs: Sequence[Tensor], types: ColumnTypes, together: int
+) -> Iterator[Request]:
     """The rows of one table, or of several side by side."""
     first, names = group[0], [tensor.name for tensor in inputs]
     shown = _shown_columns(first.schema)
@@ -195,7 +186,7 @@ def _rows_of(group: Sequence[TableFile], inputs: Sequence[Tensor], together: int
             raise BadInput(f"{files} have different numbers of rows", remedy="give files whose rows belong together")
         sent: dict[str, Array] = {}
         for table, tensors, part in zip(group, given, parts, strict=True):
-            sent |= inputs_of_table(tensors, part, Place(str(table.path), start), names)
+            sent |= inputs_of_table(tensors, types, part, Place(str(table.path), start), names)
         texts = enumerate(_texts(parts[0], shown))
         yield Request(sent, [Row(str(first.path), start + index, shown=text) for index, text in texts])
         start += parts[0].num_rows

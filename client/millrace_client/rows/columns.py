@@ -17,6 +17,7 @@ import pyarrow.types as kinds
 
 from millrace_client.rows.pictures import pixels_of, takes_pixels
 from millrace_client.rows.texts import numbers_of_texts
+from millrace_client.rows.times import ColumnTypes, as_type
 from millrace_client.rows.typed import Array, BadInput, Tensor, dtype_of, typed
 
 NULLS = ".null"
@@ -35,15 +36,19 @@ class Place:
 
 
 def inputs_of_table(
-    inputs: Sequence[Tensor], table: pa.Table, place: Place, names: Collection[str]
+    inputs: Sequence[Tensor], types: ColumnTypes, table: pa.Table, place: Place, names: Collection[str]
 ) -> Mapping[str, Array]:
-    """What to send of a table that has a column for each of `inputs`; `names` are those of all inputs of the model.
+    """What to send of a table that has a column for each of `inputs`; `names` are those of all inputs of the model, and
+    `types` those of its times.
 
     Raises `BadInput` naming the row and the column that do not fit.
     """
     sent: dict[str, Array] = {}
     for tensor in inputs:
-        values, nulls = values_of_column(tensor, table.column(tensor.name), place)
+        column = table.column(tensor.name)
+        if tensor.name in types:
+            column = _times(tensor.name, types[tensor.name], column, place)
+        values, nulls = values_of_column(tensor, column, place)
         sent[tensor.name] = values
         if nulls is not None:
             if tensor.name + NULLS in names:
@@ -74,6 +79,22 @@ def is_text(kind: pa.DataType) -> bool:
 def is_binary(kind: pa.DataType) -> bool:
     """Of any length: encoded images, most often."""
     return bool(kinds.is_binary(kind) or kinds.is_large_binary(kind) or kinds.is_binary_view(kind))
+
+
+def _times(name: str, kind: pa.DataType, column: pa.ChunkedArray, place: Place) -> pa.ChunkedArray:
+    try:
+        return as_type(column, kind)
+    except pa.ArrowInvalid:
+        for index in range(len(column)):
+            try:
+                as_type(column.slice(index, 1), kind)
+            except pa.ArrowInvalid:
+                raise BadInput(
+                    f"{place.row(index)}, column {name!r}: {_shown(column[index])} is no {kind}, which the model was "
+                    "trained on",
+                    remedy="write it as ISO 8601 has it, with no more digits than that; with a zone where it has one",
+                ) from None
+        raise
 
 
 def _plain(column: pa.ChunkedArray) -> pa.Array:
@@ -151,13 +172,21 @@ def _naming_rows(
         try:
             made.append(make(array.slice(index, 1)))
         except ValueError:
-            value = repr(array[index].as_py())
-            shown = value if len(value) <= MAX_SHOWN_VALUE else value[:MAX_SHOWN_VALUE] + "…"
             raise BadInput(
-                f"{place.row(index // per_row)}, column {tensor.name!r}: {shown} is no {tensor.datatype}",
+                f"{place.row(index // per_row)}, column {tensor.name!r}: {_shown(array[index])} is no "
+                f"{tensor.datatype}",
                 remedy=f"write a value that {tensor.datatype} holds, or none where it is not known",
             ) from None
     return np.concatenate(made)
+
+
+def _shown(value: pa.Scalar) -> str:
+    # Of a time its number where Python has no such date, or does not know the zone.
+    try:
+        text = repr(value.as_py())
+    except (ValueError, OverflowError):
+        text = repr(value.value)
+    return text if len(text) <= MAX_SHOWN_VALUE else text[:MAX_SHOWN_VALUE] + "…"
 
 
 def _tensors(tensor: Tensor, array: pa.Array, shape: tuple[int, ...], place: Place) -> Array:

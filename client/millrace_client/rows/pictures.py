@@ -36,8 +36,8 @@ def pixels_of(image: Path | BinaryIO, shape: Sequence[int], name: str) -> npt.ND
             converted = opened.convert(_MODES[tuple(channels)])
             if height > 0 and width > 0 and converted.size != (width, height):
                 converted = converted.resize((width, height), Image.Resampling.BILINEAR)
-    # The decoders raise nearly everything at bytes that are broken.
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+    # The decoders raise nearly everything at bytes that are broken: struct.error, TypeError, zlib.error, …
+    except Exception as error:
         raise BadInput(f"{name} is no image that can be read: {error}", remedy="use a PNG or a JPEG") from None
     return _array(converted, one_channel=channels == [1])
 
@@ -51,7 +51,9 @@ def is_picture(path: Path) -> bool:
             return True
     except UnidentifiedImageError:
         return False
-    except (ValueError, SyntaxError, EOFError, Image.DecompressionBombError):
+    except OSError:
+        raise
+    except Exception:
         return True  # reading it tells what is wrong with it
 
 

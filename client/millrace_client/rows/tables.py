@@ -86,10 +86,17 @@ def _csv_rows(path: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         yield from reader
 
 
-def _csv_reader(path: Path, options: pc.ConvertOptions) -> pc.CSVStreamingReader:
+@contextmanager
+def _csv_reader(path: Path, options: pc.ConvertOptions) -> Iterator[pc.CSVStreamingReader]:
     # Threads would keep Arrow from saying which row is malformed.
     reading = pc.ReadOptions(use_threads=False, block_size=CSV_BLOCK_BYTES)
-    return pc.open_csv(str(path), reading, pc.ParseOptions(newlines_in_values=True), options)
+    # By itself Arrow knows a compressed file by a suffix in small letters alone.
+    compression = "gzip" if path.name.lower().endswith(".gz") else None
+    with (
+        pa.input_stream(str(path), compression) as file,
+        pc.open_csv(file, reading, pc.ParseOptions(newlines_in_values=True), options) as reader,
+    ):
+        yield reader
 
 
 @contextmanager

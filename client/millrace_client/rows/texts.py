@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from millrace_client.rows.typed import EXACT_BELOW
+
 # Beside the empty field: what stands for null in a CSV, in quotes, too.
 NULL_VALUES = ("NA", "N/A", "null", "NULL", "NaN", "nan")
-
-# From here on not every whole number is a double.
-EXACT_BELOW = 2.0**53
 
 _Reader = Callable[[pa.Array], pa.Array]
 
@@ -66,4 +66,8 @@ def _floats(texts: pa.Array, target: pa.DataType) -> pa.Array:
         said = pc.match_substring_regex(texts.filter(infinite), "^[+-]?inf(inity)?$", ignore_case=True)
         if not pc.all(said).as_py():
             raise pa.ArrowInvalid(f"a number is beyond the range of {target}")
+    large = texts.filter(pc.greater_equal(pc.abs(values), EXACT_BELOW))
+    for text in large.filter(pc.match_substring_regex(large, "^[+-]?[0-9]+$")).to_pylist():
+        if int(float(text)) != int(Decimal(text)):  # int() itself refuses thousands of digits, be they leading zeros
+            raise pa.ArrowInvalid("a whole number has more digits than a double holds")
     return values

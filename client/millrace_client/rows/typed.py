@@ -10,6 +10,9 @@ import numpy.typing as npt
 from inference import grpc_service_pb2 as pb
 from millrace_client.tensors import DTYPES
 
+# From here on not every whole number is a double.
+EXACT_BELOW = 2.0**53
+
 Array = npt.NDArray[Any]
 Tensor = pb.ModelMetadataResponse.TensorMetadata
 
@@ -23,7 +26,8 @@ class BadInput(ValueError):
 
 
 def typed(tensor: Tensor, values: Array) -> Array:
-    """In the type that the model takes, where no value changes by that; a narrower float may have fewer digits.
+    """In the type that the model takes, where no value changes by that; a narrower float may have fewer digits than a
+    double, but no float stands for a whole number that a double does not hold.
 
     Raises `BadInput` where one does.
     """
@@ -55,6 +59,10 @@ def _floats(values: Array, dtype: np.dtype[Any]) -> Array:
         cast = values.astype(dtype, casting="same_kind")
     if (np.isinf(cast) & np.isfinite(values)).any():
         raise OverflowError(f"values beyond {dtype}")
+    if values.dtype.kind in "iu" and values.dtype.itemsize == 8:
+        large = values[np.abs(values.astype(np.float64)) >= EXACT_BELOW]
+        if any(int(float(one)) != one for one in large.tolist()):
+            raise OverflowError(f"values beyond {dtype}")
     return cast
 
 

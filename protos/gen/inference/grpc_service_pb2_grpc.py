@@ -164,7 +164,9 @@ class GRPCInferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ModelStatistics(self, request, context):
-        """What this process has answered since it began to serve a version; a deployment that is gone has none.
+        """What the service has answered since it began to serve a version; a deployment that is gone has none. Of several front
+        processes on one port it is the sum of what each has counted since it was started: what the one has that is asked,
+        and what the others had up to a second before.
         Fails with INVALID_ARGUMENT (a version without a name), NOT_FOUND (the model or its version) and UNAVAILABLE (the
         service is starting).
         """

@@ -147,7 +147,10 @@ def test_operations_are_listed_and_got(client: DataClient, digits_version: Digit
     get = operations_pb2.GetOperationRequest(name=name)
     assert client.operations.GetOperation(get, timeout=10) == digits_version.done
     listed = client.operations.ListOperations(operations_pb2.ListOperationsRequest(page_size=1000), timeout=10)
-    assert digits_version.done in listed.operations
+    (found,) = [one for one in listed.operations if one.name == name]
+    version = imported(found)
+    assert (version.name, version.row_count) == (digits_version.version.name, digits_version.version.row_count)
+    assert not version.files
     # Cancelling what is over changes nothing.
     client.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=name), timeout=10)
     assert client.operations.GetOperation(get, timeout=10) == digits_version.done

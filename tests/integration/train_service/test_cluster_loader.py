@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -11,14 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
+from ray.util.placement_group import placement_group, remove_placement_group
 
+from shared import dataset_stream
 from shared.dataset_version import VersionReader, load_version
-from shared.errors import InvalidArgument
+from shared.errors import InvalidArgument, Unavailable
 from shared.model_spec import ModelSpec
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.ray_head import RayHead
 from tests.support.versions import commit_version, striped_digits
+from train_service import preparation
 from train_service.cluster_loader import ClusterLoader
 from train_service.domain.slices import Plan
 from train_service.domain.spec import TrainingSpec
@@ -56,7 +61,7 @@ def both(store: ObjectStore, rank: int, world_size: int, spec: TrainingSpec = SP
     cache = RowCache(reader, "train", preprocessing.columns, "label", classes, 1 << 28)
     plan = Plan(5, LANES, spec.global_batch_size, spec.epochs, rank, world_size)
     # Small pieces: steps lie across them, and a task makes many.
-    cluster = ClusterLoader(cache, preprocessing, plan, spec, store.settings, piece_bytes=1 << 20)
+    cluster = ClusterLoader(cache, preprocessing, plan, spec, store.settings, piece_bytes=1 << 20, run="r")
     return Loader(cache, preprocessing, plan), cluster
 
 
@@ -85,6 +90,34 @@ def test_a_run_that_stops_early_leaves_no_task(store: ObjectStore) -> None:
         assert len(list(islice(batches, 2))) == 2
 
     assert len(list(islice(cluster.batches(0), 1))) == 1, "and another can begin"
+
+
+def test_a_task_that_stands_still_on_the_last_free_cpu_is_told_as_a_fault(
+    store: ObjectStore, train_ray: RayHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as a want of room: that ends no run, however often it comes."""
+    monkeypatch.setattr(preparation, "NEXT_WITHIN_S", 5.0)
+    monkeypatch.setattr(dataset_stream, "TASKS_END_WITHIN_S", 1.0)
+    others = placement_group([{"CPU": 1}] * 3)
+    assert others.wait(60)
+    _, cluster = both(store, 0, 1, replace(SPEC, epochs=400))
+    stopped: list[int] = []
+    try:
+        with closing(cluster.batches(0)) as batches:
+            # As batches are taken, for else enough is prepared soon.
+            while not (stopped := train_ray.processes("ray::MapBatches(prepare:r)")):
+                next(batches)
+            for pid in stopped:
+                os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(Unavailable) as told:
+                list(batches)
+    finally:
+        for pid in stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        remove_placement_group(others)
+
+    assert told.value.specific_reason == "PREPARATION_STALLED", told.value
 
 
 def test_a_row_that_cannot_be_prepared_is_told_as_by_the_other_engine(store: ObjectStore) -> None:

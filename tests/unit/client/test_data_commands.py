@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from click.testing import CliRunner, Result
-from google.longrunning import operations_pb2
+from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf import empty_pb2
 
 from millrace.common.v1 import lineage_pb2
@@ -20,9 +20,18 @@ from millrace.inference.v1 import deployment_service_pb2, deployment_service_pb2
 from millrace_client import checks, specs
 from millrace_client.cli import millrace
 from millrace_client.cli.checks import FORMS
+from millrace_client.operations import Operation
 from tests.support.grpc_answers import serving
 
 VERSION = "datasets/d/versions/v1"
+
+
+# Of the operation that each request starts.
+METADATA: dict[type, Any] = {
+    data_service_pb2.ImportVersionRequest: data_service_pb2.ImportVersionMetadata,
+    data_service_pb2.TransformVersionRequest: data_service_pb2.TransformVersionMetadata,
+    data_service_pb2.PredictVersionRequest: data_service_pb2.PredictVersionMetadata,
+}
 
 
 class Recording(data_service_pb2_grpc.DataServiceServicer):
@@ -61,6 +70,7 @@ class Recording(data_service_pb2_grpc.DataServiceServicer):
     def _done(self, request: Any) -> operations_pb2.Operation:
         self.asked.append(request)
         operation = operations_pb2.Operation(name="operations/o", done=True)
+        operation.metadata.Pack(METADATA[type(request)](version=VERSION))
         operation.response.Pack(resources_pb2.DatasetVersion(name=VERSION))
         return operation
 
@@ -303,6 +313,73 @@ def test_wrong_usage_is_exit_code_2_and_asks_for_nothing(arguments: tuple[str, .
     servicer = Recording()
     assert run(servicer, *arguments).exit_code == 2
     assert servicer.asked == []
+
+
+@pytest.mark.parametrize(
+    ("check", "told"),
+    [
+        ("range:a=low:high", "LOW and HIGH are numbers"),
+        ("row_count:1.5:", "LOW and HIGH are whole numbers"),
+        ("drift:a=much", "MOST is a number"),
+    ],
+)
+def test_a_check_without_its_numbers_is_told_which_they_are(check: str, told: str) -> None:
+    result = run(Recording(), "transform", VERSION, "--split-column", "s", "--check", check)
+    assert result.exit_code == 2
+    assert told in result.stderr
+
+
+class Cancelled(operations_pb2_grpc.OperationsServicer):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def CancelOperation(self, request: Any, _context: Any) -> empty_pb2.Empty:  # noqa: N802
+        self.names.append(request.name)
+        return empty_pb2.Empty()
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [("CREATING", f"Cancelling {VERSION}."), ("ACTIVE", f"{VERSION} is not being made: it is active")],
+)
+def test_what_makes_a_version_can_be_cancelled_and_nothing_else(state: str, told: str) -> None:
+    servicer, operations = Recording(), Cancelled()
+    found = resources_pb2.DatasetVersion(name=VERSION, operation="operations/o", state=f"STATE_{state}")
+    servicer.GetVersion = lambda _request, _context: found  # type: ignore[method-assign]
+
+    def register(server: grpc.Server) -> None:
+        data_service_pb2_grpc.add_DataServiceServicer_to_server(servicer, server)
+        operations_pb2_grpc.add_OperationsServicer_to_server(operations, server)
+
+    with serving(register) as address:
+        result = CliRunner().invoke(millrace, ["data", "cancel", VERSION, "--data-address", address])
+    assert told in result.output
+    assert operations.names == (["operations/o"] if state == "CREATING" else [])
+    assert result.exit_code == (0 if state == "CREATING" else 4)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("import", "d", "--parquet", "train=/a"),
+        ("transform", VERSION, "--split-column", "s"),
+        ("transform", VERSION, "--split-column", "s", "--json"),
+        ("predict", VERSION, "--checkpoint", "trainingJobs/j"),
+    ],
+    ids=" ".join,
+)
+def test_who_no_longer_waits_is_told_that_it_goes_on(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_operation: Any, timeout_s: float, **_: Any) -> None:
+        assert timeout_s > 10**9  # as long as it takes
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Operation, "wait", interrupted)
+    result = run(Recording(), *arguments)
+    assert result.exit_code == 130
+    assert f"error: interrupted, but the server goes on making {VERSION}" in result.stderr
+    assert "remedy: millrace data list d shows" in result.stderr
 
 
 def test_a_file_that_is_no_transform_is_refused(tmp_path: Path) -> None:

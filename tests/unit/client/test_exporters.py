@@ -89,16 +89,19 @@ def test_mlflow_reads_every_step(tmp_path: Path) -> None:
     assert {one.step: one.value for one in client.get_metric_history(run.info.run_id, "loss")} == LOSSES
 
 
-def test_wandb_reads_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def of_wandb(folder: Path) -> list[Any]:
+    """The records of the one run there."""
     messages: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    return [messages.Record.FromString(data) for data in level_db_records(path.read_bytes())]
+
+
+def test_wandb_reads_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "")
     export("wandb", tmp_path)
 
-    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     losses = {}
-    for data in level_db_records(path.read_bytes()):
-        record = messages.Record()
-        record.ParseFromString(data)
+    for record in of_wandb(tmp_path):
         if record.WhichOneof("record_type") == "history":
             items = {"".join(one.nested_key) or one.key: json.loads(one.value_json) for one in record.history.item}
             losses[record.history.step.num] = items["loss"]
@@ -171,3 +174,22 @@ def test_mlflow_says_of_a_run_what_became_of_it(state: Job.State, status: str, t
     _, run = of_mlflow(tmp_path)
     ended = made.update_time.ToMilliseconds() if status in ("FINISHED", "FAILED", "KILLED") else None
     assert (run.info.status, run.info.end_time) == (status, ended)
+
+
+@pytest.mark.parametrize(
+    ("state", "exit_code", "tag"),
+    [
+        (Job.STATE_RUNNING, 0, "running"),
+        (Job.STATE_SUSPENDED, 0, "suspended"),
+        (Job.STATE_SUCCEEDED, 0, "succeeded"),
+        (Job.STATE_FAILED, 1, "failed"),
+        (Job.STATE_CANCELLED, 255, "cancelled"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wandb_says_of_a_run_what_became_of_it(state: Job.State, exit_code: int, tag: str, tmp_path: Path) -> None:
+    export_run("wandb", job(state), points(), tmp_path)
+
+    records = {record.WhichOneof("record_type"): record for record in of_wandb(tmp_path)}
+    assert records["exit"].exit.exit_code == exit_code
+    assert list(records["run"].run.tags) == [tag]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 
 from inference import grpc_service_pb2_grpc
 from millrace_client import connect, errors
+from millrace_client.inference import ANSWERS_HELD
 from tests.support.fake_servicers import Doubling
 from tests.support.grpc_answers import serving
+from tests.support.waiting import wait_until
 
 
 def register(servicer: Any) -> Any:
@@ -50,6 +53,23 @@ def test_a_full_queue_is_tried_again_after_the_time_it_asks_for() -> None:
     assert [int(one.outputs["y"][0]) for one in answers] == [2 * value for value in range(30)]
 
 
+def test_what_is_answered_behind_a_request_that_hangs_is_bounded() -> None:
+    servicer = Doubling(hangs_at=0)
+    with (
+        serving(register(servicer)) as address,
+        connect(inference=address) as millrace,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        answers = pool.submit(list, millrace.inference.infer_many("m", requests(*range(1000)), in_flight=4))
+        most = 4 * ANSWERS_HELD - 1  # and the one that hangs
+        wait_until(lambda: servicer.answered >= most, "answers behind the one that hangs")
+        time.sleep(0.2)
+        held = servicer.answered
+        servicer.go_on.set()
+        assert [int(one.outputs["y"][0]) for one in answers.result()] == [2 * value for value in range(1000)]
+    assert held == most
+
+
 def test_another_error_ends_it_with_that_error() -> None:
     with (
         serving(register(Doubling())) as address,
@@ -57,6 +77,11 @@ def test_another_error_ends_it_with_that_error() -> None:
         pytest.raises(errors.InvalidArgument, match="below zero"),
     ):
         list(millrace.inference.infer_many("m", requests(1, 2, -1, 3), in_flight=2))
+
+
+def test_none_in_flight_at_once_is_refused_instead_of_waiting_for_ever() -> None:
+    with connect(inference="127.0.0.1:1") as millrace, pytest.raises(ValueError, match="in_flight is 0"):
+        next(millrace.inference.infer_many("m", requests(1), in_flight=0))
 
 
 def test_a_client_may_stop_reading_answers() -> None:

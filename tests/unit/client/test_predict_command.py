@@ -191,6 +191,35 @@ def test_many_rows_go_in_requests_of_the_model_s_batch_and_each_gets_its_own_ans
     assert len(predictions(table_model(), tmp_path / "many.csv", "--limit", "13")) == 13
 
 
+def test_rows_of_long_texts_go_in_requests_that_a_server_takes(tmp_path: Path) -> None:
+    texts, others = ["x" * 30_000_000] * 3, {"mass": [1.0, 2.0, 3.0], "year": [1, 2, 3]}
+    pq.write_table(pa.table({"island": texts, **others}), tmp_path / "long.parquet")
+    model = table_model()
+    assert [one["row"] for one in predictions(model, tmp_path / "long.parquet", "--in-flight", "8")] == [1, 2, 3]
+    assert [len(row[0]) for row in model.rows] == [30_000_000] * 3
+    texts[1] = "x" * 70_000_000
+    pq.write_table(pa.table({"island": texts, **others}), tmp_path / "longest.parquet")
+    result = predict(table_model(), tmp_path / "longest.parquet")
+    assert result.exit_code == 1, result.output
+    assert "longest.parquet, row 2 takes 66 MiB, and a server takes 64 MiB in one request" in result.stderr
+
+
+def test_times_are_sent_in_the_unit_that_the_model_was_trained_on(tmp_path: Path) -> None:
+    when = TensorSpec("when", "INT64", (-1,), nullable=True, column_type="timestamp[ms]")
+    at = TensorSpec("at", "INT32", (-1,), nullable=True, column_type="time32[s]")
+    (tmp_path / "times.csv").write_text("when,at\n1970-01-01T00:00:01.5,00:01\nNA,\n")
+    columns = {"when": pa.array([1_500_000, None], pa.timestamp("us")), "at": pa.array([60_000, None], pa.time32("ms"))}
+    pq.write_table(pa.table(columns), tmp_path / "times.parquet")
+    for name in ("times.csv", "times.parquet"):
+        model = Remembering((when, at), REGRESSION)
+        predictions(model, tmp_path / name)
+        assert model.rows == [[1500, 60], [None, None]]
+    (tmp_path / "times.csv").write_text("when,at\n1970-01-01,12:00\n1970-01-01T00:00:01.0005,12:00\n")
+    result = predict(Remembering((when, at), REGRESSION), tmp_path / "times.csv")
+    assert result.exit_code == 1, result.output
+    assert "row 2, column 'when': '1970-01-01T00:00:01.0005' is no timestamp[ms]" in result.stderr
+
+
 def test_a_model_of_encoded_images_gets_the_bytes_of_image_files(tmp_path: Path) -> None:
     pictures = [picture(3, 2), picture(5, 4, "JPEG")]
     files = [tmp_path / "a.png", tmp_path / "b.jpg"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gzip
 import io
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from millrace_client.rows.pictures import pixels_of
 from millrace_client.rows.tables import open_table
 from millrace_client.rows.texts import NULL_VALUES
 from millrace_client.rows.typed import BadInput, typed
+from tests.support.broken_images import tiff_with_a_text_for_its_offsets
 
 PLACE = Place("f")
 
@@ -45,6 +47,8 @@ def values(wanted: Any, array: Any) -> Any:
         ("FP32", pa.array(["1e3", "-inf", None, ".5"]), [1000.0, -np.inf, None, 0.5]),
         ("FP16", pa.array([1.5, None], pa.float64()), [1.5, None]),
         ("FP16", pa.array(["1.000488281250001", "1.00048828125", None]), [1.0009765625, 1.0, None]),
+        ("FP64", pa.array(["9007199254740992", "1" + "0" * 22, "0.1"]), [2.0**53, 1e22, 0.1]),
+        ("FP64", pa.array([2**63 - 2**10, -(2**63), None]), [2.0**63 - 2**10, -(2.0**63), None]),
         ("FP64", pa.array(["3.10"], pa.string()).cast(pa.decimal128(5, 2)), [3.1]),
         ("INT64", pa.array([2.0, None]), [2, None]),
         ("INT64", pa.array(["2.0", "7", None]), [2, 7, None]),
@@ -75,6 +79,10 @@ def test_a_column_takes_the_type_of_the_input(datatype: str, array: Any, sent: l
         ("INT64", pa.array([2.0**63]), "is no INT64"),
         ("FP32", pa.array([1.0, 1e300]), "f, row 2, column 'x': 1e[+]300 is no FP32"),
         ("FP64", pa.array(["1e999"]), "'1e999' is no FP64"),
+        ("FP64", pa.array(["0.5", "9007199254740993"]), "f, row 2, column 'x': '9007199254740993' is no FP64"),
+        ("FP32", pa.array(["9007199254740993"]), "'9007199254740993' is no FP32"),
+        ("FP64", pa.array([2**53, 2**53 + 1]), "f, row 2, column 'x': 9007199254740993 is no FP64"),
+        ("FP64", pa.array([2**64 - 1], pa.uint64()), "18446744073709551615 is no FP64"),
         ("BOOL", pa.array(["yes"]), "'yes' is no BOOL"),
         ("INT64", pa.array([datetime.date(1970, 1, 3)]), "is date32"),
         ("FP32", pa.array([datetime.date(1970, 1, 3)]), "is date32"),
@@ -137,10 +145,29 @@ def test_a_row_of_one_element_may_have_a_dimension_more() -> None:
 
 def test_nulls_are_said_beside_an_input_unless_one_has_that_name() -> None:
     table = pa.table({"x": [1.0, None], "x.null": [0, 0]})
-    sent = inputs_of_table([tensor("FP32")], table, PLACE, ["x"])
+    sent = inputs_of_table([tensor("FP32")], {}, table, PLACE, ["x"])
     assert sent["x.null"].tolist() == [False, True]
     with pytest.raises(BadInput, match=r"f, row 2, column 'x' is null, and 'x.null' is an input of its own"):
-        inputs_of_table([tensor("FP32")], table, PLACE, ["x", "x.null"])
+        inputs_of_table([tensor("FP32")], {}, table, PLACE, ["x", "x.null"])
+
+
+@pytest.mark.parametrize(
+    ("array", "wanted", "told"),
+    [
+        (pa.array([0, 10**13], pa.timestamp("s")), pa.timestamp("ns"), "row 2, column 'x': 10000000000000 is no t"),
+        (pa.array([1], pa.timestamp("us", "No/Zone")), pa.date32(), "row 1, column 'x': 1 is no date32"),
+        (pa.array(["1970-01-01T00:00:00Z"]), pa.timestamp("us"), "'1970-01-01T00:00:00Z' is no timestamp"),
+        (pa.array(["1970-01-01T00:00:00"]), pa.timestamp("us", "UTC"), "is no timestamp.us, tz=UTC"),
+        (pa.array(["25:00"]), pa.time64("us"), "'25:00' is no time64"),
+        (pa.array(["1500"]), pa.timestamp("ms"), "'1500' is no timestamp"),
+    ],
+    ids=["far", "zone", "zoned", "unzoned", "clock", "number"],
+)
+def test_a_time_that_the_model_s_column_does_not_hold_is_named_with_its_row(
+    array: Any, wanted: pa.DataType, told: str
+) -> None:
+    with pytest.raises(BadInput, match=told):
+        inputs_of_table([tensor("INT64")], {"x": wanted}, pa.table({"x": array}), PLACE, ["x"])
 
 
 def test_numbers_of_an_array_keep_their_values_or_are_refused() -> None:
@@ -161,10 +188,10 @@ def test_a_csv_has_the_nulls_that_an_import_finds_in_it() -> None:
     assert csv_rows.NULL_VALUES == NULL_VALUES
 
 
-def test_a_csv_may_have_quoted_lines_and_be_compressed(tmp_path: Path) -> None:
-    with pa.CompressedOutputStream(str(tmp_path / "a.csv.gz"), "gzip") as file:
-        file.write(b'x,y\n"1\n2","NA"\n\n3,4\n')
-    table = open_table(tmp_path / "a.csv.gz")
+@pytest.mark.parametrize("name", ["a.csv.gz", "A.CSV.GZ"])
+def test_a_csv_may_have_quoted_lines_and_be_compressed(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(b'x,y\n"1\n2","NA"\n\n3,4\n'))
+    table = open_table(tmp_path / name)
     assert [batch.to_pydict() for batch in table.read(["y", "x"])] == [{"y": [None, "4"], "x": ["1\n2", "3"]}]
 
 
@@ -172,6 +199,11 @@ def test_a_file_that_is_no_image_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(BadInput, match=r"notes\.txt is no image"):
         pixels_of(tmp_path / "notes.txt", (28, 28), "notes.txt")
+
+
+def test_a_picture_whose_decoder_fails_in_its_own_way_is_refused_by_name() -> None:
+    with pytest.raises(BadInput, match="photo is no image that can be read"):
+        pixels_of(io.BytesIO(tiff_with_a_text_for_its_offsets()), (4, 6, 3), "photo")
 
 
 def test_pictures_come_in_the_shape_and_the_colours_that_the_model_wants() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from millrace.common.v1 import transform_pb2
 from millrace.data.v1 import data_service_pb2_grpc, quality_pb2, resources_pb2
@@ -25,15 +25,19 @@ from tests.support.previews import NASTY, preview
 
 
 def show(*arguments: str, with_report: bool = True) -> str:
+    result = shown_by(*arguments, with_report=with_report)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def shown_by(*arguments: str, with_report: bool = True) -> Result:
     def register(server: grpc.Server) -> None:
         servicer = OnePreview(preview(with_report=with_report))
         data_service_pb2_grpc.add_DataServiceServicer_to_server(servicer, server)
 
     with serving(register) as address:
         command = ("data", "show", "datasets/d/versions/v2", "--data-address", address, *arguments)
-        result = CliRunner().invoke(millrace, command)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+        return CliRunner().invoke(millrace, command)
 
 
 def test_the_terminal_shows_all_that_is_known() -> None:
@@ -92,6 +96,14 @@ def test_json_has_the_version_the_rows_and_the_report(tmp_path: Path) -> None:
     assert document["rows"][0]["image"] == "<2 × 2>"
     assert document["report"]["checks"][1]["quarantined"] == "3"
     assert (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize("option", ["--html", "--contact-sheet"])
+def test_a_file_that_cannot_be_written_is_named_with_the_reason(tmp_path: Path, option: str) -> None:
+    path = tmp_path / "nowhere" / "file"
+    result = shown_by(option, str(path))
+    assert result.exit_code == 1
+    assert result.stderr == f"error: {path}: No such file or directory\n"
 
 
 def test_the_contact_sheet_is_saved(tmp_path: Path) -> None:

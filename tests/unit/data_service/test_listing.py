@@ -1,4 +1,4 @@
-"""A page of versions is one message that clients take, whatever the versions are made of."""
+"""A page of versions, or of operations, is one message that clients take, whatever the versions are made of."""
 
 from __future__ import annotations
 
@@ -7,25 +7,39 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from google.longrunning import operations_pb2
+from google.rpc import code_pb2
 
+from data_service.converters.versions import operation_message
+from data_service.datasets import Datasets
+from data_service.operation_pointers import operation_id, record_operation
 from data_service.servicer import DataServicer
-from data_service.versions import ActiveVersion
+from data_service.version_operations import VersionOperations
+from data_service.versions import ActiveVersion, Versions
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from shared import paging
 from shared.dataset_version import DatasetVersion
 from shared.dataset_version.manifest import Column, DataFile, Manifest, Split
-from shared.jobs import JobRecord, JobState
+from shared.dataset_version.version import IMPORT_KIND
+from shared.errors import DataLoss
+from shared.jobs import JobRecord, Jobs, JobState
+from shared.operations import OperationsServicer
+from shared.storage import ObjectStore
+from tests.support.versions import commit_version, striped_digits
 
 DATASET = "datasets/d"
 # What gRPC's clients take, where nobody told them otherwise.
 CLIENT_BYTES = 4 * 1024 * 1024
 
 
-def version(number: int, *, columns: int = 1, files: int = 1, learnt: int = 1) -> ActiveVersion:
+def version(number: int, *, columns: int = 1, name_bytes: int = 1, files: int = 1, learnt: int = 1) -> ActiveVersion:
     name = f"{DATASET}/versions/v{number:03d}"
     names = [f"category {n}" for n in range(learnt)]
     manifest = Manifest(
-        columns=[Column(name=f"c{n}", arrow_type="int64", shape=[], value_names=names) for n in range(columns)],
+        columns=[
+            Column(name=f"c{n}".ljust(name_bytes, "_"), arrow_type="int64", shape=[], value_names=names)
+            for n in range(columns)
+        ],
         splits=[Split(name="train", first_row_id=0, row_count=files)],
         files=[
             DataFile(
@@ -87,6 +101,49 @@ def test_a_page_of_large_versions_is_a_message_that_any_client_takes(made_of: di
     names = [one.name for page in pages for one in page.versions]
     assert names == [f"{DATASET}/versions/v{number:03d}" for number in range(100)]
     assert len(pages) == (2 if "columns" in made_of else 1)
+
+
+def test_a_version_of_more_columns_than_a_message_holds_is_listed_with_the_first_of_them() -> None:
+    wide = version(1, columns=10_000, name_bytes=1024)
+    pages = pages_of(version(0), wide, version(2))
+    assert max(page.ByteSize() for page in pages) < CLIENT_BYTES
+    first, listed, last = [one for page in pages for one in page.versions]
+    names = [column.name for column in wide.reader.version.columns]
+    assert 3_000 < len(listed.columns) < len(names)
+    assert [column.name for column in listed.columns] == names[: len(listed.columns)]
+    assert listed.splits
+    assert [len(one.columns) for one in (first, last)] == [1, 1]
+
+
+def test_an_operation_is_listed_with_its_version_as_versions_are() -> None:
+    large = version(0, columns=10_000, name_bytes=1024, files=3)
+    job = large.job
+    operation = operation_message(large, {}, brief=True)
+    assert operation.ByteSize() < CLIENT_BYTES
+    made = resources_pb2.DatasetVersion()
+    assert operation.response.Unpack(made)
+    assert made == pages_of(large)[0].versions[0]
+    assert (operation.name, made.name) == (f"operations/{operation_id(job)}", job.name)
+
+
+def test_one_damaged_manifest_hides_no_other_operation(store: ObjectStore) -> None:
+    jobs = Jobs(store, IMPORT_KIND)
+    names = []
+    for number in range(2):
+        name = f"{DATASET}/versions/v{number}"
+        commit_version(store, name, {"train": striped_digits(10)})
+        job = jobs.get(name, name)
+        record_operation(store, job)
+        names.append(f"operations/{operation_id(job)}")
+    store.put(job.result["manifest"], b"{}")
+    servicer: Any = OperationsServicer(VersionOperations(store, jobs, Versions(store, jobs, Datasets(store))))
+    listed = asyncio.run(servicer.ListOperations(operations_pb2.ListOperationsRequest(), None)).operations
+    by_name = {one.name: one for one in listed}
+    assert sorted(by_name) == sorted(names)
+    assert by_name[names[0]].HasField("response")
+    assert by_name[names[1]].error.code == code_pb2.DATA_LOSS
+    with pytest.raises(DataLoss):
+        asyncio.run(servicer.GetOperation(operations_pb2.GetOperationRequest(name=names[1]), None))
 
 
 def test_a_version_is_listed_without_what_only_getting_it_tells() -> None:

@@ -181,6 +181,31 @@ def test_a_long_text_that_very_many_rows_share_is_in_memory_for_few_of_them_at_a
     assert max(sizes) < 4.1 * MIB
 
 
+def long_texts_among_tiny_ones(store: ObjectStore) -> None:
+    """Of 790 groups ten in the middle share a long text; on the average a group hides little."""
+    tiny, long = ["x"] * 256, ["y" * 15_000] * 256
+    texts = pa.chunked_array([pa.array(tiny)] * 390 + [pa.array(long)] * 10 + [pa.array(tiny)] * 390)
+    commit_tables(store, {"train": pa.table({"text": texts})})
+
+
+def test_groups_of_long_texts_among_many_of_tiny_ones_are_in_memory_a_few_at_a_time(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long_texts_among_tiny_ones(store)
+    sizes = sizes_read(store, monkeypatch, [])
+    assert sum(sizes) > 36 * MIB
+    assert max(sizes) <= 12 * MIB
+    assert len(sizes) < 20
+
+
+def test_arrow_messages_of_long_rows_among_tiny_ones_fit_ours(store: ObjectStore) -> None:
+    long_texts_among_tiny_ones(store)
+    sent = messages(VersionReader(store, load_version(store, SOURCE)))
+    assert max(map(len, sent)) <= MESSAGE_BYTES
+    rows = sum(pa.ipc.open_stream(sent[0] + message).read_all().num_rows for message in sent[1:-1])
+    assert rows == 790 * 256
+
+
 def test_short_texts_are_read_many_groups_at_a_time(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = 200 * 256
     few, many = repeated(["yes", "no"], rows), [f"row {number} of them" for number in range(rows)]

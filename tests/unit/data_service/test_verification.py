@@ -52,7 +52,7 @@ def test_a_good_version_is_read_to_its_last_byte(store: ObjectStore, version: Da
 
 
 def test_a_flipped_byte_is_told_with_its_row_group(store: ObjectStore, version: DatasetVersion) -> None:
-    footer = VersionReader(store, version)._footer(0)
+    footer = VersionReader(store, version).footer(0)
     column: Any = footer.row_group(1).column(0)
     flip(store, key(version), column.data_page_offset + column.total_compressed_size - 5)
     damages, last = verified(store, version)

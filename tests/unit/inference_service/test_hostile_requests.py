@@ -61,6 +61,12 @@ def without(index: int) -> oip.ModelInferRequest:
     return made
 
 
+def with_raw(count: int) -> oip.ModelInferRequest:
+    made = request()
+    made.raw_input_contents[:] = [*made.raw_input_contents, b""][:count]
+    return made
+
+
 def both() -> oip.ModelInferRequest:
     made = request()
     made.inputs[1].contents.fp32_contents.extend([1, 2])
@@ -106,6 +112,8 @@ BAD: list[tuple[str, oip.ModelInferRequest, str, str]] = [
     ("a missing input", without(2), "inputs", "'grid'"),
     ("no inputs", oip.ModelInferRequest(model_name="t"), "inputs", "'text'"),
     ("raw contents without inputs", oip.ModelInferRequest(model_name="t", raw_input_contents=[b""]), "raw_input", ""),
+    ("fewer raw contents than inputs", with_raw(4), "raw_input_contents", ""),
+    ("more raw contents than inputs", with_raw(6), "raw_input_contents", ""),
     ("both contents", both(), "inputs[1].contents", "'age'"),
     ("a string that reaches beyond the end", changed(0, raw=b"\xff\xff\xff\xffa"), "inputs[0].raw_input", "'text'"),
     ("a string whose length is cut", changed(0, raw=b"\1\0\0\0a\1\0"), "inputs[0].raw_input", "'text'"),
@@ -153,19 +161,27 @@ def test_a_model_that_is_unknown_or_not_ready_is_refused_by_its_state() -> None:
         loading = deployment("loading", signature=None, state=State.LOADING)
         lost = deployment("lost", SIGNATURE)  # READY, and its replicas are not back yet
         failed = deployment("failed", signature=None, state=State.FAILED, error={"message": "no weights"})
-        server.models.replace([TABLE, loading, failed, deployment("going", state=State.DELETING), lost])
-        for name, code in (
-            ("loading", grpc.StatusCode.UNAVAILABLE),
-            ("failed", grpc.StatusCode.FAILED_PRECONDITION),
-            ("going", grpc.StatusCode.UNAVAILABLE),
-            ("lost", grpc.StatusCode.UNAVAILABLE),
-            ("x" * 2**20, grpc.StatusCode.NOT_FOUND),
-            ("deployments/t", grpc.StatusCode.NOT_FOUND),
-            ("", grpc.StatusCode.INVALID_ARGUMENT),
+        going, away = deployment("going", state=State.DELETING), deployment("away", state=State.UNLOADED)
+        server.models.replace([TABLE, loading, failed, going, away, lost])
+        for name, version, code in (
+            ("loading", "", grpc.StatusCode.UNAVAILABLE),
+            ("failed", "", grpc.StatusCode.FAILED_PRECONDITION),
+            ("away", "", grpc.StatusCode.FAILED_PRECONDITION),
+            ("going", "", grpc.StatusCode.UNAVAILABLE),
+            ("lost", "", grpc.StatusCode.UNAVAILABLE),
+            ("x" * 2**20, "", grpc.StatusCode.NOT_FOUND),
+            ("deployments/t", "", grpc.StatusCode.NOT_FOUND),
+            ("t", "2", grpc.StatusCode.NOT_FOUND),
+            ("t", "x" * 2**20, grpc.StatusCode.NOT_FOUND),
+            ("", "", grpc.StatusCode.INVALID_ARGUMENT),
         ):
             bad = request()
-            bad.model_name = name
-            assert (await told(server.stub.ModelInfer(bad))).code is code, name[:20]
+            bad.model_name, bad.model_version = name, version
+            refusal = await told(server.stub.ModelInfer(bad))
+            assert refusal.code is code, name[:20]
+            assert (name or "model_name")[:20] in refusal.message, name[:20]
+            assert version[:20] in refusal.message, name[:20]
+            assert len(refusal.message) < 1500, name[:20]
         await still_serves(server)
 
     served(scenario, TABLE, model=Zeros())
@@ -178,6 +194,9 @@ def test_a_message_over_the_limit_and_a_flood_of_metadata_are_refused_and_the_se
         flood = tuple((f"x-{number}", "y" * 1000) for number in range(200))
         refusal = await told(server.stub.ModelInfer(request(), metadata=flood))
         assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for requests, metadata in (([large], ()), ([], flood)):
+            refusal = await told(everything(server.stub.ModelStreamInfer(iter(requests), metadata=metadata)))
+            assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         await still_serves(server)
 
     served(scenario, TABLE, model=Zeros())

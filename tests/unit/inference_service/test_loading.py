@@ -21,6 +21,7 @@ from inference_service.registry import Deployments
 from inference_service.roll_out_manager import RollOutManager
 from inference_service.sibling_reports import SiblingReports
 from inference_service.siblings import Siblings, Told
+from inference_service.summed_statistics import SummedStatistics
 from shared.errors import Unavailable
 from shared.storage import ObjectStore
 from tests.support.inference_server import until
@@ -176,7 +177,7 @@ def test_a_front_whose_replicas_could_not_be_asked_opens_no_port_that_another_an
         Siblings(tmp_path, 0).tell(Told(pid=os.getpid(), listens=True, ready=True, holds=there.holds()))
         starting, models, running = reconciling(deployments, made, siblings)
         ready = asyncio.Event()
-        reports = SiblingReports(siblings, starting, models, ready)
+        reports = SiblingReports(siblings, starting, models, SummedStatistics(models, siblings), ready)
         running.trouble = Unavailable("no replica is known yet", reason="MODEL_NOT_READY")
         await starting.reconcile()
         ready.set()

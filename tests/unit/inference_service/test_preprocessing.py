@@ -34,6 +34,8 @@ TABLE = columns_of(
     pa.schema([("a", pa.float64()), ("s", pa.string()), ("label", pa.int64()), ("price", pa.decimal128(9, 2))])
 )
 
+CONCAT_A: dict[str, Any] = {"concat": {"columns": ["a"], "into": "x"}}
+
 
 def photos() -> Preprocessing:
     steps: list[dict[str, Any]] = [
@@ -159,8 +161,24 @@ def test_dates_that_python_does_not_have_are_refused_as_any_other_value() -> Non
     assert prepared[1].tolist() == [np.float32(86_400e9)]
 
 
+def test_what_is_no_number_is_refused_where_a_whole_one_is_wanted_and_nowhere_else() -> None:
+    given = Rows(RAW, {"a": np.array([1.0, np.nan, -np.inf, 2.0])})
+    whole = Preprocessing(said(TABLE, {"column": "a", "cast": {"arrowType": "int64"}}, CONCAT_A))
+
+    prepared, refused, failed = whole.prepare(given)
+
+    assert [*refused] == [1, 2]
+    assert all(one.startswith("tensor 'a': ") for one in refused.values())
+    assert not failed
+    assert prepared[[0, 3]].tolist() == [[1], [2]]
+    prepared, refused, failed = Preprocessing(said(TABLE, CONCAT_A)).prepare(given)
+    assert not refused
+    assert not failed
+    assert np.isnan(prepared[1])
+
+
 def test_what_goes_wrong_unexpectedly_is_the_error_of_its_row_alone(caplog: pytest.LogCaptureFixture) -> None:
-    made = Preprocessing(said(TABLE, {"concat": {"columns": ["a"], "into": "x"}}))
+    made = Preprocessing(said(TABLE, CONCAT_A))
     apply = made._apply
 
     def failing(rows: Rows) -> Any:

@@ -57,6 +57,12 @@ def test_values_of_every_type_come_back_and_so_do_nulls(
     assert (back.dtype, back.tolist()[0], nulls.tolist()) == (sent.dtype, sent.tolist()[0], [False, True])
 
 
+def test_times_keep_their_column_s_type_beside_their_datatype() -> None:
+    for arrow_type in (pa.date32(), pa.time32("s"), pa.time64("us"), pa.timestamp("ms", "UTC")):
+        assert tensor_of_column("x", ScalarType(arrow_type)).column_type == str(arrow_type)
+    assert tensor_of_column("x", ScalarType(pa.int64())).column_type == ""
+
+
 def test_a_nan_is_a_number_and_no_null() -> None:
     column = column_of_tensor("x", ScalarType(pa.float64()), np.array([np.nan, 1.0]), np.array([False, True]))
 

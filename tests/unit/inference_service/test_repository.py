@@ -13,8 +13,9 @@ import pytest
 from inference import grpc_service_pb2 as oip
 from inference import model_config_pb2
 from inference_service.domain.deployment import Deployment, State
+from inference_service.domain.signature import Signature, TensorSpec
 from tests.support.grpc_kit import told
-from tests.support.inference_server import Server, ask, attach, deployment, served, until
+from tests.support.inference_server import IMAGES, Server, ask, attach, deployment, served, until
 
 FAILED = deployment("broken", signature=None, state=State.FAILED, error={"message": "no weights"})
 LOADING = deployment("coming", signature=None, state=State.LOADING)
@@ -46,6 +47,18 @@ def test_the_configuration_tells_what_the_deployment_was_created_with() -> None:
         assert config.parameters["checkpoint"].string_value == "trainingJobs/j/checkpoints/c"
 
     served(scenario)
+
+
+def test_the_configuration_tells_the_unit_of_times() -> None:
+    times = TensorSpec("when", "INT64", (-1,), column_type="timestamp[ms]")
+
+    async def scenario(server: Server) -> None:
+        config = (await server.stub.ModelConfig(oip.ModelConfigRequest(name="m"))).config
+        assert config.parameters["column_type.when"].string_value == "timestamp[ms]"
+        assert "column_type.mass" not in config.parameters
+
+    made = replace(IMAGES, raw=(times, TensorSpec("mass", "FP64", (-1,))))
+    served(scenario, deployment(signature=Signature.from_record(made.as_record())))
 
 
 def test_statistics_count_what_was_answered_and_what_was_not() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -17,11 +18,13 @@ import pytest
 
 from inference_service import __main__ as service
 from inference_service.domain.recent import Counts, Recent
+from inference_service.front_watch import hangs
 from inference_service.fronts import REFUSED, run_fronts
 from inference_service.models import Models
 from inference_service.settings import metrics_of, settings_from
 from inference_service.sibling_reports import SiblingReports
 from inference_service.siblings import SILENT_AFTER_S, Siblings, Told
+from inference_service.summed_statistics import SummedStatistics
 from shared.settings import SettingsError
 from tests.support.inference_server import until
 from tests.support.ports import free_ports
@@ -120,7 +123,8 @@ def test_a_folder_that_cannot_be_written_ends_nothing_and_is_said_once(
 
     async def scenario() -> None:
         reconciler: Any = Holding()
-        reports = SiblingReports(Siblings(folder, 0), reconciler, Models(), asyncio.Event())
+        siblings, models = Siblings(folder, 0), Models()
+        reports = SiblingReports(siblings, reconciler, models, SummedStatistics(models, siblings), asyncio.Event())
         running = asyncio.create_task(reports.run())
         await until((folder / "0.json").exists, "it tells")
         shutil.rmtree(folder)
@@ -272,6 +276,47 @@ def test_what_a_front_refuses_as_it_is_first_started_ends_all(tmp_path: Path, mo
     for path in tmp_path.glob("0-*"):
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)
+
+
+def starts(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_front_that_hangs_is_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        listen = f"127.0.0.1:{free_ports(1)[0]}"
+        running = asyncio.create_task(run_fronts("tests.support.hanging_front", listen, 2))
+        await until(lambda: "0-1" in starts(tmp_path), "the one that hangs is replaced")
+        await asyncio.sleep(2.0)
+        assert starts(tmp_path) == ["0-0", "0-1", "1-0"]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await running == 0
+
+    monkeypatch.setenv("STARTS", str(tmp_path))
+    monkeypatch.setattr("inference_service.front_watch.LOOK_EVERY_S", 0.1)
+    asyncio.run(asyncio.wait_for(scenario(), 40))
+
+
+def test_silence_is_a_hang_only_of_who_has_told_something_and_could_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def is_hung(within_s: float) -> bool:
+        try:
+            await asyncio.wait_for(hangs(tmp_path, 0, os.getpid()), within_s)
+        except TimeoutError:
+            return False
+        return True
+
+    monkeypatch.setattr("inference_service.front_watch.LOOK_EVERY_S", 0.01)
+    assert not asyncio.run(is_hung(1.0))
+    Siblings(tmp_path, 0).tell(told(pid=ended()))  # by the one before
+    assert not asyncio.run(is_hung(1.0))
+    Siblings(tmp_path, 0).tell(told())
+    monkeypatch.setattr("inference_service.front_watch._can_write", lambda _: False)
+    assert not asyncio.run(is_hung(1.0))
+    monkeypatch.undo()
+    monkeypatch.setattr("inference_service.front_watch.LOOK_EVERY_S", 0.01)
+    assert asyncio.run(is_hung(30.0))
 
 
 def two_free_ports() -> int:

@@ -17,16 +17,21 @@ from shared.operations import OperationsServicer
 class Source:
     """Operations that are done once they were asked for so many times."""
 
+    # Their responses, got and listed.
+    whole = brief = b""
+
     def __init__(self, **done_after: int) -> None:
         self.left = dict(done_after)
         self.cancelled: list[str] = []
 
-    def get(self, name: str) -> operations_pb2.Operation:
+    def get(self, name: str, *, brief: bool = False) -> operations_pb2.Operation:
         operation_id = name.removeprefix("operations/")
         if operation_id not in self.left:
             raise not_found(name)
         self.left[operation_id] -= 1
-        return operations_pb2.Operation(name=name, done=self.left[operation_id] < 0)
+        operation = operations_pb2.Operation(name=name, done=self.left[operation_id] < 0)
+        operation.response.value = self.brief if brief else self.whole
+        return operation
 
     def list_ids(self) -> list[str]:
         return list(self.left)
@@ -113,6 +118,22 @@ def test_pages_of_operations_cover_all_of_them() -> None:
             break
 
     assert seen == [f"operations/o{number}" for number in range(7)]
+
+
+def test_pages_of_large_operations_are_messages_that_any_client_takes() -> None:
+    source = Source(**{f"o{number}": 0 for number in range(7)})
+    source.whole, source.brief = b"x" * 10**7, b"x" * 10**6
+    pages: list[operations_pb2.ListOperationsResponse] = []
+    while not pages or pages[-1].next_page_token:
+        token = pages[-1].next_page_token if pages else ""
+        pages.append(call(source, "ListOperations", operations_pb2.ListOperationsRequest(page_token=token)))
+
+    assert [len(page.operations) for page in pages] == [3, 3, 1]
+    assert [one.name for page in pages for one in page.operations] == [f"operations/o{n}" for n in range(7)]
+    assert (
+        len(call(source, "GetOperation", operations_pb2.GetOperationRequest(name="operations/o1")).response.value)
+        == 10**7
+    )
 
 
 @pytest.mark.parametrize(("field", "value"), [("name", "datasets"), ("filter", "done = true"), ("page_token", "%")])

@@ -111,6 +111,30 @@ def test_tasks_that_find_no_cpu_end_the_attempt_as_where_there_is_no_room(monkey
     assert stalled.value.specific_reason == NO_ROOM
 
 
+def test_a_task_that_stands_still_on_the_last_cpu_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is counted: the CPU that is not free is its own."""
+    free_cpus(monkeypatch, 0.0)
+    began = time.monotonic()
+    monkeypatch.setattr(preparation, "longest_at_work_s", lambda _: time.monotonic() - began)
+
+    with pytest.raises(Unavailable, match="a task stands still") as stalled:
+        next(prepared(stream(Dataset(announce, without_a_cpu)), Touches()))
+
+    assert stalled.value.specific_reason == "PREPARATION_STALLED"
+
+
+def test_a_task_that_found_its_cpu_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    free_cpus(monkeypatch, 0.0)
+    began = time.monotonic()
+    monkeypatch.setattr(preparation, "longest_at_work_s", lambda _: max(0.0, time.monotonic() - began - 1.0))
+
+    with pytest.raises(Unavailable) as stalled:
+        next(prepared(stream(Dataset(announce, without_a_cpu)), Touches()))
+
+    assert stalled.value.specific_reason == "PREPARATION_STALLED"
+    assert time.monotonic() - began > 2.5, "a start from when it began"
+
+
 @pytest.mark.parametrize(("timeout_s", "stalls"), [(1800.0, False), (0.0, True)])
 def test_a_step_that_may_take_half_an_hour_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, timeout_s: float, stalls: bool

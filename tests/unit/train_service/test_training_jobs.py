@@ -15,10 +15,11 @@ from shared.errors import (
     Conflict,
     FailedPrecondition,
     InvalidArgument,
+    NotFound,
     OutOfRange,
     ResourceExhausted,
 )
-from shared.jobs import Jobs, JobState
+from shared.jobs import JobRecord, Jobs, JobState
 from shared.model_spec import ModelSpec
 from shared.requests import claimed
 from shared.storage import ObjectStore, open_store
@@ -29,6 +30,7 @@ from tests.unit.train_service.conftest import VERSION
 from train_service import training_jobs
 from train_service.domain.spec import TrainingSpec
 from train_service.inputs import using_inputs
+from train_service.lifecycle import Deletions
 from train_service.reporting import TRAIN_KIND
 from train_service.training_jobs import JobView, TrainingJobs
 
@@ -110,6 +112,48 @@ def test_a_repeated_call_gets_its_answer_when_the_version_is_gone(store: ObjectS
     assert create(store, request_id) == first
     with pytest.raises(AlreadyExists, match="another body"):
         TrainingJobs(store).create("a", SPEC, request_id, "of another", validate_only=False)
+
+
+def deleted(store: ObjectStore, name: str) -> None:
+    Jobs(store, TRAIN_KIND).transition(name, lambda job: replace(job, state=JobState.SUCCEEDED))
+    Deletions(store).begin(name)
+    Deletions(store).finish(name)
+
+
+def test_a_repeated_call_does_not_make_anew_what_was_deleted_since(store: ObjectStore) -> None:
+    """Also where another job has the name by now."""
+    request_id = str(uuid.uuid4())
+    create(store, request_id)
+    deleted(store, "trainingJobs/a")
+
+    with pytest.raises(NotFound, match="deleted since"):
+        create(store, request_id)
+    anothers = create(store, str(uuid.uuid4()))
+    with pytest.raises(NotFound, match="deleted since"):
+        create(store, request_id)
+
+    assert TrainingJobs(store).get("trainingJobs/a") == anothers
+    assert len(users(store)) == 1
+
+
+def test_a_call_overtaken_by_its_own_second_try_makes_nothing_anew_where_that_was_deleted(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request_id = str(uuid.uuid4())
+    create_job = Jobs.create
+
+    def after_the_others_end(jobs: Jobs, folder: str, job: JobRecord) -> JobRecord:
+        if jobs.find(folder) is None:
+            create_job(jobs, folder, job)
+            deleted(store, folder)
+        return create_job(jobs, folder, job)
+
+    monkeypatch.setattr(Jobs, "create", after_the_others_end)
+
+    with pytest.raises(NotFound, match="deleted since"):
+        create(store, request_id)
+    assert not list(store.list("live"))
+    assert not users(store)
 
 
 def test_checking_only_refuses_an_id_that_is_taken(store: ObjectStore) -> None:

@@ -2,7 +2,7 @@
 
 The first four pixels of a row are its id in base 16, one digit each, times 17 and divided by 255: so the record does
 not rest on anything that Millrace says of its rows. One file a process, in the folder MILLRACE_WITNESS: a line of JSON
-for each call, with the time and the name of Ray Train's run.
+for each call, with the time and the name of Ray Train's run; without Ray Train the one that MILLRACE_WITNESS_RUN gives.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ def ids_of(inputs: torch.Tensor) -> list[int]:
 
 
 def _write(inputs: torch.Tensor) -> None:
-    run = ray.train.get_context().get_experiment_name()
     with (Path(os.environ["MILLRACE_WITNESS"]) / f"{os.getpid()}.jsonl").open("a") as file:
-        file.write(json.dumps({"time": time.time(), "run": run, "ids": ids_of(inputs)}) + "\n")
+        file.write(json.dumps({"time": time.time(), "run": _run(), "ids": ids_of(inputs)}) + "\n")
+
+
+def _run() -> str:
+    try:
+        return str(ray.train.get_context().get_experiment_name())
+    except RuntimeError:  # not one of Ray Train's workers
+        return os.environ.get("MILLRACE_WITNESS_RUN", "")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import pickle
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -104,6 +106,27 @@ def test_a_row_left_out_for_another_reason_makes_no_repeat() -> None:
     table = pa.table({"id": [7, 7, 7], "x": [None, 1, 2]})
     verdict = KeepFirst(RowChecks(checks, table.schema)).apply(table, 0)
     assert verdict.keep.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        (pa.array([dt.datetime(2019, 3, 17, 12, 10, 5)] * 2), "(2019-03-17 12:10:05);"),
+        (pa.array([dt.date(2019, 3, 17)] * 2), "(2019-03-17);"),
+        (pa.array([Decimal("1.50")] * 2), "(1.50);"),
+        (pa.array(["a"] * 2), "('a');"),
+        (pa.array([None, None], pa.int64()), "x is null;"),
+    ],
+    ids=lambda one: str(getattr(one, "type", "")),
+)
+def test_the_error_shows_the_value_as_people_write_it(values: pa.Array, told: str) -> None:
+    checks = [Check("x", NotNull()), Check("x", Unique())]
+    table, counts = pa.table({"x": values}), CheckCounts(checks)
+    keep = KeepFirst(RowChecks(checks, table.schema))
+    counts.add(keep.apply(table, 0))
+    with pytest.raises(FailedPrecondition) as caught:
+        counts.refuse()
+    assert told in caught.value.message
 
 
 def test_the_error_names_check_column_value_and_the_first_row() -> None:

@@ -10,6 +10,7 @@ from PIL import Image
 from data_service.domain import contact_sheet as contact_sheet_module
 from data_service.domain.contact_sheet import CELL_PX, COLUMNS, GAP_PX, Tile, contact_sheet, draw, is_drawable
 from shared.dataset_version.columns import tensor_array
+from tests.support.broken_images import tiff_with_a_text_for_its_offsets
 
 
 def opened(png: bytes) -> Image.Image:
@@ -86,6 +87,11 @@ def test_each_image_column_has_a_block_of_its_own() -> None:
 def test_a_label_beyond_what_python_can_say_is_shown_all_the_same() -> None:
     labels = pa.array([2**62], pa.timestamp("us"))
     assert opened(contact_sheet({"train": pa.table({"image": [encoded((8, 8), "PNG")], "label": labels})}))
+
+
+def test_an_image_whose_decoder_fails_in_its_own_way_is_left_out() -> None:
+    files = [tiff_with_a_text_for_its_offsets(), encoded((8, 8), "PNG")]
+    assert opened(contact_sheet({"train": pa.table({"image": files})}))
 
 
 def test_bytes_that_are_no_images_make_no_sheet() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import re
 from collections.abc import Callable
@@ -13,6 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data_service.sources import interface
+from data_service.sources.decoded_size import decoded_bytes
 from shared.errors import InvalidArgument
 from tests.support.import_sources import Quarantine, opened, source_of, table_of, whole
 
@@ -89,11 +92,12 @@ def test_the_type_that_a_refusal_names_works(
     assert table_of(rows.rows, Quarantine()).num_rows == 2
 
 
-@pytest.mark.parametrize("column", [pa.array([[1]]), pa.array([{"b": 1}])], ids=lambda one: str(one.type))
-def test_no_type_is_named_for_a_column_that_has_none(tmp_path: Path, column: pa.Array) -> None:
-    write_arrow(tmp_path / "a", pa.table({"x": column}))
+def test_no_type_is_named_for_a_column_that_has_none(tmp_path: Path) -> None:
+    write_arrow(tmp_path / "a", pa.table({"x": pa.array([{"b": 1}])}))
     source = source_of((tmp_path / "a").as_uri(), "arrow")
-    with pytest.raises(InvalidArgument) as refused:
+    with pytest.raises(
+        InvalidArgument, match=r"'x' has the type struct<b: int64>.*write each of its fields"
+    ) as refused:
         opened(tmp_path, source)
     assert "column_types" not in refused.value.message
     with pytest.raises(InvalidArgument, match=r"'x' has the type .*cannot be cast to int64"):
@@ -161,6 +165,41 @@ def test_values_of_an_extension_are_those_of_the_plain_column(
     assert read.equals(plain)
     assert (bad_of_extension.places, bad.places) == (places, places)
     assert [row.reason for row in bad_of_extension.rows] == [row.reason for row in bad.rows]
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        pa.array(["x" * 10_000]).dictionary_encode().take(pa.array([0] * 100)),
+        pa.array(["x" * 10_000] * 100, pa.string_view()),
+    ],
+    ids=["categories", "views"],
+)
+def test_texts_of_an_extension_that_rows_share_count_for_each_of_them(texts: pa.Array) -> None:
+    assert decoded_bytes(pa.record_batch({"x": opaque(texts)})) == decoded_bytes(pa.record_batch({"x": texts})) >= 10**6
+
+
+def test_a_long_text_of_an_extension_in_parquet_that_rows_share_is_decoded_for_few_of_them_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interface, "MAX_DECODED_BYTES", 4_000_000)
+    promised = pa.schema([pa.field("x", pa.json_())]).serialize().to_pybytes()
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * 1000, pa.int32()), pa.array(["x" * 200_000]))
+    with pq.ParquetWriter(tmp_path / "a", pa.schema({"x": text.type}), store_schema=False) as writer:
+        writer.add_key_value_metadata({"ARROW:schema": base64.b64encode(promised).decode()})
+        writer.write_table(pa.table({"x": text}))
+    (rows,) = opened(tmp_path, source_of((tmp_path / "a").as_uri(), "parquet"), types={"x": "string"})
+    sizes = [table.nbytes for table in rows.rows.tables(Quarantine())]
+    assert sum(sizes) > 200_000_000
+    assert max(sizes) < 4_100_000
+
+
+def test_an_extension_of_texts_whose_offsets_are_damaged_is_refused(tmp_path: Path) -> None:
+    offsets = pa.py_buffer(b"".join(one.to_bytes(4, "little") for one in (0, 10**6, 2, 4)))
+    texts = pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"1234")])
+    write_arrow(tmp_path / "a", pa.table({"x": opaque(texts)}))
+    with pytest.raises(InvalidArgument, match=r"not a whole Arrow file: .*Offset"):
+        whole(tmp_path, source_of((tmp_path / "a").as_uri(), "arrow"), types={"x": "int64"})
 
 
 def test_an_extension_of_categories_is_read_from_arrow_and_refused_of_parquet(tmp_path: Path) -> None:

@@ -188,6 +188,13 @@ def test_more_columns_than_a_version_keeps_are_refused(tmp_path: Path, columns: 
     assert refused.value.specific_reason == "CORRUPT_SOURCE"
 
 
+@pytest.mark.parametrize("data", [b"a,b\n1,2\n" * 100, b"PAR1" + bytes(100)], ids=["a CSV file", "cut off"])
+def test_what_is_no_parquet_file_is_told_to_be_none(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "t.parquet").write_bytes(data)
+    with pytest.raises(InvalidArgument, match="it is not a whole Parquet file: it does not end with a footer"):
+        ParquetRows(found_file(tmp_path / "t.parquet"))
+
+
 def test_a_footer_beyond_all_bounds_is_not_parsed(tmp_path: Path) -> None:
     (tmp_path / "t.parquet").write_bytes(b"PAR1" + bytes(100) + struct.pack("<I", 2**31) + b"PAR1")
     with pytest.raises(InvalidArgument, match="its footer claims 2147483648 bytes"):

@@ -38,10 +38,11 @@ def test_only_an_active_version_can_be_used(store: ObjectStore) -> None:
     name = "datasets/digits/versions/v2"
     jobs = Jobs(store, IMPORT_KIND)
     jobs.create(name, JobRecord(uid="u", name=name, spec={}, create_time=0, update_time=0))
-    with pytest.raises(FailedPrecondition, match="has not finished"):
+    with pytest.raises(FailedPrecondition, match="not ACTIVE: it is still being made"):
         load_version(store, name)
-    jobs.transition(name, lambda job: fail(begin_attempt(job, time.time()), NotFound("x"), time.time()))
-    with pytest.raises(FailedPrecondition, match="its import failed"):
+    gone = NotFound("/in/x is gone")
+    jobs.transition(name, lambda job: fail(begin_attempt(job, time.time()), gone, time.time()))
+    with pytest.raises(FailedPrecondition, match="making it failed: /in/x is gone"):
         load_version(store, name)
 
 

@@ -63,6 +63,18 @@ def test_the_same_request_gives_the_first_answer_and_another_of_the_id_is_refuse
         place.create(validate_only=True)
 
 
+def test_a_repeated_request_does_not_make_anew_what_was_deleted_since(place: Place) -> None:
+    request_id = str(uuid.uuid4())
+    place.create(request_id=request_id)
+    place.put_in(JobState.CANCELLED)
+    place.deletions.begin(NAME)
+    place.deletions.finish(NAME)
+
+    with pytest.raises(NotFound, match="deleted since"):
+        place.create(request_id=request_id)
+    assert place.jobs.find(NAME) is None
+
+
 def test_a_repeated_request_gets_its_answer_when_the_version_is_gone(place: Place) -> None:
     request_id = str(uuid.uuid4())
     first = place.create(request_id=request_id)

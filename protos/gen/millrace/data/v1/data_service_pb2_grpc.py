@@ -286,15 +286,17 @@ class DataServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetVersion(self, request, context):
-        """Fails with INVALID_ARGUMENT and NOT_FOUND.
+        """All of it: where it has very many files, columns or names of values that is more than the 4 MiB which most clients
+        take unless they are told to take more. Fails with INVALID_ARGUMENT and NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListVersions(self, request, context):
-        """In the order of their names, in any state, without `files`, `transform` and the `value_names` of columns: GetVersion
-        has them. Fails with INVALID_ARGUMENT and NOT_FOUND (the dataset).
+        """In the order of their names, in any state, without `files`, `transform` and the `value_names` of columns, and of one
+        whose columns alone are more than 4 MiB with the first of them: GetVersion has all. ListOperations has versions so,
+        too. Fails with INVALID_ARGUMENT and NOT_FOUND (the dataset).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
