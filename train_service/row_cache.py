@@ -21,7 +21,7 @@ from train_service.patience import patient, store_call
 from train_service.rows import Room, Rows, bytes_of_row
 
 # Threads that read ahead, and have as many processors: each asks a store far away for several ranges at once.
-READERS = min(4, len(os.sched_getaffinity(0)))
+READERS = min(4, os.cpu_count() or 1)
 # What is on its way holds so much memory at most; what would be more is read when it is asked for.
 AHEAD_BYTES = 256 * 1024 * 1024
 

@@ -14,6 +14,13 @@ from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 
 
+@pytest.fixture(params=["here", "elsewhere"], autouse=True)
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the files: Arrow reads local ones by itself, and of others what was fetched."""
+    if request.param == "elsewhere":
+        monkeypatch.setattr(ObjectStore, "local_file", lambda *_: None)
+
+
 @pytest.fixture
 def reader(store: ObjectStore, committed: str) -> VersionReader:
     return VersionReader(store, load_version(store, committed))
@@ -61,6 +68,7 @@ def test_neighbouring_groups_are_one_request_and_far_ones_several(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch, gap_bytes: int, requests: int
 ) -> None:
     monkeypatch.setattr("shared.dataset_version.pieces.MAX_GAP_BYTES", gap_bytes)
+    monkeypatch.setattr(ObjectStore, "local_file", lambda *_: None)
     labels = striped_digits(600)[1]
     commit_version(store, "datasets/d/versions/v1", {"train": striped_digits(600)})
     reader = VersionReader(store, load_version(store, "datasets/d/versions/v1"))
