@@ -20,6 +20,8 @@ from shared.dataset_version.version import DatasetVersion, check_not_deleted
 from shared.errors import DataLoss, invalid_field
 from shared.storage import ObjectMissing, ObjectStore
 
+OF_ANOTHER_SIZE = "does not have the size that its manifest names"
+
 
 @dataclass(frozen=True)
 class RowGroup:
@@ -104,13 +106,13 @@ class VersionReader:
         known = self._footers.get(key)
         if known is not None:
             return known
-        ranges = [(file.size_bytes - file.footer_bytes, file.footer_bytes)]
-        with self._fetching(file, ranges):
-            (data,) = self._store.get_ranges(self._key(file), ranges)
+        with self._told_if_gone(file):
+            (data,) = self._get_ranges(file, [(file.size_bytes - file.footer_bytes, file.footer_bytes)])
         if sha256_hex(data) != file.footer_sha256:
             raise _lost(self.version, file, "does not have the footer that its manifest names")
         footer = pq.read_metadata(pa.BufferReader(b"PAR1" + bytes(data)))
         self._footers.keep(key, footer, file.footer_bytes)
+        self._count(file.footer_bytes)
         return footer
 
     def _read_of_file(self, groups: Sequence[RowGroup], columns: Sequence[str]) -> pa.Table:
@@ -118,42 +120,51 @@ class VersionReader:
         file_index = groups[0].file_index
         file = self._files[file_index]
         indices = [group.group_index for group in groups]
-        try:
-            footer = self.footer(file_index)
-            ranges = wanted_ranges({one: footer.row_group(one) for one in indices}, columns)
-            parquet = _open(self._source(file, ranges), footer)
-            stored = parquet.read_row_groups(indices, columns=columns, use_threads=False)
-        except (pa.ArrowException, OSError, EOFError) as error:
-            raise _lost(self.version, file, "does not hold what was written") from error
+        footer = self.footer(file_index)
+        ranges = wanted_ranges({one: footer.row_group(one) for one in indices}, columns)
+        with self._told_if_gone(file), self._store.local_file(self._key(file)) as local:
+            try:
+                parquet = _open(self._fetched(file, ranges) if local is None else self._checked(file, local), footer)
+                stored = parquet.read_row_groups(indices, columns=columns, use_threads=False)
+            except (pa.ArrowException, OSError, EOFError) as error:
+                if isinstance(error, OSError) and error.errno is not None:  # of the disk's, and not of the file's
+                    raise
+                raise _lost(self.version, file, "does not hold what was written") from error
+        self._count(sum(length for _, length in ranges))
         if stored.num_rows != sum(group.row_count for group in groups):
             raise _lost(self.version, file, "does not hold the rows that its manifest names")
         return stored.select(columns)
 
-    def _source(self, file: DataFile, ranges: Ranges) -> pa.NativeFile:
-        """The file, or of one that is elsewhere those ranges. Arrow reads a local file by itself: asked through Python
-        for each column of each group it would keep others waiting, such as who makes batches of what was read."""
-        with self._fetching(file, ranges):
-            local = self._store.local_file(self._key(file))
-            if local is None:
-                read = self._store.get_ranges(self._key(file), ranges)
-                pieces = [Piece(start, data) for (start, _), data in zip(ranges, read, strict=True)]
-                return pa.PythonFile(PiecesFile(pieces, file.size_bytes), mode="r")
-            if local.size() != file.size_bytes:
-                raise DataLoss(f"{file.path} has {local.size()} bytes")
-            return local
+    def _checked(self, file: DataFile, local: pa.NativeFile) -> pa.NativeFile:
+        """Arrow reads a local file by itself: asked through Python for each column of each group it would keep others
+        waiting, such as who makes batches of what was read."""
+        if local.size() != file.size_bytes:
+            raise _lost(self.version, file, OF_ANOTHER_SIZE)
+        return local
+
+    def _fetched(self, file: DataFile, ranges: Ranges) -> pa.NativeFile:
+        """Of a file that is elsewhere, these ranges."""
+        read = self._get_ranges(file, ranges)
+        pieces = [Piece(start, data) for (start, _), data in zip(ranges, read, strict=True)]
+        return pa.PythonFile(PiecesFile(pieces, file.size_bytes), mode="r")
+
+    def _get_ranges(self, file: DataFile, ranges: Ranges) -> list[memoryview]:
+        try:
+            return self._store.get_ranges(self._key(file), ranges)
+        except DataLoss:
+            raise _lost(self.version, file, OF_ANOTHER_SIZE) from None
 
     @contextmanager
-    def _fetching(self, file: DataFile, ranges: Ranges) -> Iterator[None]:
-        """Around what asks the store for these ranges."""
-        with self._lock:
-            self.bytes_fetched += sum(length for _, length in ranges)
+    def _told_if_gone(self, file: DataFile) -> Iterator[None]:
         try:
             yield
         except ObjectMissing:
             check_not_deleted(self._store, self.version)
             raise _lost(self.version, file, "is gone") from None
-        except DataLoss:
-            raise _lost(self.version, file, "does not have the size that its manifest names") from None
+
+    def _count(self, fetched_bytes: int) -> None:
+        with self._lock:
+            self.bytes_fetched += fetched_bytes
 
     def _key(self, file: DataFile) -> str:
         return f"{self.version.folder}/{file.path}"

@@ -110,12 +110,15 @@ class ObjectStore:
                 raise DataLoss(f"{key} ends before byte {start + length}", metadata={"object": key})
         return given
 
-    def local_file(self, key: str) -> pa.NativeFile | None:
-        """The object for Arrow to read by itself; None where the store is no local directory."""
+    @contextmanager
+    def local_file(self, key: str) -> Iterator[pa.NativeFile | None]:
+        """The object for Arrow to read by itself; None where the store is no local directory. An `OSError` of the body
+        is raised as other methods would."""
         if not isinstance(self._backend, LocalStore):
-            return None
-        with _errors(key):
-            return self._filesystem.open_input_file(key)
+            yield None
+            return
+        with _errors(key), self._filesystem.open_input_file(key) as file:
+            yield file
 
     def size(self, key: str) -> int | None:
         """In bytes; None where no object has that key."""

@@ -1,24 +1,29 @@
 from __future__ import annotations
 
+import errno
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from shared.dataset_version import RowGroup, VersionReader, load_version
-from shared.errors import DataLoss, InvalidArgument
+from shared.errors import DataLoss, InvalidArgument, Unavailable
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
+
+OPENED = ObjectStore.local_file
 
 
 @pytest.fixture(params=["here", "elsewhere"], autouse=True)
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the files: Arrow reads local ones by itself, and of others what was fetched."""
     if request.param == "elsewhere":
-        monkeypatch.setattr(ObjectStore, "local_file", lambda *_: None)
+        monkeypatch.setattr(ObjectStore, "local_file", lambda *_: nullcontext())
 
 
 @pytest.fixture
@@ -68,7 +73,7 @@ def test_neighbouring_groups_are_one_request_and_far_ones_several(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch, gap_bytes: int, requests: int
 ) -> None:
     monkeypatch.setattr("shared.dataset_version.pieces.MAX_GAP_BYTES", gap_bytes)
-    monkeypatch.setattr(ObjectStore, "local_file", lambda *_: None)
+    monkeypatch.setattr(ObjectStore, "local_file", lambda *_: nullcontext())
     labels = striped_digits(600)[1]
     commit_version(store, "datasets/d/versions/v1", {"train": striped_digits(600)})
     reader = VersionReader(store, load_version(store, "datasets/d/versions/v1"))
@@ -161,6 +166,39 @@ def test_a_file_of_another_size_is_noticed(store: ObjectStore, reader: VersionRe
         store.put(key, data[:-50] if change == "cut" else data[:4] + b"?" + data[4:])
     with pytest.raises(DataLoss, match=r"train-00000\.parquet of datasets/digits/versions/v1"):
         reader.read(reader.row_groups("train")[0])
+
+
+def test_a_disk_that_cannot_be_read_is_an_outage_and_no_damage(
+    store: ObjectStore, reader: VersionReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stale:
+        def size(self) -> int:
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+    @contextmanager
+    def stale(key: str) -> Iterator[Stale]:
+        with OPENED(store, key):
+            yield Stale()
+
+    monkeypatch.setattr(store, "local_file", stale)
+    with pytest.raises(Unavailable):
+        reader.read(reader.row_groups("train")[0])
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_a_failed_read_keeps_no_file_open(store: ObjectStore, reader: VersionReader) -> None:
+    group = reader.row_groups("train")[0]
+    damage(store, reader, 100)
+    before = open_files()
+    kept = []
+    for _ in range(10):
+        with pytest.raises(DataLoss) as raised:
+            reader.read(group)
+        kept.append(raised.value)
+    assert open_files() < before + len(kept)
 
 
 def test_very_many_columns_are_selected_soon(reader: VersionReader) -> None:
