@@ -4,7 +4,7 @@ follows."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from data_service.domain.import_spec import ImportSpec
@@ -12,14 +12,13 @@ from data_service.domain.predict_spec import CheckpointRef, PredictSpec
 from data_service.domain.transform_spec import TransformSpec
 from data_service.domain.uris import UploadSource, parse_uri
 from data_service.successors import following
-from data_service.uploads.users import mark_used, unmark
+from data_service.uploads.users import using as using_upload
 from data_service.versions import ActiveVersion, Versions
 from shared.checkpoint import users as checkpoint_users
 from shared.dataset_version.users import using
 from shared.dataset_version.version import IMPORT_KIND
-from shared.errors import FailedPrecondition, MillraceError, Unavailable, invalid_field, invalid_fields
+from shared.errors import FailedPrecondition, invalid_field, invalid_fields
 from shared.jobs import JobRecord, Jobs
-from shared.requests import OUTCOME_UNKNOWN
 from shared.storage import ObjectStore
 
 
@@ -58,7 +57,7 @@ def referring(store: ObjectStore, job: JobRecord) -> Iterator[None]:
             if spec.base:
                 marks.enter_context(using(store, spec.base.version, IMPORT_KIND, job.uid, job.name))
             for upload in _uploads(spec):
-                marks.enter_context(_using_upload(store, upload, job))
+                marks.enter_context(using_upload(store, upload, IMPORT_KIND, job.uid, job.name))
             if spec.base:
                 base = Jobs(store, IMPORT_KIND).get(spec.base.version, spec.base.version)
                 marks.enter_context(following(store, base, job))
@@ -75,19 +74,6 @@ def _using_checkpoint(store: ObjectStore, checkpoint: CheckpointRef, job: JobRec
                 metadata={"resource": checkpoint.name},
             )
         yield
-
-
-@contextmanager
-def _using_upload(store: ObjectStore, upload: str, job: JobRecord) -> Iterator[None]:
-    mark_used(store, upload, IMPORT_KIND, job.uid, job.name)
-    try:
-        yield
-    except MillraceError as error:
-        # After an outage the job may have been made all the same; a sweep settles that.
-        if not isinstance(error, OUTCOME_UNKNOWN):
-            with suppress(Unavailable):
-                unmark(store, upload, IMPORT_KIND, job.uid)
-        raise
 
 
 def _uploads(spec: ImportSpec) -> list[str]:

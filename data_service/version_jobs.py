@@ -6,6 +6,7 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
@@ -24,7 +25,7 @@ from data_service.sources.source_files import s3_of
 from data_service.transforming.checking import check_transform
 from data_service.versions import Versions
 from shared import names
-from shared.errors import AlreadyExists, Conflict, MillraceError, NotFound, already_exists, not_found
+from shared.errors import STORE_OUTAGES, AlreadyExists, Conflict, MillraceError, NotFound, already_exists, not_found
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.requests import OUTCOME_UNKNOWN, claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
@@ -206,13 +207,21 @@ class VersionJobs:
         record_operation(self._store, job)
         try:
             with referring(self._store, job):
-                return self._jobs.create(job.name, job)
+                made = self._jobs.create(job.name, job)
         except MillraceError as error:
-            if isinstance(error, AlreadyExists) and (first := self._made_by(job.spec["request_id"], name)):
+            if isinstance(error, OUTCOME_UNKNOWN):
+                raise
+            if first := self._made_by(job.spec["request_id"], name):
                 return first
-            if not isinstance(error, OUTCOME_UNKNOWN):
-                withdraw_operation(self._store, job)
+            withdraw_operation(self._store, job)
+            if first := self._made_by(job.spec["request_id"], name):
+                # Just then, by an equal call. Either looks after it wrote, so that the job has its operation.
+                record_operation(self._store, job)
+                return first
             raise
+        with suppress(*STORE_OUTAGES):  # it is there, unless such a call has withdrawn it
+            record_operation(self._store, made)
+        return made
 
     def _first_answer(self, parent: str, request_id: str, body_sha256: str) -> JobRecord | None:
         turn = 1

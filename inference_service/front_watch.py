@@ -1,11 +1,11 @@
-"""Whether a front process hangs, by what it tells its siblings several times a second."""
+"""Whether a front process hangs, by the signs of life that it gives several times a second."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from contextlib import suppress
 from pathlib import Path
+
+from inference_service.siblings import beat_of
 
 LOOK_EVERY_S = 5.0
 # In a row. They are counted, not timed: who was stopped with its parent has its time once both go on.
@@ -13,28 +13,28 @@ SILENT_LOOKS = 12
 
 
 async def hangs(folder: Path, number: int, pid: int) -> None:
-    """Returns once the front of this number has told nothing for a minute, having told something before. A folder that
-    nobody can write says nothing of those who try."""
-    told_before, silent = None, 0
+    """Returns once the front of this number has given no sign of life for a minute, having given one before. A folder
+    in which no file can be touched, read-only by now, says nothing of those who try."""
+    beat_before, silent = None, 0
     while silent < SILENT_LOOKS:
         await asyncio.sleep(LOOK_EVERY_S)
-        told = _told_at(folder / f"{number}.json", pid)
-        silent = silent + 1 if told is not None and told == told_before and _can_write(folder) else 0
-        told_before = told
+        beat_at = _touched_at(beat_of(folder, number, pid))
+        can_touch = _touch(folder / "parent")
+        silent = silent + 1 if can_touch and beat_at is not None and beat_at == beat_before else 0
+        beat_before = beat_at
 
 
-def _told_at(path: Path, pid: int) -> int | None:
-    """None where this process has told nothing yet."""
-    with suppress(OSError, ValueError):
-        told_at = path.stat().st_mtime_ns
-        if json.loads(path.read_text())["pid"] == pid:
-            return told_at
-    return None
-
-
-def _can_write(folder: Path) -> bool:
+def _touched_at(path: Path) -> int | None:
+    """None where this process has not begun."""
     try:
-        (folder / "parent").write_bytes(bytes(4096))
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _touch(path: Path) -> bool:
+    try:
+        path.touch()
     except OSError:
         return False
     return True

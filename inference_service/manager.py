@@ -8,7 +8,7 @@ from collections.abc import Callable
 from inference_service.cluster import Cluster
 from inference_service.domain.deployment import FIRST_VERSION, Creation, Deployment, ModelVersion, Spec, State
 from inference_service.operations import DeploymentOperations, operation_name
-from inference_service.registry import USER_KIND, Deployments, new_uid
+from inference_service.registry import USER_KIND, Deployments, check_not_gone, new_uid
 from shared import names
 from shared.checkpoint import CheckpointEntry, resolve
 from shared.checkpoint.users import release, using
@@ -34,8 +34,8 @@ class DeploymentManager:
     def create(self, creation: Creation) -> Deployment:
         """The durable deployment, LOADING; or, for a `request_id` seen before, what its first call made.
 
-        Raises `InvalidArgument`, `NotFound` (job or checkpoint), `FailedPrecondition` (the job has no checkpoint; the
-        cluster could never hold it) and `AlreadyExists`.
+        Raises `InvalidArgument`, `NotFound` (job or checkpoint; or what the first call made, where that was deleted
+        since), `FailedPrecondition` (the job has no checkpoint; the cluster could never hold it) and `AlreadyExists`.
         """
         wanted_name = f"deployments/{names.check_id('deployment_id', creation.deployment_id)}"
         request_id = names.check_request_id("request_id", creation.request_id)
@@ -47,6 +47,7 @@ class DeploymentManager:
             return _new(wanted_name, new_uid(), request_id, creation.spec, entry)
         with claimed(self._store, SERVICE, request_id, creation.digest, wanted_name) as claim:
             if claim.repeated and (made := self._deployments.made_by(claim.name, request_id)):
+                check_not_gone(made)
                 return made
             if not claim.repeated and self._deployments.exists(wanted_name):
                 raise already_exists(wanted_name)

@@ -34,15 +34,17 @@ class Deployments:
     def create(self, wanted: Deployment) -> Deployment:
         """Makes it durable and returns it, or returns what is there if that came from the same `request_id`.
 
-        Raises `AlreadyExists` where the id is taken. An id whose deployment is gone is free again.
+        Raises `AlreadyExists` where the id is taken, and `NotFound` where the request's own deployment is gone. An id
+        whose deployment is gone is free again for others.
         """
 
         def decide(record: Record | None) -> dict[str, object] | None:
             there = _deployment(wanted.name, record)
+            if there is not None and wanted.request_id and there.request_id == wanted.request_id:
+                check_not_gone(there)
+                return None
             if there is None or there.state is State.GONE:
                 return wanted.as_record()
-            if wanted.request_id and there.request_id == wanted.request_id:
-                return None
             raise already_exists(wanted.name)
 
         made = _deployment(wanted.name, self._log(wanted.name).update(decide))
@@ -206,6 +208,13 @@ class _Log(ResourceLog):
 
 def _dataset_versions(versions: Iterable[ModelVersion]) -> list[str]:
     return sorted({version.dataset_version for version in versions if version.dataset_version})
+
+
+def check_not_gone(made: Deployment) -> None:
+    """Raises `NotFound` where what a request made was deleted since: its first answer cannot be given any more."""
+    if made.state is State.GONE:
+        made_it = f"request_id {made.request_id} made it, and it was deleted since"
+        raise not_found(made.name, f"{made_it}; use a new UUID4")
 
 
 def new_uid() -> str:

@@ -57,6 +57,7 @@ class SiblingReports:
 
     def _exchange(self) -> None:
         """A folder that is full or cannot be written or read must not end what is served: it is tried again."""
+        self._siblings.beat()
         try:
             self._tell()
             before, self._news = self._news, self._siblings.news()

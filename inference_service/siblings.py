@@ -65,6 +65,18 @@ class Siblings:
         """Whether there may be any."""
         return self._folder is not None
 
+    def beat(self) -> None:
+        """The sign of life that the parent process looks for. It raises nothing, and but for the first it needs neither
+        a descriptor nor room on the disk: who lacks these, and answers, does not hang."""
+        if self._folder is None:
+            return
+        own = beat_of(self._folder, self._number, os.getpid())
+        with suppress(OSError):
+            if not own.exists():
+                for before in self._folder.glob(f"{self._number}.*.beat"):
+                    before.unlink(missing_ok=True)
+            own.touch()
+
     def tell(self, told: Told) -> None:
         """Replaces what this process told before; who reads meanwhile reads one or the other."""
         self._write("json", json.dumps(asdict(told)).encode())
@@ -141,6 +153,11 @@ class Siblings:
     def _path(self, number: int) -> Path:
         assert self._folder is not None
         return self._folder / f"{number}.json"
+
+
+def beat_of(folder: Path, number: int, pid: int) -> Path:
+    """The empty file that the front process of this number and pid touches as long as it goes on."""
+    return folder / f"{number}.{pid}.beat"
 
 
 def _is_recent(told_at: float) -> bool:

@@ -26,14 +26,16 @@ class SummedStatistics:
         self._siblings = siblings
         # By application: what it left of it, and by how many requests and batches that was.
         self._left: dict[str, pb.ModelStatistics] = {}
-        self._counted: dict[str, tuple[int, int]] = {}
+        # None before the first time: what lies there then is by the process before this one.
+        self._counted: dict[str, tuple[int, int]] | None = None
 
     def leave(self) -> None:
         """This process's own, for the others, where something was counted since it last did. Raises `OSError`."""
         now = {_application(one): one for one in self._models.listed() if one.statistics.requests}
         counted = {application: _counted(one.statistics) for application, one in now.items()}
-        changed = [application for application in now if counted[application] != self._counted.get(application)]
-        if not changed and len(counted) == len(self._counted):
+        before = self._counted or {}
+        changed = [application for application in now if counted[application] != before.get(application)]
+        if self._counted is not None and not changed and len(counted) == len(before):
             return
         for application in changed:
             self._left[application] = statistics_to_proto(now[application])

@@ -7,14 +7,15 @@ first and looks for markers then. Whichever comes second sees the other.
 from __future__ import annotations
 
 import json
+import math
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from shared.errors import Unavailable
+from shared.errors import STORE_OUTAGES
 from shared.jobs import Jobs, JobState
 from shared.log import ResourceLog
-from shared.storage import ObjectMissing, ObjectStore
+from shared.storage import ObjectExists, ObjectMissing, ObjectStore
 
 # A marker is written before its user is, or before that goes on: for so long it counts without one.
 USER_APPEARS_WITHIN_S = 600.0
@@ -56,6 +57,10 @@ class UserMarker:
             return self._may_appear(now)
         return bool(record.state.get("state") != self.ends_in)
 
+    def is_of_a_user(self, store: ObjectStore) -> bool:
+        """Whether the user was made, and uses it still. Never of one whose log we do not know."""
+        return bool(self.job_folder is not None or self.ends_in) and self.counts(store, math.inf)
+
     def _may_appear(self, now: float) -> bool:
         return now - self.marked_at < USER_APPEARS_WITHIN_S
 
@@ -73,6 +78,28 @@ def put_marker(
     now: float = 0.0,
 ) -> None:
     """Writes it, over the same user's earlier one."""
+    data = _data(kind, uid, user, is_job, ends_in, folder, now)
+    store.put(_key(resource, kind, uid), data)
+
+
+def keep_marker(
+    store: ObjectStore,
+    resource: str,
+    kind: str,
+    uid: str,
+    user: str,
+    *,
+    is_job: bool = True,
+    ends_in: str = "",
+    folder: str = "",
+) -> None:
+    """Once the user is made: an equal call that was refused just before may have taken the marker away, see `let_go`.
+    The user is there all the same where the store cannot be asked."""
+    with suppress(ObjectExists, *STORE_OUTAGES):
+        store.put_if_absent(_key(resource, kind, uid), _data(kind, uid, user, is_job, ends_in, folder))
+
+
+def _data(kind: str, uid: str, user: str, is_job: bool, ends_in: str, folder: str, now: float = 0.0) -> bytes:
     marker: dict[str, object] = {"user": user, "kind": kind, "uid": uid, "marked_at": now or time.time()}
     if is_job:
         marker["job_folder"] = user
@@ -80,7 +107,7 @@ def put_marker(
         marker["ends_in"] = ends_in
     if folder:
         marker["folder"] = folder
-    store.put(_key(resource, kind, uid), json.dumps(marker).encode())
+    return json.dumps(marker).encode()
 
 
 def unmark(store: ObjectStore, resource: str, kind: str, uid: str) -> None:
@@ -89,9 +116,18 @@ def unmark(store: ObjectStore, resource: str, kind: str, uid: str) -> None:
 
 
 def let_go(store: ObjectStore, resource: str, kind: str, uid: str) -> None:
-    """As `unmark`; in an outage the marker stays until a sweep."""
-    with suppress(Unavailable):
-        unmark(store, resource, kind, uid)
+    """As `unmark`, for a call that was refused: where an equal call, whose user has the same uid, has made that, it
+    keeps the marker. In an outage the marker stays until a sweep."""
+    key = _key(resource, kind, uid)
+    with suppress(ObjectMissing, *STORE_OUTAGES):
+        data = store.get(key)
+        marker = _marker(key, data)
+        if not marker.is_of_a_user(store):
+            store.delete(key)
+            # Whoever makes its user marks again once that is there: one of us sees the other.
+            if marker.is_of_a_user(store):
+                with suppress(ObjectExists):
+                    store.put_if_absent(key, data)
 
 
 def markers(store: ObjectStore, resource: str) -> list[UserMarker]:
@@ -99,28 +135,30 @@ def markers(store: ObjectStore, resource: str) -> list[UserMarker]:
     found = []
     for key in sorted(info.key for info in store.list(f"{resource}/users")):
         try:
-            marker = json.loads(store.get(key))
+            found.append(_marker(key, store.get(key)))
         except ObjectMissing:  # let go just now
             continue
-        kind, _, uid = key.rsplit("/", 1)[-1].removesuffix(".json").rpartition("-")
-        found.append(
-            UserMarker(
-                key,
-                kind,
-                uid,
-                marker["user"],
-                marker.get("job_folder"),
-                marker.get("marked_at", 0.0),
-                marker.get("ends_in", ""),
-                marker.get("folder", ""),
-            )
-        )
     return found
 
 
 def live_users(store: ObjectStore, resource: str, now: float) -> list[str]:
     """The names of those whose markers count, sorted."""
     return sorted({marker.user for marker in markers(store, resource) if marker.counts(store, now)})
+
+
+def _marker(key: str, data: bytes) -> UserMarker:
+    marker = json.loads(data)
+    kind, _, uid = key.rsplit("/", 1)[-1].removesuffix(".json").rpartition("-")
+    return UserMarker(
+        key,
+        kind,
+        uid,
+        marker["user"],
+        marker.get("job_folder"),
+        marker.get("marked_at", 0.0),
+        marker.get("ends_in", ""),
+        marker.get("folder", ""),
+    )
 
 
 def _key(resource: str, kind: str, uid: str) -> str:

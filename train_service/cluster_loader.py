@@ -157,7 +157,7 @@ def _prepared(
 
 
 def _named(source: Source, run: str) -> Callable[[pa.Table], Iterator[pa.Table]]:
-    """`_prepare` from that source, under a name by which Ray can be asked for the tasks of one run."""
+    """`_prepare` from that source, under a name by which Ray can be asked for the tasks of `run`, see `run_name`."""
 
     def prepare(tasks: pa.Table) -> Iterator[pa.Table]:
         return _prepare(tasks, source)

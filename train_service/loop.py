@@ -229,6 +229,11 @@ class Run:
 
             cache = self._batches.cache(spec.train_split, touched)
             plan = self._batches.plan(ranks.rank, ranks.world_size)
-            run = f"{self._config.job_name.rpartition('/')[2]}-attempt-{self._config.attempt:05d}"
+            run = run_name(self._config, ranks.rank)
             return ClusterLoader(cache, self._preprocessing, plan, spec, self._config.store, run=run)
         return self._batches.loader(ranks.rank, ranks.world_size, touched)
+
+
+def run_name(config: LoopConfig, rank: int) -> str:
+    """By which Ray can be asked for the tasks that prepare rows for that rank."""
+    return f"{config.job_name.rpartition('/')[2]}-attempt-{config.attempt:05d}-rank-{rank}"

@@ -51,7 +51,8 @@ def prepared(
     stream: DatasetStream, touched: Callable[[], None], longest_s: float = 0.0, tasks: str = ""
 ) -> Generator[pa.Table, None, None]:
     """The tables of `stream`; `touched` is called for each, and whenever a task got on. For `longest_s` a task may be
-    at work on functions of its own. `tasks` is the name of the run's tasks, of all its ranks.
+    at work on functions of its own. `tasks` is the name of the run's tasks for this rank: another rank's may have the
+    last CPU and wait, in good health, for this one.
 
     Raises `Unavailable` where no task gets on, and what the stream raises. Whoever takes the tables may take his time.
     """
@@ -76,10 +77,12 @@ class _Watch:
         self._since = time.monotonic()
         self._longest_s = longest_s
         self._within_s = FIRST_WITHIN_S + longest_s
+        self._extended = False
 
     def got_on(self) -> None:
         self._touched()
         self._since, self._within_s = time.monotonic(), NEXT_WITHIN_S + self._longest_s
+        self._extended = False
 
     def look(self) -> None:
         if (done := self._stream.done) > self._done:
@@ -91,9 +94,9 @@ class _Watch:
     def _judge(self) -> None:
         text = f"Ray Data has prepared no row for {self._within_s:.0f} s"
         if at_work_s := longest_at_work_s(self._tasks):
-            if at_work_s < self._within_s:
-                # It has found its CPU only now.
-                self._since = time.monotonic() - at_work_s
+            if at_work_s < self._within_s and not self._extended:
+                # It has found its CPU only now. Once is enough: Ray Data begins a task that dies anew without end.
+                self._since, self._extended = time.monotonic() - at_work_s, True
                 return
             # What it stands still on is a CPU, too: that none is free does not mean that there was no room.
             raise Unavailable(f"{text}: a task stands still", reason="PREPARATION_STALLED")
@@ -107,6 +110,7 @@ def longest_at_work_s(tasks: str) -> float:
     """How long the oldest of the tasks of that name that have a CPU now has had it, by what Ray's dashboard knows; 0
     where none has one, or nobody can be asked."""
     from ray.util.state import list_tasks  # only where something is wrong
+    from ray.util.state.common import RAY_MAX_LIMIT_FROM_API_SERVER
     from ray.util.state.exception import RayStateApiException
 
     if not tasks:
@@ -114,7 +118,9 @@ def longest_at_work_s(tasks: str) -> float:
     try:
         unfinished = list_tasks(
             address=ray.get_runtime_context().gcs_address,
-            filters=[("name", "=", tasks), ("state", "!=", "FINISHED")],
+            # A task's tries that failed are listed besides the one that goes on.
+            filters=[("name", "=", tasks), ("state", "!=", "FINISHED"), ("state", "!=", "FAILED")],
+            limit=RAY_MAX_LIMIT_FROM_API_SERVER,
             detail=True,
             timeout=ASKED_WITHIN_S,
             raise_on_missing_output=False,

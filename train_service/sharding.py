@@ -54,17 +54,17 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Whole weights on every rank."""
+    """Whole weights on every rank, in any order."""
     if not sharded(model):
         return load_weights(model, weights)
     from torch.distributed.checkpoint import state_dict
 
-    state_dict.set_model_state_dict(model, dict(weights), options=_whole())
+    state_dict.set_model_state_dict(model, _in_one_order(weights), options=_whole())
     return None
 
 
 def put_some_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Whole weights on every rank, of some of the model's tensors; the others stay as they are."""
+    """Whole weights on every rank, in any order, of some of the model's tensors; the others stay as they are."""
     if not sharded(model):
         own = model.state_dict()
         for name, tensor in weights.items():
@@ -72,7 +72,7 @@ def put_some_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         return
     from torch.distributed.checkpoint import state_dict
 
-    state_dict.set_model_state_dict(model, dict(weights), options=_whole(strict=False))
+    state_dict.set_model_state_dict(model, _in_one_order(weights), options=_whole(strict=False))
 
 
 def whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, parallel: str) -> dict[str, Any]:
@@ -100,6 +100,11 @@ def put_optimizer_state(
 
     state_dict.set_optimizer_state_dict(model, optimizer, state, options=_whole())
     return None
+
+
+def _in_one_order(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Ranks shard one tensor after the other together, and each reads them from a file in an order of its own."""
+    return dict(sorted(weights.items()))
 
 
 def _whole(*, cpu_offload: bool = False, strict: bool = True) -> Any:

@@ -98,6 +98,8 @@ class TypedColumns:
         columns, misfits = [], []
         for field, given in zip(self._schema, batch.columns, strict=True):
             column, fits = _logical(given, field.type)
+            if len(column) != batch.num_rows:
+                raise self._file.corrupt(f"column {field.name!r} has {len(column)} values for {batch.num_rows} rows")
             columns.append(column)
             if fits is not None:
                 misfits.append(_Misfit(fits, _reason(field, cast=_is_cast(given.type, field.type))))
@@ -151,9 +153,11 @@ def _is_cast(given: pa.DataType, wanted: pa.DataType) -> bool:
 
 
 def _is_given_shape(given: pa.DataType) -> bool:
-    """Of what becomes a tensor: whether only the request says how long its lists are."""
-    lists = lists_within(given)
-    return lists is not None and not (kinds.is_fixed_size_list(lists) and not is_list(lists.value_type))
+    """Of what becomes a tensor: whether only the request says how long its lists are, and not they themselves, as
+    those do that `logical_field` takes. An extension's lists have any size, whatever the request says."""
+    if lists_within(given) is None:
+        return False
+    return not (kinds.is_fixed_size_list(given) and given.list_size > 0 and not is_list(given.value_type))
 
 
 def _logical(given: pa.Array, wanted: pa.DataType) -> tuple[pa.Array, Fits]:

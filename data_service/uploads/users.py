@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from data_service.uploads.record import find_upload, may_end
-from shared.errors import not_found
-from shared.jobs import Jobs
-from shared.storage import ObjectMissing, ObjectStore
+from shared.errors import STORE_OUTAGES, MillraceError, not_found
+from shared.jobs import Jobs, JobState
+from shared.requests import OUTCOME_UNKNOWN
+from shared.storage import ObjectExists, ObjectMissing, ObjectStore
 
 # A marker is written before its job is: for so long it counts without one.
 JOB_IS_COMING_S = 60.0
@@ -20,15 +23,31 @@ def mark_used(store: ObjectStore, name: str, kind: str, uid: str, folder: str) -
     To be called before the job is made. Raises `NotFound` where the upload is gone, and `Unavailable` while it
     is being aborted, which may yet be refused.
     """
-    marker = {"folder": folder, "marked_at": time.time()}
-    store.put(_key(name, kind, uid), json.dumps(marker).encode())
+    store.put(_key(name, kind, uid), _marker(folder))
     # Whoever takes the upload away says so first and looks for markers then: one of us sees the other.
     upload = find_upload(store, name)
     if upload is None or upload.ending:
-        unmark(store, name, kind, uid)
+        _let_go(store, name, kind, uid, folder)
         if upload:
             raise may_end(name)
         raise not_found(name, "it was aborted, or it has expired; send it again")
+
+
+@contextmanager
+def using(store: ObjectStore, name: str, kind: str, uid: str, folder: str) -> Iterator[None]:
+    """As `mark_used`, while the body makes the job; the marker stays unless that is refused."""
+    mark_used(store, name, kind, uid, folder)
+    try:
+        yield
+    except MillraceError as error:
+        # After an outage the job may have been made all the same; a sweep settles that.
+        if not isinstance(error, OUTCOME_UNKNOWN):
+            with suppress(*STORE_OUTAGES):
+                _let_go(store, name, kind, uid, folder)
+        raise
+    # An equal call that was refused just before may have taken it away, see `_let_go`.
+    with suppress(ObjectExists, *STORE_OUTAGES):
+        store.put_if_absent(_key(name, kind, uid), _marker(folder))
 
 
 def unmark(store: ObjectStore, name: str, kind: str, uid: str) -> None:
@@ -56,6 +75,25 @@ def live_users(store: ObjectStore, name: str) -> list[str]:
         else:
             store.delete(info.key)
     return sorted(users)
+
+
+def _let_go(store: ObjectStore, name: str, kind: str, uid: str, folder: str) -> None:
+    """As `unmark`, for a call that was refused: where an equal call has made the job of that uid, it keeps the marker.
+    Whoever makes it marks again once it is there: one of us sees the other."""
+    if not _is_made(store, kind, uid, folder):
+        unmark(store, name, kind, uid)
+        if _is_made(store, kind, uid, folder):
+            with suppress(ObjectExists):
+                store.put_if_absent(_key(name, kind, uid), _marker(folder))
+
+
+def _is_made(store: ObjectStore, kind: str, uid: str, folder: str) -> bool:
+    job = Jobs(store, kind).newest(folder)
+    return job is not None and job.uid == uid and job.state is not JobState.DELETED
+
+
+def _marker(folder: str) -> bytes:
+    return json.dumps({"folder": folder, "marked_at": time.time()}).encode()
 
 
 def _key(name: str, kind: str, uid: str) -> str:

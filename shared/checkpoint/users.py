@@ -14,7 +14,7 @@ from shared.checkpoint.resolving import resolve
 from shared.errors import FailedPrecondition, MillraceError
 from shared.requests import OUTCOME_UNKNOWN
 from shared.storage import ObjectStore
-from shared.user_markers import UserMarker, let_go, live_users, markers, put_marker, unmark
+from shared.user_markers import UserMarker, keep_marker, let_go, live_users, markers, put_marker, unmark
 
 __all__ = ["UserMarker", "keep", "live_users", "markers", "put_marker", "release", "users_of_job", "using"]
 
@@ -34,7 +34,7 @@ def using(
     ends_in: str = "",
 ) -> Iterator[CheckpointEntry]:
     """Marks the checkpoint that `name` means, and gives it, while the body makes `user`; the marker stays unless the
-    body is refused.
+    body is refused. A refusal takes nothing from an equal call that makes the user of the same `uid`.
 
     `user` names a durable job of this `kind` and `uid`, whose end frees the checkpoint; or, with `ends_in`, a resource
     whose log ends in that state. Raises what `resolve` raises. After an outage the user may have been made all the
@@ -47,6 +47,7 @@ def using(
         if not isinstance(error, OUTCOME_UNKNOWN):
             let_go(store, entry.name, kind, uid)
         raise
+    keep_marker(store, entry.name, kind, uid, user, is_job=not ends_in, ends_in=ends_in, folder=entry.folder)
 
 
 def keep(store: ObjectStore, name: str, folder: str, kind: str, uid: str, user: str, *, ends_in: str = "") -> bool:

@@ -9,7 +9,7 @@ from shared.dataset_version.version import DatasetVersion, load_version
 from shared.errors import MillraceError
 from shared.requests import OUTCOME_UNKNOWN
 from shared.storage import ObjectStore
-from shared.user_markers import UserMarker, let_go, live_users, markers, put_marker, unmark
+from shared.user_markers import UserMarker, keep_marker, let_go, live_users, markers, put_marker, unmark
 
 __all__ = ["UserMarker", "live_users", "mark_used", "markers", "unmark", "using"]
 
@@ -35,6 +35,7 @@ def mark_used(
 @contextmanager
 def using(store: ObjectStore, version_name: str, kind: str, uid: str, user: str) -> Iterator[DatasetVersion]:
     """Marks the version, which it gives, while the body makes the job `user`; the marker stays unless that is refused.
+    A refusal takes nothing from an equal call that makes the job of the same `uid`.
 
     After an outage the job may have been made all the same: the marker then stays, too, and a sweep settles it.
     """
@@ -45,3 +46,4 @@ def using(store: ObjectStore, version_name: str, kind: str, uid: str, user: str)
         if not isinstance(error, OUTCOME_UNKNOWN):
             let_go(store, version_name, kind, uid)
         raise
+    keep_marker(store, version_name, kind, uid, user)

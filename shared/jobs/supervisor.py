@@ -17,6 +17,8 @@ LONGEST_DELAY_S = 5.0
 # A child that lived so long was well: the next delay is the first one again.
 WELL_AFTER_S = 30.0
 STOP_WITHIN_S = 5.0
+# One that waits for a disk that does not answer does not die before that does.
+KILLED_WITHIN_S = 5.0
 
 
 class ChildRefused(Exception):
@@ -74,13 +76,14 @@ async def supervise(
         if not ended.done() and not stop.is_set():
             logger.error("%s hangs: it is killed", " ".join((module, *arguments)))
             child.kill()
-            await ended
+            await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         hung.cancel()
         if nudge is not None:
             nudge.aim_at(None)
         if stop.is_set():
             await _end(child, stop_within_s)
+            ended.cancel()
             return
         if is_first and refusal is not None and child.returncode == refusal:
             raise ChildRefused(f"{module} ended with {refusal}")
@@ -103,9 +106,17 @@ async def _end(child: Process, within_s: float) -> None:
     if child.returncode is not None:
         return
     child.terminate()
+    if await _ends(child, within_s):
+        return
+    child.kill()
+    if not await _ends(child, KILLED_WITHIN_S):
+        logger.error("process %d was killed, and does not die: the kernel keeps it in a call; left behind", child.pid)
+
+
+async def _ends(child: Process, within_s: float) -> bool:
     try:
         async with asyncio.timeout(within_s):
             await child.wait()
     except TimeoutError:
-        child.kill()
-        await child.wait()
+        return False
+    return True

@@ -1,26 +1,26 @@
-"""A front that tells its siblings that it is there, and nothing else. The first of number 0 tells it once, and hangs.
+"""A front that gives signs of life, and does nothing else. The first of number 0 gives one, and hangs.
 
 It notes each start in the folder STARTS, under its number.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
 
+from inference_service.siblings import Siblings
+
 if __name__ == "__main__":
     number, folder = sys.argv[1:]
     starts = Path(os.environ["STARTS"])
     count = len(list(starts.glob(f"{number}-*")))
     (starts / f"{number}-{count}").touch()
+    siblings = Siblings(Path(folder), int(number))
     while True:
-        new = Path(folder) / f"{number}.new"
-        new.write_text(json.dumps({"pid": os.getpid()}))
-        new.replace(new.with_suffix(".json"))
+        siblings.beat()
         if (number, count) == ("0", 0):
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(0.02)

@@ -55,7 +55,8 @@ def predict(
 
     FILES are images, or CSV and Parquet files with a column for each of the model's inputs, by its name; further ones
     are left out. They are read as `millrace data import` reads them: an empty field, NA, N/A, null and NaN of a CSV are
-    null. Dates and times are as ISO 8601 writes them, and go in the unit of the column that the model was trained on.
+    null. Dates and times are as ISO 8601 writes them, and go in the unit of the column that the model was trained on;
+    a CSV's numbers are none.
     Files that have some of the columns each are put side by side. Rows of files are counted from 1.
     """
     from millrace_client.rows.asking import asking_of_files, asking_of_version, limited

@@ -16,7 +16,8 @@ EXIT_CODES = {Job.STATE_FAILED: 1, Job.STATE_CANCELLED: 255, Job.STATE_DELETING:
 
 
 def export(job: Job, points: Sequence[pb.MetricPoint], folder: Path) -> Written:
-    """A run `offline-run-…` below `folder/wandb`, of the job's id and uid, as far as the job is; a tag names its state.
+    """A run `offline-run-…` below `folder/wandb`, of the job's id and uid, as far as the job is; a tag names its state,
+    unless that is of a later release.
 
     W&B's own process, which writes it, is stopped then.
     """
@@ -37,7 +38,7 @@ def export(job: Job, points: Sequence[pb.MetricPoint], folder: Path) -> Written:
         id=job.uid or None,
         dir=str(folder),
         config=parameters(job),
-        tags=[Job.State.Name(job.state).removeprefix("STATE_").lower()],
+        tags=_tags(job),
         settings=settings,
     )
     try:
@@ -51,3 +52,7 @@ def export(job: Job, points: Sequence[pb.MetricPoint], folder: Path) -> Written:
         run.finish(exit_code=EXIT_CODES.get(job.state, 0))
         wandb.teardown()  # which waits for the file; `finish` may return before it is written
     return Written(place, len(points), f"wandb sync {place} takes it to a server")
+
+
+def _tags(job: Job) -> list[str]:
+    return [name.removeprefix("STATE_").lower() for name, state in Job.State.items() if state == job.state]

@@ -13,6 +13,8 @@ from millrace_client.rows.asking import Request
 from millrace_client.rows.typed import Array, BadInput, Tensor, dtype_of
 
 REQUEST_BYTES = 8 * 1024 * 1024
+# Of a message, for all but its rows: the model's name, and names and shapes of inputs.
+BESIDE_ROWS_BYTES = 64 * 1024
 # Before each text or string of bytes.
 LENGTH_BYTES = 4
 MEBIBYTE = 1024 * 1024
@@ -35,8 +37,8 @@ def cut_by_bytes(requests: Iterable[Request]) -> Iterator[Request]:
     for one in requests:
         begin, taken = 0, 0
         for row, size in enumerate(_row_bytes(one)):
-            if size >= MAX_MESSAGE_BYTES:
-                limit = f"a server takes {MAX_MESSAGE_BYTES // MEBIBYTE} MiB in one request"
+            if size > MAX_MESSAGE_BYTES - BESIDE_ROWS_BYTES:
+                limit = f"a server takes {MAX_MESSAGE_BYTES // MEBIBYTE} MiB in one request, names and shapes too"
                 raise BadInput(f"{one.rows[row]} takes {size // MEBIBYTE} MiB, and {limit}", remedy="make it smaller")
             if row > begin and taken + size > REQUEST_BYTES:
                 yield one.part(begin, row)

@@ -35,8 +35,10 @@ def column_types(config: model_config_pb2.ModelConfig) -> ColumnTypes:
 
 def as_type(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
     """Texts, dates and times as `kind`; all others as they are, numbers among them: those are in its unit already.
+    Texts of numbers are refused, as an import refuses them.
 
-    Raises `pa.ArrowInvalid` where one is no such value, or would lose digits.
+    Raises `pa.ArrowInvalid` where one is no such value, or would lose something: digits, its day or its time of day, or
+    its zone, or gain one.
     """
     if kinds.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
@@ -45,10 +47,21 @@ def as_type(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
         return _times_of_day(texts, kind) if kinds.is_time(kind) else texts.cast(kind)
     if not kinds.is_temporal(values.type):
         return values
+    if values.null_count == len(values):
+        return pa.chunked_array([pa.nulls(len(values), kind)])
+    if _has_zone(values.type) != _has_zone(kind):
+        raise pa.ArrowInvalid(f"one of {values.type} and {kind} has a zone")
     try:
-        return values.cast(kind)
+        found = values.cast(kind)
+        if found.cast(values.type).equals(values):
+            return found
     except pa.ArrowNotImplementedError:  # a time of day where the model takes a date, say
-        return values
+        pass
+    raise pa.ArrowInvalid(f"a value of {values.type} is no {kind}")
+
+
+def _has_zone(kind: pa.DataType) -> bool:
+    return bool(kinds.is_timestamp(kind) and kind.tz)
 
 
 def _times_of_day(texts: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:

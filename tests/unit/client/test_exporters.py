@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -193,3 +193,10 @@ def test_wandb_says_of_a_run_what_became_of_it(state: Job.State, exit_code: int,
     records = {record.WhichOneof("record_type"): record for record in of_wandb(tmp_path)}
     assert records["exit"].exit.exit_code == exit_code
     assert list(records["run"].run.tags) == [tag]
+
+
+def test_a_state_of_a_later_release_is_no_tag(tmp_path: Path) -> None:
+    export_run("wandb", job(cast("Job.State", 99)), points(), tmp_path)
+
+    records = {record.WhichOneof("record_type"): record for record in of_wandb(tmp_path)}
+    assert list(records["run"].run.tags) == []

@@ -15,11 +15,15 @@ from PIL import Image
 
 from data_service.sources import csv_rows
 from inference import grpc_service_pb2 as pb
+from millrace_client.calls import MAX_MESSAGE_BYTES
+from millrace_client.rows.asking import Request, Row
 from millrace_client.rows.columns import Place, inputs_of_table, values_of_column
 from millrace_client.rows.pictures import pixels_of
+from millrace_client.rows.sizes import cut_by_bytes
 from millrace_client.rows.tables import open_table
 from millrace_client.rows.texts import NULL_VALUES
 from millrace_client.rows.typed import BadInput, typed
+from millrace_client.tensors import infer_request
 from tests.support.broken_images import tiff_with_a_text_for_its_offsets
 
 PLACE = Place("f")
@@ -160,14 +164,58 @@ def test_nulls_are_said_beside_an_input_unless_one_has_that_name() -> None:
         (pa.array(["1970-01-01T00:00:00"]), pa.timestamp("us", "UTC"), "is no timestamp.us, tz=UTC"),
         (pa.array(["25:00"]), pa.time64("us"), "'25:00' is no time64"),
         (pa.array(["1500"]), pa.timestamp("ms"), "'1500' is no timestamp"),
+        (pa.array([0, 86_399], pa.timestamp("s")), pa.date32(), "row 2, column 'x': datetime.* is no date32"),
+        (pa.array([0], pa.timestamp("s")), pa.timestamp("s", "UTC"), "row 1, column 'x': .* is no timestamp.s, tz=UTC"),
+        (pa.array([0], pa.timestamp("s", "UTC")), pa.timestamp("s"), "row 1, column 'x': .* is no timestamp.s"),
+        (pa.array([0], pa.timestamp("s", "UTC")), pa.date32(), "row 1, column 'x': .* is no date32"),
+        (pa.array([86_400], pa.timestamp("s")), pa.time32("s"), "row 1, column 'x': .* is no time32"),
+        (pa.array([1], pa.date32()), pa.time32("s"), "row 1, column 'x': .* is no time32"),
+        (pa.array([1], pa.duration("s")), pa.timestamp("s"), "row 1, column 'x': .* is no timestamp"),
     ],
-    ids=["far", "zone", "zoned", "unzoned", "clock", "number"],
+    ids=[
+        *("far", "zone", "zoned", "unzoned", "clock", "number"),
+        *("time of day", "no zone", "a zone", "a zone's date", "date", "a date's clock", "duration"),
+    ],
 )
 def test_a_time_that_the_model_s_column_does_not_hold_is_named_with_its_row(
     array: Any, wanted: pa.DataType, told: str
 ) -> None:
     with pytest.raises(BadInput, match=told):
         inputs_of_table([tensor("INT64")], {"x": wanted}, pa.table({"x": array}), PLACE, ["x"])
+
+
+@pytest.mark.parametrize(
+    ("array", "wanted", "sent"),
+    [
+        (pa.array([86_400, None], pa.timestamp("s")), pa.date32(), [1, None]),
+        (pa.array([1, None], pa.date32()), pa.timestamp("s"), [86_400, None]),
+        (pa.array([7], pa.timestamp("s", "America/New_York")), pa.timestamp("ms", "UTC"), [7000]),
+        (pa.array([7]), pa.timestamp("ms", "UTC"), [7]),
+        (pa.array([None], pa.timestamp("s")), pa.timestamp("ms", "UTC"), [None]),
+        (pa.array([], pa.timestamp("s")), pa.timestamp("ms", "UTC"), []),
+    ],
+    ids=["midnight", "date", "zones", "number", "null", "none"],
+)
+def test_a_time_that_the_model_s_column_holds_as_well_is_sent_in_its_unit(
+    array: Any, wanted: pa.DataType, sent: list[int | None]
+) -> None:
+    given = tensor("INT32" if wanted == pa.date32() else "INT64")
+    found = inputs_of_table([given], {"x": wanted}, pa.table({"x": array}), PLACE, ["x"])
+    nulls = found.get("x.null", np.zeros(len(array), bool))
+    assert [None if null else value for value, null in zip(found["x"].tolist(), nulls, strict=True)] == sent
+
+
+def test_a_row_leaves_room_for_what_goes_with_it_in_a_message() -> None:
+    def cut(size: int) -> list[Request]:
+        texts = np.empty(1, object)
+        texts[0] = b"x" * size
+        return list(cut_by_bytes([Request({"text": texts}, [Row("f", 1)])]))
+
+    with pytest.raises(BadInput, match="f, row 1 takes 63 MiB, and a server takes 64 MiB in one request"):
+        cut(MAX_MESSAGE_BYTES - 100)
+    (largest,) = cut(MAX_MESSAGE_BYTES - 66 * 1024)
+    message = infer_request("m" * 63, largest.inputs, request_id="x" * 36)
+    assert message.ByteSize() < MAX_MESSAGE_BYTES
 
 
 def test_numbers_of_an_array_keep_their_values_or_are_refused() -> None:

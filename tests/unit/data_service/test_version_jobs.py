@@ -15,11 +15,14 @@ from data_service.datasets import SERVICE, Datasets
 from data_service.domain.import_spec import Base, ImportSpec, Source
 from data_service.domain.transform_spec import TransformSpec
 from data_service.lifecycle import Deletions
+from data_service.operation_pointers import record_operation, withdraw_operation
 from data_service.version_jobs import VersionJobs
 from data_service.versions import Versions
+from shared.dataset_version.users import live_users
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import AlreadyExists, Conflict, InvalidArgument, MillraceError, NotFound
 from shared.jobs import JobRecord, Jobs, JobState
+from shared.jobs.transitions import request_delete
 from shared.requests import claimed
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
@@ -207,6 +210,41 @@ def test_a_repeated_call_is_answered_with_the_job_that_the_first_made(
     again = start(version_jobs, tmp_path, "", base="v2", request_id=request_id)
 
     assert (again.name, again.uid) == (first.name, first.uid)
+    assert len(operations(store)) == 1
+
+
+def test_a_call_that_an_equal_one_overtook_is_answered_as_that_and_takes_nothing_from_it(
+    store: ObjectStore, version_jobs: VersionJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its own checks would be refused by now, as somebody tries to delete the base."""
+    request_id, base, made = str(uuid.uuid4()), f"{PARENT}/versions/v2", list[JobRecord]()
+
+    def after_the_other(*arguments: Any) -> None:
+        monkeypatch.undo()
+        record_operation(*arguments)
+        made.append(start(version_jobs, tmp_path, "v3", base="v2", request_id=request_id))
+        Jobs(store, IMPORT_KIND).transition(base, lambda newest: request_delete(newest, 1.0))
+
+    monkeypatch.setattr("data_service.version_jobs.record_operation", after_the_other)
+
+    assert start(version_jobs, tmp_path, "v3", base="v2", request_id=request_id) == made[0]
+    assert len(operations(store)) == 1
+    assert live_users(store, base, time.time()) == [made[0].name]
+
+
+def test_an_import_has_its_operation_though_an_equal_call_withdrew_it_while_it_was_made(
+    store: ObjectStore, version_jobs: VersionJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = Jobs.create
+
+    def after_the_other(jobs: Jobs, folder: str, job: JobRecord) -> JobRecord:
+        withdraw_operation(store, job)
+        return create(jobs, folder, job)
+
+    monkeypatch.setattr(Jobs, "create", after_the_other)
+
+    start(version_jobs, tmp_path, "v3", request_id=str(uuid.uuid4()))
+
     assert len(operations(store)) == 1
 
 

@@ -84,16 +84,44 @@ def test_of_creations_at_the_same_time_one_wins(manager: DeploymentManager, depl
     assert [uid for uid in outcomes if uid] == [deployments.get("deployments/digits").uid]
 
 
-def test_a_repeated_request_gets_its_deployment_even_after_that_was_deleted(
+def test_a_repeated_request_does_not_make_anew_what_was_deleted_since(
     manager: DeploymentManager, deployments: Deployments
 ) -> None:
+    """Also where another deployment has the name by now."""
     request_id = str(uuid.uuid4())
     first = manager.create(creation(request_id=request_id))
     assert manager.create(creation(request_id=request_id)) == first
-    remove(deployments, first)
+    deployments.delete(first.name, "", 2.0)
     assert manager.create(creation(request_id=request_id)).uid == first.uid
-    with pytest.raises(NotFound):
-        deployments.get(first.name)
+    deployments.transition(first.name, first.uid, lambda before: with_removal(before, 3.0))
+    with pytest.raises(NotFound, match="deleted since"):
+        manager.create(creation(request_id=request_id))
+    assert not deployments.exists(first.name)
+    anothers = manager.create(creation())
+    with pytest.raises(NotFound, match="deleted since"):
+        manager.create(creation(request_id=request_id))
+    assert deployments.get(first.name) == anothers
+
+
+def test_a_call_overtaken_by_its_own_second_try_makes_nothing_anew_where_that_was_deleted(
+    manager: DeploymentManager, deployments: Deployments, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request_id = str(uuid.uuid4())
+    exists = deployments.exists
+
+    def overtaken(name: str) -> bool:
+        found = exists(name)
+        remove(deployments, manager.create(creation(request_id=request_id)))
+        return found
+
+    monkeypatch.setattr(deployments, "exists", overtaken)
+    with pytest.raises(NotFound, match="deleted since"):
+        manager.create(creation(request_id=request_id))
+    monkeypatch.undo()
+    with pytest.raises(NotFound, match="deleted since"):
+        manager.create(creation(request_id=request_id))
+    assert not deployments.exists("deployments/digits")
+    assert len(checkpoint_users.markers(store, f"{JOB}/checkpoints/c1")) == 1  # of the one that was
 
 
 def test_a_request_whose_first_call_died_half_way_is_done_by_the_second(

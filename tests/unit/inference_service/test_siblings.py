@@ -297,7 +297,16 @@ def test_a_front_that_hangs_is_killed_and_started_again(tmp_path: Path, monkeypa
     asyncio.run(asyncio.wait_for(scenario(), 40))
 
 
-def test_silence_is_a_hang_only_of_who_has_told_something_and_could_go_on(
+BEATING = """
+import sys
+from pathlib import Path
+from inference_service.siblings import Siblings
+
+Siblings(Path(sys.argv[1]), 0).beat()
+"""
+
+
+def test_silence_is_a_hang_only_of_who_has_given_a_sign_of_life_in_a_folder_that_takes_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def is_hung(within_s: float) -> bool:
@@ -309,14 +318,73 @@ def test_silence_is_a_hang_only_of_who_has_told_something_and_could_go_on(
 
     monkeypatch.setattr("inference_service.front_watch.LOOK_EVERY_S", 0.01)
     assert not asyncio.run(is_hung(1.0))
-    Siblings(tmp_path, 0).tell(told(pid=ended()))  # by the one before
+    subprocess.run([sys.executable, "-c", BEATING, str(tmp_path)], check=True)  # the one before
     assert not asyncio.run(is_hung(1.0))
-    Siblings(tmp_path, 0).tell(told())
-    monkeypatch.setattr("inference_service.front_watch._can_write", lambda _: False)
+    Siblings(tmp_path, 0).beat()
+    (tmp_path / "parent").unlink()
+    (tmp_path / "parent").symlink_to(tmp_path / "gone" / "parent")
     assert not asyncio.run(is_hung(1.0))
-    monkeypatch.undo()
-    monkeypatch.setattr("inference_service.front_watch.LOOK_EVERY_S", 0.01)
+    (tmp_path / "parent").unlink()
     assert asyncio.run(is_hung(30.0))
+
+
+def test_a_front_leaves_no_signs_of_life_of_those_before_it(tmp_path: Path) -> None:
+    Siblings(tmp_path, 1).beat()
+    subprocess.run([sys.executable, "-c", BEATING, str(tmp_path)], check=True)
+    Siblings(tmp_path, 0).beat()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{number}.{os.getpid()}.beat" for number in (0, 1)]
+
+
+MUTE = """
+import asyncio, resource, sys
+from pathlib import Path
+from inference_service.models import Models
+from inference_service.sibling_reports import SiblingReports
+from inference_service.siblings import Siblings
+from inference_service.summed_statistics import SummedStatistics
+
+class Holding:
+    def holds(self):
+        return []
+
+    def nudge(self): ...
+
+async def main():
+    folder, limit = Path(sys.argv[1]), getattr(resource, sys.argv[2])
+    siblings, models = Siblings(folder, 0), Models()
+    reports = SiblingReports(siblings, Holding(), models, SummedStatistics(models, siblings), asyncio.Event())
+    running = asyncio.create_task(reports.run())
+    while not (folder / "0.json").exists():
+        await asyncio.sleep(0.01)
+    resource.setrlimit(limit, (0, resource.getrlimit(limit)[1]))
+    print("mute", flush=True)
+    await running
+
+asyncio.run(main())
+"""
+
+
+# No further descriptor; no further byte, as on a full disk.
+@pytest.mark.parametrize("limit", ["RLIMIT_NOFILE", "RLIMIT_FSIZE"])
+def test_a_front_that_can_tell_nothing_is_spared_until_it_hangs(
+    limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(front: int) -> None:
+        watching = asyncio.create_task(hangs(tmp_path, 0, front))
+        done, _ = await asyncio.wait({watching}, timeout=5.0)
+        assert not done
+        os.kill(front, signal.SIGSTOP)
+        await asyncio.wait_for(watching, 30)
+
+    monkeypatch.setattr("inference_service.front_watch.LOOK_EVERY_S", 0.2)
+    command = [sys.executable, "-c", MUTE, str(tmp_path), limit]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as front:
+        try:
+            assert front.stdout is not None
+            assert front.stdout.readline() == "mute\n"
+            asyncio.run(scenario(front.pid))
+        finally:
+            front.kill()
 
 
 def two_free_ports() -> int:

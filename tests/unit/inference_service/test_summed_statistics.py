@@ -65,6 +65,15 @@ def test_what_is_counted_later_and_what_is_gone_is_left_anew(tmp_path: Path) -> 
     assert told() == {}
 
 
+def test_a_front_started_again_leaves_nothing_of_what_the_one_before_it_counted(tmp_path: Path) -> None:
+    one = deployment()
+    asked = SummedStatistics(counted(one, 3, 100.0, 4), Siblings(tmp_path, 0))
+    SummedStatistics(counted(one, 5, 100.0, 4), Siblings(tmp_path, 1)).leave()
+    assert asked.of("m", "")[0].inference_count == 16
+    SummedStatistics(Models(), Siblings(tmp_path, 1)).leave()
+    assert asked.of("m", "")[0].inference_count == 6
+
+
 def test_a_deployment_made_anew_has_none_of_its_namesake_s(tmp_path: Path) -> None:
     old = deployment()
     SummedStatistics(counted(old, 3, 100.0, 4), Siblings(tmp_path, 1)).leave()

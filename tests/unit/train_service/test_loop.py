@@ -27,7 +27,7 @@ from train_service import metrics_log
 from train_service.coverage import orphans
 from train_service.domain.spec import REGRESSION, EarlyStopping, OptimizerSpec, TrainingSpec
 from train_service.events import Event, EventKind, EventLog
-from train_service.loop import LoopConfig, Run, Stopped
+from train_service.loop import LoopConfig, Run, Stopped, run_name
 from train_service.metrics_reading import metrics_page
 from train_service.pulse import Pulse
 from train_service.ranks import Ranks
@@ -242,6 +242,12 @@ def test_an_attempt_that_was_overtaken_stops_and_commits_nothing_more(store: Obj
 
     overtaking.join()
     assert len(entries(store, name)) == fenced[0]
+
+
+def test_a_rank_asks_for_no_other_ranks_tasks(store: ObjectStore) -> None:
+    """Another's may have the last CPU and wait for this one's step: that is no fault of this one's tasks."""
+    config = config_of(store, "trainingJobs/j")
+    assert len({run_name(config, rank) for rank in range(12)}) == 12
 
 
 def test_a_table_of_numbers_is_learnt_and_its_checkpoint_says_so(store: ObjectStore) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from types import SimpleNamespace
 
 import pytest
+import ray
 
 from shared.dataset_stream import DatasetStream
 from shared.errors import Unavailable
@@ -133,6 +135,48 @@ def test_a_task_that_found_its_cpu_late_is_waited_for(monkeypatch: pytest.Monkey
 
     assert stalled.value.specific_reason == "PREPARATION_STALLED"
     assert time.monotonic() - began > 2.5, "a start from when it began"
+
+
+def test_a_task_that_dies_and_is_begun_anew_for_ever_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that needs more memory than there is: Ray Data tries without end, and each try has just begun."""
+    free_cpus(monkeypatch, 0.0)
+    passed = [0.0]
+    monkeypatch.setattr(preparation, "time", SimpleNamespace(monotonic=lambda: passed[0]))
+    monkeypatch.setattr(preparation, "longest_at_work_s", lambda _: passed[0] % 1.0)
+    watch = preparation._Watch(stream(Dataset()), Touches(), 0.0, "tasks")
+
+    def look_on() -> None:
+        while passed[0] < 100.0:
+            passed[0] += 0.05
+            watch.look()
+
+    for _ in range(2):
+        began = passed[0]
+        with pytest.raises(Unavailable) as stalled:
+            look_on()
+        assert stalled.value.specific_reason == "PREPARATION_STALLED"
+        assert passed[0] - began < 2 * 1.5 + 0.2
+        watch.got_on()
+
+
+def test_the_tries_that_are_over_do_not_hide_the_task_that_has_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def task(state: str, begun_s: float) -> SimpleNamespace:
+        events = [{"state": preparation.GIVEN_TO_A_WORKER, "created_ms": begun_s * 1000}]
+        return SimpleNamespace(name="tasks", state=state, events=events)
+
+    there = [*(task("FAILED", 1.0) for _ in range(500)), *(task("PENDING_NODE_ASSIGNMENT", 1.0) for _ in range(500))]
+    there += [task("FINISHED", 1.0), task("RUNNING", 60.0)]
+
+    def list_tasks(*, filters: list[tuple[str, str, str]], limit: int = 100, **_: object) -> list[SimpleNamespace]:
+        fits = (all((getattr(one, key) == of) == (how == "=") for key, how, of in filters) for one in there)
+        return list(itertools.compress(there, fits))[:limit]
+
+    monkeypatch.setattr("ray.util.state.list_tasks", list_tasks)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="here"))
+    monkeypatch.setattr(preparation, "time", SimpleNamespace(time=lambda: 100.0))
+
+    assert preparation.longest_at_work_s("tasks") == 40.0
+    assert preparation.longest_at_work_s("other tasks") == 0.0
 
 
 @pytest.mark.parametrize(("timeout_s", "stalls"), [(1800.0, False), (0.0, True)])

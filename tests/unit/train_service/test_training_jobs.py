@@ -114,6 +114,22 @@ def test_a_repeated_call_gets_its_answer_when_the_version_is_gone(store: ObjectS
         TrainingJobs(store).create("a", SPEC, request_id, "of another", validate_only=False)
 
 
+def test_a_repeated_call_is_answered_with_a_job_from_when_uids_were_random(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request_id = str(uuid.uuid4())
+    with monkeypatch.context() as then:
+        then.setattr(training_jobs, "uid_of", lambda *_: uuid.uuid4().hex)
+        first = create(store, request_id)
+
+    assert create(store, request_id) == first
+    with pytest.raises(AlreadyExists):
+        create(store, str(uuid.uuid4()))
+    deleted(store, "trainingJobs/a")
+    with pytest.raises(NotFound, match="deleted since"):
+        create(store, request_id)
+
+
 def deleted(store: ObjectStore, name: str) -> None:
     Jobs(store, TRAIN_KIND).transition(name, lambda job: replace(job, state=JobState.SUCCEEDED))
     Deletions(store).begin(name)

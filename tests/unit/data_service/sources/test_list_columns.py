@@ -10,18 +10,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data_service.sources.typed_columns import TypedColumns
 from shared.errors import InvalidArgument
-from tests.support.import_sources import Quarantine, opened, source_of, whole
+from tests.support.import_sources import Quarantine, found_file, opened, source_of, whole
 
 KINDS = ["arrow", "parquet"]
 
 
-def written(folder: Path, kind: str, column: pa.Array) -> Any:
+def written(folder: Path, kind: str, column: pa.Array, *, store_schema: bool = False) -> Any:
     """A source of that column, `x`, beside the rows' places, `n`."""
     table = pa.table({"n": range(len(column)), "x": column})
     if kind == "parquet":
-        # As other writers leave it: without the Arrow schema, and thus without fixed sizes.
-        pq.write_table(table, folder / "a", store_schema=False)
+        # As other writers leave it, without the Arrow schema: no fixed sizes, and no extensions.
+        pq.write_table(table, folder / "a", store_schema=store_schema)
     else:
         with pa.OSFile(str(folder / "a"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
             writer.write_table(table)
@@ -133,6 +134,48 @@ def test_a_type_that_no_list_fits_is_refused_naming_column_and_type(
     source = written(tmp_path, kind, pa.array([None, None], given))
     with pytest.raises(InvalidArgument, match=r"column 'x' has the type list<.*it cannot be cast to "):
         opened(tmp_path, source, types={"x": arrow_type})
+
+
+def opaque(lists: pa.Array) -> pa.Array:
+    return pa.ExtensionArray.from_storage(pa.opaque(lists.type, "t", "v"), lists)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fixed_size_lists_within_an_extension_become_tensors_of_their_size(tmp_path: Path, kind: str) -> None:
+    values = [list(range(6)), list(range(6, 12))]
+    source = written(tmp_path, kind, opaque(pa.array(values, pa.list_(pa.int64(), 6))), store_schema=True)
+    for arrow_type in (tensor("int64", 6), tensor("float", 6)):
+        assert read_as(tmp_path, source, arrow_type)[:2] == (values, [0, 1])
+    read, _, bad = read_as(tmp_path, source, tensor("int16", 2, 3))
+    assert (read, bad.rows) == ([[row[:3], row[3:]] for row in values], [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("arrow_type", [tensor("int64", 2), tensor("float", 2), tensor("int64", 12)])
+def test_fixed_size_lists_within_an_extension_are_bad_rows_where_another_size_is_wanted(
+    tmp_path: Path, kind: str, arrow_type: str
+) -> None:
+    lists = opaque(pa.array([list(range(6)), None, list(range(6, 12))], pa.list_(pa.int64(), 6)))
+    source = written(tmp_path, kind, lists, store_schema=True)
+    read, _, bad = read_as(tmp_path, source, arrow_type)
+    assert read == []
+    assert bad.places == ["row 1", "row 2", "row 3"]
+
+
+@pytest.mark.parametrize("arrow_type", [tensor("int64", 3), tensor("double", 3)])
+def test_lists_of_a_fixed_size_of_none_are_bad_rows(tmp_path: Path, arrow_type: str) -> None:
+    source = written(tmp_path, "arrow", pa.array([[], None, []], pa.list_(pa.int64(), 0)))
+    read, _, bad = read_as(tmp_path, source, arrow_type)
+    assert read == []
+    assert bad.places == ["row 1", "row 2", "row 3"]
+
+
+def test_a_column_that_would_have_more_rows_than_it_came_with_is_refused(tmp_path: Path) -> None:
+    batch = pa.record_batch({"x": pa.array([[1, 2, 3, 4], [5, 6, 7, 8]], pa.list_(pa.int64(), 4))})
+    (tmp_path / "a").write_bytes(b"")
+    of_two = pa.schema([pa.field("x", pa.fixed_shape_tensor(pa.int64(), [2]))])
+    with pytest.raises(InvalidArgument, match=r"column 'x' has 4 values for 2 rows"):
+        TypedColumns(found_file(tmp_path / "a"), of_two).table(batch, Quarantine())
 
 
 def test_lists_whose_offsets_are_damaged_are_refused(tmp_path: Path) -> None:

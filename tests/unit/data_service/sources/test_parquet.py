@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_service.sources import interface, parquet
+from data_service.sources.decoded_size import decoded_bytes
 from data_service.sources.parquet import ParquetRows
 from shared.errors import InvalidArgument
 from tests.support.arrow_tables import tables, values_of
@@ -150,6 +151,55 @@ def test_lists_that_are_all_alike_are_no_bomb(tmp_path: Path, size: int, version
     assert table_of(rows).num_rows == 5000
 
 
+def of_long_lists(path: Path, wanted: int, rows: int, values: int, **options: Any) -> ParquetRows:
+    """Rows of that many values, each in a row group of its own, where lists of `wanted` values are wanted."""
+    row = pa.table({"a": pa.ListArray.from_arrays([0, values], pa.array(np.zeros(values, np.int64)))})
+    with pq.ParquetWriter(path, row.schema, store_schema=False, **options) as writer:
+        for _ in range(rows):
+            writer.write_table(row)
+    return ParquetRows(found_file(path), {"a": pa.fixed_shape_tensor(pa.int8(), [wanted])})
+
+
+def test_rows_that_may_have_a_large_page_each_are_decoded_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = of_long_lists(tmp_path / "t.parquet", wanted=4000, rows=12, values=4000)
+    decoded: list[int] = []
+
+    def noted(batch: pa.RecordBatch) -> int:
+        decoded.append(batch.num_rows)
+        return decoded_bytes(batch)
+
+    monkeypatch.setattr(parquet, "decoded_bytes", noted)
+    table_of(rows)
+    assert decoded == [12]
+    monkeypatch.setattr(interface, "MAX_DECODED_BYTES", 8 * 4000 * 7 // 2)
+    # They still come together: what becomes of a table takes its time for each.
+    (table,) = rows.tables(Quarantine(fail=True))
+    assert len(table) == 12
+    assert decoded == [12, 3, 3, 3, 3]
+
+
+def test_a_list_that_goes_on_from_page_to_page_is_refused_where_pages_together_decode_to_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paged = {"data_page_size": 1, "write_batch_size": 500}
+    rows = of_long_lists(tmp_path / "t.parquet", wanted=400, rows=3, values=4000, **paged)
+    monkeypatch.setattr(interface, "MAX_DECODED_BYTES", 8 * 4000 * 2)
+    with pytest.raises(
+        InvalidArgument, match=r"column 'a.*' has 12000 values in lists, where 3 rows of 400 are wanted"
+    ):
+        table_of(rows, Quarantine())
+
+
+def test_lists_of_a_few_times_the_wanted_values_are_bad_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = of_long_lists(tmp_path / "t.parquet", wanted=500, rows=12, values=4000)
+    monkeypatch.setattr(interface, "MAX_DECODED_BYTES", 8 * 4000 * 7 // 2)
+    bad = Quarantine()
+    assert table_of(rows, bad).num_rows == 0
+    assert len(bad.rows) == 12
+
+
 def test_a_batch_that_decodes_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interface, "MAX_DECODED_BYTES", 1000)
     with pytest.raises(InvalidArgument, match="decode to"):
@@ -169,6 +219,24 @@ def test_rows_are_counted_and_not_taken_from_the_footer(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"\xd0\x0f", b"\xfe\x7f"))
     with pytest.raises(InvalidArgument):
         table_of(ParquetRows(found_file(path)))
+
+
+@pytest.mark.parametrize("groups", [[3, 1, 2], [1], [2, 1]], ids=str)
+def test_rows_that_arrow_leaves_out_are_missed(tmp_path: Path, groups: list[int]) -> None:
+    """As it does where lists of a row group of one row are in several pages."""
+    lists = pa.list_(pa.int64(), 3)
+    with pq.ParquetWriter(tmp_path / "t.parquet", pa.schema([("a", lists)]), data_page_size=1) as writer:
+        for rows in groups:
+            writer.write_table(pa.table({"a": pa.array([[1, 2, 3]] * rows, lists)}))
+    rows_read = ParquetRows(found_file(tmp_path / "t.parquet"))
+    with pytest.raises(InvalidArgument, match=f"{sum(groups) - 1} rows are decoded, and its footer has {sum(groups)}"):
+        table_of(rows_read)
+
+
+def test_who_wants_no_more_rows_may_stop(tmp_path: Path) -> None:
+    tables = rows_of(tmp_path / "t.parquet", SAMPLE).tables(Quarantine(fail=True))
+    assert len(next(tables)) == 1024
+    tables.close()  # type: ignore[attr-defined]
 
 
 def test_wide_rows_are_read_a_few_at_a_time(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from data_service.uploads.expiry import COMMITTED_FOR_S, OPEN_FOR_S
 from data_service.uploads.parts import MAX_PART_BYTES, MIN_PART_BYTES, PresignedPut, parts_of
 from data_service.uploads.record import log_of
 from data_service.uploads.uploads import Uploads
-from data_service.uploads.users import live_users, mark_used, unmark
+from data_service.uploads.users import live_users, mark_used, unmark, using
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
@@ -230,6 +230,30 @@ def test_an_unmarked_upload_is_free(store: ObjectStore, uploads: Uploads) -> Non
     job = import_job(store, name)
     unmark(store, name, IMPORT_KIND, job.uid)
     assert live_users(store, name) == []
+
+
+def test_a_refused_call_leaves_the_marker_of_the_job_that_an_equal_call_made(
+    store: ObjectStore, uploads: Uploads
+) -> None:
+    name = committed(uploads, DATA)
+    job = import_job(store, name)
+    log_of(store, name).update(lambda record: {**record.state, "ending": "nonce"} if record else None)
+
+    with pytest.raises(Unavailable):
+        mark_used(store, name, IMPORT_KIND, job.uid, VERSION)
+    assert live_users(store, name) == [VERSION]
+
+
+def test_a_job_has_its_marker_though_an_equal_call_was_refused_while_it_was_made(
+    store: ObjectStore, uploads: Uploads
+) -> None:
+    name = committed(uploads, DATA)
+    job = JobRecord(uid="u1", name=VERSION, spec={}, create_time=0, update_time=0)
+    with using(store, name, IMPORT_KIND, job.uid, VERSION):
+        with pytest.raises(NotFound), using(store, name, IMPORT_KIND, job.uid, VERSION):
+            raise NotFound("of another input")
+        Jobs(store, IMPORT_KIND).create(VERSION, job)
+    assert live_users(store, name) == [VERSION]
 
 
 def test_an_upload_that_is_going_cannot_be_used_any_more(store: ObjectStore, uploads: Uploads) -> None:

@@ -87,6 +87,25 @@ def test_a_refused_user_leaves_no_mark_and_one_whose_outcome_is_unknown_does(sto
     assert live_users(store, NAME, 0.0) == [USER]
 
 
+def test_a_call_that_is_refused_takes_nothing_from_an_equal_one_that_has_made_its_user_or_does_so(
+    store: ObjectStore,
+) -> None:
+    def refused() -> None:
+        with using(store, "f", NAME, "deployment", "u1", USER, ends_in="GONE"):
+            raise AlreadyExists("taken")
+
+    with using(store, "f", NAME, "deployment", "u1", USER, ends_in="GONE"):
+        with pytest.raises(AlreadyExists):
+            refused()
+        deployment(store, "u1", "LOADING")
+    assert live_users(store, NAME, NOW * 9) == [USER]
+
+    with pytest.raises(AlreadyExists):
+        refused()
+    assert live_users(store, NAME, NOW * 9) == [USER]
+    assert [one.folder for one in markers(store, NAME)] == [entry(10).folder]
+
+
 def test_a_mark_counts_until_its_resource_has_ended_or_never_came(store: ObjectStore) -> None:
     use(store)
     marked_at = markers(store, NAME)[0].marked_at

@@ -53,6 +53,46 @@ def test_a_refused_user_leaves_no_marker(store: ObjectStore, committed: str) -> 
     assert keys(store) == []
 
 
+def test_a_refused_call_leaves_the_marker_of_the_job_that_an_equal_call_made(
+    store: ObjectStore, committed: str
+) -> None:
+    with using(store, committed, "train", "u1", USER):
+        job(store, "u1")
+    Jobs(store, IMPORT_KIND).transition(committed, lambda newest: request_delete(newest, 1.0))
+
+    with pytest.raises(FailedPrecondition), using(store, committed, "train", "u1", USER):
+        pass
+    assert live_users(store, committed, time.time()) == [USER]
+
+
+def test_a_refused_call_gives_the_marker_back_where_an_equal_call_makes_the_job_just_then(
+    store: ObjectStore, committed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete = store.delete
+
+    def after_the_other(key: str) -> None:
+        monkeypatch.undo()
+        job(store, "u1")
+        delete(key)
+
+    def refused() -> None:
+        with using(store, committed, "train", "u1", USER):
+            monkeypatch.setattr(store, "delete", after_the_other)
+            raise FailedPrecondition("refused")
+
+    with pytest.raises(FailedPrecondition):
+        refused()
+    assert live_users(store, committed, time.time()) == [USER]
+
+
+def test_a_job_is_marked_though_an_equal_call_was_refused_while_it_was_made(store: ObjectStore, committed: str) -> None:
+    with using(store, committed, "train", "u1", USER):
+        with pytest.raises(AlreadyExists), using(store, committed, "train", "u1", USER):
+            raise AlreadyExists("taken")
+        job(store, "u1")
+    assert live_users(store, committed, time.time()) == [USER]
+
+
 def test_after_an_outage_the_marker_stays_for_the_user_may_have_been_made(store: ObjectStore, committed: str) -> None:
     def make_and_lose_the_answer() -> None:
         with using(store, committed, "train", "u1", USER):

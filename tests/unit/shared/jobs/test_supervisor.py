@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import time
+from asyncio.subprocess import Process
 from pathlib import Path
 
 import pytest
@@ -57,3 +61,38 @@ def test_only_the_first_child_can_refuse(tmp_path: Path, monkeypatch: pytest.Mon
         asyncio.run(supervised("2", "0"))
     asyncio.run(supervised("1,2,2", "1"))
     assert not (tmp_path / "0-1").exists()
+
+
+def test_a_child_that_does_not_die_when_it_is_killed_keeps_nobody_from_stopping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One stuck in a call to the kernel, on a disk that does not answer."""
+
+    async def scenario() -> None:
+        killed, stop = asyncio.Queue[Process](), asyncio.Event()
+
+        async def hangs(_: int) -> None:
+            await appeared(tmp_path / "0-0")
+
+        monkeypatch.setattr(Process, "terminate", lambda _: None)
+        monkeypatch.setattr(Process, "kill", lambda child: killed.put_nowait(child))
+        running = asyncio.create_task(
+            supervise("tests.support.ending_child", stop, arguments=("0",), stop_within_s=0.1, hangs=hangs)
+        )
+        child = await asyncio.wait_for(killed.get(), 20)
+        await asyncio.sleep(0.1)
+        assert not running.done()
+        stop.set()
+        began = time.monotonic()
+        try:
+            await asyncio.wait_for(running, 20)
+        finally:
+            os.kill(child.pid, signal.SIGKILL)
+            await child.wait()
+        assert time.monotonic() - began < 5
+
+    for name, value in {"STARTS": str(tmp_path), "ENDING": "0", "ENDS": "another"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("shared.jobs.supervisor.KILLED_WITHIN_S", 0.1)
+    asyncio.run(scenario())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-0"]

@@ -63,6 +63,19 @@ def test_the_same_request_gives_the_first_answer_and_another_of_the_id_is_refuse
         place.create(validate_only=True)
 
 
+def test_a_repeated_request_is_answered_with_a_sweep_from_when_uids_were_random(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request_id = str(uuid.uuid4())
+    with monkeypatch.context() as then:
+        then.setattr("train_service.sweeps.sweeps.uid_of", lambda *_: uuid.uuid4().hex)
+        first = place.create(request_id=request_id)
+
+    assert place.create(request_id=request_id) == first
+    with pytest.raises(AlreadyExists, match="sweeps/s"):
+        place.create(request_id=str(uuid.uuid4()))
+
+
 def test_a_repeated_request_does_not_make_anew_what_was_deleted_since(place: Place) -> None:
     request_id = str(uuid.uuid4())
     place.create(request_id=request_id)
