@@ -5,6 +5,7 @@ So the proof that no row is lost or read twice rests on pixels, the names of Ray
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -186,9 +187,11 @@ def killed_beside_undisturbed(
     client = place.stack.client
     spec = witnessed_spec(epochs=epochs, workers=workers, **changes)
     job = client.create(spec)
-    strikes = _kill_workers(place, client.watch(job.name, within_s=ATTEMPT_WITHIN_S), workers, kills, seed)
-    watch = client.watch(job.name, within_s=ATTEMPT_WITHIN_S)
-    watch.rest()
+    with contextlib.ExitStack() as failed:
+        failed.callback(client.cancel, job.name)  # it would take its workers from the next test, and be struck for it
+        strikes = _kill_workers(place, client.watch(job.name, within_s=ATTEMPT_WITHIN_S), workers, kills, seed)
+        client.watch(job.name, within_s=ATTEMPT_WITHIN_S).rest()
+        failed.pop_all()
     calm = client.create(spec)
     client.finished(calm.name)
     return Proof(
