@@ -26,6 +26,7 @@ from torchvision import datasets
 
 from benchmarks import train_loader, train_recovery, train_steps
 from benchmarks.data_rows import mnist_arrays, mnist_folder
+from benchmarks.resting import come_to_rest
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.ray_head import RayHead, ray_head
@@ -112,6 +113,7 @@ def _loader(folder: Path, store: ObjectStore, rows: int, pairs: int) -> dict[str
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(pairs):
         for name, (epoch, wanted) in contenders.items():
+            come_to_rest()
             rates[name].append(train_loader.rows_per_second(epoch, wanted))
     medians = {name: statistics.median(values) for name, values in rates.items()}
     best = max(value for name, value in medians.items() if name.startswith("torch"))
