@@ -25,8 +25,8 @@ from data_service.sources.source_files import s3_of
 from data_service.transforming.checking import check_transform
 from data_service.versions import Versions
 from shared import names
-from shared.errors import STORE_OUTAGES, AlreadyExists, Conflict, MillraceError, NotFound, already_exists, not_found
-from shared.jobs import JobRecord, Jobs, JobState
+from shared.errors import STORE_OUTAGES, AlreadyExists, Conflict, MillraceError, NotFound, already_exists
+from shared.jobs import JobRecord, Jobs
 from shared.requests import OUTCOME_UNKNOWN, claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 
@@ -202,7 +202,7 @@ class VersionJobs:
     def _create(self, make: Callable[[str], JobRecord], name: str) -> JobRecord:
         job = make(name)
         # A repeated call, or one of two at the same time, is answered with what the first made.
-        if first := self._made_by(job.spec["request_id"], name):
+        if first := self._jobs.made_by(job.spec["request_id"], name):
             return first
         record_operation(self._store, job)
         try:
@@ -211,10 +211,10 @@ class VersionJobs:
         except MillraceError as error:
             if isinstance(error, OUTCOME_UNKNOWN):
                 raise
-            if first := self._made_by(job.spec["request_id"], name):
+            if first := self._jobs.made_by(job.spec["request_id"], name):
                 return first
             withdraw_operation(self._store, job)
-            if first := self._made_by(job.spec["request_id"], name):
+            if first := self._jobs.made_by(job.spec["request_id"], name):
                 # Just then, by an equal call. Either looks after it wrote, so that the job has its operation.
                 record_operation(self._store, job)
                 return first
@@ -226,18 +226,11 @@ class VersionJobs:
     def _first_answer(self, parent: str, request_id: str, body_sha256: str) -> JobRecord | None:
         turn = 1
         while name := claimed_before(self._store, SERVICE, request_id, body_sha256, turn):
-            if job := self._made_by(request_id, name):
+            if job := self._jobs.made_by(request_id, name):
                 self._datasets.get(parent, "parent")
                 return job
             turn += 1
         return None
-
-    def _made_by(self, request_id: str, name: str) -> JobRecord | None:
-        """Raises `NotFound` where it was deleted since: the first answer cannot be given any more."""
-        job = self._jobs.newest_of(name, uid_of(request_id, name)) if request_id else None
-        if job is not None and job.state is JobState.DELETED:
-            raise not_found(name, f"request_id {request_id} made it, and it was deleted since; use a new UUID4")
-        return job
 
     def _is_anothers(self, request_id: str, name: str) -> bool:
         """Also where that was deleted since: of several that repeat a call one may have gone on to the next id."""

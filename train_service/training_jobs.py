@@ -19,7 +19,6 @@ from shared.errors import (
     OutOfRange,
     ResourceExhausted,
     already_exists,
-    not_found,
 )
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import take_up
@@ -85,7 +84,7 @@ class TrainingJobs:
             self.check_ever_fits(spec)
             return JobView(job, {}, [])
         with claimed(self._store, TRAIN_KIND, request_id, digest, job.name) as claim:
-            first = self._made_by(request_id, claim.name) if claim.repeated else None
+            first = self._jobs.made_by(request_id, claim.name) if claim.repeated else None
             if first is None:
                 self.check_ever_fits(spec)
             return self._view(first or self.make(job, spec))
@@ -252,7 +251,7 @@ class TrainingJobs:
                 return self._jobs.create(job.name, replace(job, spec={**job.spec, "train_split": split}))
         except AlreadyExists:
             # The same request, sent twice at once, may have made it in between.
-            if there := self._made_by(job.spec["request_id"], job.name):
+            if there := self._jobs.made_by(job.spec["request_id"], job.name):
                 return there
             raise
 
@@ -260,21 +259,7 @@ class TrainingJobs:
         """The job that an earlier call with this id made. What that was made of may be gone since, so its
         specification is not checked again. Raises `AlreadyExists` where the body was another."""
         name = claimed_before(self._store, TRAIN_KIND, request_id, digest)
-        return self._made_by(request_id, name) if name else None
-
-    def _made_by(self, request_id: str, name: str) -> JobRecord | None:
-        """The job of that name if this request made it; somebody else's is not the answer to it.
-
-        Raises `NotFound` where it was deleted since: the first answer cannot be given any more."""
-        if not request_id:
-            return None
-        job = self._jobs.newest_of(name, uid_of(request_id, name))
-        # Jobs of earlier releases have uids that do not come from their requests.
-        if job is None and (newest := self._jobs.newest(name)) and newest.spec.get("request_id") == request_id:
-            job = newest
-        if job is not None and job.state is JobState.DELETED:
-            raise not_found(name, f"request_id {request_id} made it, and it was deleted since; use a new UUID4")
-        return job
+        return self._jobs.made_by(request_id, name) if name else None
 
     def _view(self, record: JobRecord) -> JobView:
         entries = CheckpointRegistry(self._store, record.name).entries()

@@ -16,6 +16,7 @@ from shared.errors import FailedPrecondition, already_exists, not_found
 from shared.jobs.record import JobRecord, JobState, check_etag
 from shared.jobs.transitions import follow_deleted, request_cancel, request_resume, request_suspend
 from shared.log import ResourceLog
+from shared.requests import uid_of
 from shared.storage import ObjectMissing, ObjectStore
 
 WAITING = "waiting.txt"
@@ -85,6 +86,21 @@ class Jobs:
         while record is not None and record.state["uid"] != uid:
             record = log.read(record.number - 1)
         return JobRecord.from_state(record.state) if record else None
+
+    def made_by(self, request_id: str, name: str) -> JobRecord | None:
+        """The job of that name if this request made it; somebody else's is not the answer to it.
+
+        Raises `NotFound` where it was deleted since: the first answer cannot be given any more.
+        """
+        if not request_id:
+            return None
+        job = self.newest_of(name, uid_of(request_id, name))
+        # Jobs of earlier releases have uids that do not come from their requests.
+        if job is None and (newest := self.newest(name)) and newest.spec.get("request_id") == request_id:
+            job = newest
+        if job is not None and job.state is JobState.DELETED:
+            raise not_found(name, f"request_id {request_id} made it, and it was deleted since; use a new UUID4")
+        return job
 
     def cancel(self, folder: str, name: str, etag: str = "") -> JobRecord:
         """Writes the wish. Raises `NotFound`, and `Conflict` when `etag` is given and not the present generation."""

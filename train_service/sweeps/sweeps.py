@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, replace
 
 from shared import names, paging
-from shared.errors import AlreadyExists, FailedPrecondition, NotFound, already_exists, invalid_field, not_found
-from shared.jobs import JobRecord, Jobs, JobState
+from shared.errors import AlreadyExists, FailedPrecondition, NotFound, already_exists, invalid_field
+from shared.jobs import JobRecord, Jobs
 from shared.requests import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 from train_service.domain import search_space, sweep
@@ -71,7 +71,7 @@ class Sweeps:
             self._check_ever_fits(spec)
             return self._view(record)
         with claimed(self._store, SWEEP_KIND, request_id, digest, record.name) as claim:
-            first = self._made_by(request_id, claim.name) if claim.repeated else None
+            first = self._jobs.made_by(request_id, claim.name) if claim.repeated else None
             if first is None:
                 self._check_ever_fits(spec)
             return self._view(first or self._make(record, spec))
@@ -125,7 +125,7 @@ class Sweeps:
                 return self._jobs.create(record.name, record)
         except AlreadyExists:
             # The same request, sent twice at once, may have made it in between.
-            if there := self._made_by(record.spec["request_id"], record.name):
+            if there := self._jobs.made_by(record.spec["request_id"], record.name):
                 return there
             raise
         except (NotFound, FailedPrecondition) as error:
@@ -146,21 +146,7 @@ class Sweeps:
         """The sweep that an earlier call with this id made. What that was made of may be gone since, so its
         specification is not checked again. Raises `AlreadyExists` where the body was another."""
         name = claimed_before(self._store, SWEEP_KIND, request_id, digest)
-        return self._made_by(request_id, name) if name else None
-
-    def _made_by(self, request_id: str, name: str) -> JobRecord | None:
-        """The sweep of that name if this request made it; somebody else's is not the answer to it.
-
-        Raises `NotFound` where it was deleted since: the first answer cannot be given any more."""
-        if not request_id:
-            return None
-        record = self._jobs.newest_of(name, uid_of(request_id, name))
-        # Jobs of earlier releases have uids that do not come from their requests.
-        if record is None and (newest := self._jobs.newest(name)) and newest.spec.get("request_id") == request_id:
-            record = newest
-        if record is not None and record.state is JobState.DELETED:
-            raise not_found(name, f"request_id {request_id} made it, and it was deleted since; use a new UUID4")
-        return record
+        return self._jobs.made_by(request_id, name) if name else None
 
     def _view(self, record: JobRecord) -> SweepView:
         trials = Trials(self._store, record)
