@@ -102,7 +102,7 @@ chaos: install ## the long fault tests: whole runs under blow after blow, Ray he
 FUZZ_SECONDS ?= 120
 FUZZ_SEED ?= $(shell date +%F)
 fuzz: install ## requests that nobody thought of, at the inference front: FUZZ_SECONDS=120, FUZZ_SEED=; counts at its end
-	MILLRACE_FUZZ_SECONDS=$(FUZZ_SECONDS) MILLRACE_FUZZ_SEED=$(FUZZ_SEED) $(BIN)/pytest tests/unit/inference_service/test_fuzz.py
+	MILLRACE_FUZZ_SECONDS=$(FUZZ_SECONDS) MILLRACE_FUZZ_SEED=$(FUZZ_SEED) $(BIN)/pytest tests/unit/inference_service/open_inference/test_fuzz.py
 
 SOAK_MINUTES ?= 4
 soak: install ## good, bad, cancelled, late and left requests at a real service: SOAK_MINUTES=4; fails where its memory grows

@@ -23,9 +23,9 @@ from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from train_service.domain.slices import Plan
 from train_service.domain.spec import TrainingSpec
-from train_service.loader import Loader
-from train_service.preprocessing import Preprocessing
-from train_service.row_cache import RowCache
+from train_service.loading.loader import Loader
+from train_service.loading.preprocessing import Preprocessing
+from train_service.loading.row_cache import RowCache
 
 BATCH = 128
 MEAN, STD = 0.1307, 0.3081

@@ -32,10 +32,10 @@ from shared.models import build_model
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from train_service.domain.spec import TrainingSpec
-from train_service.loop import LoopConfig, Run
-from train_service.ranks import Ranks
-from train_service.reporting import TRAIN_KIND
-from train_service.run_records import RunRecords
+from train_service.jobs.run_records import RunRecords
+from train_service.learning.ranks import Ranks
+from train_service.records.reporting import TRAIN_KIND
+from train_service.worker.loop import LoopConfig, Run
 
 # A small convolutional network: a step takes tens of milliseconds, so that an overhead of one shows.
 MODEL = ModelSpec(builder="torchvision.shufflenet_v2_x0_5", in_channels=1, num_classes=10)

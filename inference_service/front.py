@@ -13,9 +13,9 @@ import logging
 import signal
 import time
 
-from inference_service.models import Models
-from inference_service.ray_serve import ServeApplications
-from inference_service.reconciler import RayLost, Reconciler
+from inference_service.batching.models import Models
+from inference_service.reconciling.ray_serve import ServeApplications
+from inference_service.reconciling.reconciler import RayLost, Reconciler
 from inference_service.settings import InferenceSettings
 from shared.grpc_server import Health
 

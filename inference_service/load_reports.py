@@ -10,10 +10,10 @@ import logging
 import os
 import uuid
 
+from inference_service.batching.models import Models
 from inference_service.domain.applications import application_name
 from inference_service.domain.deployment import LIVE
-from inference_service.models import Models
-from inference_service.ray_serve import ServeApplications
+from inference_service.reconciling.ray_serve import ServeApplications
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,5 @@
-"""Tells the other front processes of this service, several times a second, what they must know of this one."""
+"""Tells the other front processes of this service, several times a second, what they must know of this one; at once,
+what it begins to take out of Serve."""
 
 from __future__ import annotations
 
@@ -7,14 +8,14 @@ import logging
 import os
 import time
 
+from inference_service.batching.models import Models
 from inference_service.domain.applications import application_name
 from inference_service.domain.deployment import Deployment
 from inference_service.domain.recent import Counts
 from inference_service.domain.roll_out import RollOutState
-from inference_service.models import Models
-from inference_service.reconciler import Reconciler
-from inference_service.siblings import LOOK_EVERY_S, Siblings, Told
-from inference_service.summed_statistics import SummedStatistics
+from inference_service.fronts.siblings import LOOK_EVERY_S, Siblings, Told
+from inference_service.open_inference.summed_statistics import SummedStatistics
+from inference_service.reconciling.reconciler import Reconciler
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ class SiblingReports:
         self._statistics_at = -STATISTICS_EVERY_S
         self._listens = False
         self._is_mute = False
-        self._news: dict[int, tuple[int, list[str]]] = {}
+        self._news: dict[int, tuple[int, list[str], list[str]]] = {}
+        reconciler.on_going(self._exchange)
 
     async def run(self) -> None:
         """Until cancelled; returns at once where there are no others. What they have written or loaded is seen soon."""
@@ -81,6 +83,7 @@ class SiblingReports:
                 listens=self._listens,
                 ready=self._ready.is_set(),
                 holds=self._reconciler.holds(),
+                going=self._reconciler.going(),
                 written=self._models.written,
                 counts=counts,
             )

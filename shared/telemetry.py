@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
+# `json.dumps` would make an encoder for each line.
+_encode = json.JSONEncoder(default=str).encode
 _identity: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("identity", default={})  # noqa: B039
 
 
@@ -23,27 +25,46 @@ def identity(**values: str) -> Iterator[None]:
         _identity.reset(token)
 
 
+def identify(**values: str) -> None:
+    """Puts more ids on every log line of this task from here on, until the `identity` ends that it is in."""
+    _identity.set({**_identity.get(), **values})
+
+
+def log_outcome(
+    logger: logging.Logger, what: str, status: str, duration_s: float, why: str = "", **fields: object
+) -> None:
+    """How a call ended, or a request of a stream, with `fields` besides those that all have; `status` is gRPC's name,
+    `why` what is wrong."""
+    duration_ms = duration_s * 1000
+    told = {"status": status, "duration_ms": round(duration_ms, 3), **fields}
+    logger.info("%s %s %.1f ms%s", what, status, duration_ms, f": {why}" if why else "", extra={"fields": told})
+
+
 class JsonFormatter(logging.Formatter):
-    def __init__(self, service: str) -> None:
+    """A record's `fields` (`extra={"fields": …}`) are members of its line, as `always` are of every line."""
+
+    def __init__(self, service: str, **always: str) -> None:
         super().__init__()
-        self._service = service
+        self._always = {"service": service, **always}
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
-            "service": self._service,
+            **self._always,
             "logger": record.name,
             "message": record.getMessage(),
             **_identity.get(),
+            **record.__dict__.get("fields", {}),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        return _encode(line)
 
 
-def configure_logging(service: str, level: str) -> None:
-    """Sends all logs of this process to standard error as JSON lines. Call once, from `__main__`."""
+def configure_logging(service: str, level: str, **always: str) -> None:
+    """Sends all logs of this process to standard error as JSON lines, each with what is `always` so. Call once, when
+    the process starts."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(service))
+    handler.setFormatter(JsonFormatter(service, **always))
     logging.basicConfig(level=level, handlers=[handler], force=True)

@@ -24,13 +24,13 @@ from shared.storage.probe import StoreRefused
 from shared.sweeping import sweep_periodically
 from shared.telemetry import configure_logging
 from shared.tracing import configure_tracing, tracing
-from train_service.lifecycle import Deletions
-from train_service.run_records import RunRecords
+from train_service.jobs.lifecycle import Deletions
+from train_service.jobs.run_records import RunRecords
+from train_service.jobs.training_jobs import TrainingJobs
 from train_service.servicer import TrainServicer
 from train_service.sweeper import SWEEP_INTERVAL_S, Sweeper
 from train_service.sweeps.lifecycle import SweepDeletions
 from train_service.sweeps.sweeps import Sweeps
-from train_service.training_jobs import TrainingJobs
 
 logger = logging.getLogger(__name__)
 

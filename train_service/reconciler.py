@@ -11,16 +11,16 @@ from shared.jobs.reconciler import JobKind, run_reconciler
 from shared.settings import service_settings, spare_attempt
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging
-from train_service.cluster_memory import ClusterMemory
+from train_service.attempt.endings import tell_lost
+from train_service.attempt.ingest_room import IngestRoom
 from train_service.domain.spec import RAY_DATA, TrainingSpec
-from train_service.endings import tell_lost
-from train_service.ingest_room import IngestRoom
+from train_service.jobs.cluster_memory import ClusterMemory
 from train_service.placement import is_settling, lacking, totals
-from train_service.reporting import TRAIN_KIND
+from train_service.records.reporting import TRAIN_KIND
 from train_service.sweeps.trials import SWEEP_KIND, end_trials
 
-ENTRY = "train_service.trainer:run"
-PREPARE = "train_service.trainer:prepare"
+ENTRY = "train_service.attempt.trainer:run"
+PREPARE = "train_service.attempt.trainer:prepare"
 SWEEP_ENTRY = "train_service.sweeps.attempt:run"
 # An attempt that has ended gives its room back within moments; who begins before gets fewer workers than there are.
 SETTLED_WITHIN_S = 5.0

@@ -11,13 +11,13 @@ from grpc import aio
 from millrace.train.v1 import resources_pb2, train_service_pb2
 from shared.jobs import JobState
 from shared.requests import body_digest
-from train_service.converters import checkpoint_to_proto, event_to_proto, job_to_proto
-from train_service.record_converters import coverage_to_proto, log_to_proto, point_to_proto
-from train_service.run_records import RunRecords
-from train_service.spec_converters import spec_from_proto
+from train_service.converters.jobs import checkpoint_to_proto, event_to_proto, job_to_proto
+from train_service.converters.records import coverage_to_proto, log_to_proto, point_to_proto
+from train_service.converters.specs import spec_from_proto
+from train_service.jobs.run_records import RunRecords
+from train_service.jobs.training_jobs import TrainingJobs
 from train_service.sweeps.servicer import SweepServicerPart
 from train_service.sweeps.sweeps import Sweeps
-from train_service.training_jobs import TrainingJobs
 
 WATCH_INTERVAL_S = 0.25
 FOLLOW_INTERVAL_S = 0.5

@@ -32,14 +32,14 @@ from shared.jobs.attempt import run_attempt
 from shared.settings import SettingsError, StoreSettings, store_settings
 from shared.storage import open_store
 from shared.telemetry import configure_logging
+from train_service.attempt.endings import result_of, told
+from train_service.converters.specs import spec_from_proto
 from train_service.domain.spec import THREADS, TrainingSpec
-from train_service.endings import result_of, told
-from train_service.event_lines import EventPrinter
-from train_service.loop import LoopConfig, train_loop
-from train_service.ranks import Ranks
-from train_service.reporting import TRAIN_KIND
-from train_service.spec_converters import spec_from_proto
-from train_service.training_jobs import TrainingJobs
+from train_service.jobs.training_jobs import TrainingJobs
+from train_service.learning.ranks import Ranks
+from train_service.records.event_lines import EventPrinter
+from train_service.records.reporting import TRAIN_KIND
+from train_service.worker.loop import LoopConfig, train_loop
 
 RUNNER = "train_service.standalone"
 AGAIN = f"its command, {RUNNER}, to be run again"

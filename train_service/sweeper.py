@@ -16,8 +16,8 @@ from shared.errors import FailedPrecondition, Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.storage import ObjectStore
 from shared.user_markers import markers
-from train_service.lifecycle import Deletions
-from train_service.reporting import TRAIN_KIND
+from train_service.jobs.lifecycle import Deletions
+from train_service.records.reporting import TRAIN_KIND
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from shared.custom_transforms import allowed_functions
 from shared.errors import invalid_field
 from shared.settings import StoreSettings, store_settings
 from shared.storage import open_store
-from train_service.batches import Batches
-from train_service.loader import Loader
-from train_service.spec_converters import spec_from_proto
-from train_service.version_fit import fitted
+from train_service.converters.specs import spec_from_proto
+from train_service.loading.batches import Batches
+from train_service.loading.loader import Loader
+from train_service.loading.version_fit import fitted
 
 
 class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -54,6 +54,8 @@ class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         settings = store if isinstance(store, StoreSettings) else _settings(store)
         wanted = resources_pb2.TrainingSpec()
         wanted.CopyFrom(spec)
+        # Those of the job, whatever the number of ranks: on them the order hangs.
+        wanted.lanes = spec_from_proto(spec, allowed_functions(os.environ)).lanes
         wanted.num_workers = world_size
         wanted.min_workers = 0
         plain = spec_from_proto(wanted, allowed_functions(os.environ))
@@ -90,12 +92,20 @@ class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         self._end = (number + 1) * steps
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step}
+        return {"step": self._step, "lanes": self._loader.lanes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next pass goes on from there to the end of the run, or of the epoch that `set_epoch` chooses. Raises
         `ValueError` for a state that is not one of this loader's."""
-        step = state.get("step")
+        step, lanes = state.get("step"), state.get("lanes")
+        if lanes is None:
+            # Of an earlier release, whose default was 24 for any number of workers.
+            raise ValueError("state: has no lanes; add those of the spec that it comes from, 24 where that named none")
+        if lanes != self._loader.lanes:
+            raise ValueError(
+                f"state: its rows were dealt out to {lanes!r} lanes, those of this spec to {self._loader.lanes}; set "
+                "spec.lanes to go on in the same order"
+            )
         if not isinstance(step, int) or not 0 <= step <= self._loader.total_steps:
             raise ValueError(f"state: step is {step!r}; use what state_dict gave, 0 to {self._loader.total_steps}")
         self._step = self._restored = step

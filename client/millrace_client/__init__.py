@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from millrace_client.steps import normalize, to_float
     from millrace_client.sweeps import asha, choice, grid, integers, log_uniform, sweep_spec, uniform
+    from millrace_client.version_policies import keep_all, keep_latest, keep_named
 
 _HOMES = {
     "Addresses": "addresses",
@@ -64,6 +65,9 @@ _HOMES = {
     "image_tar_source": "specs",
     "integers": "sweeps",
     "json_lines_source": "specs",
+    "keep_all": "version_policies",
+    "keep_latest": "version_policies",
+    "keep_named": "version_policies",
     "log_uniform": "sweeps",
     "normalize": "steps",
     "optimizer": "specs",
@@ -100,6 +104,9 @@ __all__ = [
     "image_tar_source",
     "integers",
     "json_lines_source",
+    "keep_all",
+    "keep_latest",
+    "keep_named",
     "log_uniform",
     "normalize",
     "optimizer",

@@ -27,8 +27,8 @@ class DeploymentClient:
     def create_deployment(self, deployment_id: str, checkpoint: str, **fields: Any) -> Operation[pb.Deployment]:
         """Starts to serve `trainingJobs/{j}/checkpoints/{c}`, or the best one of `trainingJobs/{j}`.
 
-        `fields` are further fields of `DeploymentSpec`, e.g. `num_replicas=2`, `max_batch_size=64`, or
-        `autoscaling=mc.autoscaling(1, 4)`.
+        `fields` are further fields of `DeploymentSpec`, e.g. `num_replicas=2`, `max_batch_size=64`,
+        `autoscaling=mc.autoscaling(1, 4)`, or `version_policy=mc.keep_latest(2)`.
         """
         request = pb.CreateDeploymentRequest(
             deployment_id=deployment_id,
@@ -75,9 +75,9 @@ class DeploymentClient:
             max_error_share=max_error_share, max_p99_ratio=max_p99_ratio, min_requests=min_requests
         )
         if max_p99_s is not None:
-            limits.max_p99_latency.CopyFrom(_duration(max_p99_s))
+            limits.max_p99_latency.CopyFrom(duration(max_p99_s))
         if window_s is not None:
-            limits.window.CopyFrom(_duration(window_s))
+            limits.window.CopyFrom(duration(window_s))
         comparison = None
         if compare is not None:
             comparison = pb_roll_out.Comparison(
@@ -88,7 +88,7 @@ class DeploymentClient:
             )
         spec = pb_roll_out.RollOutSpec(
             checkpoint=checkpoint,
-            steps=[pb_roll_out.RollOutStep(percent=percent, interval=_duration(wait_s)) for percent, wait_s in steps],
+            steps=[pb_roll_out.RollOutStep(percent=percent, interval=duration(wait_s)) for percent, wait_s in steps],
             limits=limits,
             allow_new_signature=allow_new_signature,
             comparison=comparison,
@@ -104,26 +104,26 @@ class DeploymentClient:
         weights: Mapping[str, int] | None = None,
         routes: Sequence[tuple[str, str, str]] | None = None,
         shadow: tuple[str, int] | None = None,
-        keep_latest: int | None = None,
+        version_policy: pb.VersionPolicy | None = None,
         etag: str = "",
     ) -> pb.Deployment:
         """Shares requests that name no version out anew; what is left out stays as it is.
 
         `weights` are by number of version, `routes` (header, value, version), `shadow` a version and the percentage of
-        the requests that it gets copies of, 0 for no shadow. `keep_latest` versions stay loaded without traffic.
+        the requests that it gets copies of, 0 for no shadow. `version_policy` says which versions stay loaded without
+        traffic: `mc.keep_latest(2)`, `mc.keep_all()` or `mc.keep_named("1", "3")`.
         """
         traffic = pb.Traffic(
             weights=weights,
             routes=[pb.HeaderRoute(header=header, value=value, version=to) for header, value, to in routes or ()],
             shadow=pb.Shadow(version=shadow[0], percent=shadow[1]) if shadow else None,
         )
-        policy = pb.VersionPolicy(latest=pb.VersionPolicy.Latest(count=keep_latest or 0))
-        spec = pb.DeploymentSpec(version_policy=policy)
+        spec = pb.DeploymentSpec(version_policy=version_policy)
         wishes = {
             "traffic.weights": weights,
             "traffic.routes": routes,
             "traffic.shadow": shadow,
-            "spec.version_policy": keep_latest,
+            "spec.version_policy": version_policy,
         }
         request = pb.UpdateDeploymentRequest(
             deployment=pb.Deployment(name=name, etag=etag, traffic=traffic, spec=spec),
@@ -140,9 +140,10 @@ class DeploymentClient:
         request = pb.RollBackRequest(name=name, etag=etag)
         return self._caller.unary(self._stub.RollBack, request, pb.Deployment)
 
-    def delete_deployment(self, name: str) -> None:
-        """Takes it out of service; requests in flight are answered first."""
-        request = pb.DeleteDeploymentRequest(name=name)
+    def delete_deployment(self, name: str, *, etag: str = "") -> None:
+        """Takes it out of service; requests in flight are answered first. With an `etag`: only if that is the present
+        one."""
+        request = pb.DeleteDeploymentRequest(name=name, etag=etag)
         self._caller.unary(self._stub.DeleteDeployment, request, pb.DeleteDeploymentResponse)
 
 
@@ -160,12 +161,13 @@ def autoscaling(
         min_replicas=min_replicas,
         max_replicas=max_replicas,
         rows_per_replica=rows_per_replica,
-        scale_up_after=None if scale_up_after_s is None else _duration(scale_up_after_s),
-        scale_down_after=None if scale_down_after_s is None else _duration(scale_down_after_s),
+        scale_up_after=None if scale_up_after_s is None else duration(scale_up_after_s),
+        scale_down_after=None if scale_down_after_s is None else duration(scale_down_after_s),
     )
 
 
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromMicroseconds(round(seconds * 1e6))
-    return duration
+def duration(seconds: float) -> Duration:
+    """To the nearest microsecond."""
+    message = Duration()
+    message.FromMicroseconds(round(seconds * 1e6))
+    return message

@@ -1,43 +1,31 @@
-"""Inference through the Open Inference Protocol: one request, or many in flight."""
+"""Inference through the Open Inference Protocol: one request, many in flight or in a stream; which models there are."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from typing import Any, Unpack
 
 import grpc
 import numpy.typing as npt
 
 from inference import grpc_service_pb2 as pb
 from inference import grpc_service_pb2_grpc, model_config_pb2
-from millrace.common.v1.lineage_pb2 import Lineage
+from millrace_client.answers import Answer, answer_of
 from millrace_client.calls import Caller, new_request_id
-from millrace_client.errors import REQUEST_ID_KEY, ResourceExhausted, from_rpc_error
-from millrace_client.tensors import infer_request, output_arrays
+from millrace_client.errors import REQUEST_ID_KEY, MillraceError, ResourceExhausted, from_rpc_error
+from millrace_client.streaming import streamed_answers
+from millrace_client.tensors import RequestOptions, infer_request
 
 # A full queue is told at once, with the time after which to try again.
 QUEUE_RETRIES = 20
 QUEUE_PAUSE_S = 0.05
 # Of `infer_many`: for each that may be on the way so many are, or are answered and wait for one before them.
 ANSWERS_HELD = 4
-
-Arrays = dict[str, npt.NDArray[Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """One response: its output arrays by name, and where the model that made them comes from."""
-
-    outputs: Arrays
-    lineage: Lineage
-    model: str
-    version: str
-    # From sending the request that was answered to its answer.
-    latency_s: float
+# A model loads in seconds to minutes.
+LOAD_TIMEOUT_S = 600.0
 
 
 class InferenceClient:
@@ -76,18 +64,18 @@ class InferenceClient:
         model: str,
         inputs: Mapping[str, npt.ArrayLike],
         *,
-        version: str = "",
         timeout_s: float | None = None,
-        outputs: Mapping[str, int] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Answer:
         """One request with arrays by input name, e.g. `{"image": uint8 array of shape (N, 28, 28)}`.
 
-        `outputs` are asked for, or all where none is named: see `millrace_client.tensors.infer_request`.
+        `options` are `version`, `outputs` (all where none is named), `priority`, `server_timeout_s` and `headers`: see
+        `millrace_client.tensors.infer_request`. The client gives up after `timeout_s`.
         """
-        request = infer_request(model, inputs, version=version, request_id=new_request_id(), outputs=outputs)
+        request = infer_request(model, inputs, request_id=new_request_id(), **options)
         started = time.perf_counter()
         response = self._caller.unary(self._stub.ModelInfer, request, pb.ModelInferResponse, timeout_s=timeout_s)
-        return _answer(response, time.perf_counter() - started)
+        return answer_of(response, time.perf_counter() - started)
 
     def infer_many(
         self,
@@ -95,15 +83,14 @@ class InferenceClient:
         requests: Iterable[Mapping[str, npt.ArrayLike]],
         *,
         in_flight: int = 64,
-        version: str = "",
         timeout_s: float = 30.0,
-        outputs: Mapping[str, int] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Iterator[Answer]:
         """Answers in the order of the requests, with at most `in_flight` of them on the way at once. Behind one that
         takes long others are answered meanwhile; once these are `ANSWERS_HELD` times as many, no more are sent.
 
         A request that meets a full queue is sent again after the time that the server asks for. The first other error
-        ends it. `outputs` as in `infer`.
+        ends it. `options` as in `infer`.
         """
         if in_flight < 1:
             raise ValueError(f"in_flight is {in_flight}: let at least one request be on its way")
@@ -111,7 +98,7 @@ class InferenceClient:
         waiting: deque[_InFlight] = deque()
         try:
             for inputs in requests:
-                request = infer_request(model, inputs, version=version, request_id=new_request_id(), outputs=outputs)
+                request = infer_request(model, inputs, request_id=new_request_id(), **options)
                 if len(waiting) == ANSWERS_HELD * in_flight:
                     yield self._settle(waiting.popleft(), timeout_s)
                 room.acquire()
@@ -124,9 +111,45 @@ class InferenceClient:
             for one in waiting:
                 one.cancel()
 
+    def infer_stream(
+        self,
+        model: str,
+        requests: Iterable[Mapping[str, npt.ArrayLike]],
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Generator[Answer | MillraceError, None, None]:
+        """Over one stream: for each request, in their order, its answer, or the error that it failed with; the stream
+        goes on behind that one. Requests are taken from the iterable as the server reads them.
+
+        `timeout_s` is of the whole stream, unset: none. `options` as in `infer`. Raises what ends the stream itself.
+        """
+        made = (infer_request(model, inputs, request_id=new_request_id(), **options) for inputs in requests)
+        return streamed_answers(self._caller, self._stub.ModelStreamInfer, made, timeout_s)
+
+    def model_statistics(self, model: str = "", *, version: str = "") -> list[pb.ModelStatistics]:
+        """What each version has answered, and how long that took; of all models where none is named."""
+        request = pb.ModelStatisticsRequest(name=model, version=version)
+        return list(self._caller.unary(self._stub.ModelStatistics, request, pb.ModelStatisticsResponse).model_stats)
+
+    def repository_index(self, *, ready: bool = False) -> list[pb.RepositoryIndexResponse.ModelIndex]:
+        """Every version of every model with its state; with `ready` only those that answer."""
+        request = pb.RepositoryIndexRequest(ready=ready)
+        return list(self._caller.unary(self._stub.RepositoryIndex, request, pb.RepositoryIndexResponse).models)
+
+    def load_model(self, model: str, *, timeout_s: float = LOAD_TIMEOUT_S) -> None:
+        """Brings a deployment that was unloaded back, and returns once it answers."""
+        request = pb.RepositoryModelLoadRequest(model_name=model)
+        self._caller.unary(self._stub.RepositoryModelLoad, request, pb.RepositoryModelLoadResponse, timeout_s=timeout_s)
+
+    def unload_model(self, model: str) -> None:
+        """Takes a deployment out of service, until `load_model`; requests in flight are answered first."""
+        request = pb.RepositoryModelUnloadRequest(model_name=model)
+        self._caller.unary(self._stub.RepositoryModelUnload, request, pb.RepositoryModelUnloadResponse)
+
     def _settle(self, one: _InFlight, timeout_s: float) -> Answer:
         try:
-            return _answer(one.result(self._caller.address), one.latency_s())
+            return answer_of(one.result(self._caller.address), one.latency_s())
         except ResourceExhausted as full:
             last = full
         for _ in range(QUEUE_RETRIES):
@@ -139,7 +162,7 @@ class InferenceClient:
             except ResourceExhausted as full:
                 last = full
             else:
-                return _answer(response, time.perf_counter() - started)
+                return answer_of(response, time.perf_counter() - started)
         raise last
 
 
@@ -182,14 +205,3 @@ class _InFlight:
 
     def cancel(self) -> None:
         self._call.cancel()
-
-
-def _answer(response: pb.ModelInferResponse, latency_s: float) -> Answer:
-    parameters = {key: value.string_param for key, value in response.parameters.items()}
-    return Answer(
-        outputs=output_arrays(response),
-        lineage=Lineage(**{field: parameters.get(field, "") for field in Lineage.DESCRIPTOR.fields_by_name}),
-        model=response.model_name,
-        version=response.model_version,
-        latency_s=latency_s,
-    )

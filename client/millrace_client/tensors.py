@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +30,18 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH = struct.Struct("<I")
+# What an int64 holds.
+_MAX_MICROSECONDS = 2**63 - 1
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may say beside its tensors: see `infer_request`."""
+
+    version: str
+    outputs: Mapping[str, int] | None
+    priority: int
+    server_timeout_s: float | None
+    headers: Mapping[str, str] | None
 
 
 def infer_request(
@@ -37,17 +51,33 @@ def infer_request(
     version: str = "",
     request_id: str = "",
     outputs: Mapping[str, int] | None = None,
+    priority: int = 0,
+    server_timeout_s: float | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> pb.ModelInferRequest:
     """One request. `outputs` are asked for, or all where none is named: 0 for the tensor itself, else for so many of
     each row's greatest numbers, as strings "value:index:name" (Triton's classification).
+
+    `priority` is 1, the most urgent, to 10; 0 is the server's default. `server_timeout_s` is the time from the
+    request's arrival in which the server must answer it. `headers` may lead it to a version, where the deployment has
+    routes by header; it is of no use together with `version`.
 
     Bytes and text go whole out of lists and arrays of objects. An array of numpy's own strings has already lost the
     zeros that they ended in.
 
     Raises `TypeError` for an array of a type that the protocol does not have, and for an object that is neither text
-    nor bytes.
+    nor bytes; and `ValueError` for a `server_timeout_s` that is not above 0 and finite.
     """
     request = pb.ModelInferRequest(model_name=model, model_version=version, id=request_id)
+    if priority:
+        request.parameters["priority"].int64_param = priority
+    if server_timeout_s is not None:
+        if not 0 < server_timeout_s * 1e6 < _MAX_MICROSECONDS:
+            raise ValueError(f"server_timeout_s is {server_timeout_s}: use a finite number of seconds above 0, or None")
+        # Rounded up: 0 microseconds are no limit.
+        request.parameters["timeout"].int64_param = math.ceil(server_timeout_s * 1e6)
+    if headers:
+        request.parameters["headers"].string_param = json.dumps(dict(headers))
     for name, value in inputs.items():
         array = _array(value)
         datatype, raw = _encode(name, array)

@@ -10,7 +10,7 @@ from typing import Any
 from millrace.train.v1 import resources_pb2, sweep_pb2, train_service_pb2_grpc
 from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client.calls import Caller, new_request_id
-from millrace_client.errors import Unavailable
+from millrace_client.errors import OutOfRange, Unavailable
 from millrace_client.paging import every_page
 
 Update = resources_pb2.TrainingJob | pb.TrainingEvent
@@ -38,6 +38,7 @@ LOOK_AT_SWEEP_EVERY_S = 2.0
 CHECKED_WITHIN_S = 120.0
 # The most that one answer holds.
 POINTS_AT_ONCE = 10_000
+BEYOND_ANY_EVENT = 2**63 - 1
 
 
 class TrainClient:
@@ -174,22 +175,32 @@ class TrainClient:
                     return
             time.sleep(RECONNECT_PAUSE_S)
 
-    def list_events(self, name: str, *, idle_s: float = 1.0) -> list[pb.TrainingEvent]:
-        """What has happened so far; of a job at work, until nothing new was heard for `idle_s`, or all was old news."""
-        request = pb.WatchTrainingJobRequest(name=name)
-        began = time.time()
+    def list_events(self, name: str) -> list[pb.TrainingEvent]:
+        """What has happened to the job until now, in its order; what happens meanwhile is not waited for."""
+        last, sequence = self._last_sequence(name), 0
         events: list[pb.TrainingEvent] = []
-        # Of a job that is over a slow store may take any time to read: the server says when that was all.
-        stream = self._caller.stream(self._stub.WatchTrainingJob, request, idle_s=idle_s, server_ends=_tells_rest)
-        with contextlib.closing(stream) as updates:
-            for number, update in enumerate(updates):
-                if update.HasField("event"):
-                    events.append(update.event)
-                    if update.event.time.seconds > began:
+        # A server that is shutting down may end a stream in good order before that was all.
+        while sequence < last:
+            request = pb.WatchTrainingJobRequest(name=name, after_sequence=sequence)
+            # No deadline: a slow store may take any time to read them.
+            with contextlib.closing(self._caller.stream(self._stub.WatchTrainingJob, request)) as updates:
+                for update in updates:
+                    if update.HasField("event"):
+                        events.append(update.event)
+                        sequence = update.event.sequence
+                    if sequence >= last:
                         break
-                elif number > 0 and update.job.state == resources_pb2.TrainingJob.STATE_SUSPENDED:
-                    break  # as in `watch_training_job`
         return events
+
+    def _last_sequence(self, name: str) -> int:
+        """Of the job's newest event; 0 where there is none. By the server's word alone: clocks may differ."""
+        request = pb.WatchTrainingJobRequest(name=name, after_sequence=BEYOND_ANY_EVENT)
+        try:
+            for _ in self._caller.stream(self._stub.WatchTrainingJob, request, timeout_s=self._caller.timeout_s):
+                pass
+        except OutOfRange as beyond:
+            return int(beyond.metadata["last_sequence"])
+        raise AssertionError(f"{name} has an event of the highest number that there is")
 
     def wait_training_job(self, name: str, *, reconnect_for_s: float = 120.0) -> resources_pb2.TrainingJob:
         """Waits until the job is final, and returns it, whichever its final state is."""
@@ -250,8 +261,3 @@ class TrainClient:
         for sweep in self.watch_sweep(name, reconnect_for_s=reconnect_for_s):
             last = sweep
         return last
-
-
-def _tells_rest(update: pb.WatchTrainingJobResponse) -> bool:
-    """Whether the job is told to be at rest."""
-    return update.HasField("job") and update.job.state in FINAL

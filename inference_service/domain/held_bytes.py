@@ -13,6 +13,10 @@ MAX_HELD_BYTES = 2**30
 RETRY_AFTER_S = 0.2
 
 
+class MemoryFull(ResourceExhausted):
+    """What is held is of all models: it says nothing of the one that was asked."""
+
+
 class HeldBytes:
     """Lives on one event loop."""
 
@@ -21,10 +25,10 @@ class HeldBytes:
         self._held = 0
 
     def take(self, size: int) -> None:
-        """Until it is given back. One that is alone is taken, whatever its size; otherwise raises `ResourceExhausted`
+        """Until it is given back. One that is alone is taken, whatever its size; otherwise raises `MemoryFull`
         for what would be too much."""
         if self._held and self._held + size > self._most:
-            raise ResourceExhausted(
+            raise MemoryFull(
                 f"requests of {self._held} bytes wait already, of all models, and at most {self._most} may",
                 reason="QUEUE_FULL",
                 metadata={"queued_bytes": str(self._held), "max_queued_bytes": str(self._most)},

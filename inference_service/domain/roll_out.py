@@ -73,11 +73,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Compared:
-    """What a comparison found; `agreement` is None where the model gives no label."""
+    """What a comparison found; `agreement` is None where the model gives no label. Both versions refuse `refused` rows,
+    which are no part of the `rows` that were compared; `refused_by_one` are, as different as can be."""
 
     rows: int
     agreement: float | None
     difference: float
+    refused: int = 0
+    refused_by_one: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

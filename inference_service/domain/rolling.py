@@ -139,7 +139,7 @@ def with_traffic_back(deployment: Deployment, uid: str, error: MillraceError, no
 def with_roll_back(deployment: Deployment | None, name: str, etag: str, now_s: float) -> Deployment | None:
     """After a client's wish to go back to what was before the newest roll-out; None if that is so already.
 
-    Raises `NotFound`, `Conflict` and `FailedPrecondition` (there is nothing to go back to).
+    Raises `NotFound`, `Conflict` and `FailedPrecondition` (there is nothing to go back to, or not any more).
     """
     there = checked(deployment, name, etag)
     roll_out = there.roll_out
@@ -155,7 +155,7 @@ def with_roll_back(deployment: Deployment | None, name: str, etag: str, now_s: f
     if roll_out.under_way:
         error = Cancelled(f"the roll-out of version {roll_out.version} was rolled back by wish", reason="ROLLED_BACK")
         return _undone(wished, roll_out, RollOutState.ROLLED_BACK, now_s, error)
-    there_still = {version.number for version in there.versions if version.retired_at is None}
+    there_still = {version.number for version in there.versions}
     missing = [number for number, weight in roll_out.before.items() if weight and number not in there_still]
     if missing:
         raise FailedPrecondition(
@@ -164,7 +164,9 @@ def with_roll_back(deployment: Deployment | None, name: str, etag: str, now_s: f
             reason="VERSION_NOT_LOADED",
             metadata={"resource": name, "model_version": missing[0]},
         )
-    return _undone(wished, roll_out, RollOutState.UNDONE, now_s, None)
+    # One that has retired is answered by every process until the log does not name it any more.
+    back = {one.number: replace(one, retired_at=None) for one in there.versions if roll_out.before.get(one.number)}
+    return _undone(_changed(wished, back, now_s), roll_out, RollOutState.UNDONE, now_s, None)
 
 
 def with_policy_applied(deployment: Deployment, now_s: float) -> Deployment:
@@ -188,7 +190,8 @@ def with_policy_applied(deployment: Deployment, now_s: float) -> Deployment:
 
 
 def with_change(deployment: Deployment | None, name: str, change: TrafficChange, etag: str, now_s: float) -> Deployment:
-    """After a client's wish about its traffic and the versions that stay loaded.
+    """After a client's wish about its traffic and the versions that stay loaded; those among them that the roll-out has
+    just retired stay, too.
 
     Raises `NotFound`, `Conflict`, `InvalidArgument` (a version that is not there, or not loaded) and
     `FailedPrecondition` (it is not READY; or a roll-out is under way, which has the weights).
@@ -217,7 +220,7 @@ def with_change(deployment: Deployment | None, name: str, change: TrafficChange,
     if change.shadow is not None:
         after = replace(after, shadow=change.shadow if change.shadow.percent else None)
     if change.policy is not None:
-        after = replace(after, spec=replace(after.spec, version_policy=change.policy))
+        after = _kept_again(replace(after, spec=replace(after.spec, version_policy=change.policy)), now_s)
     return with_policy_applied(after, now_s)
 
 
@@ -227,6 +230,18 @@ def with_retired_gone(deployment: Deployment, numbers: Collection[str], now_s: f
     if deployment.state is not State.READY or left == deployment.versions:
         return None
     return replace(deployment, versions=left, update_time=now_s)
+
+
+def _kept_again(deployment: Deployment, now_s: float) -> Deployment:
+    """With the old versions that its policy keeps, though the end of the newest roll-out has retired them: a policy
+    that was wished for with that may come later than its end."""
+    roll_out = deployment.roll_out
+    if roll_out is None or roll_out.state is not RollOutState.SUCCEEDED:
+        return deployment
+    there = [one.number for one in deployment.versions if one.retired_at is None or one.number in roll_out.before]
+    kept = deployment.spec.version_policy.keeps(there)
+    back = {one.number: replace(one, retired_at=None) for one in deployment.versions if one.number in kept}
+    return _changed(deployment, back, now_s)
 
 
 def _first_step(roll_out: RollOut, now_s: float) -> RollOut:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from inference_service.domain.recent import Recent
+from inference_service.domain.recent import LATE, Recent
 
 OK = "OK"
 DURATION_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -80,12 +80,21 @@ class Statistics:
         self.computing.output.observe(output_s)
 
     def failed(
-        self, *, status: str, now_s: float, total_s: float, limit_s: float | None = None, was_there: bool = True
+        self,
+        *,
+        status: str,
+        now_s: float,
+        total_s: float,
+        limit_s: float | None = None,
+        least_s: float = 0.0,
+        had_part: bool = True,
     ) -> None:
-        """A request that ended with another status, by its name. `limit_s` is the time that it had; where the version
-        `was_there` not, having no replicas yet, that says nothing about how it answers."""
+        """A request that ended with another status, by its name. `limit_s` is the time that it had, `least_s` what any
+        version needs: one that had less is late by its own fault. Where the version `had_part` not, having no replicas
+        yet, or this process no memory, that says nothing about how it answers."""
         self._ended(status, total_s)
-        if was_there:
+        in_vain = status == LATE and limit_s is not None and limit_s < least_s
+        if had_part and not in_vain:
             self.recent.failed(now_s, status, max(total_s, limit_s or 0.0))
 
     def shadow_ended(self, status: str) -> None:

@@ -22,7 +22,7 @@ from shared.grpc_server.door import Door
 from shared.grpc_server.field_bounds import check_fields
 from shared.grpc_server.registering import Handler, Registering
 from shared.grpc_server.trailers import details_and_status
-from shared.telemetry import identity
+from shared.telemetry import identity, log_outcome
 from shared.tracing import tracing
 from shared.unexpected import hidden
 
@@ -219,10 +219,10 @@ async def _call(context: Context, method: str, *, aborts: bool) -> AsyncIterator
         finally:
             if error is not None:
                 outcome = status_code(error).name
-            duration_ms = (time.perf_counter() - started) * 1000
-            logger.info("%s %s %.1f ms%s", method, outcome, duration_ms, f": {error.message}" if error else "")
+            why = error.message if error is not None else ""
+            log_outcome(logger, method, outcome, time.perf_counter() - started, why)
             if span is not None:
-                span.end(outcome, error.message if error is not None else "")
+                span.end(outcome, why)
         if error is not None:
             code, (message, status) = status_code(error), details_and_status(error)
             trailers = ((REQUEST_ID, request_id), (STATUS, status))

@@ -11,7 +11,7 @@ from minio.error import MinioException, S3Error
 
 from shared.errors import Unavailable
 from shared.settings import StoreSettings
-from shared.storage.opening import s3_client
+from shared.storage.minio_client import minio_client
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def abort_uploads(settings: StoreSettings, prefix: str, before: float) -> None:
     """
     parts = urlsplit(settings.url)
     folder = "/".join(filter(None, (parts.path.strip("/"), prefix.strip("/")))) + "/"
-    client, marker, more = s3_client(settings), None, True
+    client, marker, more = minio_client(settings), None, True
     try:
         while more:
             # The client has no public method for either.

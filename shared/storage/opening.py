@@ -12,14 +12,12 @@ from pyarrow import fs
 
 from shared.errors import Unavailable
 from shared.settings import StoreSettings
+from shared.storage.minio_client import CONNECT_TIMEOUT, S3_ENDPOINT, SILENCE_TIMEOUT, minio_client
 from shared.storage.object_store import ObjectStore
 from shared.storage.probe import StoreRefused
 
 if TYPE_CHECKING:
-    from minio import Minio
     from obstore.store import BackoffConfig
-
-S3_ENDPOINT = "https://s3.amazonaws.com"
 
 # Short enough that an RPC can still answer UNAVAILABLE before its deadline.
 RETRY_FOR = timedelta(seconds=10)
@@ -28,9 +26,6 @@ BACKOFF: BackoffConfig = {
     "max_backoff": timedelta(seconds=1),
     "base": 2,
 }
-CONNECT_TIMEOUT = timedelta(seconds=5)
-# A server that accepts and then says nothing for so long is given up.
-SILENCE_TIMEOUT = timedelta(seconds=10)
 # One request with all its bytes; large objects are written in parts.
 REQUEST_TIMEOUT = timedelta(seconds=30)
 
@@ -53,7 +48,7 @@ def ensure_bucket(settings: StoreSettings) -> None:
     import urllib3
     from minio.error import MinioException, S3Error
 
-    client = s3_client(settings)
+    client = minio_client(settings)
     endpoint = urlsplit(settings.s3_endpoint or S3_ENDPOINT)
     try:
         if not client.bucket_exists(parts.netloc):
@@ -67,25 +62,6 @@ def ensure_bucket(settings: StoreSettings) -> None:
         raise Unavailable(
             f"no S3 server answers at {endpoint.netloc}", reason="STORE_UNAVAILABLE", retry_after_s=1.0
         ) from error
-
-
-def s3_client(settings: StoreSettings) -> Minio:
-    """For what the store's own client cannot ask an S3 server for."""
-    import urllib3
-    from minio import Minio
-
-    endpoint = urlsplit(settings.s3_endpoint or S3_ENDPOINT)
-    return Minio(
-        endpoint=endpoint.netloc,
-        access_key=settings.s3_access_key,
-        secret_key=settings.s3_secret_key,
-        region=settings.s3_region,
-        secure=endpoint.scheme == "https",
-        http_client=urllib3.PoolManager(
-            timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT.total_seconds(), read=SILENCE_TIMEOUT.total_seconds()),
-            retries=urllib3.Retry(total=2, backoff_factor=0.2),
-        ),
-    )
 
 
 def _open_local(root: Path, settings: StoreSettings) -> ObjectStore:

@@ -12,13 +12,15 @@ import pytest
 
 from shared.settings import StoreSettings
 from tests.support.blows import Blows
-from tests.support.numbered_rows import ROWS
+from tests.support.numbered_rows import BATCH, ROWS, numbered_digits
+from tests.support.versions import commit_version
 from tests.support.witnessed import WitnessedStack, killed_beside_undisturbed, witnessed_stack
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(2400)]
 
 SEED = 11
 MEGABYTE = 1_000_000
+UNEVEN, UNEVEN_ROWS = "datasets/numbered/versions/uneven", 613
 
 
 @pytest.fixture(scope="module")
@@ -42,4 +44,30 @@ def test_kills_lose_and_repeat_no_row_and_change_no_bit(
     assert (proof.disturbed.attempts, proof.undisturbed.attempts) == (kills + 1, 1)
     assert proof.undisturbed.recomputed_steps == 0
     assert proof.disturbed.weights_bytes > MEGABYTE
+    assert proof.disturbed.weights_sha256 == proof.undisturbed.weights_sha256
+
+
+def test_kills_lose_and_repeat_no_row_where_neither_steps_nor_ranks_share_rows_evenly(
+    place: WitnessedStack, blows: Blows
+) -> None:
+    workers, kills, epochs = 3, 2, 3
+    assert UNEVEN_ROWS % BATCH
+    commit_version(place.stack.store, UNEVEN, {"train": numbered_digits(UNEVEN_ROWS)})
+    proof = killed_beside_undisturbed(
+        place,
+        workers=workers,
+        kills=kills,
+        epochs=epochs,
+        seed=SEED,
+        changes={"dataset_version": UNEVEN},
+        row_count=UNEVEN_ROWS,
+    )
+    blows.add("SIGKILL worker", f"training on {workers} workers, uneven steps", "file", len(proof.strikes))
+    proof.publish("exactly-once-uneven", seed=SEED)
+
+    for account in (proof.disturbed, proof.undisturbed):
+        assert (account.missing_rows, account.repeated_rows) == (0, 0)
+        assert account.told == (UNEVEN_ROWS * epochs, 0, 0)
+    assert (proof.disturbed.attempts, proof.undisturbed.attempts) == (kills + 1, 1)
+    assert proof.undisturbed.recomputed_steps == 0
     assert proof.disturbed.weights_sha256 == proof.undisturbed.weights_sha256

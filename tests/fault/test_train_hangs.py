@@ -15,7 +15,7 @@ from tests.support.blows import Blows
 from tests.support.ray_head import ray_head
 from tests.support.training import State, digits_spec, train_stack
 from tests.support.waiting import wait_until
-from train_service.logs import STACKS_CHUNK
+from train_service.records.logs import STACKS_CHUNK
 
 WORKER = "ray::RayTrainWorker"
 # 30 s without a sign, and what it takes to end it on a busy machine.

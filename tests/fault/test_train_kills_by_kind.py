@@ -50,7 +50,7 @@ ATTEMPT, PREPARES = "ray::AttemptActor.run", "ray::MapBatches(prepare:"
 # Actors that Ray Data keeps beside its streams, which are threads of the workers.
 RAY_DATAS_OWN = ("ray::_StatsActor", "ray::_AutoscalingCoordinatorActor")
 SLOW = f"{custom_functions.MODULE}:slow"
-TASKS_WITHIN_S = 120.0
+STRUCK_WITHIN_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,6 @@ def test_killed_tasks_that_prepare_rows_lose_and_repeat_no_row_and_end_no_attemp
         client.watch(job.name).until("attempt_started")
         for _ in range(3):
             # The first ones import for seconds, later ones take half a second each.
-            wait_until(lambda: place.head.processes(PREPARES), "a task", TASKS_WITHIN_S, interval_s=0.01)
             blows.add("SIGKILL preparing tasks", "training, rows by Ray Data", "file", kill(place, PREPARES))
         for helper in RAY_DATAS_OWN:
             blows.add(f"SIGKILL {helper}", "training, rows by Ray Data", "file", kill(place, helper))
@@ -144,9 +143,15 @@ def files(place: WitnessedStack) -> Sequence[Path]:
 
 
 def kill(place: WitnessedStack, title: str) -> int:
-    """How many there were."""
-    pids = place.head.processes(title)
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return len(pids)
+    """Kills the processes whose title begins so, once there are any. How many it struck, which is never none."""
+    struck: list[int] = []
+
+    def strike() -> bool:
+        for pid in place.head.processes(title):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                struck.append(pid)
+        return bool(struck)
+
+    wait_until(strike, f"a process {title}", STRUCK_WITHIN_S, interval_s=0.01)
+    return len(struck)

@@ -22,22 +22,33 @@ from shared.jobs import Jobs, JobState
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.blows import Blows
-from tests.support.numbered_rows import ROWS, STEPS_PER_EPOCH, Begun, numbered_digits, processes_of, seen_in
+from tests.support.numbered_rows import (
+    LANES,
+    ROWS,
+    STEPS_PER_EPOCH,
+    Begun,
+    numbered_digits,
+    processes_of,
+    seen_in,
+    steps_of_an_epoch,
+)
 from tests.support.service_process import store_environ
 from tests.support.versions import commit_version
 from tests.support.waiting import wait_until
 from tests.support.witnessed import VERSION, witness_environment, witnessed_spec
-from train_service.events import EventKind, EventLog
-from train_service.reporting import TRAIN_KIND
-from train_service.run_records import RunRecords
+from train_service.jobs.run_records import RunRecords
+from train_service.records.events import EventKind, EventLog
+from train_service.records.reporting import TRAIN_KIND
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 EPOCHS, RANKS = 12, 2
-# Of both ranks together, since the attempt began: in the middle of an epoch, some steps behind a checkpoint.
+# Among so many neither the lanes nor the steps of so many rows are even.
+MANY_RANKS, UNEVEN_ROWS, FEW_EPOCHS = 5, 613, 4
+# Of all ranks together, since the attempt began: in the middle of an epoch, some steps behind a checkpoint.
 BATCHES_BEFORE_A_BLOW = 31
 STARTED_WITHIN_S, ENDS_WITHIN_S = 180.0, 240.0
-TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--local-addr=127.0.0.1", "--nproc-per-node", str(RANKS)]
+TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--local-addr=127.0.0.1", "--nproc-per-node"]
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -46,12 +57,15 @@ class Runs:
     store: ObjectStore
     witness: Path
     spec: Path
+    ranks: int
+    row_count: int
+    epochs: int
 
     def start(self, job: str, attempt: int) -> subprocess.Popen[bytes]:
         """The command, the same each time but for what the witness calls the attempt."""
         environ = {**store_environ(self.store.settings), **LOOPBACK}
         environ["MILLRACE_WITNESS_RUN"] = f"{job}-attempt-{attempt}"
-        arguments = [*TORCHRUN, "-m", "train_service.standalone", str(self.spec), "--job", job]
+        arguments = [*TORCHRUN, str(self.ranks), "-m", "train_service.standalone", str(self.spec), "--job", job]
         with (self.spec.parent / f"{job}.log").open("ab") as log:
             return subprocess.Popen(
                 arguments, env={**os.environ, **environ}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -78,14 +92,19 @@ class Runs:
         counts = RunRecords(self.store).coverage(name, epoch, "").counts
         return counts.seen_once, counts.missing, counts.repeated
 
+    def assert_each_row_once(self, name: str) -> None:
+        """In every epoch, by what the ranks wrote down and by what the service tells."""
+        seen = seen_in(self.begun(name), processes_of(self.witness, name), self.epochs, self.row_count)
+        assert (seen.missing, seen.repeated) == (0, 0)
+        assert {self.told(name, epoch) for epoch in range(self.epochs)} == {(self.row_count, 0, 0)}
 
-@pytest.fixture
-def runs(tmp_path: Path) -> Runs:
-    store = open_store(StoreSettings(url=(tmp_path / "store").as_uri()))
-    commit_version(store, VERSION, {"train": numbered_digits()})
-    spec = tmp_path / "spec.json"
-    spec.write_text(json_format.MessageToJson(witnessed_spec(epochs=EPOCHS, workers=RANKS)))
-    return Runs(store, tmp_path / "witnessed" / "witness", spec)
+
+def runs_of(folder: Path, *, ranks: int, row_count: int, epochs: int) -> Runs:
+    store = open_store(StoreSettings(url=(folder / "store").as_uri()))
+    commit_version(store, VERSION, {"train": numbered_digits(row_count)})
+    spec = folder / "spec.json"
+    spec.write_text(json_format.MessageToJson(witnessed_spec(epochs=epochs, workers=ranks, lanes=LANES)))
+    return Runs(store, folder / "witnessed" / "witness", spec, ranks, row_count, epochs)
 
 
 def kill(pid: int) -> None:
@@ -106,8 +125,9 @@ def ranks_of(torchrun: subprocess.Popen[bytes]) -> list[int]:
 
 
 def test_whatever_is_killed_the_same_command_goes_on_without_a_lost_or_repeated_row(
-    runs: Runs, tmp_path: Path, blows: Blows
+    tmp_path: Path, blows: Blows
 ) -> None:
+    runs = runs_of(tmp_path, ranks=RANKS, row_count=ROWS, epochs=EPOCHS)
     job, name = "struck", "trainingJobs/struck"
     with witness_environment(tmp_path / "witnessed"):
         one = runs.start(job, 1)
@@ -140,9 +160,28 @@ def test_whatever_is_killed_the_same_command_goes_on_without_a_lost_or_repeated_
     steps = [each.step for each in begun]
     assert sorted(set(steps)) == steps, "each began further on"
     assert any(step % STEPS_PER_EPOCH for step in steps), "in the middle of an epoch"
-    seen = seen_in(begun, processes_of(runs.witness, name), EPOCHS)
-    assert (seen.missing, seen.repeated) == (0, 0)
-    assert {runs.told(name, epoch) for epoch in range(EPOCHS)} == {(ROWS, 0, 0)}
+    runs.assert_each_row_once(name)
+    assert runs.weights(name) == runs.weights("trainingJobs/calm")
+
+
+def test_a_killed_rank_of_five_whose_slices_differ_loses_and_repeats_no_row(tmp_path: Path, blows: Blows) -> None:
+    runs = runs_of(tmp_path, ranks=MANY_RANKS, row_count=UNEVEN_ROWS, epochs=FEW_EPOCHS)
+    job, name = "struck", "trainingJobs/struck"
+    with witness_environment(tmp_path / "witnessed"):
+        one = runs.start(job, 1)
+        runs.at_work(job, 1)
+        kill(ranks_of(one)[3])
+        assert one.wait(ENDS_WITHIN_S) != 0
+        blows.add("SIGKILL rank", f"training on {MANY_RANKS} ranks under torchrun", "file")
+        assert runs.start(job, 2).wait(ENDS_WITHIN_S) == 0
+        assert runs.start("calm", 1).wait(ENDS_WITHIN_S) == 0
+
+    first, second = runs.begun(name)
+    assert (first.workers, second.workers) == (MANY_RANKS, MANY_RANKS)
+    assert first.step < second.step < FEW_EPOCHS * steps_of_an_epoch(UNEVEN_ROWS)
+    slices = {len(ids) for calls in processes_of(runs.witness, "trainingJobs/calm")[1] for ids in calls}
+    assert len(slices) > 1, "uneven"
+    runs.assert_each_row_once(name)
     assert runs.weights(name) == runs.weights("trainingJobs/calm")
 
 

@@ -16,18 +16,20 @@ from typing import Any
 import numpy as np
 
 from tests.support.versions import striped_digits
-from train_service.rows import Array
+from train_service.loading.rows import Array
 
 ROWS, BATCH = 600, 30
 STEPS_PER_EPOCH = ROWS // BATCH
+# Even among 1, 2 and 3 ranks.
+LANES = 24
 # By attempt, and of each of its processes: the ids of its batches, in order.
 Processes = dict[int, list[list[list[int]]]]
 
 
-def numbered_digits() -> tuple[Array, Array]:
-    """600 images uint8 (600, 28, 28) whose first four pixels are the row's id, and their labels."""
-    images, labels = striped_digits(ROWS)
-    digits = np.array([[int(digit, 16) for digit in f"{row:04x}"] for row in range(ROWS)], np.uint8)
+def numbered_digits(rows: int = ROWS) -> tuple[Array, Array]:
+    """Images uint8 (rows, 28, 28) whose first four pixels are the row's id, and their labels."""
+    images, labels = striped_digits(rows)
+    digits = np.array([[int(digit, 16) for digit in f"{row:04x}"] for row in range(rows)], np.uint8)
     images[:, 0, :4] = digits * 17
     return images, labels
 
@@ -73,28 +75,34 @@ class Seen:
     steps_taken: int
 
 
-def seen_in(begun: Sequence[Begun], processes: Processes, epochs: int) -> Seen:
-    """Which rows went into the weights: of each attempt the steps up to where the next one began."""
-    counts, steps_taken = Counter[tuple[int, int]](), 0
-    ends = [one.step for one in begun[1:]] + [epochs * STEPS_PER_EPOCH]
+def steps_of_an_epoch(rows: int) -> int:
+    return -(-rows // BATCH)
+
+
+def seen_in(begun: Sequence[Begun], processes: Processes, epochs: int, row_count: int = ROWS) -> Seen:
+    """Which rows, of `row_count` an epoch, went into the weights: of each attempt the steps up to where the next one
+    began."""
+    counts, steps_taken, steps_per_epoch = Counter[tuple[int, int]](), 0, steps_of_an_epoch(row_count)
+    ends = [one.step for one in begun[1:]] + [epochs * steps_per_epoch]
     for one, end in zip(begun, ends, strict=True):
-        ranks = [_by_steps(calls, BATCH // one.workers) for calls in processes.get(one.attempt, [])]
+        even = row_count % BATCH == LANES % one.workers == 0
+        ranks = [_by_steps(calls, BATCH // one.workers) if even else calls for calls in processes.get(one.attempt, [])]
         steps_taken += max(map(len, ranks), default=0)
         # One that was lost before its first checkpoint may have lost a rank before that one's first batch.
         told = f"attempt {one.attempt} ran in {len(ranks)} processes"
         assert end == one.step or len(ranks) == one.workers, told
         for steps in ranks:
             for step, ids in zip(range(one.step, end), steps, strict=False):
-                counts.update((step // STEPS_PER_EPOCH, row) for row in ids)
-    rows = [(epoch, row) for epoch in range(epochs) for row in range(ROWS)]
+                counts.update((step // steps_per_epoch, row) for row in ids)
+    rows = [(epoch, row) for epoch in range(epochs) for row in range(row_count)]
     assert set(counts) <= set(rows), "ids that no row has"
     missing, repeated = sum(counts[row] == 0 for row in rows), sum(counts[row] > 1 for row in rows)
     return Seen(missing, repeated, steps_taken)
 
 
 def _by_steps(calls: list[list[int]], rows: int) -> list[list[int]]:
-    """The ids of a rank's calls by step, of which each has `rows`: 24 lanes are even among 1, 2 or 3 ranks, and so are
-    the batches. A step may be computed in several calls; one that was cut off is left out."""
+    """The ids of a rank's calls by step, of which each has `rows`. A step may be computed in several calls; one that
+    was cut off is left out. Where steps are uneven only the calls tell them apart, of which each must be one."""
     ids = list(itertools.chain.from_iterable(calls))
     ends = set(itertools.accumulate(map(len, calls)))
     whole = range(rows, len(ids) + 1, rows)

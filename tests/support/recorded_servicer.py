@@ -11,7 +11,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from millrace.train.v1 import resources_pb2, train_service_pb2_grpc
 from millrace.train.v1 import train_service_pb2 as pb
-from tests.support.grpc_answers import abort, status
+from tests.support.grpc_answers import abort, error_info, status
 
 Job = resources_pb2.TrainingJob
 Spec = resources_pb2.TrainingSpec
@@ -119,12 +119,15 @@ class RecordedRun(train_service_pb2_grpc.TrainServiceServicer):
         return pb.ListTrainingJobsResponse(training_jobs=[job(self._state, self._task)])
 
     def WatchTrainingJob(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        now = pb.WatchTrainingJobResponse(job=job(self._state, self._task))
+        now, told = pb.WatchTrainingJobResponse(job=job(self._state, self._task)), events(self._task)
+        if request.after_sequence > len(told):
+            beyond = error_info("SEQUENCE_OUT_OF_RANGE", last_sequence=str(len(told)))
+            abort(context, status(grpc.StatusCode.OUT_OF_RANGE, "beyond the last event", beyond))
         ended = threading.Event()
         context.add_callback(ended.set)
         yield now
         ended.wait(self._pause_s)
-        for sequence, event in enumerate(events(self._task), 1):
+        for sequence, event in enumerate(told, 1):
             event.sequence = sequence
             if sequence > request.after_sequence:
                 yield pb.WatchTrainingJobResponse(event=event)

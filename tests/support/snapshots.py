@@ -11,8 +11,8 @@ from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegi
 from shared.model_spec import ModelSpec
 from shared.models import load_weights
 from shared.storage import ObjectStore, open_store
+from train_service.checkpoints.snapshots import CheckpointWriter, restore
 from train_service.domain.spec import CheckpointPolicy
-from train_service.snapshots import CheckpointWriter, restore
 
 JOB = "trainingJobs/a"
 RANKING = Ranking("validation_loss", maximize=False)

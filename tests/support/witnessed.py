@@ -26,12 +26,13 @@ from shared.storage import open_store
 from tests.support.example import install_example
 from tests.support.numbered_rows import (
     BATCH,
-    STEPS_PER_EPOCH,
+    ROWS,
     Begun,
     Processes,
     numbered_digits,
     processes_of,
     seen_in,
+    steps_of_an_epoch,
 )
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.training import TrainStack, Watch, digits_spec, train_stack
@@ -82,10 +83,12 @@ def witnessed_stack(settings: StoreSettings, folder: Path, *, num_cpus: int = 4)
             yield WitnessedStack(stack, head, witness)
 
 
-def witnessed_spec(*, epochs: int, workers: int, checkpoint_every_steps: int = 3, **changes: Any) -> res.TrainingSpec:
+def witnessed_spec(
+    *, epochs: int, workers: int, checkpoint_every_steps: int = 3, dataset_version: str = VERSION, **changes: Any
+) -> res.TrainingSpec:
     """Of a network with 1.4 MB of weights, whose attempts may be lost as often as one likes."""
     spec = digits_spec(
-        dataset_version=VERSION,
+        dataset_version=dataset_version,
         epochs=epochs,
         global_batch_size=BATCH,
         num_workers=workers,
@@ -114,8 +117,10 @@ class Account:
     weights_bytes: int
 
 
-def account_of(place: WitnessedStack, job_name: str, processes: Processes | None = None) -> Account:
-    """Of a job that has ended; `processes` where they are not known by its name."""
+def account_of(
+    place: WitnessedStack, job_name: str, processes: Processes | None = None, row_count: int = ROWS
+) -> Account:
+    """Of a job that has ended; `processes` where they are not known by its name, `row_count` an epoch."""
     client = place.stack.client
     job, watch = client.get(job_name), client.watch(job_name)
     watch.rest()
@@ -124,7 +129,7 @@ def account_of(place: WitnessedStack, job_name: str, processes: Processes | None
         for event in watch.events
         if event.HasField("attempt_started")
     ]
-    seen = seen_in(begun, processes or place.processes_of(job_name), job.spec.epochs)
+    seen = seen_in(begun, processes or place.processes_of(job_name), job.spec.epochs, row_count)
     weights = place.stack.weights(f"{job_name}/checkpoints/final")
     told = [
         client.rpc.GetCoverage(pb.GetCoverageRequest(name=job_name, epoch=epoch), timeout=60)
@@ -135,7 +140,7 @@ def account_of(place: WitnessedStack, job_name: str, processes: Processes | None
         began_at=tuple(one.step for one in begun),
         missing_rows=seen.missing,
         repeated_rows=seen.repeated,
-        recomputed_steps=seen.steps_taken - job.spec.epochs * STEPS_PER_EPOCH,
+        recomputed_steps=seen.steps_taken - job.spec.epochs * steps_of_an_epoch(row_count),
         told=(sum(one.seen_once for one in told), sum(one.missing for one in told), sum(one.repeated for one in told)),
         weights_sha256=hashlib.sha256(weights).hexdigest(),
         weights_bytes=len(weights),
@@ -181,9 +186,10 @@ def killed_beside_undisturbed(
     epochs: int,
     seed: int,
     changes: Mapping[str, Any] = MappingProxyType({}),
+    row_count: int = ROWS,
 ) -> Proof:
     """Runs both, one after the other. Each attempt of the first loses a worker to SIGKILL at a seeded batch, until
-    `kills` have been. `changes` are those of the specification."""
+    `kills` have been. `changes` are those of the specification, whose version has `row_count` rows."""
     client = place.stack.client
     spec = witnessed_spec(epochs=epochs, workers=workers, **changes)
     job = client.create(spec)
@@ -197,8 +203,8 @@ def killed_beside_undisturbed(
     return Proof(
         workers=workers,
         strikes=strikes,
-        disturbed=account_of(place, job.name),
-        undisturbed=account_of(place, calm.name),
+        disturbed=account_of(place, job.name, row_count=row_count),
+        undisturbed=account_of(place, calm.name, row_count=row_count),
     )
 
 

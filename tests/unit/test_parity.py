@@ -23,7 +23,7 @@ from PIL import Image
 from inference_service.domain.rows import Rows
 from inference_service.domain.signature import NULLS, Signature, TensorSpec, rows_of
 from inference_service.domain.tensors import Array, WireTensor, encode_raw, encode_typed, has_typed_form
-from inference_service.preprocessing import Preprocessing as ServedPreprocessing
+from inference_service.replica.preprocessing import Preprocessing as ServedPreprocessing
 from millrace.common.v1 import transform_pb2
 from shared.checkpoint import CheckpointContent
 from shared.dataset_version import VersionReader, load_version
@@ -39,10 +39,10 @@ from tests.support.real_data import real_data
 from tests.support.transforming import SOURCE, commit_tables, transform_here
 from train_service.domain.slices import Plan
 from train_service.domain.spec import TrainingSpec
-from train_service.loader import Loader
-from train_service.preprocessing import Preprocessing
-from train_service.row_cache import RowCache
-from train_service.version_fit import ingested_columns
+from train_service.loading.loader import Loader
+from train_service.loading.preprocessing import Preprocessing
+from train_service.loading.row_cache import RowCache
+from train_service.loading.version_fit import ingested_columns
 
 Steps = list[dict[str, Any]]
 ROWS = 90

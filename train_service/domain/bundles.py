@@ -17,6 +17,8 @@ def bundle_of(spec: TrainingSpec, totals: Sequence[Resources]) -> dict[str, floa
     """What one worker asks of Ray, without zeros; `totals` are all that the nodes have."""
     placement = spec.placement
     gpus = placement.gpus_per_worker
+    if gpus is None and placement.backend == "nccl":
+        gpus = 1.0
     if gpus is None:
         gpus = 1.0 if sum(node.get("GPU", 0.0) for node in totals) >= spec.fewest_workers else 0.0
     bundle = {"CPU": placement.cpus_per_worker, "GPU": gpus, **placement.resources_per_worker}
@@ -53,7 +55,7 @@ def never_fits(spec: TrainingSpec, clusters: Sequence[Sequence[Resources]]) -> t
     alone = [
         name for name, need in bundle.items() if lasts(name) and not any(node.get(name, 0.0) >= need for node in nodes)
     ]
-    return [_field(name) for name in alone] or [_workers(spec)], has
+    return [_field(spec, name) for name in alone] or [_workers(spec)], has
 
 
 def beyond(spec: TrainingSpec, most: Mapping[str, float]) -> list[str]:
@@ -63,7 +65,7 @@ def beyond(spec: TrainingSpec, most: Mapping[str, float]) -> list[str]:
     bundle = bundle_of(spec, [])
     over = [name for name, need in bundle.items() if name in most and spec.fewest_workers * need > most[name]]
     alone = [name for name in over if bundle[name] > most[name]]
-    return [_field(name) for name in alone] or ([_workers(spec)] if over else [])
+    return [_field(spec, name) for name in alone] or ([_workers(spec)] if over else [])
 
 
 def _could_hold(spec: TrainingSpec, nodes: Sequence[Resources]) -> bool:
@@ -73,7 +75,9 @@ def _could_hold(spec: TrainingSpec, nodes: Sequence[Resources]) -> bool:
     return workers_that_fit(left, bundle, spec.placement.strategy, fewest, fewest) > 0
 
 
-def _field(resource: str) -> str:
+def _field(spec: TrainingSpec, resource: str) -> str:
+    if resource == "GPU" and spec.placement.gpus_per_worker is None:
+        return "spec.placement.backend"  # nccl; else the cluster says whether there are any
     if resource.startswith(ACCELERATOR):
         return "spec.placement.accelerator_type"
     return FIELDS.get(resource, f"spec.placement.resources_per_worker[{resource}]")

@@ -16,6 +16,8 @@ from train_service.domain.order import WINDOW_ROWS, Ints
 
 # BatchNorm refuses a single row whose feature map is 1x1.
 FEWEST_ROWS_PER_RANK = 2
+# Even among 1, 2, 3, 4, 6, 8 and 12 ranks.
+FEWEST_LANES = 24
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,17 @@ class Plan:
     rank: int
     world_size: int
     window_rows: int = WINDOW_ROWS
+
+
+def default_lanes(most_workers: int) -> int:
+    """L where a specification does not say: the first multiple of its most workers from 24 up, and two for each at
+    least.
+
+    So all of them together share a step evenly, and on fewer none has half as much again as the mean. More would be
+    more even still; but each takes a window in memory, and row groups of its own.
+    """
+    workers = max(most_workers, 1)
+    return workers * max(2, -(-FEWEST_LANES // workers))
 
 
 def steps_per_epoch(rows: int, global_batch: int) -> int:
@@ -74,6 +87,12 @@ def fewest_rows_of_a_rank(shapes: Sequence[tuple[int, Ints]], lanes: int, world_
     return int(min(_slices(own, length, begins, lanes).min() for length, begins in shapes))
 
 
+def most_rows_of_a_rank(step_rows: int, lanes: int, world_size: int) -> int:
+    """The largest slice that any rank gets of a step of `step_rows` rows, at whichever lane that begins: all others
+    wait for that rank. At 24 lanes it is the same on 12 ranks as on 23."""
+    return int(_slices(_own_lanes(lanes, world_size), step_rows, np.arange(lanes), lanes).max())
+
+
 @functools.lru_cache(maxsize=64)
 def parts_of_step(step_rows: int, lanes: int, world_size: int, most_workers: int, accumulation_steps: int) -> int:
     """In how many parts each of `world_size` ranks computes its slice of a step of `step_rows` rows.
@@ -84,10 +103,8 @@ def parts_of_step(step_rows: int, lanes: int, world_size: int, most_workers: int
     """
     if world_size >= most_workers:
         return accumulation_steps
-    begins = np.arange(lanes)
-    whole = _slices(_own_lanes(lanes, most_workers), step_rows, begins, lanes)
-    ours = _slices(_own_lanes(lanes, world_size), step_rows, begins, lanes)
-    most_rows_of_a_part = -(-int(whole.max()) // accumulation_steps)
+    ours = _slices(_own_lanes(lanes, world_size), step_rows, np.arange(lanes), lanes)
+    most_rows_of_a_part = -(-most_rows_of_a_rank(step_rows, lanes, most_workers) // accumulation_steps)
     wanted = -(-int(ours.max()) // most_rows_of_a_part)
     return max(accumulation_steps, min(wanted, int(ours.min()) // FEWEST_ROWS_PER_RANK))
 

@@ -51,6 +51,10 @@ class CheckpointPolicy:
         return Ranking(self.best_metric, self.maximize)
 
 
+def default_best_metric(task: str) -> str:
+    return "validation_loss" if task == REGRESSION else "validation_accuracy"
+
+
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
     metric: str
@@ -62,7 +66,7 @@ class EarlyStopping:
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     cpus_per_worker: float = 1.0
-    # None: one where the cluster has as many as workers, else none.
+    # None: one where the backend is nccl or the cluster has as many as workers, else none.
     gpus_per_worker: float | None = None
     resources_per_worker: dict[str, float] = field(default_factory=dict)
     accelerator_type: str = ""

@@ -73,7 +73,12 @@ def _of_the_run(spec: TrainingSpec) -> list[Rule]:
         (1 <= spec.threads_per_worker <= 256, "threads_per_worker", spec.threads_per_worker, "use 1 to 256"),
         (0 <= spec.max_failures <= 1000, "max_failures", spec.max_failures, "use 0 to 1,000"),
         (0 <= spec.max_preemptions <= 100_000, "max_preemptions", spec.max_preemptions, "use 0 to 100,000"),
-        (spec.most_ranks <= spec.lanes <= MAX_LANES, "lanes", spec.lanes, f"use num_workers to {MAX_LANES}"),
+        (
+            min(spec.most_ranks, MAX_WORKERS) <= spec.lanes <= MAX_LANES,
+            "lanes",
+            spec.lanes,
+            f"use num_workers to {MAX_LANES}",
+        ),
         _one_of("ingest", spec.ingest, (THREADS, RAY_DATA), "INGEST_"),
     ]
 
@@ -185,10 +190,10 @@ def _of_placement(spec: TrainingSpec) -> list[Rule]:
         _one_of("placement.parallel", placement.parallel, (DDP, FSDP)),
         _one_of("placement.backend", placement.backend, ("", "gloo", "nccl")),
         (
-            placement.backend != "nccl" or gpus != 0,
+            placement.backend != "nccl" or gpus is None or not gpus < 1,
             "placement.backend",
             placement.backend,
-            "it needs GPUs; use gloo, or set placement.gpus_per_worker",
+            f"it needs a whole GPU for each worker, and placement.gpus_per_worker is {gpus}; use gloo, or 1 or more",
         ),
         (
             1 <= placement.timeout_s <= 86_400,

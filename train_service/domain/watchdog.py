@@ -14,7 +14,7 @@ STARTING_SECONDS = 1800.0
 # By so much longer may a rank that starts say nothing: what it imports and compiles may hold the interpreter.
 STARTING_FACTOR = 3.0
 # Frames in which a rank waits for the others: in backward, where gradients are added up, or in a call of its own.
-WAITING_FRAMES = ("torch/distributed/", "_engine_run_backward", "train_service/ranks.py")
+WAITING_FRAMES = ("torch/distributed/", "_engine_run_backward", "train_service/learning/ranks.py")
 # A frame of the thread that trains, whatever else a worker's process runs.
 TRAINING_FRAME = "train_loop"
 
@@ -56,8 +56,8 @@ def hung(ranks: Sequence[RankState], limit: float) -> list[int]:
 
     A process that says nothing hangs in any phase. Ranks go in step, so as long as one of them gets on, or has a reason
     not to, the others wait for it. Of those that stand still, the ones at the lowest step hold up the rest. A start has
-    more patience; a checkpoint has none of its own: it is copied in moments, and who waits for its upload is in a call
-    of the store, which gives up by itself.
+    more patience; a checkpoint has none of its own: whoever gathers or copies one gets on with each tensor, and who
+    waits for its upload is in a call of the store, which gives up by itself.
     """
     silent = silent_ranks(ranks, limit)
     if silent or not ranks:

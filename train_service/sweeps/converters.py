@@ -12,11 +12,11 @@ from millrace.train.v1 import resources_pb2, sweep_pb2
 from shared.errors import InvalidArgument, invalid_field
 from shared.grpc_errors import status_proto_from_record
 from shared.jobs import JobRecord, JobState
-from train_service.converters import etag, set_values, timestamp
+from train_service.converters.jobs import etag, set_values, timestamp
+from train_service.converters.specs import maximizes, spec_from_proto, spec_to_proto, whole
 from train_service.domain.search_space import CHOICE, GRID, INTEGERS, LISTED, LOG_UNIFORM, UNIFORM, Domain
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.sweep import Asha, SweepSpec, renamed
-from train_service.spec_converters import maximizes, spec_from_proto, spec_to_proto, whole
 from train_service.sweeps.sweeps import SweepView
 from train_service.sweeps.trials import Trial
 

@@ -16,9 +16,9 @@ from typing import Any
 from shared.jobs import Jobs, JobState
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from train_service.events import Event, EventKind, EventLog
 from train_service.patience import patient
-from train_service.reporting import TRAIN_KIND
+from train_service.records.events import Event, EventKind, EventLog
+from train_service.records.reporting import TRAIN_KIND
 
 LOOK_EVERY_S = 0.5
 EVENTS_AT_ONCE = 256

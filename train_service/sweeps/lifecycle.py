@@ -16,8 +16,8 @@ from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.deletion import condemned, undone, while_deleting
 from shared.jobs.transitions import confirm_delete, request_delete
 from shared.storage import ObjectStore
-from train_service.inputs import release_inputs
-from train_service.lifecycle import Deletions, check_deletable, in_background, in_use
+from train_service.jobs.inputs import release_inputs
+from train_service.jobs.lifecycle import Deletions, check_deletable, in_background, in_use
 from train_service.sweeps.trials import SWEEP_KIND, Trials
 
 logger = logging.getLogger(__name__)

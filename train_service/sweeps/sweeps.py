@@ -12,11 +12,11 @@ from shared.requests import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 from train_service.domain import search_space, sweep
 from train_service.domain.sweep import MAX_SWEEP_ID, SweepSpec
-from train_service.inputs import using_inputs
+from train_service.jobs.inputs import using_inputs
+from train_service.jobs.training_jobs import COLLECTION as TRAINING_JOBS
+from train_service.jobs.training_jobs import TrainingJobs
 from train_service.sweeps.lifecycle import COLLECTION, SweepDeletions
 from train_service.sweeps.trials import SWEEP_KIND, Trial, Trials, best_of
-from train_service.training_jobs import COLLECTION as TRAINING_JOBS
-from train_service.training_jobs import TrainingJobs
 
 PATTERN = "sweeps/{s}"
 # Each builds a model.

@@ -18,9 +18,9 @@ from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.storage import ObjectStore
 from train_service.domain.sweep import DIGITS, SweepSpec, trial_id
-from train_service.reporting import TRAIN_KIND
-from train_service.training_jobs import COLLECTION as TRAINING_JOBS
-from train_service.training_jobs import TrainingJobs
+from train_service.jobs.training_jobs import COLLECTION as TRAINING_JOBS
+from train_service.jobs.training_jobs import TrainingJobs
+from train_service.records.reporting import TRAIN_KIND
 
 SWEEP_KIND = "sweep"
 READ_AT_ONCE = 16

@@ -12,6 +12,20 @@ from millrace_client.connection import Millrace, connect
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+# What a protobuf Duration holds, either way.
+MAX_DURATION_S = 315_576_000_000
+
+
+class DurationType(click.types.FloatParamType):
+    """A number of seconds, or of less than these, that a Duration holds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not abs(number) <= MAX_DURATION_S:
+            self.fail(f"{value!r}: use a finite number, up to {MAX_DURATION_S}", param, ctx)
+        return number
+
+
 def json_option(function: Function) -> Function:
     """`--json`, handed on as `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")(function)

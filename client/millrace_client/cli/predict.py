@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from inference import model_config_pb2
+from millrace_client.answers import Answer
 from millrace_client.cli.exits import CommandFailed, PlainCommand
 from millrace_client.cli.lineage import print_lineage
 from millrace_client.cli.options import address_options, connected, json_option
 from millrace_client.cli.output import print_json
 from millrace_client.cli.predictions import Predictions, outputs_wanted, with_rows_named
 from millrace_client.errors import InvalidArgument, Unimplemented
-from millrace_client.inference import Answer, InferenceClient
+from millrace_client.inference import InferenceClient
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -39,6 +40,7 @@ QUEUED_ROWS = "max_queued_rows"
     "--limit", type=click.IntRange(0), help="At most so many rows; 0: all.  [default: 100 of a dataset, all of files]"
 )
 @click.option("--in-flight", type=click.IntRange(1), default=64, show_default=True, help="Rows on the way at once.")
+@click.option("--version", default="", help="One version of the model, not as its deployment routes.")
 @address_options
 @json_option
 def predict(
@@ -48,6 +50,7 @@ def predict(
     split: str,
     limit: int | None,
     in_flight: int,
+    version: str,
     as_json: bool,
     **values: Any,
 ) -> None:
@@ -67,10 +70,10 @@ def predict(
     if bool(files) == bool(dataset):
         raise click.UsageError("give either files or --dataset datasets/d/versions/v")
     with connected(values) as millrace:
-        metadata = millrace.inference.model_metadata(model)
+        metadata = millrace.inference.model_metadata(model, version=version)
         predictions = Predictions(keep_all=as_json)
         try:
-            config = _config(millrace.inference, model)
+            config = _config(millrace.inference, model, version)
             types = column_types(config)
             together = most_rows(metadata.inputs, min(_batch(config), in_flight))
             if dataset:
@@ -80,7 +83,8 @@ def predict(
                 asking = asking_of_files(files, metadata.inputs, types, together)
             requests = cut_by_bytes(limited(asking.requests, limit or 0))
             started_s = time.perf_counter()
-            for rows, answer in _answers(millrace.inference, metadata, requests, max(in_flight // asking.rows, 1)):
+            at_once = max(in_flight // asking.rows, 1)
+            for rows, answer in _answers(millrace.inference, metadata, version, requests, at_once):
                 predictions.add(rows, answer)
             seconds = time.perf_counter() - started_s
         except BadInput as error:
@@ -93,9 +97,9 @@ def predict(
         print_lineage(predictions.lineage)
 
 
-def _config(inference: InferenceClient, model: str) -> model_config_pb2.ModelConfig:
+def _config(inference: InferenceClient, model: str, version: str) -> model_config_pb2.ModelConfig:
     try:
-        return inference.model_config(model)
+        return inference.model_config(model, version=version)
     except Unimplemented:
         return model_config_pb2.ModelConfig(max_batch_size=DEFAULT_BATCH)
 
@@ -109,7 +113,11 @@ def _batch(config: model_config_pb2.ModelConfig) -> int:
 
 
 def _answers(
-    inference: InferenceClient, metadata: pb.ModelMetadataResponse, requests: Iterable[Request], in_flight: int
+    inference: InferenceClient,
+    metadata: pb.ModelMetadataResponse,
+    version: str,
+    requests: Iterable[Request],
+    in_flight: int,
 ) -> Iterator[tuple[Sequence[Row], Answer]]:
     """Each request's rows with their answer. An error about a row names it as its file counts it."""
     asked: deque[Sequence[Row]] = deque()
@@ -121,7 +129,8 @@ def _answers(
 
     wanted = outputs_wanted(metadata, inference.server_metadata().extensions)
     try:
-        for answer in inference.infer_many(metadata.name, inputs(), in_flight=in_flight, outputs=wanted):
+        answers = inference.infer_many(metadata.name, inputs(), in_flight=in_flight, version=version, outputs=wanted)
+        for answer in answers:
             yield asked.popleft(), answer
     except InvalidArgument as error:
         raise with_rows_named(error, asked[0] if asked else ()) from None

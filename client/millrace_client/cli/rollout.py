@@ -9,10 +9,20 @@ import click
 
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import roll_out_pb2
-from millrace_client.cli.exits import PlainCommand
+from millrace_client.cli.exits import CommandFailed, PlainCommand
 from millrace_client.cli.lineage import print_lineage
-from millrace_client.cli.options import address_options, connected, full_name, json_option
+from millrace_client.cli.options import (
+    MAX_DURATION_S,
+    DurationType,
+    address_options,
+    connected,
+    full_name,
+    json_option,
+)
 from millrace_client.cli.output import console, duration_text, print_json, state_text
+from millrace_client.cli.version_keeping import keep_option
+from millrace_client.connection import Millrace
+from millrace_client.errors import MillraceError
 from millrace_client.operations import Operation
 
 
@@ -39,19 +49,9 @@ class StepType(click.ParamType[tuple[int, float]]):
             step = int(percent), float(seconds)
         except ValueError:
             step = 0, math.nan
-        if not math.isfinite(step[1]):
+        if not (abs(step[0]) < 2**31 and abs(step[1]) <= MAX_DURATION_S):
             self.fail(f"{value!r}: use PERCENT:SECONDS, e.g. 25:60", param, ctx)
         return step
-
-
-class FiniteType(click.types.FloatParamType):
-    """A number that is neither NaN nor infinite."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number: float = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value!r}: use a finite number", param, ctx)
-        return number
 
 
 @click.command(cls=PlainCommand)
@@ -65,10 +65,10 @@ class FiniteType(click.types.FloatParamType):
     help="Share of the traffic, and for how long; the last is of 100. Default: 5, 25, 50 and 100, 60 s each.",
 )
 @click.option("--max-error-share", type=float, help="Roll back where more of the requests fail, 0 to 1.")
-@click.option("--max-p99-ms", type=FiniteType(), help="Roll back where 1 % of the answers take longer.")
+@click.option("--max-p99-ms", type=DurationType(), help="Roll back where 1 % of the answers take longer.")
 @click.option("--max-p99-ratio", default=0.0, help="Roll back where they take so many times as long as the old one's.")
 @click.option("--min-requests", default=0, help="Before a limit means anything. Default: 50.")
-@click.option("--window", "window_s", type=FiniteType(), help="Seconds that the limits look back. Default: 60.")
+@click.option("--window", "window_s", type=DurationType(), help="Seconds that the limits look back. Default: 60.")
 @click.option(
     "--compare",
     type=RowsType(),
@@ -77,6 +77,7 @@ class FiniteType(click.types.FloatParamType):
 @click.option("--min-agreement", type=float, help="Share of those rows with the same label, 0 to 1.")
 @click.option("--max-difference", type=float, help="By how much outputs for those rows may differ.")
 @click.option("--allow-new-signature", is_flag=True, help="Also where inputs or outputs differ from the old version's.")
+@keep_option("as it is")
 @click.option("--no-wait", is_flag=True, help="Return once it is durable; it goes on meanwhile.")
 @address_options
 @json_option
@@ -86,18 +87,22 @@ def rollout(
     steps: tuple[tuple[int, float], ...],
     max_p99_ms: float | None,
     compare: tuple[str, str] | None,
+    version_policy: pb.VersionPolicy | None,
     no_wait: bool,
     as_json: bool,
     **values: Any,
 ) -> None:
     """Move the traffic of DEPLOYMENT to CHECKPOINT, step by step, without a dropped request.
 
-    CHECKPOINT is trainingJobs/j/checkpoints/c, or a job (trainingJobs/j or j) for its best one.
+    CHECKPOINT is trainingJobs/j/checkpoints/c, or a job (trainingJobs/j or j) for its best one. With --keep 2 the old
+    version stays loaded, and `millrace rollback` gives it the traffic back; --keep is set once the roll-out is
+    accepted, and nothing is unloaded before its end.
     """
+    name = full_name("deployments", deployment)
     limits = {name: values[name] for name in ("max_error_share", "max_p99_ratio", "min_requests", "window_s")}
     with connected(values) as millrace:
         operation = millrace.deployments.roll_out(
-            full_name("deployments", deployment),
+            name,
             full_name("trainingJobs", checkpoint),
             steps=steps,
             max_p99_s=max_p99_ms / 1000 if max_p99_ms is not None else None,
@@ -107,6 +112,8 @@ def rollout(
             max_difference=values["max_difference"],
             **limits,
         )
+        if version_policy is not None:
+            _keep(millrace, name, version_policy)
         if no_wait:
             made = millrace.deployments.get_deployment(operation.metadata.deployment)
         else:
@@ -137,6 +144,16 @@ def rollback(deployment: str, etag: str, as_json: bool, **values: Any) -> None:
             f"[bold]{now.name}[/] answers as version {now.lineage.model_version}; "
             f"the roll-out of version {now.roll_out.version} is {state_text(state)}."
         )
+
+
+def _keep(millrace: Millrace, name: str, version_policy: pb.VersionPolicy) -> None:
+    """Behind the wish for the roll-out: one that is refused unloads nothing, and until it ends none of the versions
+    goes that were there before it. Should it have ended already, those that it has retired are kept all the same."""
+    try:
+        millrace.deployments.update_traffic(name, version_policy=version_policy)
+    except MillraceError as error:
+        remedy = f"millrace deployments traffic {name} --keep … sets it; do so before the roll-out ends"
+        raise CommandFailed(f"{name} rolls out, but --keep is not set: {error.message}", remedy=remedy) from None
 
 
 class _Progress:

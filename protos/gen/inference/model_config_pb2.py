@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cinference/model_config.proto\x12\tinference\"\xb7\x03\n\x0bModelConfig\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08platform\x18\x02 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x11 \x01(\t\x12\x16\n\x0emax_batch_size\x18\x04 \x01(\x05\x12$\n\x05input\x18\x05 \x03(\x0b\x32\x15.inference.ModelInput\x12&\n\x06output\x18\x06 \x03(\x0b\x32\x16.inference.ModelOutput\x12;\n\x10\x64ynamic_batching\x18\x0b \x01(\x0b\x32\x1f.inference.ModelDynamicBatchingH\x00\x12\x35\n\x0einstance_group\x18\x07 \x03(\x0b\x32\x1d.inference.ModelInstanceGroup\x12:\n\nparameters\x18\x0e \x03(\x0b\x32&.inference.ModelConfig.ParametersEntry\x1aL\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12(\n\x05value\x18\x02 \x01(\x0b\x32\x19.inference.ModelParameter:\x02\x38\x01\x42\x13\n\x11scheduling_choice\"\x80\x01\n\nModelInput\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\tdata_type\x18\x02 \x01(\x0e\x32\x13.inference.DataType\x12\x0c\n\x04\x64ims\x18\x04 \x03(\x03\x12.\n\x07reshape\x18\x05 \x01(\x0b\x32\x1d.inference.ModelTensorReshape\"\x81\x01\n\x0bModelOutput\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\tdata_type\x18\x02 \x01(\x0e\x32\x13.inference.DataType\x12\x0c\n\x04\x64ims\x18\x03 \x03(\x03\x12.\n\x07reshape\x18\x05 \x01(\x0b\x32\x1d.inference.ModelTensorReshape\"#\n\x12ModelTensorReshape\x12\r\n\x05shape\x18\x01 \x03(\x03\"\xb0\x01\n\x14ModelDynamicBatching\x12$\n\x1cmax_queue_delay_microseconds\x18\x02 \x01(\x04\x12\x17\n\x0fpriority_levels\x18\x04 \x01(\x04\x12\x1e\n\x16\x64\x65\x66\x61ult_priority_level\x18\x05 \x01(\x04\x12\x39\n\x14\x64\x65\x66\x61ult_queue_policy\x18\x06 \x01(\x0b\x32\x1b.inference.ModelQueuePolicy\"\x9d\x01\n\x10ModelQueuePolicy\x12\x41\n\x0etimeout_action\x18\x01 \x01(\x0e\x32).inference.ModelQueuePolicy.TimeoutAction\x12\x1e\n\x16\x61llow_timeout_override\x18\x03 \x01(\x08\"&\n\rTimeoutAction\x12\n\n\x06REJECT\x10\x00\x12\t\n\x05\x44\x45LAY\x10\x01\"\xa6\x01\n\x12ModelInstanceGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x05\x12\x30\n\x04kind\x18\x04 \x01(\x0e\x32\".inference.ModelInstanceGroup.Kind\"A\n\x04Kind\x12\r\n\tKIND_AUTO\x10\x00\x12\x0c\n\x08KIND_GPU\x10\x01\x12\x0c\n\x08KIND_CPU\x10\x02\x12\x0e\n\nKIND_MODEL\x10\x03\"&\n\x0eModelParameter\x12\x14\n\x0cstring_value\x18\x01 \x01(\t*\xfa\x01\n\x08\x44\x61taType\x12\x10\n\x0cTYPE_INVALID\x10\x00\x12\r\n\tTYPE_BOOL\x10\x01\x12\x0e\n\nTYPE_UINT8\x10\x02\x12\x0f\n\x0bTYPE_UINT16\x10\x03\x12\x0f\n\x0bTYPE_UINT32\x10\x04\x12\x0f\n\x0bTYPE_UINT64\x10\x05\x12\r\n\tTYPE_INT8\x10\x06\x12\x0e\n\nTYPE_INT16\x10\x07\x12\x0e\n\nTYPE_INT32\x10\x08\x12\x0e\n\nTYPE_INT64\x10\t\x12\r\n\tTYPE_FP16\x10\n\x12\r\n\tTYPE_FP32\x10\x0b\x12\r\n\tTYPE_FP64\x10\x0c\x12\x0f\n\x0bTYPE_STRING\x10\r\x12\r\n\tTYPE_BF16\x10\x0e\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cinference/model_config.proto\x12\tinference\"\xee\x03\n\x0bModelConfig\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08platform\x18\x02 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x11 \x01(\t\x12\x35\n\x0eversion_policy\x18\x03 \x01(\x0b\x32\x1d.inference.ModelVersionPolicy\x12\x16\n\x0emax_batch_size\x18\x04 \x01(\x05\x12$\n\x05input\x18\x05 \x03(\x0b\x32\x15.inference.ModelInput\x12&\n\x06output\x18\x06 \x03(\x0b\x32\x16.inference.ModelOutput\x12;\n\x10\x64ynamic_batching\x18\x0b \x01(\x0b\x32\x1f.inference.ModelDynamicBatchingH\x00\x12\x35\n\x0einstance_group\x18\x07 \x03(\x0b\x32\x1d.inference.ModelInstanceGroup\x12:\n\nparameters\x18\x0e \x03(\x0b\x32&.inference.ModelConfig.ParametersEntry\x1aL\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12(\n\x05value\x18\x02 \x01(\x0b\x32\x19.inference.ModelParameter:\x02\x38\x01\x42\x13\n\x11scheduling_choice\"\x90\x02\n\x12ModelVersionPolicy\x12\x36\n\x06latest\x18\x01 \x01(\x0b\x32$.inference.ModelVersionPolicy.LatestH\x00\x12\x30\n\x03\x61ll\x18\x02 \x01(\x0b\x32!.inference.ModelVersionPolicy.AllH\x00\x12:\n\x08specific\x18\x03 \x01(\x0b\x32&.inference.ModelVersionPolicy.SpecificH\x00\x1a\x1e\n\x06Latest\x12\x14\n\x0cnum_versions\x18\x01 \x01(\r\x1a\x05\n\x03\x41ll\x1a\x1c\n\x08Specific\x12\x10\n\x08versions\x18\x01 \x03(\x03\x42\x0f\n\rpolicy_choice\"\x92\x01\n\nModelInput\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\tdata_type\x18\x02 \x01(\x0e\x32\x13.inference.DataType\x12\x0c\n\x04\x64ims\x18\x04 \x03(\x03\x12.\n\x07reshape\x18\x05 \x01(\x0b\x32\x1d.inference.ModelTensorReshape\x12\x10\n\x08optional\x18\x08 \x01(\x08\"\x81\x01\n\x0bModelOutput\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\tdata_type\x18\x02 \x01(\x0e\x32\x13.inference.DataType\x12\x0c\n\x04\x64ims\x18\x03 \x03(\x03\x12.\n\x07reshape\x18\x05 \x01(\x0b\x32\x1d.inference.ModelTensorReshape\"#\n\x12ModelTensorReshape\x12\r\n\x05shape\x18\x01 \x03(\x03\"\xb0\x01\n\x14ModelDynamicBatching\x12$\n\x1cmax_queue_delay_microseconds\x18\x02 \x01(\x04\x12\x17\n\x0fpriority_levels\x18\x04 \x01(\x04\x12\x1e\n\x16\x64\x65\x66\x61ult_priority_level\x18\x05 \x01(\x04\x12\x39\n\x14\x64\x65\x66\x61ult_queue_policy\x18\x06 \x01(\x0b\x32\x1b.inference.ModelQueuePolicy\"\x9d\x01\n\x10ModelQueuePolicy\x12\x41\n\x0etimeout_action\x18\x01 \x01(\x0e\x32).inference.ModelQueuePolicy.TimeoutAction\x12\x1e\n\x16\x61llow_timeout_override\x18\x03 \x01(\x08\"&\n\rTimeoutAction\x12\n\n\x06REJECT\x10\x00\x12\t\n\x05\x44\x45LAY\x10\x01\"\xa6\x01\n\x12ModelInstanceGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x05\x12\x30\n\x04kind\x18\x04 \x01(\x0e\x32\".inference.ModelInstanceGroup.Kind\"A\n\x04Kind\x12\r\n\tKIND_AUTO\x10\x00\x12\x0c\n\x08KIND_GPU\x10\x01\x12\x0c\n\x08KIND_CPU\x10\x02\x12\x0e\n\nKIND_MODEL\x10\x03\"&\n\x0eModelParameter\x12\x14\n\x0cstring_value\x18\x01 \x01(\t*\xfa\x01\n\x08\x44\x61taType\x12\x10\n\x0cTYPE_INVALID\x10\x00\x12\r\n\tTYPE_BOOL\x10\x01\x12\x0e\n\nTYPE_UINT8\x10\x02\x12\x0f\n\x0bTYPE_UINT16\x10\x03\x12\x0f\n\x0bTYPE_UINT32\x10\x04\x12\x0f\n\x0bTYPE_UINT64\x10\x05\x12\r\n\tTYPE_INT8\x10\x06\x12\x0e\n\nTYPE_INT16\x10\x07\x12\x0e\n\nTYPE_INT32\x10\x08\x12\x0e\n\nTYPE_INT64\x10\t\x12\r\n\tTYPE_FP16\x10\n\x12\r\n\tTYPE_FP32\x10\x0b\x12\r\n\tTYPE_FP64\x10\x0c\x12\x0f\n\x0bTYPE_STRING\x10\r\x12\r\n\tTYPE_BF16\x10\x0e\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,28 +33,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MODELCONFIG_PARAMETERSENTRY']._loaded_options = None
   _globals['_MODELCONFIG_PARAMETERSENTRY']._serialized_options = b'8\001'
-  _globals['_DATATYPE']._serialized_start=1334
-  _globals['_DATATYPE']._serialized_end=1584
+  _globals['_DATATYPE']._serialized_start=1682
+  _globals['_DATATYPE']._serialized_end=1932
   _globals['_MODELCONFIG']._serialized_start=44
-  _globals['_MODELCONFIG']._serialized_end=483
-  _globals['_MODELCONFIG_PARAMETERSENTRY']._serialized_start=386
-  _globals['_MODELCONFIG_PARAMETERSENTRY']._serialized_end=462
-  _globals['_MODELINPUT']._serialized_start=486
-  _globals['_MODELINPUT']._serialized_end=614
-  _globals['_MODELOUTPUT']._serialized_start=617
-  _globals['_MODELOUTPUT']._serialized_end=746
-  _globals['_MODELTENSORRESHAPE']._serialized_start=748
-  _globals['_MODELTENSORRESHAPE']._serialized_end=783
-  _globals['_MODELDYNAMICBATCHING']._serialized_start=786
-  _globals['_MODELDYNAMICBATCHING']._serialized_end=962
-  _globals['_MODELQUEUEPOLICY']._serialized_start=965
-  _globals['_MODELQUEUEPOLICY']._serialized_end=1122
-  _globals['_MODELQUEUEPOLICY_TIMEOUTACTION']._serialized_start=1084
-  _globals['_MODELQUEUEPOLICY_TIMEOUTACTION']._serialized_end=1122
-  _globals['_MODELINSTANCEGROUP']._serialized_start=1125
-  _globals['_MODELINSTANCEGROUP']._serialized_end=1291
-  _globals['_MODELINSTANCEGROUP_KIND']._serialized_start=1226
-  _globals['_MODELINSTANCEGROUP_KIND']._serialized_end=1291
-  _globals['_MODELPARAMETER']._serialized_start=1293
-  _globals['_MODELPARAMETER']._serialized_end=1331
+  _globals['_MODELCONFIG']._serialized_end=538
+  _globals['_MODELCONFIG_PARAMETERSENTRY']._serialized_start=441
+  _globals['_MODELCONFIG_PARAMETERSENTRY']._serialized_end=517
+  _globals['_MODELVERSIONPOLICY']._serialized_start=541
+  _globals['_MODELVERSIONPOLICY']._serialized_end=813
+  _globals['_MODELVERSIONPOLICY_LATEST']._serialized_start=729
+  _globals['_MODELVERSIONPOLICY_LATEST']._serialized_end=759
+  _globals['_MODELVERSIONPOLICY_ALL']._serialized_start=761
+  _globals['_MODELVERSIONPOLICY_ALL']._serialized_end=766
+  _globals['_MODELVERSIONPOLICY_SPECIFIC']._serialized_start=768
+  _globals['_MODELVERSIONPOLICY_SPECIFIC']._serialized_end=796
+  _globals['_MODELINPUT']._serialized_start=816
+  _globals['_MODELINPUT']._serialized_end=962
+  _globals['_MODELOUTPUT']._serialized_start=965
+  _globals['_MODELOUTPUT']._serialized_end=1094
+  _globals['_MODELTENSORRESHAPE']._serialized_start=1096
+  _globals['_MODELTENSORRESHAPE']._serialized_end=1131
+  _globals['_MODELDYNAMICBATCHING']._serialized_start=1134
+  _globals['_MODELDYNAMICBATCHING']._serialized_end=1310
+  _globals['_MODELQUEUEPOLICY']._serialized_start=1313
+  _globals['_MODELQUEUEPOLICY']._serialized_end=1470
+  _globals['_MODELQUEUEPOLICY_TIMEOUTACTION']._serialized_start=1432
+  _globals['_MODELQUEUEPOLICY_TIMEOUTACTION']._serialized_end=1470
+  _globals['_MODELINSTANCEGROUP']._serialized_start=1473
+  _globals['_MODELINSTANCEGROUP']._serialized_end=1639
+  _globals['_MODELINSTANCEGROUP_KIND']._serialized_start=1574
+  _globals['_MODELINSTANCEGROUP_KIND']._serialized_end=1639
+  _globals['_MODELPARAMETER']._serialized_start=1641
+  _globals['_MODELPARAMETER']._serialized_end=1679
 # @@protoc_insertion_point(module_scope)

@@ -14,9 +14,9 @@ from shared.storage import open_store, opening
 from tests.support.s3_fault_proxy import NONE, fault_proxy, silent
 from tests.support.snapshots import JOB, entries, load, save_one, trained
 from tests.support.waiting import wait_until
-from train_service import snapshots
+from train_service.checkpoints import snapshots
+from train_service.checkpoints.snapshots import CheckpointWriter
 from train_service.patience import waits_for_store
-from train_service.snapshots import CheckpointWriter
 
 
 def test_a_store_that_is_away_in_mid_upload_is_waited_for_and_the_wait_is_told(

@@ -123,3 +123,5 @@ def test_a_signal_ends_the_process_after_its_calls_with_status_0(ending: signal.
     (access,) = [line for line in lines if "GetDataset OK" in line["message"]]
     assert (access["request_id"], access["method"]) == ("r1", "/millrace.data.v1.DataService/GetDataset")
     assert access["service"] == "kit"
+    assert access["status"] == "OK"
+    assert 0 < access["duration_ms"] < 60_000

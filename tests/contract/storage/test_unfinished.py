@@ -11,7 +11,7 @@ import pytest
 
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from shared.storage.opening import s3_client
+from shared.storage.minio_client import minio_client
 
 HOUR_S = 3600.0
 PART = b"p" * 5 * 1024 * 1024
@@ -61,7 +61,7 @@ def test_what_was_left_unfinished_long_ago_goes_and_what_is_being_written_stays(
 def test_parts_of_an_object_that_nobody_finishes_go_once_they_are_old(s3_store: StoreSettings) -> None:
     store: ObjectStore = open_store(s3_store)
     parts = urlsplit(s3_store.url)
-    client, bucket, root = s3_client(s3_store), parts.netloc, parts.path.strip("/")
+    client, bucket, root = minio_client(s3_store), parts.netloc, parts.path.strip("/")
     for key in ("a/large", "ab/large"):
         upload = client._create_multipart_upload(bucket, f"{root}/{key}", {})
         client._upload_part(bucket, f"{root}/{key}", PART, None, upload, 1)

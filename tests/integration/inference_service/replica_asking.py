@@ -14,8 +14,8 @@ import time
 from ray.exceptions import RayError
 
 from inference_service.domain.scaling import Scale
-from inference_service.ray_serve import ServeApplications
-from inference_service.replica import ReplicaSpec
+from inference_service.reconciling.ray_serve import ServeApplications
+from inference_service.replica.replica import ReplicaSpec
 from shared.errors import MillraceError, Unavailable
 from shared.settings import StoreSettings
 

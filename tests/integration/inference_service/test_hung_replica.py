@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -37,6 +39,14 @@ def ask(client: Client, value: float, timeout_s: float) -> oip.ModelInferRespons
     return answer
 
 
+def replica_log(stack: Stack) -> Iterator[dict[str, Any]]:
+    """What the replicas have logged, from Ray's logs of their processes."""
+    for file in stack.head.folder.glob("session_latest/logs/worker-*.err"):
+        for line in file.read_text().splitlines():
+            if '"service": "inference-replica"' in line:
+                yield json.loads(line)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_replica_whose_function_never_returns_is_replaced_by_another(stack: Stack) -> None:
@@ -62,5 +72,8 @@ def test_a_replica_whose_function_never_returns_is_replaced_by_another(stack: St
 
         eventually(answered, 240, "a replica answers again")
         eventually(lambda: hung not in stack.head.processes(REPLICA), 30, "the one that hung is gone")
+        line = next(line for line in replica_log(stack) if "at one batch" in line["message"])
+        assert line["service"] == "inference-replica"
+        assert line["application"].startswith("millrace-")
     finally:
         stack.client.delete(deployment.name)

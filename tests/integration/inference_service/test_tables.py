@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 
 from inference_service.domain.rows import PREPARED, RAW, Rows
-from inference_service.served_model import ServedModel
+from inference_service.replica.served_model import ServedModel
 from shared.checkpoint import CheckpointContent
 from shared.errors import FailedPrecondition
 from shared.model_spec import REGRESSION, ModelSpec

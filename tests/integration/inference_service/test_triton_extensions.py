@@ -80,6 +80,7 @@ def test_the_configuration_and_the_index_name_the_model(triton: dict[str, Any]) 
     assert (config["name"], config["max_batch_size"]) == ("digits", 16)
     assert config["input"] == [{"name": "image", "data_type": "TYPE_UINT8", "dims": ["28", "28"]}]
     assert config["dynamic_batching"]["priority_levels"] == "10"
+    assert config["version_policy"] == {"latest": {"num_versions": 1}}
     assert {"name": "digits", "version": "1", "state": "READY"} in triton["index"]
     assert triton["loaded"] == ["OK", ""]
     assert triton["ready"]

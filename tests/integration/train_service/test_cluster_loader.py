@@ -23,13 +23,13 @@ from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.ray_head import RayHead
 from tests.support.versions import commit_version, striped_digits
-from train_service import preparation
-from train_service.cluster_loader import ClusterLoader
 from train_service.domain.slices import Plan
 from train_service.domain.spec import TrainingSpec
-from train_service.loader import Batch, Loader
-from train_service.preprocessing import Preprocessing
-from train_service.row_cache import RowCache
+from train_service.loading import preparation
+from train_service.loading.cluster_loader import ClusterLoader
+from train_service.loading.loader import Batch, Loader
+from train_service.loading.preprocessing import Preprocessing
+from train_service.loading.row_cache import RowCache
 
 VERSION = "datasets/digits/versions/v1"
 ROWS = 3000

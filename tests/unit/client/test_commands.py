@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import click
 import grpc
 import pytest
 from click.testing import CliRunner, Result
@@ -17,6 +19,7 @@ from tests.support.fake_servicers import BreakingStreams, Job, Refusing
 from tests.support.grpc_answers import bad_field, error_info, serving, status
 
 NOBODY = "127.0.0.1:1"
+README = Path(__file__).parents[3] / "README.md"
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +100,10 @@ def test_nobody_at_the_address_is_exit_code_5_with_a_remedy() -> None:
         ("train", "list"),
         ("train", "cancel", "j"),
         ("deploy", "m", "j"),
+        ("deployments", "list"),
+        ("deployments", "show", "m"),
+        ("deployments", "delete", "m"),
+        ("deployments", "traffic", "m", "--no-shadow"),
         ("predict", "m", "--dataset", "datasets/d/versions/v"),
         ("demo", "--mnist-uri", "file:///nowhere"),
     ],
@@ -190,3 +197,28 @@ def test_every_command_has_help_that_says_where_the_exit_codes_are() -> None:
     for name, (_, text) in COMMANDS.items():
         assert text in listed
         assert run(name, "--help").exit_code == 0
+
+
+def test_the_readme_lists_every_command_and_says_which_have_json() -> None:
+    text = README.read_text()
+    begin = text.index("From a shell: `millrace data ")
+    paragraph = text[begin : text.index("\n\n", begin)]
+    listed = set()
+    for group, names in re.findall(r"`millrace (?:(\w+) )?([\w|]+)`", paragraph):
+        listed |= {f"{group} {name}".strip() for name in names.split("|")}
+    assert listed == commands().keys()
+    assert [name for name, one in commands().items() if not any(p.name == "as_json" for p in one.params)] == [
+        "data quarantine"
+    ]
+
+
+def commands() -> dict[str, click.Command]:
+    """All that do something, by what is typed for them."""
+    found: dict[str, click.Command] = {}
+    for name in COMMANDS:
+        one = millrace.get_command(click.Context(millrace), name)
+        if isinstance(one, click.Group):
+            found |= {f"{name} {part}": command for part, command in one.commands.items()}
+        elif one is not None:
+            found[name] = one
+    return found

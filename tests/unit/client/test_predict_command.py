@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.signature import Signature, TensorSpec
 from millrace.data.v1 import data_service_pb2_grpc
 from millrace_client.cli import millrace
+from tests.support.deployment_server import weighed
 from tests.support.fake_servicers import OneVersion
 from tests.support.grpc_answers import serving
-from tests.support.inference_server import Server, deployment, served
+from tests.support.inference_server import Server, attach, deployment, served
 
 SPECIES = ("Adelie", "Chinstrap", "[Gentoo]")
 CLASSIFIER = (
@@ -262,6 +264,26 @@ def test_a_model_of_pixels_gets_images_in_its_size(tmp_path: Path) -> None:
         [[[0, 1, 2], [3, 4, 5]]],
         *([one] for one in PICTURES.tolist()),
     ]
+
+
+def test_one_version_is_asked_where_it_is_named(csv: Path) -> None:
+    first, second = table_model(), Remembering(TABLE, REGRESSION)
+    one = weighed("m", 100, 0)
+    signatures = (first.signature, second.signature)
+    versions = (replace(v, signature=s) for v, s in zip(one.versions, signatures, strict=True))
+    one = replace(one, versions=tuple(versions))
+    results = []
+
+    async def scenario(server: Server) -> None:
+        attach(server.models, one, second, number="2")
+        command = ["predict", "m", str(csv), "--version", "2", "--json", "--inference-address", server.kit.address]
+        results.append(await asyncio.to_thread(CliRunner().invoke, millrace, command))
+
+    served(scenario, one, model=first)
+    document = json.loads(results[0].stdout)
+    assert [one["values"] for one in document["predictions"]] == [[206.5]] * 3
+    assert document["lineage"]["model_version"] == "2"
+    assert (len(first.rows), len(second.rows)) == (0, 3)
 
 
 def test_a_regression_shows_its_numbers(csv: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -10,9 +11,15 @@ import pytest
 from click.testing import CliRunner, Result
 from google.longrunning import operations_pb2_grpc
 
+from inference_service.deployments.registry import Deployments
+from inference_service.domain.version_policy import Kept, VersionPolicy
 from millrace.inference.v1 import deployment_service_pb2_grpc
 from millrace_client.cli import millrace
-from tests.support.grpc_answers import serving
+from millrace_client.version_policies import keep_latest
+from shared.settings import StoreSettings
+from shared.storage import open_store
+from tests.support.deployment_server import commanded, weighed
+from tests.support.grpc_answers import abort, serving, status
 from tests.support.rolling_servicer import Rolling, RollOut
 
 
@@ -64,21 +71,53 @@ def test_without_options_everything_is_left_to_the_server() -> None:
     assert not request.spec.HasField("comparison")
 
 
+def test_the_policy_is_set_once_the_roll_out_is_accepted() -> None:
+    servicer = Rolling()
+    result = run(servicer, "rollout", "digits", "j", "--keep", "2")
+    assert result.exit_code == 0, result.output
+    request, kept = servicer.wishes
+    assert request.spec.checkpoint == "trainingJobs/j"
+    assert (kept.deployment.name, list(kept.update_mask.paths)) == ("deployments/digits", ["spec.version_policy"])
+    assert kept.deployment.spec.version_policy == keep_latest(2)
+
+
+def test_a_roll_out_that_is_refused_changes_no_policy_and_unloads_nothing(file_store: StoreSettings) -> None:
+    store = open_store(file_store)
+    one = weighed("digits", 0, 0, 100)
+    before = Deployments(store).create(replace(one, spec=replace(one.spec, version_policy=VersionPolicy(Kept.ALL))))
+    result = commanded(store, "rollout", "digits", "trainingJobs/nobody/checkpoints/c", "--keep", "1")
+    assert (result.exit_code, "trainingJobs/nobody" in result.stderr) == (3, True)
+    assert Deployments(store).get("deployments/digits") == before
+
+
+def test_a_policy_that_cannot_be_set_is_an_error_that_says_that_the_roll_out_goes_on() -> None:
+    class Unkept(Rolling):
+        def UpdateDeployment(self, _: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+            abort(context, status(grpc.StatusCode.RESOURCE_EXHAUSTED, "the store is full"))
+
+    result = run(Unkept(), "rollout", "digits", "j", "--keep", "2")
+    assert (result.exit_code, result.stdout) == (1, "")
+    error, remedy = result.stderr.splitlines()
+    assert error == "error: deployments/digits rolls out, but --keep is not set: the store is full"
+    assert "millrace deployments traffic deployments/digits --keep" in remedy
+
+
 def test_a_roll_out_that_is_rolled_back_is_an_error() -> None:
     result = run(Rolling(RollOut.STATE_ROLLED_BACK), "rollout", "digits", "j")
     assert (result.exit_code, result.stderr.splitlines()[0]) == (4, "error: version 2: too slow")
 
 
-@pytest.mark.parametrize("step", ["5", "5:", "x:1", "5:nan", "5:inf"])
+@pytest.mark.parametrize("step", ["5", "5:", "x:1", "5:nan", "5:inf", "5:1e300", "9999999999:1"])
 def test_a_step_that_is_none_is_wrong_usage(step: str) -> None:
     result = run(Rolling(), "rollout", "digits", "j", "--step", step)
     assert result.exit_code == 2
     assert "PERCENT:SECONDS" in result.output
 
 
+@pytest.mark.parametrize("time", ["nan", "1e300"])
 @pytest.mark.parametrize("option", ["--window", "--max-p99-ms"])
-def test_a_time_that_is_no_number_is_wrong_usage(option: str) -> None:
-    result = run(Rolling(), "rollout", "digits", "j", option, "nan")
+def test_a_time_that_is_no_number_is_wrong_usage(option: str, time: str) -> None:
+    result = run(Rolling(), "rollout", "digits", "j", option, time)
     assert (result.exit_code, option in result.output) == (2, True)
 
 

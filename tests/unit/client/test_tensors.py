@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,18 @@ def test_zeros_that_bytes_and_text_end_in_arrive(given: Any) -> None:
 def test_an_element_that_is_neither_text_nor_bytes_is_refused_by_its_input_s_name(given: Any) -> None:
     with pytest.raises(TypeError, match=r"'x'.*give text or bytes"):
         infer_request("m", {"x": given})
+
+
+@pytest.mark.parametrize("timeout_s", [0, 0.0, -1.0, math.nan, math.inf, 1e300, 9.3e12])
+def test_a_time_that_is_no_limit_is_refused_by_its_name(timeout_s: float) -> None:
+    with pytest.raises(ValueError, match=r"server_timeout_s is .*: use a finite number of seconds above 0"):
+        infer_request("m", {}, server_timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(("timeout_s", "microseconds"), [(1e-9, 1), (0.05, 50_000), (9e12, 9 * 10**18)])
+def test_a_time_goes_in_microseconds_rounded_up(timeout_s: float, microseconds: int) -> None:
+    request = infer_request("m", {}, server_timeout_s=timeout_s)
+    assert request.parameters["timeout"].int64_param == microseconds
 
 
 def test_outputs_are_asked_for_by_name_some_of_them_as_classes() -> None:

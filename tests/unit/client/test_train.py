@@ -10,6 +10,7 @@ import pytest
 from millrace.train.v1 import resources_pb2, train_service_pb2_grpc
 from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client import connect, errors
+from tests.support import recorded_servicer
 from tests.support.fake_servicers import BreakingStreams, UnknownJob
 from tests.support.grpc_answers import serving
 from tests.support.recorded_servicer import RecordedRun
@@ -58,17 +59,27 @@ def test_other_errors_end_a_watch_at_once() -> None:
 def test_all_events_of_a_job_at_rest_are_listed_however_long_they_take_to_come(state: Job.State) -> None:
     servicer = RecordedRun(state=state, pause_s=0.6)
     with serving(register(servicer)) as address, connect(train=address) as millrace:
-        found = millrace.train.list_events("trainingJobs/j", idle_s=0.2)
+        found = millrace.train.list_events("trainingJobs/j")
     assert [one.sequence for one in found] == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_events_of_a_job_at_work_are_those_until_it_is_silent() -> None:
+def test_the_events_of_a_job_at_work_are_those_so_far() -> None:
     servicer = RecordedRun(state=Job.STATE_RUNNING)
     with serving(register(servicer)) as address, connect(train=address) as millrace:
         began = time.monotonic()
-        found = millrace.train.list_events("trainingJobs/j", idle_s=0.5)
+        found = millrace.train.list_events("trainingJobs/j")
     assert [one.sequence for one in found] == [1, 2, 3, 4, 5, 6]
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("state", [Job.STATE_SUCCEEDED, Job.STATE_RUNNING], ids=Job.State.Name)
+def test_all_events_are_listed_though_the_clock_of_who_asks_is_slow(
+    state: Job.State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded_servicer, "CREATED", int(time.time()) + 3600)
+    with serving(register(RecordedRun(state=state))) as address, connect(train=address) as millrace:
+        found = millrace.train.list_events("trainingJobs/j")
+    assert [one.sequence for one in found] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("after", [0, 4])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from inference_service.cluster import Cluster
+from inference_service.deployments.cluster import Cluster
+from inference_service.deployments.manager import DeploymentManager
+from inference_service.deployments.operations import DeploymentOperations
+from inference_service.deployments.registry import Deployments
+from inference_service.deployments.roll_out_manager import RollOutManager
 from inference_service.domain.deployment import Deployment
-from inference_service.manager import DeploymentManager
-from inference_service.operations import DeploymentOperations
-from inference_service.registry import Deployments
-from inference_service.roll_out_manager import RollOutManager
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store

@@ -7,7 +7,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from inference_service.batcher import Batcher
+from inference_service.batching.batcher import Batcher
+from inference_service.batching.models import Models
+from inference_service.deployments.registry import Deployments
 from inference_service.domain.absences import LOST_AFTER_S
 from inference_service.domain.applications import application_name
 from inference_service.domain.batch_times import BatchTimes
@@ -17,11 +19,9 @@ from inference_service.domain.roll_out import (
     RollOutState,
 )
 from inference_service.domain.statistics import Statistics
-from inference_service.models import Models
-from inference_service.registry import Deployments
-from inference_service.roll_outs import RollOuts
+from inference_service.fronts.siblings import Siblings
+from inference_service.reconciling.roll_outs import RollOuts
 from inference_service.settings import InferenceSettings
-from inference_service.siblings import Siblings
 from shared.settings import ServiceSettings, StoreSettings
 from shared.storage import ObjectStore
 from tests.support.inference_server import Classifier
@@ -58,10 +58,10 @@ class Driven:
         assert self.now.roll_out is not None
         return self.now.roll_out.state
 
-    def answer(self, number: str, model: Any = None) -> None:
+    def answer(self, number: str, model: Any = None, max_queued_rows: int = 100) -> None:
         """Replicas of this version are there."""
         version = next(one for one in self.now.versions if one.number == number)
-        limits = Limits(max_rows=8, max_delay_s=0.0, max_queued_rows=100, max_in_flight=1)
+        limits = Limits(max_rows=8, max_delay_s=0.0, max_queued_rows=max_queued_rows, max_in_flight=1)
         name = application_name(self.now, version)
         self.models.attach(name, Batcher(model or Classifier(), limits, BatchTimes(), Statistics()))
 

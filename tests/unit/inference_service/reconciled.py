@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from inference_service.cluster import Cluster
+from inference_service.batching.models import Models
+from inference_service.deployments.cluster import Cluster
+from inference_service.deployments.registry import Deployments
 from inference_service.domain.applications import application_name
 from inference_service.domain.deployment import Deployment
 from inference_service.domain.scaling import Scale
-from inference_service.models import Models
-from inference_service.ray_serve import Application
-from inference_service.reconciler import Reconciler
-from inference_service.registry import Deployments
-from inference_service.replica import Loaded, ReplicaSpec
+from inference_service.fronts.siblings import Siblings
+from inference_service.reconciling.ray_serve import Application
+from inference_service.reconciling.reconciler import Reconciler
+from inference_service.replica.replica import Loaded, ReplicaSpec
 from inference_service.settings import InferenceSettings
-from inference_service.siblings import Siblings
 from shared.settings import ServiceSettings, StoreSettings
 from tests.support.inference_server import IMAGES, Classifier
 
@@ -63,10 +63,11 @@ class Running:
 
 
 def reconciling(
-    deployments: Deployments, made: Deployment, siblings: Siblings | None = None
+    deployments: Deployments, made: Deployment, siblings: Siblings | None = None, running: Running | None = None
 ) -> tuple[Reconciler, Models, Running]:
+    """Without a Serve that is `running`, one in which the deployment's first version is up."""
     service = ServiceSettings(listen="", store=StoreSettings(url="file:///nowhere"))
-    models, running = Models(LOST_AFTER_S), Running(application_name(made, made.versions[0]))
+    models, running = Models(LOST_AFTER_S), running or Running(application_name(made, made.versions[0]))
     serve: Any = running
     settings = InferenceSettings(service=service, reconcile_every_s=0.01, ray_silent_after_s=0.05)
     reconciler = Reconciler(deployments, serve, models, Cluster(None), settings, siblings or Siblings())

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from inference_service import load_reports
-from inference_service.batcher import Batcher
+from inference_service.batching.batcher import Batcher
+from inference_service.batching.models import Models
+from inference_service.deployments.manager import DeploymentManager
 from inference_service.domain.applications import application_name
 from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits
@@ -17,8 +19,6 @@ from inference_service.domain.load import Load
 from inference_service.domain.scaling import Autoscaling
 from inference_service.domain.statistics import Statistics
 from inference_service.load_reports import LoadReports
-from inference_service.manager import DeploymentManager
-from inference_service.models import Models
 from tests.support.inference_server import Classifier, until
 from tests.unit.inference_service.wishes import creation
 

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from inference_service.deployments.registry import Deployments
 from inference_service.domain.deployment import Creation, Deployment, check_spec
 from inference_service.domain.roll_out import (
     RollOutLimits,
@@ -15,7 +16,6 @@ from inference_service.domain.roll_out import (
 )
 from inference_service.domain.rolling import with_version_loaded
 from inference_service.domain.signature import Signature, TensorSpec
-from inference_service.registry import Deployments
 from tests.support.inference_server import IMAGES
 
 JOB = "trainingJobs/j"

@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from shared.telemetry import JsonFormatter, identity
+from shared.telemetry import JsonFormatter, identify, identity, log_outcome
+from shared.unexpected import hidden
 
 
 def written(message: str = "hello", *arguments: object, **values: object) -> dict[str, object]:
@@ -48,6 +49,23 @@ def test_identity_nests_and_ends() -> None:
     assert "job" not in written()
 
 
+def test_what_is_known_later_is_on_every_line_from_then_on_until_the_identity_ends() -> None:
+    with identity(request_id="r1"):
+        identify(model="digits", model_version="3")
+        line = written()
+        assert (line["request_id"], line["model"], line["model_version"]) == ("r1", "digits", "3")
+    assert not {"request_id", "model", "model_version"} & written().keys()
+
+
+def test_an_outcome_has_fields_to_filter_by(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("a.logger")
+    with caplog.at_level(logging.INFO), identity(request_id="r1"):
+        log_outcome(logger, "/a.Service/Do", "NOT_FOUND", 0.0123456, "no such thing", id="a")
+        (line,) = (json.loads(JsonFormatter("data").format(record)) for record in caplog.records)
+    assert line["message"] == "/a.Service/Do NOT_FOUND 12.3 ms: no such thing"
+    assert (line["status"], line["duration_ms"], line["id"], line["request_id"]) == ("NOT_FOUND", 12.346, "a", "r1")
+
+
 def test_identity_ends_with_an_exception_too() -> None:
     with pytest.raises(KeyError), identity(job="j1"):
         raise KeyError
@@ -70,6 +88,14 @@ def test_each_task_and_thread_has_its_own_identity() -> None:
         thread.start()
         thread.join()
     assert "job" not in seen[0]
+
+
+def test_the_correlation_id_that_a_caller_is_told_finds_the_line(caplog: pytest.LogCaptureFixture) -> None:
+    told = hidden(KeyError("odd"), logging.getLogger("a.logger"), "a batch failed")
+    (record,) = caplog.records
+    line = json.loads(JsonFormatter("data").format(record))
+    assert line["correlation_id"] == told.metadata["correlation_id"]
+    assert "KeyError: 'odd'" in line["exception"]
 
 
 def test_an_exception_is_on_the_same_line() -> None:

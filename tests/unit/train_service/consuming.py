@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from train_service.coverage import ConsumedRows, gather
-from train_service.ranks import Ranks
+from train_service.checkpoints.coverage import ConsumedRows, gather
+from train_service.learning.ranks import Ranks
 
 
 def what_a_rank_consumed(ranks: Ranks) -> Any:

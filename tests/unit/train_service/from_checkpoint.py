@@ -16,13 +16,13 @@ from shared.dataset_version import load_version
 from shared.models import build_model
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from tests.unit.train_service.learning import SPEC, classes, vectors
-from train_service.batches import Batches
+from tests.unit.train_service.learners import SPEC, classes, vectors
+from train_service.checkpoints.snapshots import Restored, restore
 from train_service.domain.order import Ints
 from train_service.domain.spec import TrainingSpec
-from train_service.learner import Learner
-from train_service.ranks import Ranks
-from train_service.snapshots import Restored, restore
+from train_service.learning.learner import Learner
+from train_service.learning.ranks import Ranks
+from train_service.loading.batches import Batches
 
 TRAIN_ROWS = 700
 # Fewer workers than this compute a step in parts, as those of a run do that has shrunk.

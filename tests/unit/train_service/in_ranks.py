@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from train_service.ranks import Ranks
+from train_service.learning.ranks import Ranks
 
 
 def in_ranks(world_size: int, work: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
     """What `work(ranks, *arguments)` returned on each rank; `folder` is empty and for this call alone."""
     # DistributedDataParallel imports torch._dynamo, which takes longer than all the rest.
-    multiprocessing.set_forkserver_preload(["train_service.loop", "torch._dynamo"])
+    multiprocessing.set_forkserver_preload(["train_service.worker.loop", "torch._dynamo"])
     processes: Any = multiprocessing
     arguments = (world_size, work, str(folder), arguments)
     processes.start_processes(_rank, arguments, nprocs=world_size, start_method="forkserver")

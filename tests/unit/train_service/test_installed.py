@@ -18,10 +18,10 @@ from shared.installed import LOSSES, MODELS, TRAINING_STEPS, installed_names
 from shared.model_spec import ModelSpec
 from shared.models import build_model
 from tests.support.example import install_example
-from tests.unit.train_service.learning import CLASSES, INPUT, NUMBERS, ROWS, SPEC, WIDTH, batch, learner, trained
-from train_service import trial_limit
+from tests.unit.train_service.learners import CLASSES, INPUT, NUMBERS, ROWS, SPEC, WIDTH, batch, learner, trained
 from train_service.domain.spec import LossSpec, TrainingSpec
-from train_service.model_check import check_model
+from train_service.jobs import trial_limit
+from train_service.jobs.model_check import check_model
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,13 @@ from shared.storage import ObjectStore, open_store
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION
 from tests.unit.train_service.in_ranks import in_ranks
-from tests.unit.train_service.test_loop import ALONE, SPEC, config_of, entries, events, new_job, saved
-from train_service.endings import HUNG
-from train_service.events import EventKind
-from train_service.logs import STACKS_CHUNK, rank_folder
-from train_service.loop import Run, train_loop
-from train_service.ranks import Ranks
-from train_service.reporting import TRAIN_KIND
+from tests.unit.train_service.worker.test_loop import ALONE, SPEC, config_of, entries, events, new_job, saved
+from train_service.attempt.endings import HUNG
+from train_service.learning.ranks import Ranks
+from train_service.records.events import EventKind
+from train_service.records.logs import STACKS_CHUNK, rank_folder
+from train_service.records.reporting import TRAIN_KIND
+from train_service.worker.loop import Run, train_loop
 
 JOB = "trainingJobs/a"
 # An attempt in local mode whose training stands still, looked after by itself.
@@ -32,10 +32,10 @@ from shared.settings import StoreSettings
 from shared.storage import open_store
 from train_service.domain import watchdog
 from train_service.domain.watchdog import Phase
-from train_service.pulse import Pulse
-from train_service.pulses import Pulses
-from train_service.supervision import Supervision
-from tests.unit.train_service.test_loop import SPEC
+from train_service.worker.pulse import Pulse
+from train_service.attempt.pulses import Pulses
+from train_service.attempt.supervision import Supervision
+from tests.unit.train_service.worker.test_loop import SPEC
 from dataclasses import replace
 
 watchdog.FEWEST_SECONDS = 2.0

@@ -12,13 +12,12 @@ from shared.errors import Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt, lose_attempt
 from shared.storage import ObjectStore
+from tests.unit.train_service.domain.test_spec import GOOD
 from train_service import placement, reconciler
+from train_service.attempt.ingest_room import ingest_beside
 from train_service.domain.spec import RAY_DATA, THREADS, TrainingSpec
-from train_service.ingest_room import ingest_beside
 from train_service.placement import Node, Size, lacking, size_now
-from train_service.reporting import TRAIN_KIND
-
-from .domain.test_spec import GOOD
+from train_service.records.reporting import TRAIN_KIND
 
 B = "trainingJobs/b"
 

@@ -16,16 +16,16 @@ from shared.storage import ObjectStore
 from tests.support.grpc_kit import running, told
 from tests.support.training_records import JOB, begin, commit, finish, make_job
 from tests.support.versions import commit_version, striped_digits
-from tests.unit.train_service.test_coverage import VERSION, table
-from train_service.coverage import CoverageChain
-from train_service.lifecycle import Deletions
-from train_service.logs import LogShipper
-from train_service.metrics_log import MetricsLog
-from train_service.run_records import RunRecords
+from tests.unit.train_service.checkpoints.test_coverage import VERSION, table
+from train_service.checkpoints.coverage import CoverageChain
+from train_service.jobs.lifecycle import Deletions
+from train_service.jobs.run_records import RunRecords
+from train_service.jobs.training_jobs import TrainingJobs
+from train_service.records.logs import LogShipper
+from train_service.records.metrics_log import MetricsLog
 from train_service.servicer import TrainServicer
 from train_service.sweeps.lifecycle import SweepDeletions
 from train_service.sweeps.sweeps import Sweeps
-from train_service.training_jobs import TrainingJobs
 
 
 def registered(store: ObjectStore) -> Callable[[aio.Server], list[str]]:

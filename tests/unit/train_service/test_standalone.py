@@ -26,16 +26,17 @@ from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION
 from tests.unit.train_service.in_ranks import in_ranks
-from tests.unit.train_service.test_loop import SPEC, STEPS, config_of, entries, events, new_job, run_of, saved
+from tests.unit.train_service.worker.test_loop import SPEC, STEPS, config_of, entries, events, new_job, run_of, saved
 from train_service import standalone
+from train_service.converters.specs import spec_from_proto, spec_to_proto
+from train_service.domain.slices import default_lanes
 from train_service.domain.spec import Placement, TrainingSpec
-from train_service.events import EventKind
-from train_service.loop import Run
-from train_service.ranks import Ranks
-from train_service.reporting import TRAIN_KIND
-from train_service.run_records import RunRecords
-from train_service.spec_converters import spec_from_proto, spec_to_proto
-from train_service.training_jobs import TrainingJobs
+from train_service.jobs.run_records import RunRecords
+from train_service.jobs.training_jobs import TrainingJobs
+from train_service.learning.ranks import Ranks
+from train_service.records.events import EventKind
+from train_service.records.reporting import TRAIN_KIND
+from train_service.worker.loop import Run
 
 JOB, OTHER = "trainingJobs/debug", "trainingJobs/other"
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "-m"]
@@ -217,6 +218,18 @@ def test_a_run_goes_on_though_the_checkpoint_that_it_began_from_is_gone(store: O
     for other in ("", f"{OTHER}/checkpoints/step-00000002", "trainingJobs/third/checkpoints/final"):
         with pytest.raises(AlreadyExists, match="another spec"):
             TrainingJobs(store).run_here("debug", replace(spec, initial_checkpoint=other), standalone.RUNNER)
+
+
+def test_a_run_that_began_with_the_lanes_of_an_earlier_release_goes_on_with_them(store: ObjectStore) -> None:
+    spec = replace(SPEC, num_workers=5, lanes=24)
+    begun = TrainingJobs(store).run_here("debug", spec, standalone.RUNNER)
+
+    again = TrainingJobs(store).run_here("debug", replace(spec, lanes=default_lanes(5)), standalone.RUNNER)
+
+    assert (again.uid, again.attempt) == (begun.uid, 2)
+    assert again.spec["training"]["lanes"] == 24
+    with pytest.raises(AlreadyExists, match="another spec"):
+        TrainingJobs(store).run_here("debug", replace(spec, lanes=48), standalone.RUNNER)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,11 @@ import millrace_client as mc
 from millrace.train.v1 import resources_pb2
 from shared.errors import InvalidArgument
 from tests.unit.train_service.conftest import TRAIN_ROWS, VERSION, Committed
-from tests.unit.train_service.test_loader import loader
+from tests.unit.train_service.loading.test_loader import loader
 from train_service.torch_dataset import TrainingBatches
 
+# Of a specification that names none, for a few workers.
+LANES = 24
 EXTENDING = Path(__file__).parents[3] / "docs" / "extending.md"
 
 
@@ -44,7 +46,7 @@ def test_a_restored_state_goes_on_with_the_next_batch(committed: Committed) -> N
     second.load_state_dict(state)
     again = list(second)
 
-    assert state == {"step": 5}
+    assert state == {"step": 5, "lanes": LANES}
     assert len(again) == len(rest)
     assert all(torch.equal(one, other) for one, other in zip(again[0], rest[0], strict=True))
     assert all(torch.equal(one, other) for one, other in zip(again[-1], rest[-1], strict=True))
@@ -62,7 +64,7 @@ def test_an_epoch_that_is_chosen_is_given_alone(committed: Committed, epoch: int
 
     wanted = [batch.labels.tolist() for batch in made.batches(0) if batch.epoch == epoch]
     assert labels_of(dataset) == wanted
-    assert dataset.state_dict() == {"step": (epoch + 1) * made.steps_per_epoch}
+    assert dataset.state_dict() == {"step": (epoch + 1) * made.steps_per_epoch, "lanes": LANES}
 
 
 def test_the_usual_loop_over_epochs_gives_the_batches_of_the_run(committed: Committed) -> None:
@@ -80,13 +82,13 @@ def test_the_usual_loop_over_epochs_gives_the_batches_of_the_run(committed: Comm
 def test_the_usual_loop_goes_on_from_a_restored_state(committed: Committed, taken: int) -> None:
     whole = labels_of(TrainingBatches(loader(committed)))
     dataset = TrainingBatches(loader(committed))
-    dataset.load_state_dict({"step": taken})
+    dataset.load_state_dict({"step": taken, "lanes": LANES})
     seen = []
     for epoch in range(2):
         dataset.set_epoch(epoch)
         seen += labels_of(DataLoader(dataset, batch_size=None))
 
-    assert dataset.state_dict() == {"step": len(whole)} == {"step": 22}
+    assert dataset.state_dict() == {"step": len(whole), "lanes": LANES} == {"step": 22, "lanes": LANES}
     assert seen == whole[taken:]
 
 
@@ -107,7 +109,19 @@ def test_an_epoch_that_there_is_not_is_refused(committed: Committed, epoch: Any)
 @pytest.mark.parametrize("step", [-1, 10_000, "3", None])
 def test_a_state_that_is_none_is_refused(committed: Committed, step: object) -> None:
     with pytest.raises(ValueError, match="state: step is"):
-        TrainingBatches(loader(committed)).load_state_dict({"step": step})
+        TrainingBatches(loader(committed)).load_state_dict({"step": step, "lanes": LANES})
+
+
+@pytest.mark.parametrize(
+    ("state", "remedy"),
+    [
+        ({"step": 5, "lanes": 25}, "25 lanes, those of this spec to 24; set spec.lanes"),
+        ({"step": 5}, "has no lanes; add those of the spec that it comes from, 24"),
+    ],
+)
+def test_a_state_of_another_order_is_refused(committed: Committed, state: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy):
+        TrainingBatches(loader(committed)).load_state_dict(state)
 
 
 def test_worker_processes_are_refused(committed: Committed) -> None:
@@ -128,6 +142,22 @@ def test_ranks_opened_from_a_specification_share_every_row_once_an_epoch(committ
     sizes = [[len(labels) for _, labels in one] for one in opened]
     assert len(sizes[0]) == len(sizes[1]) == 24
     assert sum(map(sum, sizes)) == 2 * TRAIN_ROWS
+
+
+@pytest.mark.parametrize("workers", [None, 7])
+def test_a_step_has_the_same_rows_on_any_number_of_ranks(committed: Committed, workers: int | None) -> None:
+    asked = spec(num_workers=workers) if workers else spec()
+
+    def rows_of_steps(world_size: int) -> list[list[bytes]]:
+        ranks = [
+            TrainingBatches.open(asked, committed.store.settings, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+        return [
+            sorted(row.tobytes() for inputs, _ in step for row in inputs.numpy()) for step in zip(*ranks, strict=True)
+        ]
+
+    assert rows_of_steps(5) == rows_of_steps(1)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +183,6 @@ def test_the_example_of_the_documentation_runs(committed: Committed) -> None:
     exec(example, names)
 
     whole = list(TrainingBatches.open(names["spec"], committed.store.settings))
-    assert names["state"] == {"step": 5}
+    assert names["state"] == {"step": 5, "lanes": LANES}
     assert len(names["rest"]) == len(whole) - 5
     assert all(torch.equal(one, other) for one, other in zip(names["rest"][0], whole[5], strict=True))

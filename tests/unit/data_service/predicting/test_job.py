@@ -16,8 +16,8 @@ from data_service.predicting.checking import chained
 from data_service.transforming.parallel import Results
 from data_service.transforming.parts_task import Work
 from data_service.transforming.plan import Part
-from inference_service.held_rows import held_rows
-from inference_service.served_model import ServedModel
+from inference_service.reconciling.held_rows import held_rows
+from inference_service.replica.served_model import ServedModel
 from shared.checkpoint import CheckpointEntry, load_checkpoint
 from shared.checkpoint.format import WEIGHTS
 from shared.dataset_version import load_version

@@ -30,6 +30,17 @@ def test_without_labels_there_is_no_agreement_and_what_is_no_number_differs_from
     assert difference.told() == Compared(rows=1, agreement=None, difference=float("inf"))
 
 
+def test_a_row_that_one_version_refuses_differs_and_one_that_both_do_is_no_part() -> None:
+    difference = Difference()
+    difference.add_refused(OUTPUTS, by_both=True)
+    assert difference.told() == Compared(rows=0, agreement=None, difference=0.0, refused=1)
+    difference.add_refused(OUTPUTS, by_both=False)
+    assert difference.told() == Compared(1, 0.0, float("inf"), refused=1, refused_by_one=1)
+    unlabelled = Difference()
+    unlabelled.add_refused(VALUES, by_both=False)
+    assert unlabelled.told().agreement is None
+
+
 @pytest.mark.parametrize(
     ("limits", "seen", "said"),
     [
@@ -39,6 +50,9 @@ def test_without_labels_there_is_no_agreement_and_what_is_no_number_differs_from
         ({"max_difference": 0.5}, Compared(10, 0.0, 0.5), ""),
         ({"max_difference": 0.5}, Compared(10, 1.0, 0.75), "by up to 0.75, at most 0.5"),
         ({"max_difference": 0.5}, Compared(10, None, float("inf")), "by up to inf"),
+        ({"max_difference": 0.5}, Compared(10, 0.9, float("inf"), 3, 1), "allowed; 1 of them only one of the versions"),
+        ({"min_agreement": 0.9}, Compared(10, 0.8, float("inf"), 3, 2), "must; 2 of them only one of the versions"),
+        ({"min_agreement": 0.8}, Compared(10, 0.8, float("inf"), 3, 2), ""),
     ],
 )
 def test_a_comparison_falls_short_below_the_agreement_or_above_the_difference(

@@ -15,6 +15,7 @@ from inference_service.domain.rolling import (
     begun,
     next_number,
     shares,
+    with_change,
     with_next_step,
     with_policy_applied,
     with_retired_gone,
@@ -24,6 +25,7 @@ from inference_service.domain.rolling import (
     with_version_loaded,
 )
 from inference_service.domain.signature import Signature, TensorSpec
+from inference_service.domain.traffic import TrafficChange
 from inference_service.domain.unloading import with_unloaded
 from inference_service.domain.version_policy import Kept, VersionPolicy
 from shared.errors import Conflict, DataLoss, FailedPrecondition, NotFound
@@ -188,9 +190,34 @@ def test_a_roll_out_that_succeeded_is_undone_while_the_old_version_is_loaded() -
     assert undone.roll_out.error is None  # its operation stays the success that it was
 
 
-def test_what_is_not_loaded_any_more_is_not_rolled_back_to() -> None:
+def test_a_roll_out_that_succeeded_is_undone_while_the_log_still_names_the_old_version() -> None:
+    done = finished(loaded(rolling()))
+    assert retired(done) == ["1"]
+    undone = sure(with_roll_back(done, NAME, "", 9.0))
+    assert (state(undone), weights(undone), retired(undone)) == (RollOutState.UNDONE, {"1": 100, "2": 0}, ["2"])
+    # Who had begun to let it go finds that it stays.
+    assert with_retired_gone(undone, ["1"], 9.5) is None
+
+
+def test_a_policy_that_comes_just_after_the_end_of_a_roll_out_keeps_the_old_versions_all_the_same() -> None:
+    one = finished(loaded(rolling()))
+    assert retired(one) == ["1"]
+    both = with_change(one, NAME, TrafficChange(policy=VersionPolicy(count=2)), "", 9.0)
+    assert (retired(both), weights(both)) == ([], {"1": 0, "2": 100})
+    assert retired(with_change(one, NAME, TrafficChange(policy=VersionPolicy(count=1)), "", 9.0)) == ["1"]
+    assert retired(with_change(one, NAME, TrafficChange(weights={"2": 1}), "", 9.0)) == ["1"]
+
+
+def test_no_policy_keeps_a_version_that_was_rolled_back() -> None:
+    one = sure(with_roll_back(loaded(rolling()), NAME, "", 4.0))
+    assert retired(one) == ["2"]
+    assert retired(with_change(one, NAME, TrafficChange(policy=VersionPolicy(Kept.ALL)), "", 9.0)) == ["2"]
+
+
+def test_what_the_log_does_not_name_any_more_is_not_rolled_back_to() -> None:
+    gone = sure(with_retired_gone(finished(loaded(rolling())), ["1"], 8.0))
     with pytest.raises(FailedPrecondition, match="version 1 is no longer loaded"):
-        with_roll_back(finished(loaded(rolling())), NAME, "", 9.0)
+        with_roll_back(gone, NAME, "", 9.0)
     with pytest.raises(FailedPrecondition, match="had no roll-out"):
         with_roll_back(deployment(State.READY), NAME, "", 9.0)
     with pytest.raises(NotFound):

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.unit.train_service.domain.test_spec import GOOD
 from train_service.domain.bundles import besides_ingest, beyond, never_fits
 from train_service.domain.spec import Placement, TrainingSpec
-
-from .test_spec import GOOD
 
 TWO_CPUS = [{"CPU": 2.0}]
 TWO_NODES = [{"CPU": 4.0}, {"CPU": 4.0, "GPU": 1.0, "accelerator_type:A100": 1.0}]
@@ -34,6 +33,9 @@ def spec(num_workers: int, min_workers: int = 0, ingest: str = "THREADS", **plac
         (spec(64, min_workers=3), TWO_CPUS, "min_workers"),
         (spec(1, cpus_per_worker=64), TWO_CPUS, "placement.cpus_per_worker"),
         (spec(1, gpus_per_worker=1), TWO_CPUS, "placement.gpus_per_worker"),
+        (spec(1, backend="nccl"), TWO_CPUS, "placement.backend"),
+        (spec(1, backend="nccl", gpus_per_worker=1), TWO_CPUS, "placement.gpus_per_worker"),
+        (spec(2, backend="nccl"), TWO_NODES, "num_workers"),
         (spec(1, resources_per_worker={"disk": 1}), TWO_CPUS, "placement.resources_per_worker[disk]"),
         (spec(1, accelerator_type="H100"), TWO_NODES, "placement.accelerator_type"),
         (spec(5, strategy="STRICT_PACK"), TWO_NODES, "num_workers"),
@@ -56,6 +58,7 @@ def test_the_field_that_asks_for_too_much_is_named(
         (spec(64, min_workers=2), [TWO_CPUS]),
         (spec(8), [TWO_NODES]),
         (spec(1, accelerator_type="A100"), [TWO_NODES]),
+        (spec(1, backend="nccl"), [TWO_NODES]),
         # A node is gone, and was there before.
         (spec(8), [TWO_NODES, TWO_CPUS]),
         (spec(64), []),
@@ -78,6 +81,7 @@ def test_an_operators_bound_holds_for_what_it_names() -> None:
     assert beyond(spec(1, cpus_per_worker=17), most) == ["spec.placement.cpus_per_worker"]
     assert beyond(spec(16, gpus_per_worker=8), most) == []
     assert beyond(spec(0), {"CPU": 0.0}) == []
+    assert beyond(spec(1, backend="nccl"), {"CPU": 16.0, "GPU": 0.0}) == ["spec.placement.backend"]
 
 
 def test_each_job_whose_rows_ray_data_prepares_leaves_a_cpu_of_the_node_that_has_most() -> None:

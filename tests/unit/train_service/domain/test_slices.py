@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from train_service.domain.slices import (
+    default_lanes,
     fewest_rows_of_a_rank,
     loss_scale,
+    most_rows_of_a_rank,
     parts_of_step,
     rank_positions,
     shapes_of_steps,
@@ -66,6 +68,39 @@ def test_the_fewest_rows_of_a_rank_are_those_of_the_smallest_slice_there_is(
     )
 
     assert fewest_rows_of_a_rank(shapes_of_steps(rows, steps, lanes), lanes, world_size) == smallest
+
+
+@given(st.integers(1, 2_000), st.integers(1, 64), st.integers(1, 8))
+def test_the_most_rows_of_a_rank_are_those_of_the_largest_slice_of_any_such_step(
+    length: int, lanes: int, world_size: int
+) -> None:
+    largest = max(
+        len(rank_positions(begin, begin + length, lanes, rank, world_size))
+        for begin in range(lanes)
+        for rank in range(world_size)
+    )
+
+    assert most_rows_of_a_rank(length, lanes, world_size) == largest
+
+
+@pytest.mark.parametrize("workers", range(1, 65))
+def test_without_a_number_of_lanes_the_most_workers_share_every_step_evenly(workers: int) -> None:
+    lanes = default_lanes(workers)
+
+    for rows in (40 * workers, 40 * workers + 7, 3 * workers):
+        assert most_rows_of_a_rank(rows, lanes, workers) == math.ceil(rows / workers)
+
+
+@pytest.mark.parametrize("most_workers", [5, 7, 12, 16, 24, 64])
+def test_without_a_number_of_lanes_fewer_workers_wait_for_none_that_has_half_as_much_again(most_workers: int) -> None:
+    lanes, rows = default_lanes(most_workers), 1_000 * most_workers
+
+    for workers in range(1, most_workers):
+        assert most_rows_of_a_rank(rows, lanes, workers) < 1.5 * rows / workers + 1
+
+
+def test_the_lanes_of_small_fleets_are_those_that_they_always_were() -> None:
+    assert {workers for workers in range(1, 25) if default_lanes(workers) == 24} == {1, 2, 3, 4, 6, 8, 12}
 
 
 @given(st.integers(1, 2_000), st.integers(1, 64), st.integers(1, 8), st.integers(1, 8), st.integers(1, 4))

@@ -53,6 +53,10 @@ OUT_OF_BOUNDS: list[tuple[str, dict[str, Any]]] = [
         ("placement.gpus_per_worker", {"placement": Placement(gpus_per_worker=value)})
         for value in (-1, math.nan, 0.00009, 1.5, 65)
     ],
+    *[
+        ("placement.backend", {"placement": Placement(backend="nccl", gpus_per_worker=value)})
+        for value in (0, 0.0001, 0.5)
+    ],
     *[("placement.timeout", {"placement": Placement(timeout_s=value)}) for value in (0, -1, 90_000)],
     *[
         (f"placement.resources_per_worker[{name}]", {"placement": Placement(resources_per_worker={name: 2})})
@@ -136,6 +140,8 @@ def test_in_local_mode_one_rank_must_get_its_rows() -> None:
         {"checkpoint_every_steps": 1},
         {"seed": 2**64 - 1},
         *[{"placement": Placement(gpus_per_worker=value)} for value in (None, 0, 0.0001, 0.3333, 1, 2.0, 64)],
+        *[{"placement": Placement(backend="nccl", gpus_per_worker=value)} for value in (None, 1, 2)],
+        *[{"placement": Placement(backend="gloo", gpus_per_worker=value)} for value in (None, 0, 0.5, 1)],
         {"placement": Placement(cpus_per_worker=0.0001, resources_per_worker={"disk": 0.0001, "ssd": 1.5})},
         {"optimizer": OptimizerSpec(name="SGD", learning_rate=1e-9, schedule="COSINE_WITH_WARMUP")},
     ],

@@ -10,19 +10,19 @@ LIMIT = 30.0
 
 IN_BACKWARD = """Thread 0x01 (most recent call first):
   File "/x/torch/autograd/graph.py", line 869 in _engine_run_backward
-  File "/x/train_service/loop.py", line 160 in _step
-  File "/x/train_service/loop.py", line 80 in train_loop
+  File "/x/train_service/worker/loop.py", line 160 in _step
+  File "/x/train_service/worker/loop.py", line 80 in train_loop
 """
 IN_A_SUM = """Thread 0x01 (most recent call first):
-  File "/x/train_service/ranks.py", line 54 in result
-  File "/x/train_service/loop.py", line 80 in train_loop
+  File "/x/train_service/learning/ranks.py", line 54 in result
+  File "/x/train_service/worker/loop.py", line 80 in train_loop
 """
 ASLEEP = """Thread 0x02 (most recent call first):
   File "/x/torch/distributed/elastic.py", line 1 in watch
 
 Thread 0x01 (most recent call first):
   File "/x/their/model.py", line 12 in forward
-  File "/x/train_service/loop.py", line 80 in train_loop
+  File "/x/train_service/worker/loop.py", line 80 in train_loop
 """
 
 

@@ -19,12 +19,12 @@ from tests.unit.train_service.conftest import VERSION
 from train_service.domain.search_space import GRID, Domain
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.sweep import SweepSpec
-from train_service.lifecycle import Deletions
-from train_service.reporting import TRAIN_KIND
+from train_service.jobs.lifecycle import Deletions
+from train_service.jobs.training_jobs import TrainingJobs
+from train_service.records.reporting import TRAIN_KIND
 from train_service.sweeps.lifecycle import SweepDeletions
 from train_service.sweeps.sweeps import Sweeps, SweepView
 from train_service.sweeps.trials import SWEEP_KIND, Trials
-from train_service.training_jobs import TrainingJobs
 
 RATE = "optimizer.learning_rate"
 NAME = "sweeps/s"

@@ -19,16 +19,16 @@ from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION
 from tests.unit.train_service.sweeps.conftest import BASE, NAME, RATE, SPEC, Place, replace_by_hand
-from train_service import training_jobs
 from train_service.domain import spec_rules
 from train_service.domain.search_space import CHOICE, GRID, INTEGERS, LOG_UNIFORM, Domain
 from train_service.domain.spec import TrainingSpec
-from train_service.lifecycle import Deletions
-from train_service.reporting import TRAIN_KIND
+from train_service.jobs import training_jobs
+from train_service.jobs.lifecycle import Deletions
+from train_service.jobs.training_jobs import TrainingJobs
+from train_service.records.reporting import TRAIN_KIND
 from train_service.sweeps.converters import sweep_to_proto
 from train_service.sweeps.sweeps import MAX_CHECKED_WITH_MODEL, MAX_FAILURES, Sweeps
 from train_service.sweeps.trials import SWEEP_KIND, end_trials
-from train_service.training_jobs import TrainingJobs
 
 
 def keys(place: Place) -> list[str]:

@@ -153,6 +153,7 @@ class DeploymentServiceServicer:
         """Changes how requests that name no version are shared out, and which versions stay loaded.
         Fails with INVALID_ARGUMENT (`update_mask`; a version that is not loaded), NOT_FOUND, FAILED_PRECONDITION (it is not
         READY, or a roll-out is under way, which has the weights) and ABORTED (`deployment.etag` is not the present one).
+        A version policy that comes within 6 s after a roll-out has succeeded also keeps old versions of before it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -161,6 +162,7 @@ class DeploymentServiceServicer:
     def RollBack(self, request, context):
         """Gives the traffic back at once to the versions that had it before the newest roll-out, whether that is under way or
         has succeeded; the new version answers what it has, then goes. Where it was rolled back already, nothing changes.
+        An old version that no version policy keeps can be gone back to until 6 s after the roll-out has succeeded.
         Fails with INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (there was no roll-out, or an old version is no longer
         loaded: roll its checkpoint out) and ABORTED (`etag` is not the present one).
         """

@@ -81,14 +81,18 @@ class Comparison(_message.Message):
     def __init__(self, dataset_version: _Optional[str] = ..., split: _Optional[str] = ..., max_rows: _Optional[int] = ..., min_agreement: _Optional[float] = ..., max_difference: _Optional[float] = ...) -> None: ...
 
 class Compared(_message.Message):
-    __slots__ = ("rows", "agreement", "difference")
+    __slots__ = ("rows", "agreement", "difference", "refused", "refused_by_one")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     AGREEMENT_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_BY_ONE_FIELD_NUMBER: _ClassVar[int]
     rows: int
     agreement: float
     difference: float
-    def __init__(self, rows: _Optional[int] = ..., agreement: _Optional[float] = ..., difference: _Optional[float] = ...) -> None: ...
+    refused: int
+    refused_by_one: int
+    def __init__(self, rows: _Optional[int] = ..., agreement: _Optional[float] = ..., difference: _Optional[float] = ..., refused: _Optional[int] = ..., refused_by_one: _Optional[int] = ...) -> None: ...
 
 class RollOutStep(_message.Message):
     __slots__ = ("percent", "interval")

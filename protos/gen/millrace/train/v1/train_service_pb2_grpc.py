@@ -174,7 +174,8 @@ class TrainServiceServicer:
         events that were written before it; ends when the job is final and all is sent. Of a job that is SUSPENDED at first
         it sends the job once more when all is sent, and goes on: it may be resumed. A client that was cut off goes on from
         the last sequence number that it saw.
-        Fails with INVALID_ARGUMENT, NOT_FOUND and OUT_OF_RANGE (`after_sequence` is below 0, or beyond the last event).
+        Fails with INVALID_ARGUMENT, NOT_FOUND and OUT_OF_RANGE (`after_sequence` is below 0, or beyond the last event, whose
+        number the error's metadata tell as `last_sequence`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,1 @@
+"""From requests to batches of the models that this process serves, within everybody's deadline."""

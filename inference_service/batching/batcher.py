@@ -1,0 +1,229 @@
+"""The batcher of one model version: gathers rows of many requests into one call of the model.
+
+It stands in front of Ray, so that Ray's cost per call is paid once a batch. `domain.batching` decides; this asks it
+whenever rows come, a batch is back, or time has passed, with the clock, the queue and the batches in flight before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from inference_service.batching.in_flight import InFlight, Model
+from inference_service.batching.priority_queue import PriorityQueue, fail
+from inference_service.domain.batch_times import BatchTimes
+from inference_service.domain.batching import Limits, admit, decide, draining, too_late
+from inference_service.domain.load import Load, LoadMeter
+from inference_service.domain.request_parameters import DEFAULT_PRIORITY
+from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.statistics import Statistics
+from shared.errors import DeadlineExceeded, ResourceExhausted
+
+BATCHES_PER_REPLICA = 2  # one at work, one on its way: the replica never waits for the wire
+# A batch is sent so long before its replica is expected to be free: the way there takes some of it, and estimates are
+# wrong by the rest.
+LEAD_S = 0.003
+# An answer's way from this process to its client: it counts to the client's deadline, and nobody here sees it.
+WIRE_S = 0.005
+
+
+class Batcher:
+    """Lives on one event loop. `times` says how long batches take and learns from each; `statistics` counts them."""
+
+    def __init__(self, model: Model, limits: Limits, times: BatchTimes, statistics: Statistics) -> None:
+        self._model = model
+        self._limits = limits
+        self._times = times
+        self._loop = asyncio.get_running_loop()
+        self._queue = PriorityQueue(limits.max_rows)
+        self._in_flight = InFlight(model, times, statistics, self._pump)
+        # From a batch's return to when those who asked go on: each waits for those before it to be answered.
+        self._answering = BatchTimes()
+        self._load = LoadMeter(self._loop.time())
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed: str | None = None
+        self._apart: Batcher | None = None
+
+    @property
+    def queued_rows(self) -> int:
+        """Rows that wait to be sent to the model."""
+        return self._queue.rows
+
+    async def submit(self, rows: Rows, remaining_s: float | None, priority: int = DEFAULT_PRIORITY) -> Outputs:
+        """The outputs of these rows, any number of them, in their order; `remaining_s` is the caller's time left, and
+        rows of a lower `priority`, 1 to `PRIORITY_LEVELS`, go first, however long others have waited. Of rows that took
+        several batches, the times are those of all of them.
+
+        Raises `ResourceExhausted` (the queue is full, or a batch's images too large), `DeadlineExceeded` (it would come
+        too late; no row reached the model, or of several batches the later ones did not), `InvalidArgument` (the model
+        refuses some of these rows; others' in the same batch are answered), `Internal` (it failed at them, alike),
+        `Unavailable` (draining, or the replica died twice) and what the model raises. Cancelled: rows that still wait
+        leave the queue, and a batch that nobody waits for any longer is given up.
+        """
+        if self._closed is not None:
+            raise draining(self._closed)
+        now_s = self._loop.time()
+        deadline_s = now_s + remaining_s if remaining_s is not None else float("inf")
+        self._admit(len(rows), deadline_s, priority, now_s)
+        entries = self._queue.put(rows, priority, now_s, deadline_s)
+        self._load.add(len(rows), now_s)
+        if len(self._in_flight.batches) < self._limits.max_in_flight:
+            self._pump()
+        try:
+            if len(entries) == 1:
+                answers = [await entries[0].future]
+            else:
+                answers = await asyncio.gather(*(entry.future for entry in entries))
+            back_s = max(entry.back_s for entry in entries)
+            input_s, infer_s = sum(entry.input_s for entry in entries), sum(entry.infer_s for entry in entries)
+        finally:
+            self._queue.let_go(entries)
+            self._load.add(-len(rows), self._loop.time())
+        self._answering.learn(1, self._loop.time() - back_s)
+        return Outputs(
+            answers[0] if len(answers) == 1 else [np.concatenate(parts) for parts in zip(*answers, strict=True)],
+            input_s=input_s,
+            infer_s=infer_s,
+        )
+
+    async def emptied(self) -> None:
+        """Returns once none of its own rows wait: what is no request then takes no turn of one that does."""
+        while self._queue:
+            await self._queue.emptied.wait()
+
+    def apart(self) -> Batcher:
+        """One before the same model for rows that are no requests: with a queue of its own, so that they share no batch
+        with any, and counted nowhere. It closes with this one."""
+        if self._apart is None:
+            self._apart = Batcher(self._model, self._limits, self._times, Statistics())
+            if self._closed is not None:
+                self._apart.close(self._closed)
+        return self._apart
+
+    def scale(self, replicas: int) -> None:
+        """The model has so many replicas now. While it has none, one batch at a time finds out when it has again."""
+        limits = replace(self._limits, max_in_flight=BATCHES_PER_REPLICA * max(replicas, 1))
+        if limits == self._limits:
+            return
+        more = limits.max_in_flight > self._limits.max_in_flight
+        self._limits = limits
+        if self._apart is not None:
+            self._apart.scale(replicas)
+        if more:
+            self._pump()
+
+    def computing_s(self, rows: int) -> float:
+        """What the model computes for so many rows, or a full batch, without the way there, which has the wait for the
+        batch before; 0 while nobody knows."""
+        return self._times.computing_s(self._of_a_batch(rows))
+
+    def load(self) -> Load:
+        """What it had to do since this was last asked."""
+        return self._load.read(self._loop.time())
+
+    def missed(self, rows: int) -> None:
+        """So many rows came, and nobody had time to read them: more replicas might."""
+        self._load.refuse(rows)
+
+    async def drain(self, silent_s: float) -> None:
+        """Takes no more rows and returns when all that it has are answered, however long that takes; gives up what is
+        left after `silent_s` in which nothing was."""
+        self.close("the model is being taken out of service")
+        if self._apart is not None:
+            await self._apart.drain(0.0)
+        while work := self._work():
+            answered, _ = await asyncio.wait(work, timeout=silent_s, return_when=asyncio.FIRST_COMPLETED)
+            if not answered:
+                break
+        left = list(self._queue)
+        for entry in left:
+            self._queue.leave(entry)
+        fail(left, draining("the model was taken out of service"))
+        self._in_flight.give_up()
+
+    def close(self, why: str) -> None:
+        """Refuses rows that come from now on."""
+        self._closed = self._in_flight.why_given_up = why
+        if self._apart is not None:
+            self._apart.close(why)
+
+    def _admit(self, rows: int, deadline_s: float, priority: int, now_s: float) -> None:
+        queued_rows = self._queue.rows
+        try:
+            admit(
+                rows,
+                deadline_s,
+                queued_rows=queued_rows,
+                rows_ahead=self._queue.rows_ahead(priority),
+                in_flight=len(self._in_flight.batches),
+                now_s=now_s,
+                batch_s=self._batch_s(queued_rows + rows),
+                bound_s=self._bound_s(queued_rows + rows),
+                limits=self._limits,
+            )
+        except (ResourceExhausted, DeadlineExceeded):
+            # Where a replica of its own would have been too slow as well, more of them are no help.
+            if deadline_s - now_s > self._bound_s(rows):
+                self._load.refuse(rows)
+            raise
+
+    def _work(self) -> set[asyncio.Future[Any]]:
+        return {*self._in_flight.batches, *(entry.future for entry in self._queue)}
+
+    def _batch_s(self, rows: int) -> float:
+        return self._times.expected_s(self._of_a_batch(rows))
+
+    def _bound_s(self, rows: int) -> float:
+        """Until the answers have arrived, at most."""
+        return self._times.bound_s(self._of_a_batch(rows)) + self._answer_s()
+
+    def _answer_s(self) -> float:
+        """From a batch's return to its answers' arrival, at most."""
+        return self._answering.bound_s(1) + WIRE_S
+
+    def _of_a_batch(self, rows: int) -> int:
+        return min(max(rows, 1), self._limits.max_rows)
+
+    def _pump(self) -> None:
+        """Sends and refuses whatever is due, until the policy says to wait."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._queue:
+            now_s = self._loop.time()
+            free_s = self._in_flight.free_s(self._limits.at_work)
+            decision = decide(
+                (entry.waiting for entry in self._queue),
+                in_flight=len(self._in_flight.batches),
+                now_s=now_s,
+                batch_s=self._batch_s(self._queue.rows) + self._answer_s(),
+                bound_s=self._bound_s(self._queue.rows),
+                limits=self._limits,
+                free_s=free_s - LEAD_S,
+                # Where the last batch had many rows, the first of the next ones does not go alone: as many come again,
+                # most often, and one row costs a model a quarter of what 32 do.
+                company=self._in_flight.last_rows // 2,
+            )
+            positions = {*decision.late, *decision.batch}
+            if not positions:
+                if decision.wake_s is not None:
+                    self._timer = self._loop.call_at(decision.wake_s, self._pump)
+                return
+            chosen = {i: entry for i, entry in enumerate(islice(self._queue, max(positions) + 1)) if i in positions}
+            # A caller that has just been cancelled takes its rows from the queue only when it runs again.
+            gone = [entry for entry in chosen.values() if entry.future.done()]
+            for entry in gone or chosen.values():
+                self._queue.leave(entry)
+            if gone:
+                continue
+            for position in decision.late:
+                late = chosen[position]
+                self._load.refuse(late.waiting.rows)
+                begun = any(one.sent for one in late.of_request)
+                late.future.set_exception(too_late(late.waiting.deadline_s - now_s, begun=begun))
+            if decision.batch:
+                self._in_flight.send([chosen[position] for position in decision.batch], free_s)

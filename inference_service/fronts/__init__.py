@@ -1,0 +1,1 @@
+"""Several front processes on one port: started, watched, and known to each other."""

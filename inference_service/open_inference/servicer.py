@@ -1,0 +1,137 @@
+"""`inference.GRPCInferenceService`: the Open Inference Protocol, with Triton's extensions."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from grpc import aio
+
+from inference import grpc_service_pb2 as pb
+from inference import grpc_service_pb2_grpc as pb_grpc
+from inference_service.batching.models import Models
+from inference_service.converters.open_inference import metadata_to_proto
+from inference_service.converters.repository import config_to_proto, index_to_proto
+from inference_service.deployments.repository import ModelRepository
+from inference_service.domain.deployment import Deployment
+from inference_service.open_inference.inferring import Inference
+from inference_service.open_inference.streaming import in_order
+from inference_service.open_inference.summed_statistics import SummedStatistics
+from shared.errors import Unimplemented, invalid_field
+from shared.grpc_server import message_bytes
+from shared.grpc_server.server import MAX_MESSAGE_BYTES
+
+Context = aio.ServicerContext[Any, Any]
+
+SERVER_NAME = "millrace"
+# Names of Triton's, and only those that are served whole.
+EXTENSIONS = ("classification", "model_configuration", "model_repository", "schedule_policy", "statistics")
+# Of `RepositoryModelUnload`: no model here depends on another, so none is left behind.
+UNLOAD_DEPENDENTS = "unload_dependents"
+STREAM_REQUESTS_AT_ONCE = 64
+# One request may have as many; while those that are worked on have, no other is read.
+STREAM_BYTES_AT_ONCE = MAX_MESSAGE_BYTES
+STREAM_REQUEST_WITHIN_S = 60.0
+
+
+class OpenInferenceServicer(pb_grpc.GRPCInferenceServiceServicer):
+    """`changed` is told each deployment whose log was written, so that it takes effect at once."""
+
+    def __init__(
+        self,
+        models: Models,
+        inference: Inference,
+        repository: ModelRepository,
+        statistics: SummedStatistics,
+        changed: Callable[[Deployment], None],
+    ) -> None:
+        self._models = models
+        self._inference = inference
+        self._repository = repository
+        self._statistics = statistics
+        self._changed = changed
+        self._version = importlib.metadata.version("millrace")
+
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=self._models.all_ready())
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
+        return pb.ModelReadyResponse(ready=self._models.is_ready(request.name, request.version))
+
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(name=SERVER_NAME, version=self._version, extensions=EXTENSIONS)
+
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
+        deployment, _, signature = self._models.signature(request.name, request.version)
+        return metadata_to_proto(deployment, signature)
+
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
+        # gRPC cancels a call when its deadline passes, or our server where it has none of its own.
+        return await self._inference.answer(
+            request, context.time_remaining(), context.invocation_metadata, ends_itself=True
+        )
+
+    async def ModelStreamInfer(
+        self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
+    ) -> AsyncIterator[pb.ModelStreamInferResponse]:
+        async def answer(request: pb.ModelInferRequest) -> pb.ModelStreamInferResponse:
+            left_s = context.time_remaining()
+            within_s = STREAM_REQUEST_WITHIN_S if left_s is None else min(left_s, STREAM_REQUEST_WITHIN_S)
+            return await self._inference.streamed(request, within_s, context.invocation_metadata)
+
+        answered = in_order(
+            request_iterator,
+            answer,
+            most=STREAM_REQUESTS_AT_ONCE,
+            size_bytes=lambda _: message_bytes(),
+            answer_bytes=pb.ModelStreamInferResponse.ByteSize,
+            most_bytes=STREAM_BYTES_AT_ONCE,
+        )
+        async with aclosing(answered) as answers:
+            async for one in answers:
+                yield one
+                del one  # as in `in_order`
+
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+        return pb.ModelConfigResponse(config=config_to_proto(*self._models.signature(request.name, request.version)))
+
+    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
+        return pb.ModelStatisticsResponse(model_stats=self._statistics.of(request.name, request.version))
+
+    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
+        _check_repository(request.repository_name)
+        return index_to_proto(self._models.listed_of("", ""), ready_only=request.ready)
+
+    async def RepositoryModelLoad(
+        self, request: pb.RepositoryModelLoadRequest, context: Context
+    ) -> pb.RepositoryModelLoadResponse:
+        _check_repository(request.repository_name)
+        if request.parameters:
+            remedy = "a deployment's configuration is fixed by CreateDeployment; send no parameters"
+            raise invalid_field("parameters", f"{len(request.parameters)} entries", remedy)
+        self._changed(await asyncio.to_thread(self._repository.load, request.model_name))
+        await self._models.wait_until_ready(request.model_name)
+        return pb.RepositoryModelLoadResponse()
+
+    async def RepositoryModelUnload(
+        self, request: pb.RepositoryModelUnloadRequest, context: Context
+    ) -> pb.RepositoryModelUnloadResponse:
+        _check_repository(request.repository_name)
+        if others := {*request.parameters} - {UNLOAD_DEPENDENTS}:
+            raise invalid_field("parameters", min(others), f"send none but {UNLOAD_DEPENDENTS}")
+        self._changed(await asyncio.to_thread(self._repository.unload, request.model_name))
+        return pb.RepositoryModelUnloadResponse()
+
+
+def _check_repository(name: str) -> None:
+    if name:
+        raise Unimplemented(
+            f"there is one repository, without a name; leave repository_name={name[:100]!r} out",
+            reason="REPOSITORIES_NOT_SERVED",
+        )

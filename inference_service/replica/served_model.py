@@ -1,0 +1,93 @@
+"""A checkpoint, loaded to be served: its preprocessing, its model, and both together as one function of rows.
+
+Only replicas import this: `shared.models.loaded` brings torch, which takes seconds, and the front does without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+import numpy as np
+import torch
+
+from inference_service.domain.batch_times import buckets
+from inference_service.domain.datatypes import DATATYPES
+from inference_service.domain.rows import PREPARED, RAW, Outputs, Rows
+from inference_service.domain.signature import FREE, Signature, TensorSpec
+from inference_service.replica.layouts import Layouts
+from inference_service.replica.preprocessing import Preprocessing
+from shared.checkpoint import CheckpointContent
+from shared.errors import InvalidArgument
+from shared.model_spec import REGRESSION, ModelSpec
+from shared.models.loaded import LoadedModel, does_not_load
+
+CPU = torch.device("cpu")
+WARM_UP_RUNS = 2  # the first pays for what the kernels prepare once per shape; the last is measured
+
+
+class ServedModel:
+    """Raises `FailedPrecondition` when the weights do not fit the model, or when a column that the model's input is
+    made of cannot be sent. Not for several threads at once."""
+
+    def __init__(
+        self,
+        content: CheckpointContent,
+        weights: bytes,
+        custom_allowed: Collection[str] = (),
+        device: torch.device = CPU,
+    ) -> None:
+        """`weights` are the bytes of a safetensors file, verified; `custom_allowed` the functions that custom steps may
+        name. The model is on `device`, the preprocessing always on the CPU, as in training."""
+        try:
+            self.preprocessing = Preprocessing(content, custom_allowed)
+        except (InvalidArgument, ValueError) as error:
+            raise does_not_load(content, error) from error
+        run = LoadedModel(content, weights, device)
+        self.module = run.module
+        self._run = Layouts(run)
+        self.signature = Signature(
+            raw=self.preprocessing.raw,
+            prepared=self.preprocessing.prepared,
+            outputs=_outputs(content.model, tuple(content.class_names)),
+        )
+
+    def forward(self, rows: Rows, moved: Callable[[], None] = lambda: None) -> Outputs:
+        """Of B rows, without those that the preprocessing refuses: logits (B, classes) float32, probabilities
+        (B, classes) float32 and label (B,) int64 of a classifier, values (B, numbers) float32 of a regression.
+        `moved` is that of `Preprocessing.prepare`."""
+        started_s = time.perf_counter()
+        prepared, refused, failed = self.preprocessing.prepare(rows, moved)
+        prepared_s = time.perf_counter()
+        arrays = self._run(prepared)
+        return Outputs(arrays, refused, prepared_s - started_s, time.perf_counter() - prepared_s, failed=failed)
+
+    def warm_up(self, max_rows: int) -> dict[int, float]:
+        """Runs each batch size that is likely, and decides on its layout in memory. Returns rows → seconds."""
+        self._run.choose(self.signature.prepared.shape[1:], buckets(max_rows))
+        measured_s = {}
+        for size in buckets(max_rows):
+            rows = self._zeros(size)
+            for _ in range(WARM_UP_RUNS):
+                started = time.perf_counter()
+                self.forward(rows)
+                measured_s[size] = time.perf_counter() - started
+        return measured_s
+
+    def _zeros(self, size: int) -> Rows:
+        """Raw rows where the model takes one tensor of numbers; no value is right for every other column, and such
+        models are measured without their preprocessing."""
+        (first, *others), prepared = self.signature.raw, self.signature.prepared
+        form, spec = (PREPARED, prepared) if others or len(first.shape) == 1 else (RAW, first)
+        return Rows(form, {spec.name: np.zeros((size, *spec.shape[1:]), DATATYPES[spec.datatype].dtype)})
+
+
+def _outputs(model: ModelSpec, class_names: tuple[str, ...]) -> tuple[TensorSpec, ...]:
+    width = (FREE, model.num_classes)
+    if model.task == REGRESSION:
+        return (TensorSpec("values", "FP32", width),)
+    return (
+        TensorSpec("logits", "FP32", width, class_names=class_names),
+        TensorSpec("probabilities", "FP32", width, class_names=class_names),
+        TensorSpec("label", "INT64", (FREE,)),
+    )

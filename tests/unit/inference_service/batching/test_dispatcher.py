@@ -1,0 +1,56 @@
+"""What becomes of rows that are asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from inference_service.batching.dispatcher import Dispatcher
+from inference_service.batching.models import Models
+from inference_service.domain.held_bytes import HeldBytes
+from inference_service.domain.request_parameters import RequestedOutput
+from shared.errors import ResourceExhausted
+from tests.unit.inference_service.doubling import READY, attach, tensor
+
+
+def test_a_request_larger_than_a_batch_is_answered_whole() -> None:
+    async def scenario() -> None:
+        models = Models()
+        dispatcher = Dispatcher(models)
+        models.replace([READY])
+        attach(models)
+        values = np.arange(9, dtype=np.uint8)
+        asked = [RequestedOutput("double")]
+        answer = await dispatcher.infer(*models.choose("m", "1"), [tensor(*values.tolist())], asked, 5.0)
+        assert answer.outputs[0][1].tolist() == (values * 2).tolist()
+
+    asyncio.run(scenario())
+
+
+def test_requests_of_all_models_are_bounded_in_bytes_and_one_alone_always_has_room() -> None:
+    other = replace(READY, name="deployments/n", uid="other")
+
+    async def scenario() -> None:
+        models = Models()
+        dispatcher = Dispatcher(models, HeldBytes(3))
+        models.replace([READY, other])
+        doubler = attach(models)
+        attach(models, other)
+        doubler.has_replica.clear()
+        large = asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(1, 2, 3, 4)], [], 5.0))
+        await asyncio.sleep(0)
+        with pytest.raises(ResourceExhausted, match="requests of 4 bytes wait already") as refused:
+            await dispatcher.infer(*models.choose("n", ""), [tensor(1)], [], 5.0)
+        assert refused.value.retry_after_s is not None
+        load = models.batcher(other, other.versions[0]).load()
+        assert load.refused == 1, "more replicas would make room"
+        large.cancel()  # its bytes are free again, as those of one that is answered
+        await asyncio.wait([large])
+        doubler.has_replica.set()
+        for name in ("m", "n", "m"):
+            await dispatcher.infer(*models.choose(name, ""), [tensor(1, 2, 3)], [], 5.0)
+
+    asyncio.run(scenario())

@@ -1,0 +1,62 @@
+"""What copies for a shadow leave to others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from inference_service.batching.batcher import Batcher
+from inference_service.batching.shadowing import Shadowing
+from inference_service.domain.batch_times import BatchTimes
+from inference_service.domain.batching import Limits
+from inference_service.domain.held_bytes import HeldBytes
+from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.statistics import Statistics
+from inference_service.domain.traffic import Shadow
+from shared.telemetry import JsonFormatter
+from tests.support.deployment_server import weighed
+from tests.support.inference_server import Classifier, Server, ask, attach, served, until
+from tests.unit.inference_service.doubling import Doubler
+
+
+def test_copies_for_a_shadow_leave_half_of_the_bytes_to_requests() -> None:
+    async def scenario() -> None:
+        held, statistics, doubler = HeldBytes(10), Statistics(), Doubler()
+        limits = Limits(max_rows=4, max_delay_s=0, max_queued_rows=9, max_in_flight=1)
+        real, shadow = (Batcher(doubler, limits, BatchTimes(), Statistics()) for _ in range(2))
+        shadowing = Shadowing(held)
+
+        def copy(size_bytes: int) -> None:
+            shadowing.copy(Rows("raw", {"x": np.zeros(1)}, size_bytes=size_bytes), real, "2", shadow, statistics)
+
+        copy(6)
+        assert statistics.shadowed == {"SHED": 1}
+        copy(5)
+        assert not held.would_leave_half(1)
+        while "OK" not in statistics.shadowed:  # noqa: ASYNC110 - nobody waits for it
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
+        assert held.would_leave_half(5)
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_a_copy_that_fails_is_logged_as_the_shadow_s_own(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Classifier):
+        async def forward(self, rows: Rows) -> Outputs:
+            raise OSError(f"{len(rows)} rows")
+
+    one = weighed("m", 100, 0, shadow=Shadow("2", 100))
+    caplog.handler.setFormatter(JsonFormatter("inference"))
+
+    async def scenario(server: Server) -> None:
+        attach(server.models, one, Broken(), "2")
+        assert (await server.stub.ModelInfer(ask(1))).model_version == "1"
+        await until(lambda: "a copy for a shadow failed" in caplog.text, "the copy to fail")
+
+    served(scenario, one)
+    (line,) = (json.loads(line) for line in caplog.text.splitlines() if "a copy for a shadow" in line)
+    assert (line["model"], line["model_version"]) == ("m", "2")

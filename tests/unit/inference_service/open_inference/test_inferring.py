@@ -1,0 +1,285 @@
+"""What a request's parameters and requested outputs do, over a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from inference import grpc_service_pb2 as oip
+from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.signature import TensorSpec
+from tests.support.grpc_kit import everything, told
+from tests.support.inference_server import IMAGES, Server, ask, deployment, served, until
+
+REGION = {"shared_memory_region": {"string_param": "r"}}
+
+
+def parameters(**values: int) -> dict[str, Any]:
+    return {name: {"int64_param": value} for name, value in values.items()}
+
+
+def waits(server: Server, rows: int) -> bool:
+    return [one.queued_rows for one in server.models.listed()] == [rows]
+
+
+def raw_strings(raw: bytes) -> list[str]:
+    strings = []
+    while raw:
+        length = int.from_bytes(raw[:4], "little")
+        strings.append(raw[4 : 4 + length].decode())
+        raw = raw[4 + length :]
+    return strings
+
+
+def test_the_more_urgent_of_what_waits_goes_first_and_what_is_as_urgent_in_its_order() -> None:
+    async def scenario(server: Server) -> None:
+        server.model.may_work.clear()
+        calls = [asyncio.ensure_future(server.stub.ModelInfer(ask(0)))]
+        await until(lambda: server.model.at_work == 1, "the model is at work")
+        for number, priority in enumerate([10, 0, 1, 5, 11, 2, 1], 1):
+            request = ask(number, parameters=parameters(priority=priority))
+            calls.append(asyncio.ensure_future(server.stub.ModelInfer(request)))
+            await until(partial(waits, server, number), "it waits")
+        server.model.may_work.set()
+        await asyncio.gather(*calls)
+        # 0 is the default, 5, and so is what is above the last level.
+        assert [batch[0] for batch in server.model.batches] == [0, 3, 7, 6, 2, 4, 5, 1]
+
+    served(scenario, max_rows=1)
+
+
+def test_a_request_that_waits_longer_than_its_timeout_never_reaches_the_model() -> None:
+    async def scenario(server: Server) -> None:
+        server.model.may_work.clear()
+        first = asyncio.ensure_future(server.stub.ModelInfer(ask(0)))
+        await until(lambda: server.model.at_work == 1, "the model is at work")
+        late = await told(server.stub.ModelInfer(ask(1, parameters=parameters(timeout=30_000))))
+        assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        server.model.may_work.set()
+        await first
+        assert server.model.batches == [[0]]
+
+    served(scenario)
+
+
+def test_a_timeout_of_zero_is_none() -> None:
+    async def scenario(server: Server) -> None:
+        assert (await server.stub.ModelInfer(ask(1, parameters=parameters(timeout=0)))).outputs
+
+    served(scenario)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"parameters": parameters(priority=-1)}, "parameters.priority"),
+        ({"parameters": parameters(timeout=-1)}, "parameters.timeout"),
+        ({"parameters": {"timeout": {"string_param": "1"}}}, "parameters.timeout"),
+        ({"parameters": {"priority": {"bool_param": True}}}, "parameters.priority"),
+        ({"outputs": [{"name": "label", "parameters": parameters(classification=1)}]}, "outputs[0]"),
+        ({"outputs": [{"name": "logits", "parameters": parameters(classification=-1)}]}, "outputs[0]"),
+        ({"outputs": [{"name": "logits", "parameters": REGION}]}, "outputs[0].parameters.shared_memory_region"),
+    ],
+)
+def test_a_parameter_that_makes_no_sense_is_refused_by_its_name(fields: dict[str, Any], field: str) -> None:
+    async def scenario(server: Server) -> None:
+        refusal = await told(server.stub.ModelInfer(ask(1, **fields)))
+        assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert refusal.violations[0][0].startswith(field)
+        assert server.model.batches == []
+
+    served(scenario)
+
+
+def test_an_input_in_shared_memory_is_refused_naming_the_tensor() -> None:
+    async def scenario(server: Server) -> None:
+        request = ask(1)
+        request.inputs[0].parameters["shared_memory_region"].string_param = "region"
+        refusal = await told(server.stub.ModelInfer(request))
+        assert refusal.violations == [
+            (
+                "inputs[0].parameters.shared_memory_region",
+                "'region': tensor 'image': shared memory is not served; send tensors in the messages",
+            )
+        ]
+
+    served(scenario)
+
+
+def test_a_parameter_without_a_value_and_those_that_mean_nothing_here_are_ignored() -> None:
+    async def scenario(server: Server) -> None:
+        request = ask(1, parameters=parameters(sequence_id=7, mine=1))
+        request.parameters["priority"].SetInParent()
+        assert (await server.stub.ModelInfer(request)).outputs
+
+    served(scenario)
+
+
+def test_a_classification_is_the_greatest_numbers_of_each_row_beside_the_outputs_themselves() -> None:
+    async def scenario(server: Server) -> None:
+        asked: list[Any] = [
+            {"name": "label"},
+            {"name": "logits", "parameters": parameters(classification=2)},
+        ]
+        answer = await server.stub.ModelInfer(ask(9, 0, outputs=asked))
+        label, logits = answer.outputs
+        assert (label.datatype, list(label.shape)) == ("INT64", [2])
+        assert (logits.datatype, list(logits.shape)) == ("BYTES", [2, 2])
+        strings = ["9.000000:0", "3.000000:3", "3.000000:3", "2.000000:2"]
+        assert raw_strings(answer.raw_output_contents[1]) == strings
+        typed = ask(9, 0, outputs=asked)
+        typed.inputs[0].contents.uint_contents.extend(typed.raw_input_contents[0])
+        del typed.raw_input_contents[:]
+        answer = await server.stub.ModelInfer(typed)
+        assert [one.decode() for one in answer.outputs[1].contents.bytes_contents] == strings
+
+    served(scenario)
+
+
+def test_no_more_classes_are_told_than_there_are() -> None:
+    async def scenario(server: Server) -> None:
+        output = oip.ModelInferRequest.InferRequestedOutputTensor(name="logits")
+        output.parameters["classification"].int64_param = 2**62
+        answer = await server.stub.ModelInfer(ask(0, outputs=[output]))
+        assert list(answer.outputs[0].shape) == [1, 4]
+
+    served(scenario)
+
+
+def ended(server: Server) -> tuple[dict[str, int], int]:
+    """How many of the only version's requests ended how, and how many of them a roll-out takes for its fault."""
+    (one,) = server.models.listed()
+    by_status = {status: histogram.count for status, histogram in one.statistics.requests.items()}
+    return by_status, one.statistics.recent.seen(time.time(), 60.0).faults
+
+
+def test_a_call_without_a_deadline_that_a_version_never_answers_counts_as_late() -> None:
+    async def scenario(server: Server) -> None:
+        server.model.may_work.clear()
+        assert (await told(server.stub.ModelInfer(ask(1)))).code is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: server.model.at_work == 0, "the batch is given up")
+        assert ended(server) == ({"DEADLINE_EXCEEDED": 1}, 1)
+
+    served(scenario, default_deadline_s=0.1)
+
+
+@pytest.mark.parametrize("within_s", [0.1, 1.001])
+def test_a_call_whose_deadline_passes_counts_as_late_and_one_that_is_cancelled_does_not(within_s: float) -> None:
+    async def scenario(server: Server) -> None:
+        server.model.may_work.clear()
+        late = await told(server.stub.ModelInfer(ask(1), timeout=within_s))
+        assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: server.model.at_work == 0, "the batch is given up")
+        assert ended(server) == ({"DEADLINE_EXCEEDED": 1}, 1)
+        call = server.stub.ModelInfer(ask(1), timeout=20.0)
+        await until(lambda: server.model.at_work == 1, "the model is at work")
+        call.cancel()
+        await until(lambda: server.model.at_work == 0, "the batch is given up")
+        assert ended(server) == ({"DEADLINE_EXCEEDED": 1, "CANCELLED": 1}, 1)
+
+    served(scenario)
+
+
+@pytest.mark.parametrize("within_s", [None, 0.3])
+def test_a_request_of_a_stream_that_a_version_never_answers_counts_as_late(
+    monkeypatch: pytest.MonkeyPatch, within_s: float | None
+) -> None:
+    if within_s is None:
+        monkeypatch.setattr("inference_service.open_inference.servicer.STREAM_REQUEST_WITHIN_S", 0.1)
+
+    async def scenario(server: Server) -> None:
+        server.model.may_work.clear()
+        stream = server.stub.ModelStreamInfer(timeout=within_s)
+        await stream.write(ask(1))
+        await until(lambda: server.model.at_work == 1, "the model is at work")
+        await until(lambda: server.model.at_work == 0, "the batch is given up")
+        assert ended(server) == ({"DEADLINE_EXCEEDED": 1}, 1)
+        stream.cancel()
+
+    served(scenario)
+
+
+WIDTH = 1_000_000
+WIDE = replace(IMAGES, outputs=(TensorSpec("logits", "FP32", (-1, WIDTH)), TensorSpec("label", "INT64", (-1,))))
+
+
+class Wide:
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    async def forward(self, rows: Rows) -> Outputs:
+        self.batches.append(len(rows))
+        logits = np.arange(WIDTH, dtype=np.float32)
+        return Outputs([np.broadcast_to(logits, (len(rows), WIDTH)), np.zeros(len(rows), np.int64)])
+
+
+def test_an_answer_that_no_message_has_room_for_is_refused_before_the_model_sees_the_request() -> None:
+    model = Wide()
+
+    async def scenario(server: Server) -> None:
+        refusal = await told(server.stub.ModelInfer(ask(*range(17))))
+        assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert refusal.violations[0][0] == "outputs"
+        assert "send at most 16 rows, or ask for fewer outputs" in refusal.message
+        assert model.batches == []
+        assert len((await server.stub.ModelInfer(ask(*range(17), outputs=[{"name": "label"}]))).outputs) == 1
+        answer = await server.stub.ModelInfer(ask(*range(16)))
+        assert len(answer.raw_output_contents[0]) == 16 * WIDTH * 4
+        (streamed,) = await everything(server.stub.ModelStreamInfer(iter([ask(*range(16))])))
+        assert len(streamed.infer_response.raw_output_contents[0]) == 16 * WIDTH * 4
+        assert model.batches == [17, 16, 16]
+        assert ended(server)[0] == {"INVALID_ARGUMENT": 1, "OK": 3}
+
+    served(scenario, deployment(signature=WIDE), model=model, max_rows=20)
+
+
+def test_a_large_answer_in_typed_contents_is_whole() -> None:
+    async def scenario(server: Server) -> None:
+        typed = ask(1)
+        typed.inputs[0].contents.uint_contents.extend(typed.raw_input_contents[0])
+        del typed.raw_input_contents[:]
+        logits, label = (await server.stub.ModelInfer(typed)).outputs
+        assert np.array_equal(logits.contents.fp32_contents, np.arange(WIDTH, dtype=np.float32))
+        assert list(label.contents.int64_contents) == [0]
+
+    served(scenario, deployment(signature=WIDE), model=Wide())
+
+
+def test_a_large_answer_waits_for_no_thread_that_waits_for_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_service.open_inference.inferring.CONVERTED_AT_ONCE", 0)
+
+    async def scenario(server: Server) -> None:
+        silent = threading.Event()
+        with ThreadPoolExecutor(1) as only:
+            asyncio.get_running_loop().set_default_executor(only)
+            waits = asyncio.create_task(asyncio.to_thread(silent.wait, 20))
+            try:
+                await server.stub.ModelInfer(ask(1), timeout=5)
+            finally:
+                silent.set()
+                await waits
+
+    served(scenario)
+
+
+def test_classifications_that_no_message_has_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_service.open_inference.inferring.CLASSIFIED_AT_ONCE", 0)
+    monkeypatch.setattr("inference_service.open_inference.inferring.MAX_ANSWER_BYTES", 1000)
+
+    async def scenario(server: Server) -> None:
+        asked: Any = {"name": "logits", "parameters": parameters(classification=4)}
+        assert (await server.stub.ModelInfer(ask(1, outputs=[asked]))).outputs
+        refusal = await told(server.stub.ModelInfer(ask(*range(50), outputs=[asked])))
+        assert (refusal.code, refusal.violations[0][0]) == (grpc.StatusCode.INVALID_ARGUMENT, "outputs")
+        assert ended(server)[0] == {"OK": 1, "INVALID_ARGUMENT": 1}
+
+    served(scenario)

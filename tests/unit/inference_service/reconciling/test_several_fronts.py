@@ -1,0 +1,244 @@
+"""What several front processes do with one Serve and one log, each with a reconciler of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from inference_service.batching.models import Models
+from inference_service.deployments.manager import DeploymentManager
+from inference_service.deployments.registry import Deployments
+from inference_service.deployments.repository import ModelRepository
+from inference_service.domain.applications import application_name
+from inference_service.domain.deployment import Deployment
+from inference_service.domain.scaling import Scale
+from inference_service.fronts.siblings import Siblings, Told
+from inference_service.open_inference.summed_statistics import SummedStatistics
+from inference_service.reconciling.ray_serve import Application
+from inference_service.reconciling.reconciler import Reconciler
+from inference_service.replica.replica import Loaded, ReplicaSpec
+from inference_service.sibling_reports import SiblingReports
+from shared.errors import Unavailable
+from tests.support.inference_server import Classifier, until
+from tests.unit.inference_service.reconciled import Running, reconciling
+from tests.unit.inference_service.wishes import creation, load
+
+MODEL = "digits"
+
+
+class Serve(Running):
+    """Its replicas are up as soon as they are asked for. A deletion lasts until `may_end`, and meanwhile they still
+    answer, as they do while they go."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(*names)
+        self.deleting: set[str] = set()
+        self.may_end = threading.Event()
+        self.may_end.set()
+
+    def statuses(self) -> dict[str, Application]:
+        return {
+            name: replace(seen, running=False, deleting=True) if name in self.deleting else seen
+            for name, seen in super().statuses().items()
+        }
+
+    def deploy(self, name: str, spec: ReplicaSpec, scale: Scale) -> None:
+        super().deploy(name, spec, scale)
+        self.start(name)
+
+    def delete(self, name: str) -> None:
+        self.deleting.add(name)
+        assert self.may_end.wait(5)
+        self.deleting.discard(name)
+        super().delete(name)
+
+    async def describe(self, name: str, replicas: int) -> tuple[Classifier, Loaded]:
+        if name not in super().statuses():
+            raise Unavailable("no replica is known", reason="MODEL_NOT_READY")
+        return await super().describe(name, replicas)
+
+
+class Fronts:
+    """Two processes: the first leads. They hear of each other; when each reconciles, tests say."""
+
+    def __init__(self, folder: Path, deployments: Deployments, made: Deployment, serve: Serve) -> None:
+        self.reconcilers: list[Reconciler] = []
+        self.models: list[Models] = []
+        self.reports: list[SiblingReports] = []
+        for number in (0, 1):
+            siblings = Siblings(folder, number)
+            reconciler, models, _ = reconciling(deployments, made, siblings, serve)
+            ready = asyncio.Event()
+            ready.set()
+            statistics = SummedStatistics(models, siblings)
+            self.reconcilers.append(reconciler)
+            self.models.append(models)
+            self.reports.append(SiblingReports(siblings, reconciler, models, statistics, ready))
+
+    def answer(self) -> list[bool]:
+        return [models.is_ready(MODEL, "") for models in self.models]
+
+    @asynccontextmanager
+    async def reconciled_by_themselves(self) -> AsyncIterator[None]:
+        async def nothing() -> None: ...
+
+        tasks = [asyncio.create_task(one.run(nothing)) for one in self.reconcilers]
+        yield
+        for task in tasks:
+            task.cancel()
+
+
+@asynccontextmanager
+async def two_fronts(
+    folder: Path, deployments: Deployments, made: Deployment, serve: Serve
+) -> AsyncIterator[tuple[Fronts, Reconciler, Reconciler]]:
+    """Both answer, and have the port."""
+    fronts = Fronts(folder, deployments, made, serve)
+    telling = [asyncio.create_task(one.run()) for one in fronts.reports]
+    async with fronts.reconciled_by_themselves():
+        await until(lambda: fronts.answer() == [True, True], "both to answer")
+        for one in fronts.reports:
+            await one.turn_to_listen()
+    first, second = fronts.reconcilers
+    yield fronts, first, second
+    for task in telling:
+        task.cancel()
+
+
+def tell_going(folder: Path, *names: str) -> None:
+    """By the first."""
+    Siblings(folder, 0).tell(Told(pid=os.getpid(), listens=True, ready=True, holds=[], going=list(names)))
+
+
+@pytest.fixture(autouse=True)
+def _told_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_service.sibling_reports.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("inference_service.fronts.siblings.LOOK_EVERY_S", 0.01)
+
+
+def test_a_model_that_is_loaded_soon_after_it_was_unloaded_answers_at_every_front(
+    deployments: Deployments, manager: DeploymentManager, tmp_path: Path
+) -> None:
+    made, repository = manager.create(creation()), ModelRepository(deployments)
+    serve = Serve(application_name(made, made.versions[0]))
+
+    async def scenario() -> None:
+        async with two_fronts(tmp_path, deployments, made, serve) as (fronts, leader, _):
+            fronts.models[0].put(await asyncio.to_thread(repository.unload, MODEL))
+            await leader.reconcile()
+            # The other front has not looked yet: it never reads that the model was unloaded.
+            fronts.models[0].put(await asyncio.to_thread(repository.load, MODEL))
+            async with fronts.reconciled_by_themselves():
+                await until(lambda: fronts.answer() == [True, True] and serve.deleted != [], "both to answer again")
+            assert list(serve.deployed) == serve.deleted
+
+    asyncio.run(scenario())
+
+
+def test_what_one_begins_to_take_out_while_another_asks_its_replicas_is_not_attached(
+    deployments: Deployments, manager: DeploymentManager, tmp_path: Path
+) -> None:
+    made = manager.create(creation())
+    name = application_name(made, made.versions[0])
+
+    class Asked(Serve):
+        async def describe(self, name: str, replicas: int) -> tuple[Classifier, Loaded]:
+            tell_going(tmp_path, name)
+            return await super().describe(name, replicas)
+
+    async def scenario() -> None:
+        serve = Asked(name)
+        second, *_ = reconciling(deployments, made, Siblings(tmp_path, 1), serve)
+        await second.reconcile()
+        assert (serve.wanted, second.holds()) == ([3], [])
+
+    asyncio.run(scenario())
+
+
+def test_replicas_that_another_front_is_taking_out_are_not_even_asked(
+    deployments: Deployments, manager: DeploymentManager, tmp_path: Path
+) -> None:
+    made = manager.create(creation())
+    name = application_name(made, made.versions[0])
+
+    async def scenario() -> None:
+        serve = Serve(name)
+        second, *_ = reconciling(deployments, made, Siblings(tmp_path, 1), serve)
+        tell_going(tmp_path, name)
+        await second.reconcile()
+        assert (serve.wanted, second.holds()) == ([], [])
+        tell_going(tmp_path)
+        await second.reconcile()
+        assert (serve.wanted, second.holds()) == ([3], [name])
+
+    asyncio.run(scenario())
+
+
+def test_what_a_front_begins_to_take_out_no_other_takes_over_however_seldom_they_tell(
+    deployments: Deployments, manager: DeploymentManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inference_service.sibling_reports.LOOK_EVERY_S", 60.0)
+    made, repository = manager.create(creation()), ModelRepository(deployments)
+    serve = Serve(application_name(made, made.versions[0]))
+
+    async def scenario() -> None:
+        async with two_fronts(tmp_path, deployments, made, serve) as (fronts, leader, other):
+            await asyncio.to_thread(repository.unload, MODEL)
+            await other.reconcile()
+            await until(lambda: other.holds() == [], "the other front to let go")
+            await leader.reconcile()
+            await until(lambda: leader.going() != [], "the first to begin to take it out")
+            fronts.models[1].put(await asyncio.to_thread(repository.load, MODEL))
+            await other.reconcile()
+            assert other.holds() == []
+
+    asyncio.run(scenario())
+
+
+def test_replicas_that_run_and_are_being_deleted_are_not_taken_over(
+    deployments: Deployments, manager: DeploymentManager
+) -> None:
+    made = load(deployments, manager.create(creation()))
+    name = application_name(made, made.versions[0])
+
+    async def scenario() -> None:
+        serve = Serve(name)
+        serve.deleting.add(name)
+        started_anew, *_ = reconciling(deployments, made, None, serve)
+        await started_anew.reconcile()
+        assert (started_anew.holds(), serve.deployed) == ([], {})
+        serve.delete(name)
+        await started_anew.reconcile()
+        assert list(serve.deployed) == [name]
+
+    asyncio.run(scenario())
+
+
+def test_no_front_takes_over_replicas_that_another_has_begun_to_delete(
+    deployments: Deployments, manager: DeploymentManager, tmp_path: Path
+) -> None:
+    made, repository = manager.create(creation()), ModelRepository(deployments)
+    serve = Serve(application_name(made, made.versions[0]))
+
+    async def scenario() -> None:
+        async with two_fronts(tmp_path, deployments, made, serve) as (fronts, leader, other):
+            serve.may_end.clear()
+            await asyncio.to_thread(repository.unload, MODEL)
+            await other.reconcile()
+            await leader.reconcile()
+            await until(lambda: serve.deleting != set(), "the deletion to begin")
+            fronts.models[1].put(await asyncio.to_thread(repository.load, MODEL))
+            await other.reconcile()
+            assert fronts.answer() == [False, False]
+            serve.may_end.set()
+            async with fronts.reconciled_by_themselves():
+                await until(lambda: fronts.answer() == [True, True], "both to answer again")
+
+    asyncio.run(scenario())

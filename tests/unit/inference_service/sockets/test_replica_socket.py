@@ -1,0 +1,187 @@
+"""A replica's socket by itself: fronts that stop, send rubbish or go, models that fail, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from inference_service.domain.rows import Outputs, Rows
+from inference_service.sockets.frames import Frame, Kind, encode
+from inference_service.sockets.local_replicas import LocalReplicas, ReplicaLost
+from inference_service.sockets.replica_socket import listen
+from inference_service.sockets.socket_folders import SUFFIX, make_private
+from shared.errors import Internal
+from tests.unit.inference_service.sockets.test_socket_folders import left_by_a_killed_replica
+
+WITHIN_S = 10.0
+
+
+def rows(*values: int) -> Rows:
+    return Rows("raw", {"x": np.array(values)})
+
+
+def same(given: Rows) -> Outputs:
+    return Outputs([given.values["x"]])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path / "sockets"
+
+
+def opened(folder: Path, forward: Callable[[Rows], Outputs]) -> socket.socket:
+    """A front of a replica that listens from now on."""
+    listen(folder, ThreadPoolExecutor(1), forward)
+    (path,) = folder.glob(f"*{SUFFIX}")
+    front = socket.socket(socket.AF_UNIX)
+    front.settimeout(WITHIN_S)
+    front.connect(str(path))
+    return front
+
+
+async def asked(folder: Path, what: Rows) -> Outputs:
+    async with asyncio.timeout(WITHIN_S):
+        one = await LocalReplicas(folder).free()
+        assert one is not None
+        return await one.forward(what)
+
+
+def read_to_the_end(front: socket.socket) -> int:
+    read = 0
+    while got := len(front.recv(1 << 20)):
+        read += got
+    return read
+
+
+def test_a_front_that_stops_reading_keeps_nobody_else_waiting(folder: Path) -> None:
+    at_work = threading.Event()
+
+    def forward(given: Rows) -> Outputs:
+        at_work.set()
+        return Outputs([np.zeros((len(given), 1_000_000))])
+
+    front = opened(folder, forward)
+    front.sendall(encode(Frame(1, Kind.FORWARD, rows(1, 2, 3))))
+    assert at_work.wait(WITHIN_S)
+    assert len(asyncio.run(asked(folder, rows(1))).arrays[0]) == 1
+    front.close()
+
+
+def test_a_front_that_does_not_take_its_answers_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_service.sockets.replica_socket.MAX_UNSENT", 2)
+    front = opened(folder, lambda _: Outputs([np.zeros(1_000_000)]))
+    for call in range(1, 5):  # one answer on its way, two that wait, and one that is too many
+        front.sendall(encode(Frame(call, Kind.FORWARD, rows(1))))
+    closed = select.poll()
+    closed.register(front, 0)  # for its end, and not for what can be read
+    assert closed.poll(WITHIN_S * 1000)
+    assert read_to_the_end(front) < 8_000_000
+    front.close()
+
+
+def test_what_is_no_frame_ends_the_connection(folder: Path) -> None:
+    front = opened(folder, same)
+    whole = bytearray(encode(Frame(1, Kind.FORWARD, rows(1))))
+    whole[8] = 99  # of no kind
+    front.sendall(whole)
+    assert read_to_the_end(front) == 0
+    front.close()
+
+
+def assert_told_by_its_id(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What the front gets of an unexpected failure: what finds it in the log, and no more."""
+    with pytest.raises(Internal) as told:
+        asyncio.run(asked(folder, rows(1)))
+    correlation_id = told.value.metadata["correlation_id"]
+    assert told.value.message == f"internal error; quote the correlation id {correlation_id}"
+    assert correlation_id in caplog.text
+
+
+@pytest.mark.parametrize("error", [SystemExit("secret"), KeyboardInterrupt("secret"), ValueError("secret")])
+def test_whatever_ends_a_batch_is_told_without_its_internals(
+    folder: Path, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    def forward(_: Rows) -> Outputs:
+        raise error
+
+    listen(folder, ThreadPoolExecutor(1), forward)
+    assert_told_by_its_id(folder, caplog)
+    assert f"{type(error).__name__}: secret" in caplog.text
+
+
+def test_an_answer_that_cannot_be_sent_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    listen(folder, ThreadPoolExecutor(1), lambda _: Outputs([threading.Lock()]))  # type: ignore[list-item]
+    assert_told_by_its_id(folder, caplog)
+    assert "pickle" in caplog.text
+
+
+def test_a_replica_that_stops_answers_what_it_has_takes_no_more_and_removes_its_socket(folder: Path) -> None:
+    may_work, at_work = threading.Event(), threading.Event()
+
+    def forward(given: Rows) -> Outputs:
+        at_work.set()
+        assert may_work.wait(WITHIN_S)
+        return same(given)
+
+    async def scenario() -> None:
+        door = listen(folder, ThreadPoolExecutor(1), forward)
+        assert door is not None
+        local = LocalReplicas(folder)
+        one = await local.free()
+        assert one is not None
+        tasks = [asyncio.create_task(one.forward(rows(number))) for number in (1, 2)]
+        assert await asyncio.to_thread(at_work.wait, WITHIN_S)
+        closing = asyncio.create_task(asyncio.to_thread(door.close, WITHIN_S))
+        while await local.free(busy_too=True) is not None:  # noqa: ASYNC110 - until it has said so
+            await asyncio.sleep(0.001)
+        assert not await asyncio.to_thread(folder.exists)
+        with pytest.raises(ReplicaLost):
+            await one.forward(rows(3))
+        may_work.set()
+        assert [(await task).arrays[0].tolist() for task in tasks] == [[1], [2]]
+        await closing
+        assert one.in_flight == 0
+
+    asyncio.run(asyncio.wait_for(scenario(), WITHIN_S))
+
+
+def test_the_last_replica_that_stops_takes_the_folder_away(folder: Path) -> None:
+    doors = [listen(folder, ThreadPoolExecutor(1), same) for _ in range(2)]
+    for number, door in enumerate(doors):
+        assert len(list(folder.iterdir())) == 2 - number
+        assert door is not None
+        door.close(0.0)
+    assert not folder.exists()
+
+
+def test_a_replica_that_starts_takes_away_what_killed_ones_have_left(folder: Path) -> None:
+    killed = left_by_a_killed_replica(folder)
+    of_an_application_that_is_gone = left_by_a_killed_replica(folder.parent / "gone")
+    listen(folder, ThreadPoolExecutor(1), same)
+    assert not killed.exists()
+    assert not of_an_application_that_is_gone.parent.exists()
+    assert len(asyncio.run(asked(folder, rows(1))).arrays[0]) == 1
+
+
+def test_a_folder_that_another_takes_away_just_now_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Path] = []
+
+    def made_and_taken(one: Path) -> None:
+        make_private(one)
+        if one == folder and not taken:
+            one.rmdir()
+            taken.append(one)
+
+    monkeypatch.setattr("inference_service.sockets.replica_socket.make_private", made_and_taken)
+    listen(folder, ThreadPoolExecutor(1), same)
+    assert taken == [folder]
+    assert len(asyncio.run(asked(folder, rows(1))).arrays[0]) == 1

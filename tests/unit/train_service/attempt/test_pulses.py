@@ -1,0 +1,144 @@
+"""Ranks and their attempt over a real connection: where they are, stacks, and wishes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.waiting import wait_until
+from train_service.attempt.pulses import Pulses
+from train_service.domain.watchdog import Phase, hung
+from train_service.records.reporting import RESIZE, SUSPEND
+from train_service.worker.pulse import Pulse
+
+# A rank that is at step 7 and goes on saying so.
+RANK = """
+import sys, time
+from train_service.domain.watchdog import Phase
+from train_service.worker.pulse import Pulse
+def train_loop():
+    with Pulse(1, sys.argv[1], "n1") as pulse:
+        pulse.at(7, Phase.TRAINING)
+        time.sleep(600)
+train_loop()
+"""
+# One that is alone, and whose interpreter is held.
+HELD = """
+import ctypes, sys, time
+from train_service.worker.pulse import Pulse
+def held():
+    ctypes.PyDLL(None).sleep(600)
+with Pulse(0, sys.argv[1], ends_if_held=True, ended_after_s=2.0) as pulse:
+    time.sleep(1.5)  # it is armed by then, and again and again
+    held()
+"""
+
+
+@pytest.fixture
+def pulses() -> Iterator[Pulses]:
+    with Pulses("127.0.0.1") as pulses:
+        yield pulses
+
+
+def test_the_attempt_hears_where_a_rank_is_and_that_it_left(pulses: Pulses) -> None:
+    with Pulse(0, pulses.address, "n0") as pulse:
+        pulse.total_steps = 40
+        pulse.at(3, Phase.TRAINING)
+        wait_until(lambda: any(one.step == 3 for one in pulses.heard()), "the rank to be heard")
+        (heard,) = pulses.at_work()
+        assert (heard.rank, heard.pid, heard.node_id) == (0, os.getpid(), "n0")
+        assert (heard.total_steps, heard.phase) == (40, Phase.TRAINING)
+    wait_until(lambda: not pulses.at_work(), "the rank to have left")
+    assert pulses.heard()[0].left
+    assert not pulses.heard()[0].lost
+
+
+def test_a_wish_reaches_the_rank_and_the_highest_stays(pulses: Pulses) -> None:
+    with Pulse(0, pulses.address) as pulse:
+        wait_until(lambda: bool(pulses.at_work()), "the rank to be heard")
+        pulses.ask_to_stop(SUSPEND)
+        wait_until(lambda: pulse.wish == SUSPEND, "the wish to arrive")
+        pulses.ask_to_stop(RESIZE)
+        pulses.stacks(5.0)  # taken after the wish
+        assert pulse.wish == SUSPEND
+
+
+def test_the_start_of_a_resumed_run_is_no_step(pulses: Pulses) -> None:
+    with Pulse(0, pulses.address) as pulse:
+        pulse.at(20, Phase.STARTING)
+        wait_until(lambda: any(one.step == 20 for one in pulses.heard()), "the rank to be heard")
+        pulse.at(21, Phase.TRAINING)
+        wait_until(lambda: pulses.heard()[0].step == 21, "the first step")
+        assert not pulses.seconds_per_step
+        # Of step 21 alone, and not of twenty more that an attempt before did.
+        assert 0.5 < pulses.first_step_s < 10
+        pulse.at(22, Phase.TRAINING)
+        wait_until(lambda: len(pulses.seconds_per_step) == 1, "the second step")
+
+
+def test_the_start_of_a_fresh_run_is_no_part_of_its_first_step(pulses: Pulses) -> None:
+    with Pulse(0, pulses.address) as pulse:
+        wait_until(lambda: bool(pulses.at_work()), "the rank to be heard")
+        time.sleep(3.0)  # building, compiling
+        pulse.total_steps = 40
+        wait_until(lambda: pulses.heard()[0].total_steps == 40, "the loop to begin")
+        pulse.at(1, Phase.TRAINING)
+        wait_until(lambda: pulses.first_step_s > 0, "the first step")
+
+    assert pulses.first_step_s < 2.5
+
+
+def test_seconds_per_step_come_from_where_rank_0_is(pulses: Pulses) -> None:
+    with Pulse(0, pulses.address) as pulse:
+        began = time.monotonic()
+        pulse.at(1, Phase.TRAINING)
+        while len(pulses.seconds_per_step) < 2:
+            assert time.monotonic() - began < 30
+            pulse.at(1 + int((time.monotonic() - began) / 0.1), Phase.TRAINING)
+            time.sleep(0.01)
+    assert 0.03 < sorted(pulses.seconds_per_step)[1] < 0.5
+
+
+def test_stacks_show_every_thread_of_a_rank_that_answers_and_a_stopped_one_falls_silent(pulses: Pulses) -> None:
+    child = subprocess.Popen([sys.executable, "-c", RANK, pulses.address])
+    try:
+        wait_until(lambda: any(one.step == 7 for one in pulses.heard()), "the rank to be heard", within_s=60)
+        assert "in train_loop" in pulses.stacks(10.0)[1]
+
+        child.send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        states = [one.state(stopped + 31.0) for one in pulses.at_work()]
+        assert hung(states, 30.0) == [1]
+        assert 1 not in pulses.stacks(1.0)
+    finally:
+        child.kill()
+        child.wait()
+    wait_until(lambda: pulses.heard()[0].lost, "the rank to be lost")
+
+
+def test_a_process_that_is_alone_and_held_leaves_its_stacks_and_ends(pulses: Pulses) -> None:
+    held = subprocess.run([sys.executable, "-c", HELD, pulses.address], capture_output=True, timeout=60, check=False)
+
+    assert held.returncode == 1
+    assert b"in held" in held.stderr
+
+
+def test_who_does_not_know_the_token_is_not_heard(pulses: Pulses) -> None:
+    host, _, port = pulses.address.partition("/")[0].rpartition(":")
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(b'{"token": "x", "rank": 0, "pid": 1, "node": "", "stacks_file": "/etc/passwd"}\n')
+        assert stranger.recv(1) == b""
+    assert pulses.heard() == []
+
+
+def test_without_an_address_nothing_happens() -> None:
+    with Pulse(0) as pulse:
+        pulse.at(1, Phase.TRAINING)
+    assert pulse.wish == 0

@@ -1,0 +1,206 @@
+"""What an attempt looks after while its workers train. Ray's word is given here; ranks are heard over connections."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from shared.errors import Unavailable
+from shared.jobs import AttemptContext, Jobs
+from shared.jobs.transitions import PREEMPTED, RESIZED
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore
+from tests.support.waiting import wait_until
+from tests.unit.train_service.worker.test_loop import SPEC, events, new_job
+from train_service import placement
+from train_service.attempt import supervision
+from train_service.attempt.endings import FAILURE
+from train_service.attempt.pulses import Pulses
+from train_service.attempt.supervision import Supervision
+from train_service.domain.watchdog import Phase
+from train_service.placement import Node, Size
+from train_service.records.events import EventKind
+from train_service.records.reporting import PREEMPT, RESIZE, TRAIN_KIND
+from train_service.worker.pulse import Pulse
+
+JOB = "trainingJobs/a"
+# An attempt whose only rank says goodbye; what should end then does not.
+STAYS = """
+import sys, time
+from dataclasses import replace
+from shared.jobs import AttemptContext, Jobs
+from shared.settings import StoreSettings
+from shared.storage import open_store
+from train_service.attempt import supervision
+from train_service.placement import Size
+from train_service.worker.pulse import Pulse
+from train_service.attempt.pulses import Pulses
+from train_service.attempt.supervision import Supervision
+from tests.unit.train_service.worker.test_loop import SPEC
+
+supervision.GONE_WITHIN_S = supervision.FIT_ENDS_WITHIN_S = 1.0
+Supervision._look_for_drains = lambda self, ranks: None  # there is no Ray to ask
+store = open_store(StoreSettings(url=sys.argv[1]))
+jobs = Jobs(store, "train")
+context = AttemptContext(store, jobs, sys.argv[2], jobs.get(sys.argv[2], sys.argv[2]))
+spec = replace(SPEC, num_workers=1)
+with Pulses("127.0.0.1") as pulses, Supervision(context, spec, pulses, Size(1, {"CPU": 1.0})):
+    with Pulse(0, pulses.address):
+        time.sleep(1.5)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def context(store: ObjectStore) -> AttemptContext:
+    new_job(store, JOB)
+    jobs = Jobs(store, TRAIN_KIND)
+    return AttemptContext(store, jobs, JOB, jobs.get(JOB, JOB))
+
+
+@pytest.fixture
+def going(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The nodes that will be taken away; the attempt's own process is on `own`."""
+    leaving: set[str] = set()
+    monkeypatch.setattr(supervision, "draining_nodes", lambda: leaving)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "own"))
+    return leaving
+
+
+@pytest.fixture
+def pulses() -> Iterator[Pulses]:
+    with Pulses("127.0.0.1") as pulses:
+        yield pulses
+
+
+def test_an_attempt_does_not_outlast_its_ranks_for_ever(store: ObjectStore, file_store: StoreSettings) -> None:
+    new_job(store, JOB)
+    stayed = subprocess.run([sys.executable, "-c", STAYS, file_store.url, JOB], timeout=50, check=False)
+
+    assert stayed.returncode == 1
+    (ended,) = events(store, JOB, EventKind.ATTEMPT_ENDED)
+    assert ended.payload["cause"] == FAILURE
+    assert "gone" in ended.payload["text"]
+
+
+def test_a_node_that_goes_before_workers_have_made_way_for_another_size_counts_as_taken_away(
+    context: AttemptContext, pulses: Pulses, going: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "ROOM_STABLE_S", 0.0)
+    monkeypatch.setattr(supervision, "size_now", lambda *_: Size(2, {"CPU": 1.0}))
+    monkeypatch.setattr(Supervision, "_pays", lambda _: True)
+    looking = Supervision(context, replace(SPEC, num_workers=2), pulses, Size(1, {"CPU": 1.0}))
+    with Pulse(0, pulses.address, "n0") as pulse:
+        pulse.at(1, Phase.TRAINING)
+        wait_until(lambda: bool(pulses.at_work()), "the rank to be heard")
+        looking._look()
+        assert looking.cause is not None
+        assert looking.cause.specific_reason == RESIZED
+        wait_until(lambda: pulse.wish == RESIZE, "the wish")
+
+        going.add("n0")
+        looking._look()
+
+        assert looking.cause.specific_reason == PREEMPTED
+        wait_until(lambda: pulse.wish == PREEMPT, "the wish")
+
+
+def test_workers_are_not_exchanged_for_others_of_another_kind(
+    context: AttemptContext, pulses: Pulses, going: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not going
+    monkeypatch.setattr(supervision, "ROOM_STABLE_S", 0.0)
+    monkeypatch.setattr(supervision, "size_now", lambda *_: Size(2, {"CPU": 1.0, "GPU": 1.0}))
+    monkeypatch.setattr(Supervision, "_pays", lambda _: True)
+    looking = Supervision(context, replace(SPEC, num_workers=2), pulses, Size(1, {"CPU": 1.0}))
+    with Pulse(0, pulses.address, "n0"):
+        wait_until(lambda: bool(pulses.at_work()), "the rank to be heard")
+        looking._look()
+
+    assert looking.cause is None
+
+
+@pytest.mark.parametrize(("room", "grows"), [(3, False), (4, True)])
+def test_it_grows_only_to_so_many_workers_that_the_slowest_computes_less(
+    context: AttemptContext, pulses: Pulses, going: set[str], monkeypatch: pytest.MonkeyPatch, room: int, grows: bool
+) -> None:
+    assert not going
+    monkeypatch.setattr(supervision, "ROOM_STABLE_S", 0.0)
+    monkeypatch.setattr(supervision, "size_now", lambda *_: Size(room, {"CPU": 1.0}))
+    monkeypatch.setattr(Supervision, "_pays", lambda _: True)
+    spec = replace(SPEC, num_workers=4, min_workers=2, lanes=4)
+    looking = Supervision(context, spec, pulses, Size(2, {"CPU": 1.0}))
+    with Pulse(0, pulses.address, "n0"), Pulse(1, pulses.address, "n0"):
+        wait_until(lambda: len(pulses.at_work()) == 2, "the ranks to be heard")
+        looking._look()
+
+    assert (looking.cause is not None) is grows
+
+
+def test_a_drain_is_noted_for_whoever_finds_the_attempt_gone(
+    context: AttemptContext, pulses: Pulses, going: set[str]
+) -> None:
+    jobs = Jobs(context.store, TRAIN_KIND)
+    looking = Supervision(context, SPEC, pulses, Size(1, {"CPU": 1.0}))
+    looking._look()
+    assert not jobs.was_leaving(JOB, 1)
+
+    going.add("own")
+    looking._look()
+
+    assert jobs.was_leaving(JOB, 1)
+    assert not jobs.was_leaving(JOB, 2)
+
+
+def test_a_drain_that_cannot_be_noted_is_noted_at_a_later_look_and_holds_up_none(
+    context: AttemptContext, pulses: Pulses, going: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+    note = context.note_leaving
+
+    def absent_twice() -> None:
+        tries.append(1)
+        if len(tries) <= 2:
+            raise Unavailable("the store is away")
+        note()
+
+    monkeypatch.setattr(context, "note_leaving", absent_twice)
+    monkeypatch.setattr(supervision, "STORE_PATIENCE_S", 0.0)
+    looking = Supervision(context, SPEC, pulses, Size(1, {"CPU": 1.0}))
+    going.add("own")
+    for expected in (1, 2, 3, 3):
+        looking._look()
+        assert len(tries) == expected
+
+    assert Jobs(context.store, TRAIN_KIND).was_leaving(JOB, 1)
+    assert looking.cause is not None
+    assert looking.cause.specific_reason == PREEMPTED
+
+
+@pytest.mark.parametrize(("free", "asked"), [(0.0, 0), (1.0, 1)])
+def test_other_jobs_are_read_only_where_there_is_room_for_more_than_the_attempt_has(
+    context: AttemptContext, pulses: Pulses, going: set[str], monkeypatch: pytest.MonkeyPatch, free: float, asked: int
+) -> None:
+    assert not going
+    read: list[str] = []
+
+    def none_beside(_: ObjectStore, name: str) -> int:
+        read.append(name)
+        return 0
+
+    monkeypatch.setattr(supervision, "ingest_beside", none_beside)
+    monkeypatch.setattr(placement, "usable_nodes", lambda: [Node("n0", {"CPU": free}, {"CPU": 3.0})])
+    monkeypatch.setattr(Supervision, "_pays", lambda _: True)
+    spec = replace(SPEC, num_workers=3, min_workers=1)
+    looking = Supervision(context, spec, pulses, Size(1, {"CPU": 1.0}))
+    with Pulse(0, pulses.address, "n0"):
+        wait_until(lambda: bool(pulses.at_work()), "the rank to be heard")
+        looking._look()
+
+    assert len(read) == asked

@@ -1,0 +1,202 @@
+"""Rows that Ray Data prepares: who waits for them gets on as they come, and not for ever where none come."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from shared.dataset_stream import DatasetStream
+from shared.errors import Unavailable
+from shared.jobs.transitions import NO_ROOM
+from tests.unit.shared.test_dataset_stream import LONG_S, TABLE, Dataset, Executor, announce
+from tests.unit.train_service.domain.test_spec import GOOD
+from train_service.domain.spec import TrainingSpec
+from train_service.loading import preparation
+from train_service.loading.preparation import prepared
+from train_service.placement import Node
+
+
+class Touches:
+    """Counts the signs that a rank gets on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "POLL_S", 0.05)
+    monkeypatch.setattr(preparation, "FIRST_WITHIN_S", 1.5)
+    monkeypatch.setattr(preparation, "NEXT_WITHIN_S", 0.6)
+    free_cpus(monkeypatch, 1.0)
+
+
+def free_cpus(monkeypatch: pytest.MonkeyPatch, number: float) -> None:
+    nodes = [Node("n", {"CPU": number}, {"CPU": 2.0})]
+    monkeypatch.setattr(preparation, "usable_nodes", lambda: nodes, raising=False)
+
+
+def stream(dataset: Dataset) -> DatasetStream:
+    return DatasetStream(dataset)  # type: ignore[arg-type]
+
+
+def without_a_cpu(executor: Executor) -> None:
+    executor._execution_started = True
+    executor.ended.wait(LONG_S)
+
+
+def test_who_waits_for_tasks_that_never_run_does_not_get_on_and_ends_with_the_cause() -> None:
+    touched, began = Touches(), time.monotonic()
+
+    with pytest.raises(Unavailable, match="no row") as stalled:
+        next(prepared(stream(Dataset(announce, without_a_cpu)), touched))
+
+    assert stalled.value.specific_reason == "PREPARATION_STALLED"
+    assert touched.count == 0
+    assert time.monotonic() - began > 1.5  # what a start may take
+
+
+def test_a_task_that_has_made_something_is_a_sign_though_its_table_comes_later() -> None:
+    def work_on(executor: Executor) -> None:
+        executor._execution_started = True
+        for _ in range(8):  # longer than any one wait may take
+            time.sleep(0.3)
+            executor.operator.metrics.num_tasks_finished += 1
+
+    touched = Touches()
+    tables = prepared(stream(Dataset(announce, work_on)), touched)
+
+    assert next(tables) is TABLE
+    assert touched.count >= 6
+    tables.close()
+
+
+def test_after_the_first_table_less_patience_is_enough_and_who_takes_them_may_take_his_time() -> None:
+    def go(executor: Executor) -> None:
+        executor._execution_started = True
+
+    class TwoTables(Dataset):
+        def iter_batches(self, **_: object):  # type: ignore[no-untyped-def]
+            announce(self.executor)
+            go(self.executor)
+            yield TABLE
+            yield TABLE
+            self.executor.ended.wait(LONG_S)
+
+    touched = Touches()
+    tables = prepared(stream(TwoTables()), touched)
+    assert next(tables) is TABLE
+    time.sleep(0.8)
+    assert next(tables) is TABLE
+    seen, began = touched.count, time.monotonic()
+    with pytest.raises(Unavailable):
+        next(tables)
+    assert touched.count <= seen + 1  # as it began to wait
+    assert 0.5 < time.monotonic() - began < 1.4
+
+
+def test_tasks_that_find_no_cpu_end_the_attempt_as_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is no failure: the next attempt waits for room."""
+    free_cpus(monkeypatch, 0.0)
+
+    with pytest.raises(Unavailable, match="no CPU") as stalled:
+        next(prepared(stream(Dataset(announce, without_a_cpu)), Touches()))
+
+    assert stalled.value.specific_reason == NO_ROOM
+
+
+def test_a_task_that_stands_still_on_the_last_cpu_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is counted: the CPU that is not free is its own."""
+    free_cpus(monkeypatch, 0.0)
+    began = time.monotonic()
+    monkeypatch.setattr(preparation, "longest_at_work_s", lambda _: time.monotonic() - began)
+
+    with pytest.raises(Unavailable, match="a task stands still") as stalled:
+        next(prepared(stream(Dataset(announce, without_a_cpu)), Touches()))
+
+    assert stalled.value.specific_reason == "PREPARATION_STALLED"
+
+
+def test_a_task_that_found_its_cpu_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    free_cpus(monkeypatch, 0.0)
+    began = time.monotonic()
+    monkeypatch.setattr(preparation, "longest_at_work_s", lambda _: max(0.0, time.monotonic() - began - 1.0))
+
+    with pytest.raises(Unavailable) as stalled:
+        next(prepared(stream(Dataset(announce, without_a_cpu)), Touches()))
+
+    assert stalled.value.specific_reason == "PREPARATION_STALLED"
+    assert time.monotonic() - began > 2.5, "a start from when it began"
+
+
+def test_a_task_that_dies_and_is_begun_anew_for_ever_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that needs more memory than there is: Ray Data tries without end, and each try has just begun."""
+    free_cpus(monkeypatch, 0.0)
+    passed = [0.0]
+    monkeypatch.setattr(preparation, "time", SimpleNamespace(monotonic=lambda: passed[0]))
+    monkeypatch.setattr(preparation, "longest_at_work_s", lambda _: passed[0] % 1.0)
+    watch = preparation._Watch(stream(Dataset()), Touches(), 0.0, "tasks")
+
+    def look_on() -> None:
+        while passed[0] < 100.0:
+            passed[0] += 0.05
+            watch.look()
+
+    for _ in range(2):
+        began = passed[0]
+        with pytest.raises(Unavailable) as stalled:
+            look_on()
+        assert stalled.value.specific_reason == "PREPARATION_STALLED"
+        assert passed[0] - began < 2 * 1.5 + 0.2
+        watch.got_on()
+
+
+def test_the_tries_that_are_over_do_not_hide_the_task_that_has_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def task(state: str, begun_s: float) -> SimpleNamespace:
+        events = [{"state": preparation.GIVEN_TO_A_WORKER, "created_ms": begun_s * 1000}]
+        return SimpleNamespace(name="tasks", state=state, events=events)
+
+    there = [*(task("FAILED", 1.0) for _ in range(500)), *(task("PENDING_NODE_ASSIGNMENT", 1.0) for _ in range(500))]
+    there += [task("FINISHED", 1.0), task("RUNNING", 60.0)]
+
+    def list_tasks(*, filters: list[tuple[str, str, str]], limit: int = 100, **_: object) -> list[SimpleNamespace]:
+        fits = (all((getattr(one, key) == of) == (how == "=") for key, how, of in filters) for one in there)
+        return list(itertools.compress(there, fits))[:limit]
+
+    monkeypatch.setattr("ray.util.state.list_tasks", list_tasks)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="here"))
+    monkeypatch.setattr(preparation, "time", SimpleNamespace(time=lambda: 100.0))
+
+    assert preparation.longest_at_work_s("tasks") == 40.0
+    assert preparation.longest_at_work_s("other tasks") == 0.0
+
+
+@pytest.mark.parametrize(("timeout_s", "stalls"), [(1800.0, False), (0.0, True)])
+def test_a_step_that_may_take_half_an_hour_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, timeout_s: float, stalls: bool
+) -> None:
+    """Nothing comes for 900 s before the first table and after it, while the task is at work; its step is allowed to
+    take longer."""
+    monkeypatch.setattr(preparation, "FIRST_WITHIN_S", 600.0)
+    monkeypatch.setattr(preparation, "NEXT_WITHIN_S", 600.0)
+    step = {"custom": {"function": "some.module:function", "columns": ["image"], "timeoutS": timeout_s}}
+    spec = TrainingSpec.from_config({**GOOD.as_config(), "transform": {"steps": [step]}})
+    passed = [0.0]
+    monkeypatch.setattr(preparation, "time", SimpleNamespace(monotonic=lambda: passed[0]))
+    watch = preparation._Watch(stream(Dataset()), Touches(), preparation.longest_s(spec))
+
+    for _ in range(2):
+        passed[0] += 900.0
+        if stalls:
+            with pytest.raises(Unavailable):
+                watch.look()
+        else:
+            watch.look()
+        watch.got_on()

@@ -1,0 +1,184 @@
+"""Events reach the log in order, outages of the store delay them, and a stale attempt learns that it is one."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from shared.errors import Internal, Unavailable
+from shared.jobs import JobRecord, Jobs
+from shared.jobs.registry import progress_key
+from shared.jobs.transitions import begin_attempt, confirm_cancel, confirm_delete, lose_attempt, request_delete
+from shared.storage import ObjectStore
+from tests.support.waiting import wait_until
+from train_service.records.events import Event, EventKind, EventLog
+from train_service.records.reporting import CANCEL, GO_ON, STALE, TRAIN_KIND, Reporter
+
+JOB = "trainingJobs/a"
+
+
+@pytest.fixture
+def jobs(store: ObjectStore) -> Jobs:
+    """One job, at its first attempt."""
+    jobs = Jobs(store, TRAIN_KIND)
+    jobs.create(JOB, JobRecord(uid="u", name=JOB, spec={}, create_time=0, update_time=0))
+    begin(jobs)
+    return jobs
+
+
+def begin(jobs: Jobs) -> None:
+    attempt = jobs.get(JOB, JOB).attempt + 1
+    jobs.transition(JOB, lambda job: begin_attempt(job, time.time()), attempt=attempt)
+
+
+def written(store: ObjectStore) -> list[Event]:
+    return list(EventLog(store, JOB).after(0))
+
+
+def test_all_that_was_told_is_written_in_order_once_the_reporter_is_left(store: ObjectStore, jobs: Jobs) -> None:
+    with Reporter(store, JOB, 1) as reporter:
+        for step in range(20):
+            reporter.tell(EventKind.PROGRESS, step=step)
+        reporter.tell(EventKind.WARNING, text="mended")
+
+    events = written(store)
+    assert [event.sequence for event in events] == list(range(1, 22))
+    assert [event.payload for event in events] == [*({"step": step} for step in range(20)), {"text": "mended"}]
+    assert {event.attempt for event in events} == {1}
+    assert json.loads(store.get(progress_key(JOB))) == {"step": 19}
+    assert jobs.progress(JOB) == {"step": 19}
+
+
+@pytest.mark.usefixtures("jobs")
+def test_what_was_told_before_an_error_is_written_too(store: ObjectStore) -> None:
+    def end() -> None:
+        with Reporter(store, JOB, 1) as reporter:
+            reporter.tell(EventKind.WARNING, text="about to end")
+            raise RuntimeError("the run ends")
+
+    with pytest.raises(RuntimeError, match="the run ends"):
+        end()
+
+    assert [event.payload for event in written(store)] == [{"text": "about to end"}]
+
+
+def test_an_outage_of_the_store_neither_loses_nor_repeats_an_event(
+    store: ObjectStore, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store answers, goes away just before the progress is replaced, and comes back."""
+    put, refusals = store.put, [Unavailable("away"), Unavailable("away")]
+
+    def failing(key: str, data: bytes) -> None:
+        if refusals:
+            raise refusals.pop()
+        put(key, data)
+
+    monkeypatch.setattr(store, "put", failing)
+    with Reporter(store, JOB, 1) as reporter:
+        reporter.tell(EventKind.PROGRESS, step=1)
+        reporter.tell(EventKind.PROGRESS, step=2)
+
+    assert not refusals
+    assert [event.payload for event in written(store)] == [{"step": 1}, {"step": 2}]
+    assert jobs.progress(JOB) == {"step": 2}
+
+
+@pytest.mark.usefixtures("jobs")
+@pytest.mark.parametrize("another_writes", [False, True], ids=["alone", "another writes in between"])
+def test_an_event_whose_write_was_not_answered_is_written_once(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, another_writes: bool
+) -> None:
+    put, unanswered = store.put_if_absent, [2]
+
+    def failing(key: str, data: bytes) -> None:
+        put(key, data)
+        if "/events/" in key and json.loads(data)["number"] in unanswered:
+            unanswered.clear()
+            if another_writes:
+                EventLog(store, JOB).append(1, EventKind.WARNING, {"step": 0})
+            raise Unavailable("the answer was lost")
+
+    monkeypatch.setattr(store, "put_if_absent", failing)
+    with Reporter(store, JOB, 1) as reporter:
+        for step in (1, 2, 3):
+            reporter.tell(EventKind.VALIDATED, step=step)
+
+    assert not unanswered
+    expected = [1, 2, 0, 3] if another_writes else [1, 2, 3]
+    assert [event.payload["step"] for event in written(store)] == expected
+
+
+def test_a_wish_to_cancel_is_heard(store: ObjectStore, jobs: Jobs) -> None:
+    with Reporter(store, JOB, 1) as reporter:
+        assert reporter.stop_reason == GO_ON
+        jobs.cancel(JOB, JOB)
+        wait_until(lambda: reporter.stop_reason == CANCEL, "the wish")
+
+
+def test_an_attempt_that_was_overtaken_hears_it_and_writes_no_more(store: ObjectStore, jobs: Jobs) -> None:
+    jobs.transition(JOB, lambda job: lose_attempt(job, Unavailable("lost"), time.time()), attempt=1)
+    begin(jobs)
+    with Reporter(store, JOB, 2) as newer:
+        newer.tell(EventKind.WARNING, text="from the second")
+
+    with Reporter(store, JOB, 1) as overtaken:
+        overtaken.tell(EventKind.WARNING, text="from the first")
+        wait_until(lambda: overtaken.stop_reason == STALE, "the fence")
+
+    assert [(event.attempt, event.payload["text"]) for event in written(store)] == [(2, "from the second")]
+
+
+@pytest.mark.parametrize("reused", [False, True], ids=["deleted", "its name is another's"])
+def test_an_attempt_at_a_job_that_was_deleted_hears_it_and_writes_no_more(
+    store: ObjectStore, jobs: Jobs, reused: bool
+) -> None:
+    jobs.cancel(JOB, JOB)
+    for decide in (confirm_cancel, request_delete, confirm_delete):
+        jobs.transition(JOB, lambda job, decide=decide: decide(job, time.time()))  # type: ignore[misc]
+    if reused:
+        jobs.create(JOB, JobRecord(uid="v", name=JOB, spec={}, create_time=0, update_time=0))
+
+    with Reporter(store, JOB, 1) as reporter:
+        wait_until(lambda: reporter.stop_reason == STALE, "that it is gone", within_s=10)
+        reporter.tell(EventKind.WARNING, text="from nowhere")
+
+    assert not written(store)
+
+
+@pytest.mark.usefixtures("jobs")
+def test_a_run_whose_events_cannot_be_written_any_more_ends(store: ObjectStore) -> None:
+    """Here because an event is not JSON; it is not lost in silence."""
+
+    def tell_on() -> None:
+        with Reporter(store, JOB, 1) as reporter:
+            reporter.tell(EventKind.WARNING, text=object())
+            while True:
+                reporter.tell(EventKind.WARNING, text="more")
+
+    with pytest.raises(Internal) as refused:
+        tell_on()
+    assert refused.value.specific_reason == "EVENTS_LOST"
+    assert isinstance(refused.value.__cause__, TypeError)
+
+
+@pytest.mark.usefixtures("jobs")
+def test_leaving_tells_that_the_last_event_could_not_be_written(store: ObjectStore) -> None:
+    def tell_last() -> None:
+        with Reporter(store, JOB, 1) as reporter:
+            reporter.tell(EventKind.WARNING, text=object())
+
+    with pytest.raises(Internal, match="cannot be told"):
+        tell_last()
+
+
+def test_events_can_be_read_from_any_place(store: ObjectStore) -> None:
+    log = EventLog(store, JOB)
+    assert log.last_sequence() == 0
+    for number in range(5):
+        log.append(1, EventKind.WARNING, {"text": str(number)})
+
+    assert [event.payload["text"] for event in log.after(3)] == ["3", "4"]
+    assert list(log.after(5)) == []
+    assert EventLog(store, JOB).last_sequence() == 5

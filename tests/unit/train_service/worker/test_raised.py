@@ -1,0 +1,77 @@
+"""What is said of an exception that a rank raised: its own, or one that another rank's end made."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from shared.errors import Internal, Unavailable
+from shared.jobs import Jobs, JobState
+from shared.jobs.transitions import lose_attempt
+from shared.storage import ObjectStore
+from tests.unit.train_service.learners import SPEC, commit_table
+from tests.unit.train_service.worker.test_loop import ALONE, config_of, new_job
+from train_service.learning import learner
+from train_service.records.reporting import TRAIN_KIND
+from train_service.worker.loop import train_loop
+from train_service.worker.raised import as_told
+
+JOB = "trainingJobs/a"
+
+
+class Breaking(nn.Module):
+    """Raises in its third pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes == 3:
+            raise ZeroDivisionError("the scale is 0\nand more that nobody needs")
+        made: torch.Tensor = self.layer(x)
+        return made
+
+
+def test_an_error_of_the_model_is_told_with_its_type_message_rank_and_step(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner, "build_model", lambda *_: Breaking())
+    commit_table(store)
+    new_job(store, JOB)
+
+    with pytest.raises(Internal) as told:
+        train_loop(config_of(store, JOB, spec=replace(SPEC, validation_split="")), ALONE)
+
+    assert told.value.message == "ZeroDivisionError on rank 0 at step 2: the scale is 0"
+    assert told.value.specific_reason == "WORKER_RAISED"
+    assert told.value.metadata == {"ranks": "0", "step": "2", "exception": "ZeroDivisionError"}
+    # It is a failure like others, and the last one says so.
+    jobs = Jobs(store, TRAIN_KIND)
+    failed = replace(jobs.get(JOB, JOB), max_failures=0)
+    lost = lose_attempt(failed, told.value, time.time())
+    assert lost.state is JobState.FAILED
+    assert lost.error is not None
+    assert "ZeroDivisionError on rank 0 at step 2: the scale is 0" in lost.error["message"]
+
+
+def test_errors_of_ours_stay_what_they_are() -> None:
+    known = Unavailable("away")
+    assert as_told(known, 1, 7) is known
+
+
+def test_what_a_rank_raises_because_another_is_gone_is_not_its_own_error() -> None:
+    waiting = compile("raise RuntimeError('it went')", "/x/torch/distributed/c10d.py", "exec")
+    with pytest.raises(RuntimeError) as raised:
+        exec(waiting)
+    assert as_told(raised.value, 0, 7) is raised.value
+    for text in ("[/pytorch/gloo/transport/tcp/pair.cc:547] Connection reset by peer", "NCCL communicator was aborted"):
+        error = RuntimeError(text)
+        assert as_told(error, 0, 7) is error
+    assert isinstance(as_told(RuntimeError("shapes do not fit"), 0, 7), Internal)

@@ -1,0 +1,57 @@
+"""A rank whose rows are slow to come holds up all the others, who wait for it in their sums."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+from shared.jobs import JobRecord, Jobs
+from shared.jobs.transitions import begin_attempt
+from shared.settings import StoreSettings
+from shared.storage import open_store
+from tests.unit.train_service.in_ranks import in_ranks
+from tests.unit.train_service.learners import SPEC, commit_table
+from train_service.learning.ranks import Ranks
+from train_service.loading.loader import Batch, Loader
+from train_service.records.events import EventKind, EventLog
+from train_service.records.metrics_reading import metrics_page
+from train_service.records.reporting import TRAIN_KIND
+from train_service.worker.loop import LoopConfig, Run
+
+JOB = "trainingJobs/a"
+SLOW_RANK, SLOW_S = 1, 0.1
+
+
+def test_that_the_rows_of_any_rank_are_waited_for_is_told(tmp_path: Path) -> None:
+    settings = StoreSettings(url=(tmp_path / "store").as_uri())
+    store = open_store(settings)
+    commit_table(store)
+    now = time.time()
+    Jobs(store, TRAIN_KIND).create(JOB, JobRecord(uid="a", name=JOB, spec={}, create_time=now, update_time=now))
+    Jobs(store, TRAIN_KIND).transition(JOB, lambda job: begin_attempt(job, now), attempt=1)
+    (tmp_path / "ranks").mkdir()
+
+    in_ranks(2, run_with_a_slow_rank, tmp_path / "ranks", settings)
+
+    points, _ = metrics_page(store, JOB, 0, 1000, "")
+    assert points
+    assert min(point.values["data_wait_s"] for point in points) >= SLOW_S
+    told = [event.payload for event in EventLog(store, JOB).after(0) if event.kind is EventKind.PROGRESS]
+    assert min(payload["data_wait_share"] for payload in told) > 0.5
+
+
+def run_with_a_slow_rank(ranks: Ranks, settings: StoreSettings) -> None:
+    promptly = Loader.batches
+
+    def slowly(loader: Loader, first_step: int) -> Iterator[Batch]:
+        for batch in promptly(loader, first_step):
+            time.sleep(SLOW_S)
+            yield batch
+
+    spec = replace(SPEC, validation_split="", num_workers=ranks.world_size)
+    config = LoopConfig(store=settings, job_name=JOB, attempt=1, spec=spec)
+    with mock.patch.object(Loader, "batches", slowly if ranks.rank == SLOW_RANK else promptly):
+        Run(config, ranks).run()

@@ -1,0 +1,120 @@
+"""Each end of an attempt is an event, written by the attempt itself or, should its process have died, for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
+from shared.checkpoint.registry import best, latest
+from shared.errors import DataLoss, Internal, MillraceError
+from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
+from shared.jobs.transitions import NO_ROOM, PREEMPTED, RESIZED
+from shared.log import StaleAttempt
+from shared.storage import ObjectStore
+from train_service.domain.spec import TrainingSpec
+from train_service.patience import patient
+from train_service.records.events import EventKind, EventLog
+from train_service.records.reporting import TRAIN_KIND
+
+logger = logging.getLogger(__name__)
+
+FAILURE, HUNG = "CAUSE_FAILURE", "CAUSE_HUNG"
+PREEMPTION, RESIZING = "CAUSE_PREEMPTED", "CAUSE_RESIZED"
+SUSPENDED, CANCELLED = "CAUSE_SUSPENDED", "CAUSE_CANCELLED"
+OF_REASON = {"RANK_HUNG": HUNG, PREEMPTED: PREEMPTION, RESIZED: RESIZING, NO_ROOM: RESIZING}
+
+
+def cause_of(error: MillraceError, state: JobState) -> str:
+    """The cause of an attempt's end, from what it raised and what clients wish of the job."""
+    if state is JobState.CANCELLING:
+        return CANCELLED
+    if state is JobState.SUSPENDING:
+        return SUSPENDED
+    return OF_REASON.get(error.specific_reason, FAILURE)
+
+
+def told(context: AttemptContext, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `work`, the attempt, returns. What it raises is raised on, and is an event before."""
+    try:
+        return work()
+    except MillraceError as error:
+        ended_by = error
+        patient(lambda: tell_error(context, ended_by), "the end of an attempt")
+        raise
+    except StaleAttempt:
+        raise
+    except Exception:
+        patient(lambda: tell_error(context, Internal("an unexpected error")), "the end of an attempt")
+        raise
+
+
+def result_of(context: AttemptContext, spec: TrainingSpec, cause: MillraceError | None = None) -> dict[str, Any]:
+    """Of an attempt whose ranks have ended: the last and the best checkpoint. Where the run is not done raises what was
+    wished of it, else `cause`."""
+    entries = patient(CheckpointRegistry(context.store, context.job.name).entries, "the checkpoints")
+    last, chosen = latest(entries), best(entries, spec.checkpoints.ranking)
+    if last is not None and chosen is not None and last.final and _good(context, last):
+        return {"checkpoint": last.name, "best_checkpoint": chosen.name}
+    patient(lambda: context.raise_if_stopped(fresh=True), "the job's state")
+    if cause is not None and cause.specific_reason == RESIZED:
+        _require_progress(context, entries, cause)
+    raise cause or Internal("the workers ended before the last epoch was saved", reason="RUN_INCOMPLETE")
+
+
+def _require_progress(context: AttemptContext, entries: Sequence[CheckpointEntry], resized: MillraceError) -> None:
+    """A change of size costs a run nothing as long as each attempt gets on; else it could go on changing for ever."""
+    if not any(one.attempt == context.attempt for one in entries):
+        raise Internal(f"{resized.message}, but no checkpoint was taken for it", reason="RESIZED_IN_VAIN") from resized
+
+
+def _good(context: AttemptContext, last: CheckpointEntry) -> bool:
+    """Whether the run is in it. One of an earlier attempt may be damaged: this attempt then trained on from before."""
+    if last.attempt == context.attempt:
+        return True
+    try:
+        patient(lambda: load_checkpoint(context.store, last.folder, last.manifest_sha256).verify(), "a checkpoint")
+    except DataLoss as error:
+        logger.warning("%s is damaged, and the run is not done: %s", last.name, error.message)
+        return False
+    return True
+
+
+def tell_end(context: AttemptContext, cause: str, text: str, ranks: Sequence[int] = ()) -> None:
+    """Once for each attempt: whoever comes second changes nothing. A later attempt's log is left alone."""
+    _tell(context.store, context.job.name, context.attempt, cause, text, ranks)
+
+
+def tell_error(context: AttemptContext, error: MillraceError) -> None:
+    """As `tell_end`, of what ended the attempt or, by now, of what clients wish of the job. Raises `StaleAttempt` where
+    that was deleted."""
+    ranks = [int(rank) for rank in error.metadata.get("ranks", "").split(",") if rank.strip()]
+    tell_end(context, cause_of(error, context.newest().state), error.message, ranks)
+
+
+def tell_lost(store: ObjectStore, job: JobRecord) -> None:
+    """For the process of `job`'s present attempt, which is gone; nothing where there has been none yet.
+
+    One that failed by its own word, e.g. that it hung, did not go with its node, though that was about to leave."""
+    if job.attempts_made == 0:
+        return
+    jobs = Jobs(store, TRAIN_KIND)
+    leaving = jobs.was_leaving(job.name, job.attempt)
+    if leaving:
+        own_word = EventLog(store, job.name).find(job.attempt, EventKind.ATTEMPT_ENDED)
+        if own_word is not None and own_word.payload["cause"] in (FAILURE, HUNG):
+            jobs.forget_leaving(job.name)
+            return
+    of_itself = PREEMPTION if leaving else FAILURE
+    cause = {JobState.CANCELLING: CANCELLED, JobState.SUSPENDING: SUSPENDED}.get(job.state, of_itself)
+    _tell(store, job.name, job.attempt, cause, "the process of the attempt ended", ())
+
+
+def _tell(store: ObjectStore, name: str, attempt: int, cause: str, text: str, ranks: Sequence[int]) -> None:
+    log = EventLog(store, name)
+    try:
+        if not log.has(attempt, EventKind.ATTEMPT_ENDED):
+            log.append(attempt, EventKind.ATTEMPT_ENDED, {"cause": cause, "text": text, "ranks": list(ranks)})
+    except StaleAttempt:
+        logger.warning("a later attempt tells its own story")

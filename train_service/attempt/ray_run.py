@@ -1,0 +1,122 @@
+"""One run of Ray Train, driven from the attempt's own process.
+
+Ray Train starts its controller as an actor, and for it a cleaner and a preemption watcher, a process each. Here the
+controller is an object in the attempt's process: what it holds ends with that process, which is a detached actor, so
+that there is nothing left to clean. Ray's release is pinned; `tests/integration/train_service` would notice a change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ray.train import Result
+from ray.train.torch import TorchConfig
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.callbacks.working_dir_setup import WorkingDirectorySetupCallback
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.worker_group import WorkerGroup
+from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
+from ray.train.v2.torch.torch_trainer import TorchTrainer
+
+from shared.jobs.warm_workers import WarmWorkers
+from train_service.domain.sizing import ACCELERATOR
+from train_service.domain.spec import Placement
+from train_service.placement import Size, selector
+from train_service.worker.loop import LoopConfig
+from train_service.worker.ray_worker import work
+
+# What a worker imports before its first step; torch._dynamo with the first optimizer, whether it compiles or not.
+WARM_WORKERS = WarmWorkers(("train_service.worker.loop", "torchvision", "torch._dynamo"))
+# How often it looks after its workers; Ray's own 2 s are a tenth of a restart.
+POLL_EVERY_S = 0.25
+# The room was there a moment ago: whoever has it now keeps it for longer than that.
+ROOM_WITHIN_S = 20.0
+# Of this process alone: nothing beside the workers, how long these may take to leave their group, and no advice on
+# blocking calls.
+OF_THE_ATTEMPT = {
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
+    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",
+    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+}
+NOT_NEEDED = (PlacementGroupCleanerCallback, WorkingDirectorySetupCallback)
+
+
+class RayRun(TorchTrainer):
+    """`fit` blocks until the workers have ended. Raises `TrainingFailedError` where one was lost or raised."""
+
+    def __init__(self, config: LoopConfig, size: Size) -> None:
+        os.environ.update(OF_THE_ATTEMPT)
+        placement = config.spec.placement
+        # Ray insists on a folder for its own notes. Ours are in the store, and it need not know of that.
+        self._folder = Path(tempfile.mkdtemp(prefix="millrace-ray-train-"))
+        super().__init__(
+            work,
+            train_loop_config={"loop": config},
+            torch_config=TorchConfig(backend=backend_of(placement, size), timeout_s=round(placement.timeout_s)),
+            scaling_config=ScalingConfig(
+                num_workers=size.workers,
+                use_gpu=size.use_gpu,
+                resources_per_worker={
+                    name: amount for name, amount in size.bundle.items() if not name.startswith(ACCELERATOR)
+                },
+                accelerator_type=placement.accelerator_type or None,
+                placement_strategy=placement.strategy,
+                label_selector=selector(),
+            ),
+            run_config=RunConfig(
+                name=f"{config.job_name.rpartition('/')[2]}-attempt-{config.attempt:05d}",
+                storage_path=str(self._folder),
+                # By it they take processes that wait for them. For the first attempt's there are none but Ray's own.
+                worker_runtime_env=WARM_WORKERS.runtime_env if config.attempt > 1 else None,
+                # Both kinds of failure end the attempt; by default it would try to start its workers for ever.
+                failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
+            ),
+        )
+
+    def _create_default_callbacks(self) -> list[Any]:
+        made = super()._create_default_callbacks()
+        return [callback for callback in made if not isinstance(callback, NOT_NEEDED)]
+
+    def _initialize_and_run_controller(self, **arguments: Any) -> Result:
+        controller = TrainController(**arguments)
+        controller._health_check_interval_s = POLL_EVERY_S
+        controller.worker_group_cls = _Group
+        try:
+            asyncio.run(controller.run())  # type: ignore[no-untyped-call]
+            return controller.get_result()
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _Group(WorkerGroup):
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._worker_group_start_timeout_s = ROOM_WITHIN_S
+
+    @staticmethod
+    def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
+        """Ray would add variables of this process, and workers take a process that waits only where both have the very
+        same environment."""
+        return custom_runtime_env
+
+
+def room_was_taken(error: BaseException | None) -> bool:
+    """Whether that is why the workers did not start."""
+    while error is not None:
+        if isinstance(error, WorkerGroupStartupTimeoutError):
+            return True
+        error = getattr(error, "controller_failure", None) or error.__cause__
+    return False
+
+
+def backend_of(placement: Placement, size: Size) -> str:
+    """nccl where each worker has a GPU of its own: it refuses two ranks on one."""
+    return placement.backend or ("nccl" if size.bundle.get("GPU", 0.0) >= 1 else "gloo")

@@ -1,0 +1,244 @@
+"""What an attempt looks after while its workers train: hung ranks, nodes that are taken away, room for more workers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from functools import partial
+from statistics import median
+
+import ray
+from ray.exceptions import RayError
+
+from shared.errors import STORE_OUTAGES, MillraceError, Unavailable
+from shared.jobs import AttemptContext, warm_workers
+from shared.jobs.nodes import draining_nodes
+from shared.jobs.transitions import PREEMPTED, RESIZED
+from train_service.attempt.endings import HUNG, tell_end, tell_error
+from train_service.attempt.ingest_room import ingest_beside
+from train_service.attempt.node_access import end_hard
+from train_service.attempt.pulses import Heard, Pulses
+from train_service.attempt.ray_run import WARM_WORKERS
+from train_service.domain.slices import most_rows_of_a_rank
+from train_service.domain.spec import TrainingSpec
+from train_service.domain.watchdog import culprits, hung, limit_s, silent_ranks
+from train_service.patience import patient
+from train_service.placement import Size, size_now
+from train_service.records.logs import STACKS_CHUNK
+from train_service.records.reporting import GO_ON, PREEMPT, RESIZE
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+GROWTH_LOOK_EVERY_S = 3.0
+# Room must have been there for so long: nodes that come one after another should cost one restart, not several.
+ROOM_STABLE_S = 10.0
+# A restart takes about as long; with less left to do, more workers do not pay.
+WORTH_A_RESTART_S = 30.0
+# Warm workers are started after so long, so that the start of this attempt is over, where so much is left to do that a
+# loss is likely enough.
+WARM_AFTER_S = 10.0
+WORTH_WARM_WORKERS_S = 60.0
+STACKS_WITHIN_S = 5.0
+# Workers that did not even reach their loop by then never will.
+START_WITHIN_S = 900.0
+# Ranks that have gone may still write their logs, and Ray ends its run then; should it hang in that, so would the job.
+GONE_WITHIN_S = 90.0
+# After its workers were killed, `fit` returns; should it not, this process ends.
+FIT_ENDS_WITHIN_S = 30.0
+STORE_PATIENCE_S = 30.0
+
+
+class Supervision:
+    """A thread beside `fit`. Use as a context; afterwards `cause` says why it ended the attempt, if it did."""
+
+    def __init__(self, context: AttemptContext, spec: TrainingSpec, pulses: Pulses, size: Size | None = None) -> None:
+        """`size` is the attempt's; None in local mode."""
+        self._context = context
+        self._spec = spec
+        self._pulses = pulses
+        self._size = size
+        self._workers = size.workers if size else 1
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="supervision", daemon=True)
+        self._began = time.monotonic()
+        self._gone_since: float | None = None
+        self._looked_for_room = 0.0
+        self._room_since: float | None = None
+        # Trials are many and short; a local attempt has no workers.
+        self._may_warm = not spec.local and "trial" not in context.job.spec and warm_workers.wanted()
+        self._training_since: float | None = None
+        # What the ranks were asked to stop for; see `reporting`.
+        self._asked = GO_ON
+        # What whoever finds this process gone shall know.
+        self._leaving = self._noted = False
+        self.cause: MillraceError | None = None
+
+    def __enter__(self) -> Supervision:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(LOOK_EVERY_S):
+            try:
+                self._look()
+            except (RayError, ConnectionError, OSError) as error:
+                logger.warning("not looked after for a moment: %s", error)
+            except Exception:
+                logger.exception("not looked after for a moment")
+
+    def _look(self) -> None:
+        ranks = self._pulses.at_work()
+        if len(self._pulses.heard()) < self._workers and time.monotonic() - self._began > START_WITHIN_S:
+            self._give_up(Unavailable(f"the workers did not start within {START_WITHIN_S:.0f} s", reason="NO_START"))
+        self._look_for_end(ranks)
+        self._look_for_hung(ranks)
+        # Again at each look: a rank that starts may not have heard it, and one that has is not disturbed.
+        if self._asked:
+            self._pulses.ask_to_stop(self._asked)
+        # Also while it makes way for another size: a node may go before it has.
+        if self.cause is None or self.cause.specific_reason == RESIZED:
+            self._look_for_drains(ranks)
+        if self._leaving and not self._noted:
+            self._note_leaving()
+        if self.cause is None and self._size is not None and self._workers < self._spec.num_workers:
+            self._look_for_room(self._size, ranks)
+        if self.cause is None:
+            self._keep_warm(ranks)
+
+    def _look_for_end(self, ranks: list[Heard]) -> None:
+        """Gives up where all ranks that were ever heard have gone and `fit` does not return."""
+        if ranks or not self._pulses.heard():
+            self._gone_since = None
+            return
+        self._gone_since = self._gone_since or time.monotonic()
+        if time.monotonic() - self._gone_since > GONE_WITHIN_S:
+            text = f"its ranks had gone for {GONE_WITHIN_S:.0f} s, and their run did not end"
+            self._give_up(self.cause or Unavailable(text, reason="RUN_STAYED"))
+
+    def _look_for_hung(self, ranks: list[Heard]) -> None:
+        now = time.monotonic()
+        limit = limit_s(self._pulses.seconds_per_step, self._pulses.first_step_s)
+        states = [one.state(now) for one in ranks]
+        suspects = hung(states, limit)
+        if not suspects:
+            return
+        logger.warning("ranks %s stand still for more than %.0f s: %s", suspects, limit, states)
+        silent = silent_ranks(states, limit)
+        stacks = self._pulses.stacks(STACKS_WITHIN_S)
+        standing = culprits(suspects, stacks, silent)
+        at = {state.rank: state.step for state in states}
+        told = ", ".join(f"rank {rank} at step {at[rank]}" for rank in standing)
+        self.cause = Unavailable(
+            f"{told} stood still for more than {limit:.0f} s; the stacks of all ranks are in its logs",
+            reason="RANK_HUNG",
+            metadata={"ranks": ",".join(str(rank) for rank in standing)},
+        )
+        if not self._spec.local:  # whose only rank is this process; it ends at last
+            # What a rank whose interpreter is held wrote by itself; it must be read before its process ends.
+            stacks = {**end_hard(ranks), **stacks}
+        self._keep(stacks)
+        patient(
+            lambda: tell_end(self._context, HUNG, str(self.cause), standing), "the end of an attempt", STORE_PATIENCE_S
+        )
+        self._give_up(self.cause)
+
+    def _keep(self, stacks: dict[int, str]) -> None:
+        for rank, text in stacks.items():
+            key = f"{self._context.folder}/logs/a{self._context.attempt:05d}/r{rank:04d}/{STACKS_CHUNK}"
+            data = text.encode()
+            patient(lambda key=key, data=data: self._context.store.put(key, data), "a stack", STORE_PATIENCE_S)  # type: ignore[misc]
+
+    def _give_up(self, cause: MillraceError) -> None:
+        """The workers are gone, or will never come: `fit` should see it, and this process ends where it does not."""
+        self.cause = cause
+        if self._spec.local or not self._ended.wait(FIT_ENDS_WITHIN_S):
+            logger.warning("the loop does not end by itself; ending the attempt: %s", cause.message)
+            try:
+                patient(lambda: tell_error(self._context, cause), "the end of an attempt", STORE_PATIENCE_S)
+            finally:
+                os._exit(1)
+
+    def _look_for_drains(self, ranks: list[Heard]) -> None:
+        here = {one.node_id: one.rank for one in ranks}
+        here.setdefault(ray.get_runtime_context().get_node_id(), -1)
+        leaving = draining_nodes() & set(here)
+        if leaving:
+            gone = sorted(one.rank for one in ranks if one.node_id in leaving)
+            self.cause = Unavailable(
+                f"{'a node' if len(leaving) == 1 else f'{len(leaving)} nodes'} of the attempt will be taken away",
+                reason=PREEMPTED,
+                metadata={"ranks": ",".join(str(rank) for rank in gone), "nodes": ",".join(sorted(leaving))},
+            )
+            logger.warning("%s: %s", self.cause.message, ", ".join(leaving))
+            self._asked = PREEMPT
+            self._pulses.ask_to_stop(PREEMPT)
+            self._leaving = True
+
+    def _note_leaving(self) -> None:
+        """Once, and at the next look where the store is away: there is more to look after than that."""
+        try:
+            self._context.note_leaving()
+            self._noted = True
+        except STORE_OUTAGES as error:
+            logger.warning("%s; what is known of a node is noted later", error.message)
+
+    def _look_for_room(self, own: Size, ranks: list[Heard]) -> None:
+        now = time.monotonic()
+        if now - self._looked_for_room < GROWTH_LOOK_EVERY_S or len(ranks) < self._workers:
+            return
+        self._looked_for_room = now
+        beside = partial(ingest_beside, self._context.store, self._context.job.name)
+        held = own.held(Counter(one.node_id for one in ranks))
+        size = size_now(self._spec, beside, held, own.workers)
+        # Workers of another kind, as with GPUs that have come, are no more or fewer of these.
+        grows = size.bundle == own.bundle and size.workers > own.workers
+        if not grows or not self._is_faster(size.workers) or not self._pays():
+            self._room_since = None
+            return
+        self._room_since = self._room_since or now
+        if now - self._room_since >= ROOM_STABLE_S:
+            self.cause = Unavailable(
+                f"there is room for {size.workers} workers instead of {self._workers}", reason=RESIZED
+            )
+            logger.info("%s", self.cause.message)
+            self._asked = RESIZE
+            self._pulses.ask_to_stop(RESIZE)
+
+    def _keep_warm(self, ranks: list[Heard]) -> None:
+        """Sees to it that processes wait for the next attempt where the workers of this one are."""
+        now = time.monotonic()
+        if not self._may_warm or len(ranks) < self._workers or not self._pulses.seconds_per_step:
+            return
+        self._training_since = self._training_since or now
+        if now - self._training_since < WARM_AFTER_S or self._left_s() < WORTH_WARM_WORKERS_S:
+            return
+        # Once an attempt: Ray keeps those whom nobody takes, and does not tell how many wait.
+        self._may_warm = False
+        WARM_WORKERS.start(Counter(one.node_id for one in ranks))
+
+    def _is_faster(self, workers: int) -> bool:
+        """Whether the slowest of so many has less to compute than now: a worker computes whole lanes."""
+        now, then = (
+            most_rows_of_a_rank(self._spec.global_batch_size, self._spec.lanes, number)
+            for number in (self._workers, workers)
+        )
+        return then < now
+
+    def _pays(self) -> bool:
+        return self._left_s() > WORTH_A_RESTART_S
+
+    def _left_s(self) -> float:
+        """How long the run will take from here; 0 where that cannot be said."""
+        first = next((one for one in self._pulses.at_work() if one.rank == 0), None)
+        seconds = self._pulses.seconds_per_step
+        if first is None or not seconds or not first.total_steps:
+            return 0.0
+        return (first.total_steps - first.step) * median(seconds)

@@ -1,0 +1,156 @@
+"""The attempt at a training job: hands the loop to Ray Train on as many workers as fit, looks after them, and waits.
+In local mode it runs the loop itself.
+
+Ray's own checkpoint manager is bypassed and its retries are off: our registry says what counts, and a lost worker ends
+the attempt. The next attempt is a fresh Ray run that resumes from the newest good checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+import torch
+from ray.train import TrainingFailedError
+
+from shared.errors import Cancelled, MillraceError, Unavailable
+from shared.jobs import AttemptContext
+from shared.jobs.transitions import NO_ROOM, RESIZED
+from shared.log import StaleAttempt
+from train_service.attempt.endings import result_of, told
+from train_service.attempt.ingest_room import ingest_beside
+from train_service.attempt.pulses import Pulses
+from train_service.attempt.ray_run import RayRun, room_was_taken
+from train_service.attempt.supervision import Supervision
+from train_service.domain.spec import TrainingSpec
+from train_service.learning.ranks import Ranks
+from train_service.patience import patient
+from train_service.placement import Size, lacking, size_now
+from train_service.records.logs import OWN_PROCESS, LogShipper
+from train_service.worker.loop import LoopConfig, train_loop
+
+logger = logging.getLogger(__name__)
+
+# Workers that have begun stop after their next step. Those that wait for resources never would.
+STOP_WITHIN_S = 20.0
+# A checkpoint may have to be written first.
+PAUSE_WITHIN_S = 300.0
+# Room that the last look of the reconciler saw may be given back within moments.
+ROOM_WITHIN_S = 5.0
+
+
+def prepare() -> None:
+    """Called in a process that waits for an attempt: this module's imports are what takes long."""
+
+
+def run(context: AttemptContext) -> dict[str, Any]:
+    """Entry function of a durable job of kind `train`. Returns the last and the best checkpoint."""
+    spec = TrainingSpec.from_config(context.job.spec["training"])
+    if spec.local:
+        return told(context, lambda: _run(context, spec))  # this process is rank 0, and says all under that name
+    with LogShipper(context.store, context.job.name, context.attempt, OWN_PROCESS):
+        return told(context, lambda: _run(context, spec))
+
+
+def _run(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
+    size = None if spec.local else _size(context, spec)
+    with Pulses(ray.util.get_node_ip_address()) as pulses:  # type: ignore[no-untyped-call]
+        config = LoopConfig(
+            store=context.store.settings,
+            job_name=context.job.name,
+            attempt=context.attempt,
+            spec=spec,
+            pulse=pulses.address,
+        )
+        with _ends_when_stopped(context), Supervision(context, spec, pulses, size) as supervision:
+            if size is None:
+                train_loop(config, Ranks(0, 1, torch.device("cpu")), ray.get_runtime_context().get_node_id())
+            else:
+                _fit(config, size, context, supervision)
+    return result_of(context, spec, supervision.cause)
+
+
+def _size(context: AttemptContext, spec: TrainingSpec) -> Size:
+    def beside() -> int:
+        return patient(lambda: ingest_beside(context.store, context.job.name), "the other jobs")
+
+    give_up_at = time.monotonic() + ROOM_WITHIN_S
+    while not (size := size_now(spec, beside)).workers:
+        if time.monotonic() > give_up_at:
+            # Not a failure: the reconciler waits for room before it begins the next attempt.
+            raise Unavailable(f"room was taken: {lacking(spec, beside)}", reason=NO_ROOM)
+        time.sleep(0.2)
+    return size
+
+
+def _fit(config: LoopConfig, size: Size, context: AttemptContext, supervision: Supervision) -> None:
+    try:
+        RayRun(config, size).fit()
+    except TrainingFailedError as error:
+        patient(lambda: context.raise_if_stopped(fresh=True), "the job's state")
+        raise _cause(error, supervision.cause) from error
+
+
+def _cause(error: TrainingFailedError, ended_for: MillraceError | None) -> MillraceError:
+    """The first error of our own that a worker raised, else what we ended the attempt for, else that it was lost.
+
+    For a change of size nobody ends a worker: one that is lost before it has stopped by itself is a fault.
+    """
+    failures = list(getattr(error, "worker_failures", {}).items())
+    for _, raised in failures:
+        known = _own_error(raised)
+        if known is not None:
+            return known
+    if ended_for is not None and ended_for.specific_reason != RESIZED:
+        return ended_for
+    if room_was_taken(error):
+        return Unavailable("room was taken while the workers started", reason=NO_ROOM)
+    ranks = ",".join(str(rank) for rank, _ in failures)
+    logger.warning("attempt lost: %s", error)
+    return Unavailable(
+        f"the workers were lost{ranks and f'; first on rank {ranks}'}",
+        reason="WORKERS_LOST",
+        metadata={"ranks": ranks},
+    )
+
+
+def _own_error(raised: BaseException | None) -> MillraceError | None:
+    """Follows causes down to an error of ours; Ray wraps what workers raise."""
+    while raised is not None:
+        if isinstance(raised, MillraceError):
+            return raised
+        raised = getattr(raised, "cause", None) or raised.__cause__
+    return None
+
+
+@contextmanager
+def _ends_when_stopped(context: AttemptContext) -> Iterator[None]:
+    """Ends this process, and with it its workers, should they not stop by themselves when a client or a later attempt
+    wishes it: `fit` cannot be interrupted while its workers start."""
+    done = threading.Event()
+
+    def watch() -> None:
+        asked_at: float | None = None
+        while not done.wait(1.0):
+            try:
+                context.raise_if_stopped()
+            except (Cancelled, StaleAttempt) as stop:
+                asked_at = asked_at or time.monotonic()
+                pausing = isinstance(stop, Cancelled) and context.is_suspending
+                if time.monotonic() - asked_at > (PAUSE_WITHIN_S if pausing else STOP_WITHIN_S):
+                    logger.warning("the workers did not stop in time; ending the attempt")
+                    os._exit(1)
+
+    thread = threading.Thread(target=watch, name="stop", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

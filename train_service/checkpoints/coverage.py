@@ -1,0 +1,220 @@
+"""Which rows the workers truly consumed: noted by each rank, gathered for a checkpoint, and named by its manifest.
+
+A run that resumes goes on with the chain of the checkpoint that it resumes from. So the record is always that of the
+work that is in the weights, and what a lost attempt did behind its last checkpoint does not count.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from shared.checkpoint import CheckpointEntry, CoveragePart, load_checkpoint
+from shared.checkpoint.format import OTHER_FORMAT, sha256
+from shared.errors import DataLoss
+from shared.storage import ObjectMissing, ObjectStore
+from train_service.domain.order import Ints
+
+if TYPE_CHECKING:  # the service reads these records, and does not need torch for it
+    from train_service.learning.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+# Parts of so many rows are left alone; smaller neighbours are put together.
+PART_ROWS = 1 << 20
+
+_RUNS = pa.run_end_encoded(pa.int32(), pa.int64())
+# One run for each step of each rank.
+SCHEMA = pa.schema([("step", _RUNS), ("epoch", _RUNS), ("rank", _RUNS), ("row_id", pa.int64())])
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One rank's notes: `steps` is (n, 3) of step, epoch and number of rows; `row_ids` are those rows, in order."""
+
+    steps: Ints
+    row_ids: Ints
+
+
+class ConsumedRows:
+    """One rank's notes since the last checkpoint. Not shared between threads."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[int, int, int]] = []
+        self._row_ids: list[Ints] = []
+
+    def add(self, step: int, epoch: int, row_ids: Ints) -> None:
+        """Notes the rows of the batch that went into `step` (from 0); call it once the optimiser has stepped."""
+        self._steps.append((step, epoch, len(row_ids)))
+        self._row_ids.append(row_ids)
+
+    def take(self) -> Taken:
+        """What was noted since the last call, which is then forgotten."""
+        steps = np.asarray(self._steps, np.int64).reshape(-1, 3)
+        row_ids = np.concatenate([np.empty(0, np.int64), *self._row_ids])
+        self._steps, self._row_ids = [], []
+        return Taken(steps, row_ids)
+
+
+def gather(ranks: Ranks, taken: Taken) -> pa.Table | None:
+    """What all ranks took, as a table of `SCHEMA` in the order of steps, on rank 0; None on the others.
+
+    A collective: every rank must call it at the same point. It exchanges 8 bytes a row; no rank waits for a store.
+    """
+    flat = np.concatenate([[len(taken.steps)], taken.steps.ravel(), taken.row_ids]).astype(np.int64)
+    everyone = ranks.gather(flat)
+    return None if everyone is None else _table(everyone)
+
+
+def _table(everyone: Sequence[Ints]) -> pa.Table:
+    runs: list[tuple[int, int, int, Ints]] = []
+    for rank, flat in enumerate(everyone):
+        count = int(flat[0])
+        steps, row_ids = flat[1 : 1 + 3 * count].reshape(-1, 3), flat[1 + 3 * count :]
+        ends = np.cumsum(steps[:, 2])
+        for (step, epoch, rows), end in zip(steps.tolist(), ends.tolist(), strict=True):
+            if rows:  # a run of none is no run for Arrow
+                runs.append((step, rank, epoch, row_ids[end - rows : end]))
+    runs.sort(key=lambda run: run[:2])
+    ends = np.cumsum([len(rows) for *_, rows in runs]).astype(np.int32)
+
+    def column(values: list[int]) -> pa.Array:
+        return pa.RunEndEncodedArray.from_arrays(pa.array(ends), pa.array(values, pa.int64()), _RUNS)
+
+    columns = [
+        column([step for step, *_ in runs]),
+        column([epoch for _, _, epoch, _ in runs]),
+        column([rank for _, rank, *_ in runs]),
+        pa.array(np.concatenate([np.empty(0, np.int64), *(rows for *_, rows in runs)])),
+    ]
+    return pa.Table.from_arrays(columns, schema=SCHEMA)
+
+
+class CoverageChain:
+    """The parts that a run's next checkpoint names. Used by rank 0, in one thread.
+
+    Neighbours are put together like the digits of a binary counter: while the last part has more than half as many
+    rows as the one before it, and both fit into `PART_ROWS`, they become one. So a manifest names at most (rows of the
+    run) / 2^19 parts and some twenty small ones, however often checkpoints are taken, and each row is written again
+    some thirty times at most. The parts that were put together stay until nobody names them; see `orphans`.
+    """
+
+    def __init__(self, store: ObjectStore, job: str, parts: Sequence[CoveragePart] = ()) -> None:
+        """`parts` are those of the checkpoint that the run resumes from."""
+        self._store = store
+        self._job = job
+        self._small: dict[str, pa.Table] = {}
+        self.parts = tuple(parts)
+
+    def append(self, table: pa.Table) -> tuple[CoveragePart, ...]:
+        """Writes the record and returns the chain that the checkpoint must name.
+
+        Where the store fails it raises what that raises and may be called again with the same table; one that the chain
+        ends with already is not added twice.
+        """
+        if not table.num_rows:
+            return self.parts
+        first, end = _bounds(table)
+        chain = list(self.parts)
+        if chain and first < chain[-1].end_step:
+            if end == chain[-1].end_step:
+                return self.parts
+            raise ValueError(f"steps {first} to {end} overlap the record, which ends at {chain[-1].end_step}")
+        rows = table.num_rows
+        while chain and chain[-1].row_count < 2 * rows and chain[-1].row_count + rows <= PART_ROWS:
+            before = self._table_of(chain[-1])
+            if before is None:
+                break
+            table, first = pa.concat_tables([before, table]).combine_chunks(), chain[-1].first_step
+            rows = table.num_rows
+            chain.pop()
+        data = encode(table)
+        part = CoveragePart(
+            path=f"{self._job}/coverage/{uuid.uuid4().hex}.arrow",
+            sha256=sha256(data),
+            first_step=first,
+            end_step=end,
+            row_count=rows,
+        )
+        self._store.put(part.path, data)
+        self.parts = (*chain, part)
+        named = {one.path for one in chain if one.row_count < PART_ROWS // 2}
+        self._small = {path: kept for path, kept in self._small.items() if path in named} | {part.path: table}
+        return self.parts
+
+    def _table_of(self, part: CoveragePart) -> pa.Table | None:
+        """None for a damaged one, which then stays as it is: whoever asks for the coverage learns of it."""
+        held = self._small.get(part.path)
+        if held is not None:
+            return held
+        try:
+            return read_part(self._store, part)
+        except DataLoss as error:
+            logger.warning("the record of steps %d to %d: %s", part.first_step, part.end_step, error.message)
+            return None
+
+
+def encode(table: pa.Table) -> bytes:
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+def read_part(store: ObjectStore, part: CoveragePart) -> pa.Table:
+    """Raises `DataLoss` when it is missing or not what the manifest names."""
+    try:
+        data = store.get(part.path)
+    except ObjectMissing:
+        raise DataLoss(f"{part.path} is missing", metadata={"file": part.path}) from None
+    if sha256(data) != part.sha256:
+        raise DataLoss(f"{part.path} does not have the digest that its manifest names", metadata={"file": part.path})
+    return pa.ipc.open_file(data).read_all()
+
+
+def row_ids_of(table: pa.Table, epoch: int) -> Ints:
+    """The rows consumed in `epoch`, in the order of steps."""
+    chosen = []
+    for batch in table.to_batches():
+        mine = pc.run_end_decode(batch.column("epoch")).to_numpy(zero_copy_only=False) == epoch
+        chosen.append(batch.column("row_id").to_numpy()[mine])
+    return np.concatenate([np.empty(0, np.int64), *chosen])
+
+
+def orphans(
+    store: ObjectStore, job: str, checkpoints: Iterable[CheckpointEntry], chain: Sequence[CoveragePart] = ()
+) -> list[str]:
+    """Keys of the records of `job` that none of these checkpoints names, nor `chain`.
+
+    Whoever deletes them must know every checkpoint that counts, and be the one writer of new ones, with its `chain` as
+    it is now: what a checkpoint under way will name is in there.
+    """
+    named = {part.path for part in chain}
+    for entry in checkpoints:
+        try:
+            content = load_checkpoint(store, entry.folder, entry.manifest_sha256).content
+        except DataLoss as error:
+            if error.specific_reason == OTHER_FORMAT:
+                return []  # what it names only the release that wrote it knows
+            continue  # nobody can resume from it, nor ask for its coverage
+        named.update(part.path for part in content.coverage)
+    return sorted(info.key for info in store.list(f"{job}/coverage") if info.key not in named)
+
+
+def delete_coverage(store: ObjectStore, job: str) -> None:
+    """Takes away all records of a job that is being deleted."""
+    store.delete_folder(f"{job}/coverage")
+
+
+def _bounds(table: pa.Table) -> tuple[int, int]:
+    """The first step, and the one after the last."""
+    steps = [values for chunk in table.column("step").chunks for values in (chunk.values.to_pylist())]
+    return min(steps), max(steps) + 1

@@ -1,0 +1,117 @@
+"""Starting from another job's weights: those whose name and shape agree; what does not fit starts anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shared import names
+from shared.checkpoint import CheckpointEntry, load_checkpoint, resolve
+from shared.checkpoint.format import WEIGHTS
+from shared.checkpoint.resolving import NAME_PATTERN
+from shared.errors import DataLoss, FailedPrecondition, NotFound, invalid_field
+from shared.storage import ObjectMissing, ObjectStore
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shared.model_spec import ModelSpec
+
+FIELD = "spec.initial_checkpoint"
+SHOWN = 8
+LENGTH_BYTES = 8
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Names of tensors: `taken` from the checkpoint; `anew` is what the model has besides, `unused` the checkpoint."""
+
+    taken: tuple[str, ...]
+    anew: tuple[str, ...]
+    unused: tuple[str, ...]
+
+    def left_out(self) -> str:
+        """For people; empty where everything fits."""
+        parts = [("start anew", self.anew), ("are not used", self.unused)]
+        return "; ".join(f"{_listed(one)} {what}" for what, one in parts if one)
+
+
+def fit(model: Shapes, checkpoint: Shapes) -> Fit:
+    """Which tensors agree in name and shape."""
+    taken = {name for name, shape in model.items() if name in checkpoint and tuple(checkpoint[name]) == tuple(shape)}
+    return Fit(
+        tuple(name for name in model if name in taken),
+        tuple(name for name in model if name not in taken),
+        tuple(name for name in checkpoint if name not in taken),
+    )
+
+
+def check_name(name: str) -> None:
+    """Raises `InvalidArgument`: a job's name alone says not which one."""
+    names.parse(FIELD, name, NAME_PATTERN)
+
+
+def check_fits(store: ObjectStore, entry: CheckpointEntry, model: ModelSpec) -> None:
+    """Raises `InvalidArgument` unless at least one parameter of the model is in the checkpoint, `FailedPrecondition`
+    for one that is damaged. Imports torch."""
+    import torch
+
+    from shared.models import build_model
+
+    with torch.device("meta"):
+        built = build_model(model, "spec.model")
+    shapes = {name: tuple(one.shape) for name, one in built.named_parameters()}
+    found = fit(shapes, weight_shapes(store, entry))
+    if not found.taken:
+        raise invalid_field(FIELD, entry.name, f"no weights of it fit a {model.builder}; use one of the same model")
+
+
+def weight_shapes(store: ObjectStore, entry: CheckpointEntry) -> dict[str, tuple[int, ...]]:
+    """By the header of its weights; their bytes are not read. Raises `FailedPrecondition` for a damaged one."""
+    key = f"{entry.folder}/{WEIGHTS}"
+    try:
+        load_checkpoint(store, entry.folder, entry.manifest_sha256)
+        length = int.from_bytes(store.get_range(key, 0, LENGTH_BYTES), "little")
+        header = json.loads(store.get_range(key, LENGTH_BYTES, length))
+        return {name: tuple(one["shape"]) for name, one in header.items() if name != "__metadata__"}
+    except (DataLoss, ObjectMissing, ValueError) as error:
+        raise FailedPrecondition(
+            f"{FIELD}: {entry.name} is damaged: {error}; use another",
+            reason="CHECKPOINT_DAMAGED",
+            metadata={"resource": entry.name},
+            fields=[(FIELD, "is damaged")],
+        ) from None
+
+
+def load_initial(store: ObjectStore, name: str, model: nn.Module) -> tuple[CheckpointEntry, Fit]:
+    """Loads what fits of the checkpoint into `model`. Every rank does it by itself: all read the same bytes.
+
+    Raises `FailedPrecondition` where the checkpoint is gone or damaged: another attempt would not find it either.
+    """
+    import safetensors.torch
+
+    from train_service.learning.sharding import put_some_weights
+
+    try:
+        entry = resolve(store, FIELD, name)
+        weights = safetensors.torch.load(load_checkpoint(store, entry.folder, entry.manifest_sha256).read(WEIGHTS))
+    except (NotFound, DataLoss) as error:
+        raise FailedPrecondition(
+            f"{FIELD}: {error.message}; start a new job from another",
+            reason="INITIAL_CHECKPOINT_LOST",
+            metadata={"resource": name},
+            fields=[(FIELD, error.message)],
+        ) from None
+    own = model.state_dict()
+    found = fit({key: one.shape for key, one in own.items()}, {key: one.shape for key, one in weights.items()})
+    put_some_weights(model, {key: weights[key] for key in found.taken})
+    return entry, found
+
+
+def _listed(tensors: Sequence[str]) -> str:
+    more = f" and {len(tensors) - SHOWN} more" if len(tensors) > SHOWN else ""
+    return ", ".join(tensors[:SHOWN]) + more

@@ -1,0 +1,218 @@
+"""Taking a checkpoint on all ranks at the same step, and going on from one.
+
+Every rank notes the rows that it consumed and gives its part; rank 0 has the writer, and the world is told there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry
+from shared.dataset_version import DatasetVersion
+from shared.errors import STORE_OUTAGES, DataLoss, Internal
+from shared.storage import ObjectStore
+from train_service.checkpoints.checkpoint_clock import CheckpointClock
+from train_service.checkpoints.coverage import ConsumedRows, CoverageChain, gather, orphans
+from train_service.checkpoints.fine_tuning import load_initial
+from train_service.checkpoints.snapshots import CheckpointWriter, Restored, as_message, newest_good, restore
+from train_service.domain.spec import TrainingSpec
+from train_service.learning.learner import Learner
+from train_service.learning.ranks import Ranks
+from train_service.loading.loader import Batch
+from train_service.loading.preprocessing import Preprocessing
+from train_service.loading.version_fit import class_names, ingested_columns
+from train_service.patience import patient, store_call
+from train_service.records.events import EventKind
+from train_service.records.metrics_log import MetricsLog
+from train_service.records.reporting import Reporter
+
+logger = logging.getLogger(__name__)
+
+# Of early stopping: each epoch, and what it measured.
+History = list[tuple[int, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lineage:
+    """What every checkpoint of a run says alike."""
+
+    job_name: str
+    attempt: int
+    spec: TrainingSpec
+    version: DatasetVersion
+    preprocessing: Preprocessing
+    steps_per_epoch: int
+    total_steps: int
+
+
+class Checkpointing:
+    """One rank's side of it. Use as a context: leaving it lets the checkpoint under way be committed, however the run
+    ends. `clock` says when one is due."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        lineage: Lineage,
+        ranks: Ranks,
+        learner: Learner,
+        reporter: Reporter | None,
+        touched: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`touched` is called while a checkpoint is gathered and copied, as a sign that it gets on."""
+        self._store = store
+        self._lineage = lineage
+        self._ranks = ranks
+        self._learner = learner
+        self._reporter = reporter
+        self._touched = touched
+        self._registry = CheckpointRegistry(store, lineage.job_name)
+        self._consumed = ConsumedRows()
+        self._chain = CoverageChain(store, lineage.job_name)
+        # Where the first weights came from: name and digest.
+        self._initial = ("", "")
+        self._writer: CheckpointWriter | None = None
+        spec = lineage.spec
+        self.clock = CheckpointClock(spec.checkpoint_every_steps, spec.checkpoints.every_s)
+
+    def __enter__(self) -> Checkpointing:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._writer is not None:
+            self._writer.__exit__(*exception)
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds that this rank has waited for checkpoints so far."""
+        return self._writer.stalled_s if self._writer is not None else 0.0
+
+    def begin(self) -> tuple[int, History]:
+        """Restores the newest good checkpoint, which rank 0 chooses for all. Returns the first step to do, and what
+        early stopping knows."""
+        chosen: dict[str, Any] | None = None
+        if self._reporter is not None:
+            chosen = as_message(self._choose(self._reporter))
+        chosen = self._ranks.share(chosen)
+        if chosen is None:
+            if self._lineage.spec.initial_checkpoint:
+                self._begin_from(self._lineage.spec.initial_checkpoint)
+            return 0, []
+        entry = CheckpointEntry(**chosen)
+        restored = patient(lambda: self._restored(entry), "the checkpoint to resume from")
+        history = restored.state.pop("history")
+        self._learner.load(restored.weights, restored.state)
+        self._initial = (restored.content.initial_checkpoint, restored.content.initial_checkpoint_sha256)
+        self._chain = CoverageChain(self._store, self._lineage.job_name, restored.content.coverage)
+        logger.info("resuming from %s at step %d", entry.name, entry.step)
+        return entry.step, [(int(epoch), float(value)) for epoch, value in history]
+
+    def _restored(self, entry: CheckpointEntry) -> Restored:
+        try:
+            return restore(self._store, entry)
+        except DataLoss as error:
+            # Rank 0 has just found it whole; the next attempt looks, and chooses, again.
+            raise Internal(f"{entry.name} was read damaged: {error.message}", reason="READ_DAMAGED") from error
+
+    def note(self, batch: Batch) -> None:
+        """The optimiser has stepped: the batch's rows are in the weights."""
+        self._consumed.add(batch.step, batch.epoch, batch.row_ids)
+
+    def take(
+        self, step: int, metrics: dict[str, float], history: History, log: MetricsLog | None, *, final: bool
+    ) -> None:
+        """A checkpoint of the run after `step` steps, whose metrics are in `log`, where there is one. Every rank calls
+        it at the same step; it returns once all that it needs is copied. Raises what the checkpoint before failed
+        with."""
+        table = gather(self._ranks, self._consumed.take())
+        # Of a sharded model every rank has a part.
+        weights, state = self._learner.weights(self._touched), self._learner.state(self._touched)
+        if self._writer is not None and table is not None:
+            self._writer.save(
+                lambda: self._content(step, metrics, table, log), weights, {**state, "history": history}, final=final
+            )
+        self.clock.taken()
+
+    def wait(self) -> None:
+        """Returns once the last checkpoint is durable."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    def tidy(self) -> None:
+        """Once the run is over and its last checkpoint durable: what no checkpoint names any more goes."""
+        if self._writer is None:
+            return
+        try:
+            with store_call():
+                for key in orphans(self._store, self._lineage.job_name, self._registry.entries(), self._chain.parts):
+                    self._store.delete(key)
+        except STORE_OUTAGES as error:
+            logger.warning("old records of consumed rows stay until the job is deleted: %s", error.message)
+
+    def _choose(self, reporter: Reporter) -> CheckpointEntry | None:
+        """On rank 0: opens the registry for this attempt, and the writer."""
+        lineage, damaged = self._lineage, set[str]()
+
+        def newest() -> CheckpointEntry | None:
+            entries = self._registry.fence(lineage.attempt, lineage.spec.checkpoints.ranking)
+            return newest_good(self._store, entries, _warning(reporter), damaged)
+
+        def told(entry: CheckpointEntry) -> None:
+            reporter.tell(EventKind.CHECKPOINT_COMMITTED, **asdict(entry))
+
+        entry = patient(newest, "the newest checkpoint")
+        self._writer = CheckpointWriter(
+            self._store,
+            self._registry,
+            lineage.attempt,
+            told,
+            policy=lineage.spec.checkpoints,
+            damaged=damaged,
+            warn=_warning(reporter),
+            touched=self._touched,
+        )
+        reporter.tell(
+            EventKind.ATTEMPT_STARTED,
+            num_workers=self._ranks.world_size,
+            step=entry.step if entry else 0,
+            checkpoint=entry.name if entry else "",
+        )
+        return entry
+
+    def _begin_from(self, name: str) -> None:
+        entry, fit = patient(lambda: load_initial(self._store, name, self._learner.model), "the initial checkpoint")
+        self._initial = (entry.name, entry.manifest_sha256)
+        if self._reporter is not None and fit.left_out():
+            _warning(self._reporter)(f"of {entry.name} not everything fits: {fit.left_out()}")
+
+    def _content(
+        self, step: int, metrics: dict[str, float], consumed: Any, log: MetricsLog | None
+    ) -> CheckpointContent:
+        """In the writer's thread. What tells of the steps in the checkpoint is durable before it is: no later attempt
+        does them again."""
+        if log is not None:
+            log.write()
+        lineage, spec = self._lineage, self._lineage.spec
+        return CheckpointContent(
+            training_job=lineage.job_name,
+            dataset_version=spec.dataset_version,
+            dataset_manifest_sha256=lineage.version.manifest_sha256,
+            step=step,
+            epoch=step // lineage.steps_per_epoch,
+            seed=spec.seed,
+            metrics=metrics,
+            model=replace(spec.model, task=spec.task),
+            ingested=ingested_columns(lineage.version),
+            transforms=[*lineage.version.manifest.transforms, lineage.preprocessing.config],
+            input_column=spec.input_column,
+            class_names=class_names(spec, lineage.version),
+            initial_checkpoint=self._initial[0],
+            initial_checkpoint_sha256=self._initial[1],
+            coverage=self._chain.append(consumed),
+        )
+
+
+def _warning(reporter: Reporter) -> Callable[[str], None]:
+    return lambda text: reporter.tell(EventKind.WARNING, text=text)

@@ -1,0 +1,205 @@
+"""Saving and restoring a run: rank 0 writes checkpoints in the background and chooses the one to resume from."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import safetensors.torch
+import torch
+
+from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry, load_checkpoint, write_checkpoint
+from shared.checkpoint.format import OPTIMIZER, OTHER_FORMAT, WEIGHTS
+from shared.checkpoint.users import live_users
+from shared.errors import DataLoss
+from shared.storage import ObjectStore
+from train_service.checkpoints.tensor_files import NEST, TensorFile, put_together, take_apart
+from train_service.domain.retention import Saved, outlived
+from train_service.domain.spec import CheckpointPolicy
+from train_service.patience import patient, store_call
+
+logger = logging.getLogger(__name__)
+
+
+# A write that took longer than this is told: the store was away, or is slow.
+TOLD_AFTER_S = 5.0
+
+T = TypeVar("T")
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time; a step waits only for the copy, and for the one before if it is still going.
+
+    A store that is away is waited for, in the writer's thread. Use as a context: leaving it lets the checkpoint under
+    way finish, and hides the error that it may meet.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        registry: CheckpointRegistry,
+        attempt: int,
+        told: Callable[[CheckpointEntry], None],
+        *,
+        policy: CheckpointPolicy | None = None,
+        damaged: Collection[str] = (),
+        warn: Callable[[str], None] = logger.warning,
+        touched: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`told` is called with each committed checkpoint, `warn` with what delayed one, in the writer's thread, and
+        `touched` while `save` copies and gets on.
+
+        Without a `policy` all are kept. `damaged` are the folders of those that were found so when the attempt began.
+        """
+        self._store = store
+        self._registry = registry
+        self._attempt = attempt
+        self._told = told
+        self._policy = policy
+        self._damaged = frozenset(damaged)
+        self._warn = warn
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        self._weights, self._state = TensorFile(touched), TensorFile(touched)
+        # Seconds that the loop has waited in `save` and `wait`.
+        self.stalled_s = 0.0
+
+    def save(
+        self,
+        content: Callable[[], CheckpointContent],
+        weights: Mapping[str, torch.Tensor],
+        state: dict[str, Any],
+        *,
+        final: bool = False,
+    ) -> None:
+        """Copies weights, and `state` of optimizer and scheduler, as they are now and returns.
+
+        `content` is asked for in the writer's thread, again where the store did not answer it. `final` tells that no
+        step comes after. Raises what the checkpoint before failed with, and `TypeError` for a
+        state that is not made of tensors and plain values.
+        """
+        self.wait()
+        began = time.monotonic()
+        tensors, form = take_apart(state)
+        files = {WEIGHTS: self._weights.fill(weights), OPTIMIZER: self._state.fill(tensors, {NEST: form})}
+        self._writing = self._pool.submit(self._write, content, files, final)
+        self.stalled_s += time.monotonic() - began
+
+    def wait(self) -> None:
+        """Returns once the checkpoint under way is committed. Raises `StaleAttempt` and what the store raises, but for
+        `Unavailable`: that is waited out."""
+        began = time.monotonic()
+        try:
+            if self._writing is not None:
+                writing, self._writing = self._writing, None
+                with store_call():
+                    writing.result()
+        finally:
+            self.stalled_s += time.monotonic() - began
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with store_call():
+            self._pool.shutdown(wait=True)
+
+    def _write(self, describe: Callable[[], CheckpointContent], files: dict[str, memoryview], final: bool) -> None:
+        content = self._patiently(describe)
+        checkpoint_id = f"step-{content.step:08d}"
+        # A fresh folder each: a stale attempt may be writing the same step.
+        folder = f"{self._registry.data_folder}/{checkpoint_id}-a{self._attempt:05d}-{uuid.uuid4().hex[:8]}"
+        digest, size_bytes = self._patiently(lambda: write_checkpoint(self._store, folder, content, files))
+        entry = CheckpointEntry(
+            name=f"{content.training_job}/checkpoints/{checkpoint_id}",
+            folder=folder,
+            manifest_sha256=digest,
+            step=content.step,
+            epoch=content.epoch,
+            attempt=self._attempt,
+            size_bytes=size_bytes,
+            create_time=time.time(),
+            metrics=content.metrics,
+            final=final,
+        )
+        self._patiently(lambda: self._registry.commit(entry))
+        self._told(entry)
+        if self._policy is not None and self._policy.keep_newest:
+            policy = self._policy
+            self._patiently(lambda: retain(self._store, self._registry, policy, self._attempt, self._damaged))
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        began = time.monotonic()
+        answer = patient(call, "a checkpoint")
+        if (waited_s := time.monotonic() - began) > TOLD_AFTER_S:
+            self._warn(f"a checkpoint took {waited_s:.0f} s to reach the object store")
+        return answer
+
+
+def retain(
+    store: ObjectStore,
+    registry: CheckpointRegistry,
+    policy: CheckpointPolicy,
+    attempt: int,
+    damaged: Collection[str] = (),
+) -> list[CheckpointEntry]:
+    """Takes away what has outlived `policy` and nobody uses; returns what went. `damaged` are folders.
+
+    Raises `StaleAttempt`. What an earlier attempt left half-way is finished first.
+    """
+    registry.settle(attempt)
+    state = registry.read()
+    saved = {
+        one.name: Saved(
+            name=one.name, step=one.step, metrics=one.metrics, final=one.final, damaged=one.folder in damaged
+        )
+        for one in state.checkpoints
+    }
+    going = outlived(list(saved.values()), policy.keep_newest, policy.keep_best, state.ranking)
+    # Only those that would go are asked for their users.
+    used = {name for name in going if live_users(store, name, time.time())}
+    return registry.retire([one for one in state.checkpoints if one.name in going and one.name not in used], attempt)
+
+
+def newest_good(
+    store: ObjectStore, entries: Sequence[CheckpointEntry], warn: Callable[[str], None], damaged: set[str] | None = None
+) -> CheckpointEntry | None:
+    """The checkpoint furthest on whose every digest holds; each damaged one on the way is told to `warn`, and its
+    folder added to `damaged`."""
+    for entry in sorted(entries, key=lambda one: one.step, reverse=True):
+        try:
+            load_checkpoint(store, entry.folder, entry.manifest_sha256).verify()
+        except DataLoss as error:
+            warn(f"{entry.name} is damaged and skipped: {error.message}")
+            # One of another release is no less good for that, and is not to be taken away.
+            if damaged is not None and error.specific_reason != OTHER_FORMAT:
+                damaged.add(entry.folder)
+            continue
+        return entry
+    return None
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Whole weights, and `state` of optimizer and scheduler as it was saved; all in host memory."""
+
+    content: CheckpointContent
+    weights: dict[str, torch.Tensor]
+    state: dict[str, Any]
+
+
+def restore(store: ObjectStore, entry: CheckpointEntry) -> Restored:
+    """Raises `DataLoss`: nothing is loaded before its digest holds."""
+    checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
+    weights, state = checkpoint.read(WEIGHTS), checkpoint.read(OPTIMIZER)
+    return Restored(checkpoint.content, safetensors.torch.load(weights), put_together(state))
+
+
+def as_message(entry: CheckpointEntry | None) -> dict[str, Any] | None:
+    """For sending the choice to the other ranks."""
+    return asdict(entry) if entry else None

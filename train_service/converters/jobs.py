@@ -1,0 +1,96 @@
+"""From the service's own values to the protobuf contract: jobs, checkpoints, events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf import json_format
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from millrace.train.v1 import resources_pb2, train_service_pb2
+from shared.checkpoint import CheckpointEntry
+from shared.checkpoint.registry import best, latest
+from shared.grpc_errors import status_proto_from_record
+from shared.jobs import JobRecord, JobState
+from train_service.converters.specs import spec_to_proto
+from train_service.domain.spec import TrainingSpec
+from train_service.jobs.training_jobs import JobView
+from train_service.records.events import Event, EventKind
+
+
+def job_to_proto(view: JobView) -> resources_pb2.TrainingJob:
+    record = view.record
+    spec = TrainingSpec.from_config(record.spec["training"])
+    newest, chosen = latest(view.checkpoints), best(view.checkpoints, spec.checkpoints.ranking)
+    job = resources_pb2.TrainingJob(
+        name=record.name,
+        uid=record.uid,
+        spec=spec_to_proto(spec),
+        state=f"STATE_{record.state.value}",
+        attempt=record.attempt,
+        create_time=timestamp(record.create_time),
+        update_time=timestamp(record.update_time),
+        progress=resources_pb2.Progress(**view.progress) if view.progress else None,
+        latest_checkpoint=newest.name if newest else "",
+        best_checkpoint=chosen.name if chosen else "",
+        etag=etag(record),
+        failures=record.failures,
+        preemptions=record.preemptions,
+        waiting_for=view.waiting_for,
+    )
+    if trial := record.spec.get("trial"):
+        job.sweep = trial["sweep"]
+        set_values(job.sweep_parameters, trial["parameters"])
+    if record.state is JobState.FAILED and record.error:
+        job.error.CopyFrom(status_proto_from_record(record.error))
+    return job
+
+
+def checkpoint_to_proto(entry: CheckpointEntry) -> resources_pb2.Checkpoint:
+    return resources_pb2.Checkpoint(
+        name=entry.name,
+        step=entry.step,
+        epoch=entry.epoch,
+        metrics=entry.metrics,
+        size_bytes=entry.size_bytes,
+        manifest_sha256=entry.manifest_sha256,
+        create_time=timestamp(entry.create_time),
+        attempt=entry.attempt,
+    )
+
+
+def event_to_proto(event: Event) -> train_service_pb2.TrainingEvent:
+    message = train_service_pb2.TrainingEvent(
+        sequence=event.sequence, time=timestamp(event.time), attempt=event.attempt
+    )
+    match event.kind:
+        case EventKind.ATTEMPT_STARTED:
+            message.attempt_started.CopyFrom(train_service_pb2.AttemptStarted(**event.payload))
+        case EventKind.PROGRESS:
+            message.progress.CopyFrom(resources_pb2.Progress(**event.payload))
+        case EventKind.VALIDATED:
+            message.validated.CopyFrom(train_service_pb2.Validated(**event.payload))
+        case EventKind.CHECKPOINT_COMMITTED:
+            message.checkpoint_committed.CopyFrom(checkpoint_to_proto(CheckpointEntry(**event.payload)))
+        case EventKind.WARNING:
+            message.warning = event.payload["text"]
+        case EventKind.ATTEMPT_ENDED:
+            message.attempt_ended.CopyFrom(train_service_pb2.AttemptEnded(**event.payload))
+    return message
+
+
+def set_values(messages: Any, values: Mapping[str, Any]) -> None:
+    """Plain values into a `map<string, google.protobuf.Value>`."""
+    for path, value in values.items():
+        json_format.ParseDict(value, messages[path])
+
+
+def etag(record: JobRecord) -> str:
+    return str(record.generation)
+
+
+def timestamp(seconds: float) -> Timestamp:
+    stamp = Timestamp()
+    stamp.FromNanoseconds(int(seconds * 1e9))
+    return stamp

@@ -1,0 +1,32 @@
+"""From what a run left behind to the protobuf contract: coverage, metrics, logs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from millrace.train.v1 import train_service_pb2 as pb
+from train_service.jobs.run_records import Coverage
+from train_service.records.log_reading import LogText
+from train_service.records.metrics_log import MetricPoint
+
+
+def coverage_to_proto(coverage: Coverage) -> pb.Coverage:
+    return pb.Coverage(
+        training_job=coverage.training_job,
+        epoch=coverage.epoch,
+        checkpoint=coverage.checkpoint,
+        epoch_done=coverage.epoch_done,
+        **asdict(coverage.counts),
+    )
+
+
+def point_to_proto(point: MetricPoint) -> pb.MetricPoint:
+    time = Timestamp()
+    time.FromNanoseconds(int(point.time * 1e9))
+    return pb.MetricPoint(step=point.step, epoch=point.epoch, attempt=point.attempt, time=time, values=point.values)
+
+
+def log_to_proto(log: LogText) -> pb.StreamLogsResponse:
+    return pb.StreamLogsResponse(attempt=log.attempt, rank=log.rank, text=log.text)

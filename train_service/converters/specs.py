@@ -1,0 +1,250 @@
+"""Between the protobuf specification of a run and the service's own, with defaults filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from google.protobuf import json_format
+from google.protobuf.duration_pb2 import Duration
+
+from millrace.train.v1 import resources_pb2
+from shared.errors import invalid_field
+from shared.model_spec import ModelSpec
+from shared.transforms import Pipeline
+from train_service.domain.slices import default_lanes
+from train_service.domain.spec import (
+    CLASSIFICATION,
+    DDP,
+    FLOAT32,
+    REGRESSION,
+    THREADS,
+    CheckpointPolicy,
+    EarlyStopping,
+    LossSpec,
+    OptimizerSpec,
+    Placement,
+    TrainingSpec,
+    default_best_metric,
+)
+from train_service.domain.spec_rules import MAX_WORKERS
+
+_Policy = resources_pb2.CheckpointPolicy
+
+
+def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection[str]) -> TrainingSpec:
+    """Fills in defaults. `custom_allowed` are the functions that custom steps may name.
+
+    Raises `InvalidArgument` for what plain values cannot hold, such as a broken transform.
+    """
+    if not spec.HasField("model"):
+        raise invalid_field("spec.model", None, "name a builder, e.g. torchvision.resnet18")
+    input_column = spec.input_column or "image"
+    pipeline = Pipeline.from_proto(spec.transform, input_column, "spec.transform", custom_allowed)
+    task = _name(resources_pb2.TrainingSpec.Task, spec.task, "TASK_", CLASSIFICATION)
+    checkpoints = _checkpoints(spec.checkpoints, task)
+    num_workers = spec.num_workers if spec.HasField("num_workers") else 1
+    return TrainingSpec(
+        dataset_version=spec.dataset_version,
+        train_split=spec.train_split or "train",
+        validation_split=spec.validation_split,
+        input_column=input_column,
+        label_column=spec.label_column or "label",
+        transform=pipeline.config,
+        task=task,
+        model=ModelSpec(
+            builder=spec.model.builder,
+            in_channels=spec.model.in_channels,
+            num_classes=spec.model.num_classes,
+            kwargs=_plain(spec.model.kwargs, "spec.model.kwargs"),
+        ),
+        initial_checkpoint=spec.initial_checkpoint,
+        loss=LossSpec(
+            name=spec.loss.name or ("mse" if task == REGRESSION else "cross_entropy"),
+            kwargs=_plain(spec.loss.kwargs, "spec.loss.kwargs"),
+            label_smoothing=spec.loss.label_smoothing,
+        ),
+        metrics=tuple(spec.metrics) or (("mae",) if task == REGRESSION else ("accuracy",)),
+        optimizer=_optimizer(spec.optimizer) if spec.HasField("optimizer") else OptimizerSpec(),
+        training_step=spec.training_step,
+        precision=_name(resources_pb2.TrainingSpec.Precision, spec.precision, "PRECISION_", FLOAT32),
+        accumulation_steps=spec.accumulation_steps or 1,
+        max_gradient_norm=spec.max_gradient_norm,
+        compile=spec.compile,
+        epochs=spec.epochs,
+        global_batch_size=spec.global_batch_size,
+        seed=spec.seed,
+        # Beyond that the workers are refused, and lanes that nobody asked for need not be, too.
+        lanes=spec.lanes or default_lanes(min(num_workers, MAX_WORKERS)),
+        ingest=_name(resources_pb2.TrainingSpec.Ingest, spec.ingest, "INGEST_", THREADS),
+        num_workers=num_workers,
+        min_workers=spec.min_workers,
+        threads_per_worker=spec.threads_per_worker or 1,
+        placement=_placement(spec.placement),
+        checkpoint_every_steps=spec.checkpoint_every_steps,
+        checkpoints=checkpoints,
+        early_stopping=_stopping(spec.early_stopping, checkpoints) if spec.HasField("early_stopping") else None,
+        max_failures=spec.max_failures if spec.HasField("max_failures") else 3,
+        max_preemptions=spec.max_preemptions if spec.HasField("max_preemptions") else 100,
+    )
+
+
+def spec_to_proto(spec: TrainingSpec) -> resources_pb2.TrainingSpec:
+    message = resources_pb2.TrainingSpec(
+        dataset_version=spec.dataset_version,
+        train_split=spec.train_split,
+        validation_split=spec.validation_split,
+        input_column=spec.input_column,
+        label_column=spec.label_column,
+        task=f"TASK_{spec.task}",
+        model=resources_pb2.Model(
+            builder=spec.model.builder, in_channels=spec.model.in_channels, num_classes=spec.model.num_classes
+        ),
+        initial_checkpoint=spec.initial_checkpoint,
+        loss=resources_pb2.Loss(name=spec.loss.name, label_smoothing=spec.loss.label_smoothing),
+        metrics=spec.metrics,
+        optimizer=resources_pb2.Optimizer(
+            name=spec.optimizer.name,
+            learning_rate=spec.optimizer.learning_rate,
+            schedule=f"SCHEDULE_{spec.optimizer.schedule}",
+            scheduler=spec.optimizer.scheduler,
+        ),
+        training_step=spec.training_step,
+        precision=f"PRECISION_{spec.precision}",
+        accumulation_steps=spec.accumulation_steps,
+        max_gradient_norm=spec.max_gradient_norm,
+        compile=spec.compile,
+        epochs=spec.epochs,
+        global_batch_size=spec.global_batch_size,
+        seed=spec.seed,
+        lanes=spec.lanes,
+        ingest=f"INGEST_{spec.ingest}",
+        num_workers=spec.num_workers,
+        min_workers=spec.min_workers,
+        threads_per_worker=spec.threads_per_worker,
+        placement=_placement_to_proto(spec.placement),
+        checkpoint_every_steps=spec.checkpoint_every_steps,
+        checkpoints=_Policy(
+            every=_duration(spec.checkpoints.every_s) if spec.checkpoints.every_s else None,
+            keep_newest=spec.checkpoints.keep_newest,
+            keep_best=spec.checkpoints.keep_best,
+            best_metric=spec.checkpoints.best_metric,
+            order=_Policy.ORDER_MAXIMIZE if spec.checkpoints.maximize else _Policy.ORDER_MINIMIZE,
+        ),
+        max_failures=spec.max_failures,
+        max_preemptions=spec.max_preemptions,
+    )
+    if spec.early_stopping is not None:
+        message.early_stopping.metric = spec.early_stopping.metric
+        message.early_stopping.patience = spec.early_stopping.patience
+        message.early_stopping.min_delta = spec.early_stopping.min_delta
+    json_format.ParseDict(spec.transform, message.transform)
+    for struct, values in (
+        (message.model.kwargs, spec.model.kwargs),
+        (message.loss.kwargs, spec.loss.kwargs),
+        (message.optimizer.kwargs, spec.optimizer.kwargs),
+        (message.optimizer.scheduler_kwargs, spec.optimizer.scheduler_kwargs),
+    ):
+        struct.update(values)
+    return message
+
+
+def maximizes(metric: str) -> bool:
+    """Whether a metric of that name is better the higher it is: all but losses and errors."""
+    return not any(part in metric.lower() for part in ("loss", "error", "mae", "mse"))
+
+
+def _checkpoints(policy: resources_pb2.CheckpointPolicy, task: str) -> CheckpointPolicy:
+    metric = policy.best_metric or default_best_metric(task)
+    return CheckpointPolicy(
+        every_s=_seconds(policy.every) if policy.HasField("every") else 0.0,
+        keep_newest=policy.keep_newest,
+        keep_best=policy.keep_best or 1,
+        best_metric=metric,
+        maximize=maximizes(metric)
+        if policy.order == _Policy.ORDER_UNSPECIFIED
+        else policy.order == _Policy.ORDER_MAXIMIZE,
+    )
+
+
+def _stopping(stopping: resources_pb2.EarlyStopping, checkpoints: CheckpointPolicy) -> EarlyStopping:
+    metric = stopping.metric or checkpoints.best_metric
+    return EarlyStopping(
+        metric=metric,
+        maximize=checkpoints.maximize if metric == checkpoints.best_metric else maximizes(metric),
+        patience=stopping.patience,
+        min_delta=stopping.min_delta,
+    )
+
+
+def _placement(placement: resources_pb2.Placement) -> Placement:
+    return Placement(
+        cpus_per_worker=placement.cpus_per_worker or 1.0,
+        gpus_per_worker=placement.gpus_per_worker if placement.HasField("gpus_per_worker") else None,
+        resources_per_worker=dict(placement.resources_per_worker),
+        accelerator_type=placement.accelerator_type,
+        strategy=placement.strategy or "PACK",
+        parallel=placement.parallel or DDP,
+        backend=placement.backend,
+        timeout_s=_seconds(placement.timeout) if placement.HasField("timeout") else 1800.0,
+    )
+
+
+def _placement_to_proto(placement: Placement) -> resources_pb2.Placement:
+    return resources_pb2.Placement(
+        cpus_per_worker=placement.cpus_per_worker,
+        gpus_per_worker=placement.gpus_per_worker,
+        resources_per_worker=placement.resources_per_worker,
+        accelerator_type=placement.accelerator_type,
+        strategy=placement.strategy,
+        parallel=placement.parallel,
+        backend=placement.backend,
+        timeout=_duration(placement.timeout_s),
+    )
+
+
+def _optimizer(optimizer: resources_pb2.Optimizer) -> OptimizerSpec:
+    return OptimizerSpec(
+        name=optimizer.name,
+        learning_rate=optimizer.learning_rate,
+        kwargs=_plain(optimizer.kwargs, "spec.optimizer.kwargs"),
+        schedule=_name(resources_pb2.Optimizer.Schedule, optimizer.schedule, "SCHEDULE_", "CONSTANT"),
+        scheduler=optimizer.scheduler,
+        scheduler_kwargs=_plain(optimizer.scheduler_kwargs, "spec.optimizer.scheduler_kwargs"),
+    )
+
+
+def _name(enum: Any, number: int, prefix: str, default: str) -> str:
+    """The name without its prefix. A number that this contract does not know stays one, and is refused later."""
+    if number == 0:
+        return default
+    known = enum.values()
+    return str(enum.Name(number)).removeprefix(prefix) if number in known else str(number)
+
+
+def _seconds(duration: Duration) -> float:
+    """Whatever its size: what is out of bounds is refused by name later."""
+    return duration.seconds + duration.nanos / 1e9
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration
+
+
+def _plain(struct: Any, path: str) -> dict[str, Any]:
+    """A Struct has only doubles; whole ones become ints, as builders and optimizers expect."""
+    try:
+        values = json_format.MessageToDict(struct)
+    except (ValueError, json_format.Error):
+        raise invalid_field(path, list(struct.keys()), "use finite numbers; JSON has no others") from None
+    return {key: whole(value) for key, value in values.items()}
+
+
+def whole(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [whole(one) for one in value]
+    return {key: whole(one) for key, one in value.items()} if isinstance(value, dict) else value

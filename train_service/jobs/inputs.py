@@ -1,0 +1,36 @@
+"""What a job stands on, the dataset version and the checkpoint that it starts from, stays while it is at work."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shared.checkpoint import users as checkpoint_users
+from shared.dataset_version import DatasetVersion
+from shared.dataset_version.users import unmark, using
+from shared.jobs import JobRecord
+from shared.storage import ObjectStore
+from train_service.checkpoints.fine_tuning import FIELD
+from train_service.domain.spec import TrainingSpec
+
+
+@contextlib.contextmanager
+def using_inputs(store: ObjectStore, kind: str, job: JobRecord, spec: TrainingSpec) -> Iterator[DatasetVersion]:
+    """Marks what `spec` reads, and gives its version, while the body makes `job`, of this kind; the marks stay unless
+    the body is refused."""
+    with contextlib.ExitStack() as stack:
+        version = stack.enter_context(using(store, spec.dataset_version, kind, job.uid, job.name))
+        if spec.initial_checkpoint:
+            mark = checkpoint_users.using(store, FIELD, spec.initial_checkpoint, kind, job.uid, job.name)
+            stack.enter_context(mark)
+        yield version
+
+
+def release_inputs(store: ObjectStore, kind: str, uid: str, training: Mapping[str, Any]) -> None:
+    """For a job that has ended: its marks count for nothing, but they would be read for ever. `training` is the plain
+    form of what it read."""
+    if version := training.get("dataset_version"):
+        unmark(store, version, kind, uid)
+    if initial := training.get("initial_checkpoint"):
+        checkpoint_users.release(store, initial, kind, uid)

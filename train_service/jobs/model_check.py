@@ -1,0 +1,130 @@
+"""Whether a model, its loss, metrics and optimizer can be built at all: tried without memory, on torch's meta device.
+
+The first call imports torch and torchvision, which takes seconds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shared.errors import InvalidArgument, ResourceExhausted, first_line, invalid_field
+from shared.models import build_model, import_builder
+from shared.transforms import TensorSpec
+from train_service.domain.spec import FLOAT16, FSDP, REGRESSION, TrainingSpec, default_best_metric
+
+if TYPE_CHECKING:
+    from torch import nn
+
+ROWS = 2
+SOME_STEPS = 100
+# Optimizers that need a whole parameter: torch has no such step of its parts.
+NOT_OF_SHARDS = ("Adafactor",)
+
+
+def check_model(spec: TrainingSpec, model_input: TensorSpec, total_steps: int = SOME_STEPS) -> None:
+    """`total_steps` are those of the run. Raises `InvalidArgument` naming the field of `spec` that does not work, and
+    `ResourceExhausted` where this machine does not get the check done."""
+    from train_service.learning.optimizers import check_optimizer
+    from train_service.learning.training_steps import build_training_step
+
+    _check_names(spec)
+    _check_parallel(spec)
+    model = _check_outputs(spec, model_input)
+    build_training_step(spec.training_step)
+    _check_loss(spec)
+    check_optimizer(spec.optimizer, [tuple(one.shape) for one in model.parameters()], total_steps)
+
+
+def _check_outputs(spec: TrainingSpec, model_input: TensorSpec) -> nn.Module:
+    import torch
+
+    from train_service.jobs.trial_limit import TooLarge, TrialLimit
+
+    import_builder(spec.model.builder, "spec.model.builder")
+    limit = TrialLimit()
+    try:
+        with torch.device("meta"), limit:
+            # A builder that is stopped by the limit has refused its arguments.
+            model = build_model(spec.model, "spec.model")
+            try:
+                output = model(torch.zeros((ROWS, *model_input.shape)))
+            except TooLarge as error:
+                raise invalid_field("spec.model.kwargs", spec.model.kwargs, str(error)) from None
+            except Exception as error:  # each model has its own way of refusing inputs
+                remedy = f"the model does not take inputs of {model_input.shape}: {first_line(error)}"
+                raise invalid_field("spec.model.builder", spec.model.builder, remedy) from None
+    except InvalidArgument:
+        if limit.out_of_time:
+            text = "the model could not be tried in time, as this machine is busy; try again later"
+            raise ResourceExhausted(text, reason="MODEL_NOT_TRIED") from None
+        raise
+    shape = tuple(output.shape) if isinstance(output, torch.Tensor) else None
+    if shape != (ROWS, spec.model.num_classes):
+        remedy = (
+            f"in training it must give one tensor of (rows, {spec.model.num_classes}), not "
+            f"{shape or type(output).__name__}; choose another"
+        )
+        raise invalid_field("spec.model.builder", spec.model.builder, remedy)
+    return model
+
+
+def _check_loss(spec: TrainingSpec) -> None:
+    import torch
+
+    from train_service.learning.losses import build_loss
+
+    loss = build_loss(spec.loss)
+    numbers = torch.zeros((ROWS, spec.model.num_classes))
+    labels = numbers if spec.task == REGRESSION else torch.zeros(ROWS, dtype=torch.int64)
+    try:
+        loss.total(numbers, labels)
+    except InvalidArgument as error:
+        raise invalid_field("spec.loss.name", spec.loss.name, error.message) from None
+    except Exception as error:  # whatever a loss makes of labels that it is not for
+        path, value = ("spec.loss.kwargs", spec.loss.kwargs) if spec.loss.kwargs else ("spec.loss.name", spec.loss.name)
+        remedy = f"{spec.loss.name} does not work for TASK_{spec.task}: {first_line(error)}"
+        raise invalid_field(path, value, remedy) from None
+
+
+def _check_names(spec: TrainingSpec) -> None:
+    """Metrics there are, and what goes by one goes by one that will be measured."""
+    import torch
+
+    from train_service.learning.metrics import Metrics, measured
+
+    Metrics(spec, torch.device("cpu"))
+    will_be = ["validation_loss", *(f"validation_{name}" for name in measured(spec))]
+    stopping = spec.early_stopping
+    if stopping is not None and stopping.metric not in will_be:
+        raise invalid_field("spec.early_stopping.metric", stopping.metric, f"use one of {', '.join(will_be)}")
+    if stopping is not None and not spec.validation_split:
+        remedy = "it goes by what validation measures, and the version has no split for it; set spec.validation_split"
+        raise invalid_field("spec.early_stopping", stopping.metric, remedy)
+    _check_best(spec, will_be)
+
+
+def _check_best(spec: TrainingSpec, will_be: list[str]) -> None:
+    policy = spec.checkpoints
+    if policy.best_metric not in will_be:
+        raise invalid_field("spec.checkpoints.best_metric", policy.best_metric, f"use one of {', '.join(will_be)}")
+    if spec.validation_split:
+        return
+    remedy = "it goes by what validation measures, and the version has no split for it; set spec.validation_split"
+    # The one by default is in every job's own specification, which may be given back for another.
+    if policy.best_metric != default_best_metric(spec.task):
+        raise invalid_field("spec.checkpoints.best_metric", policy.best_metric, remedy)
+    if policy.keep_best > 1:
+        raise invalid_field("spec.checkpoints.keep_best", policy.keep_best, remedy)
+
+
+def _check_parallel(spec: TrainingSpec) -> None:
+    if spec.placement.parallel != FSDP:
+        return
+    if spec.optimizer.name in NOT_OF_SHARDS:
+        remedy = "it does not work on the shards of FSDP; use another, or DDP"
+        raise invalid_field("spec.optimizer.name", spec.optimizer.name, remedy)
+    if spec.precision == FLOAT16:
+        remedy = "its loss scaling does not work with FSDP; use PRECISION_BFLOAT16"
+        raise invalid_field("spec.precision", spec.precision, remedy)
+    if spec.compile:
+        raise invalid_field("spec.compile", spec.compile, "a model of FSDP is not compiled; leave one of them out")

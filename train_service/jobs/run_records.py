@@ -1,0 +1,134 @@
+"""What a run left behind of its doings: the rows that it consumed, its metrics, its logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared import names
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
+from shared.checkpoint.registry import latest
+from shared.checkpoint.resolving import FINAL
+from shared.dataset_version import load_version
+from shared.dataset_version.manifest import Split
+from shared.errors import DataLoss, FailedPrecondition, NotFound, OutOfRange, invalid_field, not_found
+from shared.jobs import JobRecord, Jobs
+from shared.storage import ObjectStore
+from train_service.checkpoints.coverage import read_part, row_ids_of
+from train_service.domain.coverage import Counts, count_rows
+from train_service.domain.slices import steps_per_epoch
+from train_service.domain.spec import TrainingSpec
+from train_service.records.log_reading import LogReader, find_logs
+from train_service.records.metrics_log import MetricPoint
+from train_service.records.metrics_reading import metrics_page
+from train_service.records.reporting import TRAIN_KIND
+
+PATTERN = "trainingJobs/{j}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """`checkpoint` is the one up to which was counted, empty where there is none yet."""
+
+    training_job: str
+    epoch: int
+    checkpoint: str
+    counts: Counts
+    epoch_done: bool
+
+
+class RunRecords:
+    """All methods block on the store, so call them from threads. Names are `trainingJobs/{j}`."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._jobs = Jobs(store, TRAIN_KIND)
+
+    def coverage(self, name: str, epoch: int, checkpoint: str) -> Coverage:
+        """Raises `OutOfRange` for an epoch that the job does not have, `DataLoss` where a record is damaged, and
+        `FailedPrecondition` where only a dataset version that is gone knew the rows."""
+        names.parse("name", name, PATTERN)
+        job = self._jobs.get(name, name)
+        spec = TrainingSpec.from_config(job.spec["training"])
+        if not 0 <= epoch < spec.epochs:
+            raise OutOfRange(
+                f"epoch {epoch} is none of {name}; use 0 to {spec.epochs - 1}",
+                reason="EPOCH_OUT_OF_RANGE",
+                metadata={"resource": name, "epochs": str(spec.epochs)},
+                fields=[("epoch", f"use 0 to {spec.epochs - 1}")],
+            )
+        split = self._train_split(job, spec)
+        while True:
+            entry = self._checkpoint(name, checkpoint)
+            try:
+                return self._count(name, spec, split, epoch, entry)
+            except DataLoss:
+                # Retention may have taken it away meanwhile, and then another is named in its place.
+                if entry is None or entry == self._checkpoint(name, checkpoint):
+                    raise
+
+    def _count(
+        self, name: str, spec: TrainingSpec, split: Split, epoch: int, entry: CheckpointEntry | None
+    ) -> Coverage:
+        steps = steps_per_epoch(split.row_count, spec.global_batch_size)
+        begin, end = epoch * steps, (epoch + 1) * steps
+        parts = load_checkpoint(self._store, entry.folder, entry.manifest_sha256).content.coverage if entry else ()
+        consumed = (
+            row_ids_of(read_part(self._store, part), epoch)
+            for part in parts
+            if part.first_step < end and part.end_step > begin
+        )
+        try:
+            counts = count_rows(consumed, split.first_row_id, split.row_count)
+        except ValueError as error:
+            raise DataLoss(f"the record of what {name} consumed is wrong: {error}", reason="WRONG_ROW_IDS") from None
+        return Coverage(
+            training_job=name,
+            epoch=epoch,
+            checkpoint=entry.name if entry else "",
+            counts=counts,
+            epoch_done=entry is not None and entry.step >= end,
+        )
+
+    def metrics(self, name: str, after_step: int, page_size: int, page_token: str) -> tuple[list[MetricPoint], str]:
+        """A page of points behind `after_step`, and the token of the next."""
+        names.parse("name", name, PATTERN)
+        self._jobs.get(name, name)
+        return metrics_page(self._store, name, after_step, page_size, page_token)
+
+    def logs(self, name: str, attempt: int, rank: int | None, follow: bool) -> LogReader:
+        """What an attempt logged (0: the newest) on one rank, or on all.
+
+        Raises `NotFound` where there is nothing, nor, with `follow`, will be.
+        """
+        names.parse("name", name, PATTERN)
+        if attempt < 0:
+            raise invalid_field("attempt", attempt, "use 0 for the newest, or the number of an attempt")
+        if rank is not None and rank < -1:
+            raise invalid_field("rank", rank, "use -1 for the attempt's own process, or a rank from 0")
+        return find_logs(self._store, self._jobs, name, attempt, rank, follow)
+
+    def _train_split(self, job: JobRecord, spec: TrainingSpec) -> Split:
+        """As the job's own record has it: the version may have been deleted since the run. Jobs of earlier releases
+        have none, and the version is asked."""
+        if split := job.spec.get("train_split"):
+            return Split(**split)
+        try:
+            return load_version(self._store, spec.dataset_version).split(spec.train_split)
+        except NotFound as error:
+            raise FailedPrecondition(
+                f"which rows {job.name} had to consume is not known any more: {error.message}",
+                reason="VERSION_GONE",
+                metadata={"resource": job.name, "dataset_version": spec.dataset_version},
+            ) from None
+
+    def _checkpoint(self, name: str, checkpoint: str) -> CheckpointEntry | None:
+        entries = CheckpointRegistry(self._store, name).entries()
+        if not checkpoint:
+            return latest(entries)
+        names.parse("checkpoint", checkpoint, f"{PATTERN}/checkpoints/{{c}}")
+        if not checkpoint.startswith(f"{name}/"):
+            raise invalid_field("checkpoint", checkpoint, f"name one of {name}")
+        for entry in entries:
+            if entry.name == checkpoint or (entry.final and checkpoint == f"{name}/checkpoints/{FINAL}"):
+                return entry
+        raise not_found(checkpoint)

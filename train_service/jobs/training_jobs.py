@@ -1,0 +1,299 @@
+"""Training jobs in the store: creating, reading, cancelling and watching them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from shared import names, paging
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry, resolve
+from shared.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    NotFound,
+    OutOfRange,
+    ResourceExhausted,
+    already_exists,
+)
+from shared.jobs import JobRecord, Jobs, JobState
+from shared.jobs.transitions import take_up
+from shared.requests import claimed, claimed_before, uid_of
+from shared.storage import ObjectStore
+from train_service.attempt.endings import tell_lost
+from train_service.checkpoints.fine_tuning import FIELD, check_fits, check_name
+from train_service.domain.slices import FEWEST_LANES, default_lanes
+from train_service.domain.spec import TrainingSpec
+from train_service.jobs.cluster_memory import ClusterMemory, check_ever_fits
+from train_service.jobs.inputs import using_inputs
+from train_service.jobs.lifecycle import Deletions
+from train_service.jobs.model_check import check_model
+from train_service.loading.version_fit import fitted, steps_of_run
+from train_service.records.events import Event, EventLog
+from train_service.records.reporting import TRAIN_KIND
+
+COLLECTION = "trainingJobs"
+PATTERN = "trainingJobs/{j}"
+# So many events in one look of a watcher. They are read one after another, maybe from a slow store, and clients take a
+# silence for the end of what there is.
+EVENTS_AT_ONCE = 8
+# How long a call waits for others' models to be checked, each of which ends within `trial_limit.LIMIT_S`.
+CHECK_WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class JobView:
+    """A job as clients see it: its record, its progress so far, its checkpoints, oldest first, and what its next
+    attempt waits for, if it does."""
+
+    record: JobRecord
+    progress: dict[str, Any]
+    checkpoints: list[CheckpointEntry]
+    waiting_for: str = ""
+
+
+class TrainingJobs:
+    """All methods block on the store, so call them from threads. Names are `trainingJobs/{j}`."""
+
+    def __init__(
+        self, store: ObjectStore, deletions: Deletions | None = None, cluster_max: Mapping[str, float] | None = None
+    ) -> None:
+        """`cluster_max` is what the cluster never exceeds, by an operator's word; None: it is as large as it was."""
+        self._store = store
+        self._cluster_max = cluster_max
+        self._clusters = ClusterMemory(store)
+        self._deletions = deletions or Deletions(store)
+        self._jobs = Jobs(store, TRAIN_KIND)
+        # The first call imports torch, and first imports must not race; nor may what silences torch's warnings.
+        self._checking = threading.Lock()
+
+    def create(self, job_id: str, spec: TrainingSpec, request_id: str, digest: str, validate_only: bool) -> JobView:
+        """The job is durable when this returns. Raises what the RPC's comment says; `digest` is the body's."""
+        names.check_id("training_job_id", job_id)
+        request_id = names.check_request_id("request_id", request_id)
+        if not validate_only and (first := self._first_answer(request_id, digest)):
+            return self._view(first)
+        spec = self.checked(spec)
+        job = _new_job(job_id, spec, request_id=request_id, digest=digest)
+        if validate_only:
+            if self._jobs.find(job.name):
+                raise already_exists(job.name)
+            self.check_ever_fits(spec)
+            return JobView(job, {}, [])
+        with claimed(self._store, TRAIN_KIND, request_id, digest, job.name) as claim:
+            first = self._jobs.made_by(request_id, claim.name) if claim.repeated else None
+            if first is None:
+                self.check_ever_fits(spec)
+            return self._view(first or self.make(job, spec))
+
+    def run_here(self, job_id: str, spec: TrainingSpec, runner: str) -> JobRecord:
+        """The job with an attempt begun that the caller must run, as its `runner`; made where there is none of that
+        name. One that SUCCEEDED is returned as it is. An attempt that is still at work on it is overtaken.
+
+        Raises as `create` does, and `FailedPrecondition` for a job that the service runs, or that is being deleted.
+        """
+        names.check_id("job", job_id)
+        job = self._jobs.find(f"{COLLECTION}/{job_id}")
+        if job is None:
+            spec = self.checked(spec)
+            job = self.make(_new_job(job_id, spec, runner=runner), spec)
+        spec = _with_lanes_of(job, spec)
+        begun, given = TrainingSpec.from_config(job.spec["training"]), fitted(self._store, spec)[0]
+        # Which checkpoint it started from was settled then, and that may be gone by now.
+        same_start = _may_mean(given.initial_checkpoint, begun.initial_checkpoint)
+        if not same_start or replace(given, initial_checkpoint=begun.initial_checkpoint) != begun:
+            raise already_exists(job.name, "with another spec; use another id")
+
+        def begin(newest: JobRecord) -> JobRecord:
+            problem = "another process has begun it just now" if newest.attempt != job.attempt else ""
+            if not problem:
+                try:
+                    return take_up(newest, time.time())
+                except ValueError as error:
+                    problem = str(error)
+            raise FailedPrecondition(
+                f"{job.name} is not for {runner}: {problem}; use another id",
+                reason="WRONG_STATE",
+                metadata={"resource": job.name},
+            )
+
+        if job.runner and not job.state.final:
+            tell_lost(self._store, job)
+        with using_inputs(self._store, TRAIN_KIND, job, self._still_read(job)):
+            pass  # as in `resume`
+        return self._jobs.transition(job.name, begin, attempt=job.attempt + 1)
+
+    def warm_up(self) -> None:
+        """Imports what the first `create` needs, ahead of it."""
+        with self._checking:
+            from shared.models import known_builders
+
+            known_builders()
+
+    def get(self, name: str) -> JobView:
+        names.parse("name", name, PATTERN)
+        return self._view(self._jobs.get(name, name))
+
+    def exists(self, name: str) -> bool:
+        return self._jobs.find(name) is not None
+
+    def page(self, page_size: int, page_token: str) -> tuple[list[JobView], str]:
+        ids, token = paging.page(self._store.folders(COLLECTION), page_size, page_token)
+        found = [self._jobs.find(f"{COLLECTION}/{one}") for one in ids]
+        return [self._view(job) for job in found if job], token
+
+    def cancel(self, name: str, etag: str) -> JobView:
+        names.parse("name", name, PATTERN)
+        return self._view(self._jobs.cancel(name, name, etag))
+
+    def delete(self, name: str, etag: str) -> JobView:
+        """The job in DELETING; it is gone soon after. Raises what the RPC's comment says."""
+        names.parse("name", name, PATTERN)
+        view = self._view(self._deletions.begin(name, etag))
+        self._deletions.finish_soon(name)
+        return view
+
+    def suspend(self, name: str, etag: str) -> JobView:
+        names.parse("name", name, PATTERN)
+        return self._view(self._jobs.suspend(name, name, etag))
+
+    def resume(self, name: str, etag: str) -> JobView:
+        """Raises `FailedPrecondition` where its dataset version is gone."""
+        names.parse("name", name, PATTERN)
+        job = self._jobs.get(name, name)
+        if not job.state.final:
+            return self._view(self._jobs.resume(name, name, etag))
+        spec = self._still_read(job)
+        try:
+            # What a job stands on may be deleted once it is over; from here on it may not again. The marks stay even
+            # if the wish is refused: another resumption may have been faster, and those of a job that stays as it is
+            # soon count for nothing.
+            with using_inputs(self._store, TRAIN_KIND, job, spec):
+                pass
+        except NotFound as error:
+            raise FailedPrecondition(
+                f"{name} cannot go on: {error.message}; train anew on what there is",
+                reason="VERSION_GONE",
+                metadata={"resource": name, "dataset_version": spec.dataset_version},
+            ) from None
+        return self._view(self._jobs.resume(name, name, etag))
+
+    def checkpoints(self, name: str, page_size: int, page_token: str) -> tuple[list[CheckpointEntry], str]:
+        names.parse("parent", name, PATTERN)
+        self._jobs.get(name, name)
+        entries = {entry.name: entry for entry in CheckpointRegistry(self._store, name).entries()}
+        chosen, token = paging.page(list(entries), page_size, page_token)
+        return [entries[one] for one in chosen], token
+
+    def events(self, name: str, after_sequence: int) -> list[Event]:
+        """The next ones that are written, at most `EVENTS_AT_ONCE`."""
+        return list(itertools.islice(EventLog(self._store, name).after(after_sequence), EVENTS_AT_ONCE))
+
+    def check_sequence(self, name: str, after_sequence: int) -> None:
+        """Raises `OutOfRange` for a sequence number that no event has."""
+        last = EventLog(self._store, name).last_sequence()
+        if not 0 <= after_sequence <= last:
+            wrong = "must be 0 or more" if after_sequence < 0 else f"is beyond the last event, {last}"
+            raise OutOfRange(
+                f"after_sequence {after_sequence} {wrong}; use 0 to {last}",
+                reason="SEQUENCE_OUT_OF_RANGE",
+                metadata={"resource": name, "last_sequence": str(last)},
+                fields=[("after_sequence", f"use 0 to {last}")],
+            )
+
+    def _still_read(self, job: JobRecord) -> TrainingSpec:
+        """Its specification, without the checkpoint that it started from once it has one of its own to go on from."""
+        spec = TrainingSpec.from_config(job.spec["training"])
+        own = CheckpointRegistry(self._store, job.name).entries()
+        return replace(spec, initial_checkpoint="") if own else spec
+
+    def checked(self, spec: TrainingSpec) -> TrainingSpec:
+        """With defaults that depend on the version. Raises what `CreateTrainingJob` says of a spec."""
+        spec, version, prepared = fitted(self._store, spec)
+        with self._alone():
+            check_model(spec, prepared, steps_of_run(spec, version))
+        return self._with_initial_checkpoint(spec)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While one call's model is checked. Raises `ResourceExhausted` where others' take too long."""
+        if not self._checking.acquire(timeout=CHECK_WAIT_S):
+            raise ResourceExhausted(
+                f"other calls' models have been checked for {CHECK_WAIT_S:g} s already; try again later",
+                reason="TOO_MANY_MODELS",
+            )
+        try:
+            yield
+        finally:
+            self._checking.release()
+
+    def _with_initial_checkpoint(self, spec: TrainingSpec) -> TrainingSpec:
+        """With the name of the checkpoint that was meant, where it was asked for as `final`."""
+        if not spec.initial_checkpoint:
+            return spec
+        check_name(spec.initial_checkpoint)
+        entry = resolve(self._store, FIELD, spec.initial_checkpoint)
+        check_fits(self._store, entry, spec.model)
+        return replace(spec, initial_checkpoint=entry.name)
+
+    def check_ever_fits(self, spec: TrainingSpec) -> None:
+        """Raises `FailedPrecondition` for more workers than the cluster can ever hold."""
+        check_ever_fits(spec, self._clusters, self._cluster_max)
+
+    def make(self, job: JobRecord, spec: TrainingSpec) -> JobRecord:
+        """Makes a job durable whose `spec` was checked. The same record again gives the job that there is."""
+        try:
+            with using_inputs(self._store, TRAIN_KIND, job, spec) as version:
+                # What the run consumed may be asked for when the version is gone.
+                split = asdict(version.split(spec.train_split))
+                return self._jobs.create(job.name, replace(job, spec={**job.spec, "train_split": split}))
+        except AlreadyExists:
+            # The same request, sent twice at once, may have made it in between.
+            if there := self._jobs.made_by(job.spec["request_id"], job.name):
+                return there
+            raise
+
+    def _first_answer(self, request_id: str, digest: str) -> JobRecord | None:
+        """The job that an earlier call with this id made. What that was made of may be gone since, so its
+        specification is not checked again. Raises `AlreadyExists` where the body was another."""
+        name = claimed_before(self._store, TRAIN_KIND, request_id, digest)
+        return self._jobs.made_by(request_id, name) if name else None
+
+    def _view(self, record: JobRecord) -> JobView:
+        entries = CheckpointRegistry(self._store, record.name).entries()
+        begins = record.state in (JobState.PENDING, JobState.RECOVERING)
+        waiting_for = self._jobs.waiting_for(record.name) if begins else ""
+        return JobView(record, self._jobs.progress(record.name), entries, waiting_for)
+
+
+def _with_lanes_of(job: JobRecord, spec: TrainingSpec) -> TrainingSpec:
+    """Where `spec` has the lanes that it gets when it names none, those of a job that began when these were always
+    24: its order of rows stays."""
+    begun: int = job.spec["training"]["lanes"]
+    is_default = spec.lanes == default_lanes(spec.num_workers)
+    return replace(spec, lanes=begun) if is_default and begun == FEWEST_LANES else spec
+
+
+def _may_mean(given: str, settled: str) -> bool:
+    """Whether the name of a checkpoint may have been that of this one: a job's `final` one is not always the same."""
+    job, is_final, _ = given.partition("/checkpoints/final")
+    return given == settled or (bool(is_final) and settled.startswith(f"{job}/checkpoints/"))
+
+
+def _new_job(job_id: str, spec: TrainingSpec, *, request_id: str = "", digest: str = "", runner: str = "") -> JobRecord:
+    now, name = time.time(), f"{COLLECTION}/{job_id}"
+    return JobRecord(
+        uid=uid_of(request_id, name),
+        name=name,
+        spec={"training": spec.as_config(), "request_id": request_id},
+        body_sha256=digest,
+        create_time=now,
+        update_time=now,
+        max_failures=spec.max_failures,
+        max_preemptions=spec.max_preemptions,
+        runner=runner,
+    )

@@ -1,0 +1,58 @@
+"""Measuring the model on a split, each rank its share of the rows."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import nn
+
+from train_service.domain.spec import REGRESSION
+from train_service.learning.losses import Loss
+from train_service.learning.metrics import Metrics
+from train_service.learning.ranks import Ranks
+from train_service.loading.preprocessing import Preprocessing
+from train_service.loading.row_cache import RowCache
+
+ROWS_PER_CALL = 256
+# The rows of so many calls are on their way.
+AHEAD_CALLS = 8
+
+
+def evaluate(
+    model: nn.Module,
+    loss: Loss,
+    metrics: Metrics,
+    cache: RowCache,
+    preprocessing: Preprocessing,
+    ranks: Ranks,
+    rows_per_call: int = ROWS_PER_CALL,
+) -> tuple[float, dict[str, float], int]:
+    """Mean loss, the metrics, and the number of rows, over the whole split on every rank. Augmentations do not act."""
+    rows = sum(cache.row_groups)
+    # Stretches, not strides: a rank reads whole row groups.
+    first, end = (rows * part // ranks.world_size for part in (ranks.rank, ranks.rank + 1))
+    # As many calls on every rank: those of a sharded model are collective.
+    most_rows = math.ceil(rows / ranks.world_size)
+    calls = math.ceil(most_rows / rows_per_call)
+    sums = torch.zeros(2 + metrics.width, dtype=torch.float64)
+    model.eval()
+    with torch.no_grad():
+        for start in range(first, first + calls * rows_per_call, rows_per_call):
+            positions = np.arange(start, min(start + rows_per_call, end), dtype=np.int64)
+            cache.read_ahead(np.arange(start, min(start + AHEAD_CALLS * rows_per_call, end), dtype=np.int64))
+            # A rank that has run out of rows keeps the others company with its last.
+            batch = cache.rows(positions if len(positions) else np.asarray([max(0, min(start, rows) - 1)], np.int64))
+            labels = torch.from_numpy(batch.labels).to(ranks.device)
+            if metrics.task == REGRESSION:
+                labels = labels.reshape(len(labels), -1)
+            outputs = model(torch.from_numpy(preprocessing(batch)).to(ranks.device))
+            if len(positions):
+                total = loss.total(outputs, labels).item()
+                sums += torch.cat(
+                    [torch.tensor([total, len(positions)], dtype=torch.float64), metrics.sums(outputs, labels).cpu()]
+                )
+    sums = ranks.add(sums).summed()
+    total, seen = sums[:2].tolist()
+    return total / seen, metrics.values(sums[2:]), int(seen)

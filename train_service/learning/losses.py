@@ -1,0 +1,124 @@
+"""Losses by name: torch's own four, and those of installed packages.
+
+A loss tells each row's own, so that a step can weigh every row of the global batch alike. Outputs are (rows, K) float;
+labels int64 (rows,) for classification, float32 (rows, K) for regression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shared.errors import InvalidArgument, first_line, invalid_field
+from shared.installed import LOSSES, load_installed
+from train_service.domain.spec import LossSpec
+
+FIELD = "spec.loss"
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Called with outputs and labels it gives the loss of each row, (rows,); a loss of an installed package may give
+    the mean over the rows, a scalar, instead."""
+
+    each: Callable[[Tensor, Tensor], Tensor]
+    # Where torch sums by itself: the same number in one pass.
+    summed: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return self.each(_full(outputs), labels)
+
+    def total(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """The sum over the rows, a scalar."""
+        if self.summed is not None:
+            return self.summed(_full(outputs), labels)
+        return total_of(self(outputs, labels), len(labels))
+
+
+def total_of(loss: Tensor, rows: int) -> Tensor:
+    """The sum over rows of what a loss or a training step gave: (rows,), or a scalar mean."""
+    if loss.ndim == 0:
+        return loss * rows
+    if loss.shape == (rows,):
+        return loss.sum()
+    raise InvalidArgument(
+        f"the loss has the shape {tuple(loss.shape)} for {rows} rows; give one number per row, or their mean",
+        reason="BAD_LOSS_SHAPE",
+    )
+
+
+def build_loss(spec: LossSpec) -> Loss:
+    """Raises `InvalidArgument` naming `spec.loss.name` or `spec.loss.kwargs`."""
+    built_in = _BUILT_IN.get(spec.name)
+    factory = built_in or load_installed(LOSSES, spec.name, f"{FIELD}.name", ", ".join(_BUILT_IN))
+    kwargs = {**spec.kwargs, **({"label_smoothing": spec.label_smoothing} if spec.label_smoothing else {})}
+    try:
+        made = factory(**kwargs)
+    except Exception as error:  # whatever a factory makes of a client's arguments
+        raise invalid_field(f"{FIELD}.kwargs", spec.kwargs, f"{spec.name} refuses them: {first_line(error)}") from None
+    if isinstance(made, Loss):
+        return made
+    if not callable(made):
+        raise invalid_field(f"{FIELD}.name", spec.name, f"it made a {type(made).__name__}, which cannot be called")
+    return Loss(made)
+
+
+def _cross_entropy(*, label_smoothing: float = 0.0, weight: list[float] | None = None) -> Loss:
+    """`weight`: one factor per class. Every row counts in the mean as one, whatever its class; torch's own mean divides
+    by the sum of the weights of all rows of the step, of which a rank knows its own alone."""
+    factors = None if weight is None else torch.tensor(weight, dtype=torch.float32)
+    if factors is not None and not (factors.isfinite().all() and (factors >= 0).all() and factors.any()):
+        raise ValueError("weight has a factor that is negative or not finite in float32, or none above 0")
+
+    def of(reduction: str) -> Callable[[Tensor, Tensor], Tensor]:
+        def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+            on_device = None if factors is None else factors.to(outputs.device, outputs.dtype)
+            return F.cross_entropy(
+                outputs, labels, weight=on_device, label_smoothing=label_smoothing, reduction=reduction
+            )
+
+        return loss
+
+    return Loss(of("none"), of("sum"))
+
+
+def _of_differences(elementwise: Callable[..., Tensor], **kwargs: Any) -> Loss:
+    """The mean over a row's K numbers."""
+
+    def each(outputs: Tensor, labels: Tensor) -> Tensor:
+        return elementwise(outputs, labels, reduction="none", **kwargs).mean(1)
+
+    return Loss(each)
+
+
+def _mse() -> Loss:
+    return _of_differences(F.mse_loss)
+
+
+def _l1() -> Loss:
+    return _of_differences(F.l1_loss)
+
+
+def _huber(*, delta: float = 1.0) -> Loss:
+    if isinstance(delta, bool) or not isinstance(delta, int | float) or not delta > 0:
+        raise ValueError(f"delta is {delta!r}; use a number above 0")
+    return _of_differences(F.huber_loss, delta=float(delta))
+
+
+_BUILT_IN: dict[str, Callable[..., Loss]] = {
+    "cross_entropy": _cross_entropy,
+    "mse": _mse,
+    "l1": _l1,
+    "huber": _huber,
+}
+
+
+def _full(outputs: Tensor) -> Tensor:
+    """Losses are computed in full precision, whatever the model computes in."""
+    return outputs.float() if outputs.dtype in _HALVES else outputs

@@ -1,0 +1,142 @@
+"""What the ranks of one attempt do together: wrapping the model, agreeing, adding up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from train_service.domain.spec import DDP, FSDP
+from train_service.learning.sharding import shard, sharded
+
+
+class Ranks:
+    """The process group of an attempt, which whoever started them has set up; a group of one needs none."""
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+
+    def wrap(self, model: nn.Module, parallel: str = DDP, *, some_unused: bool = False) -> nn.Module:
+        """The model with its gradients averaged over ranks in backward. With FSDP it is `model` itself, its parameters
+        and gradients sharded over the ranks, layer by layer; build its optimizer after that.
+
+        `some_unused`, the same on all ranks: a step may leave parameters without a gradient. Else DDP, which then looks
+        for them in each pass, would wait for theirs; FSDP does not mind."""
+        if self.world_size == 1:
+            return model
+        if parallel == FSDP:
+            return shard(model, self.device.type, self.world_size)
+        return DistributedDataParallel(
+            model,
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            find_unused_parameters=some_unused,
+        )
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        box = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Gives every rank the buffers of rank 0. DDP itself does so only as the next step begins."""
+        if self.world_size > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, src=0)
+
+    def gather(self, values: NDArray[np.int64]) -> list[NDArray[np.int64]] | None:
+        """Every rank's array (n,), of whatever lengths, on rank 0 in the order of ranks; None on the others."""
+        if self.world_size == 1:
+            return [values]
+        # gloo gathers in host memory only.
+        device = torch.device("cpu") if dist.get_backend() == "gloo" else self.device
+        mine = torch.from_numpy(values).to(device)
+        lengths = torch.zeros(self.world_size, dtype=torch.int64, device=device)
+        lengths[self.rank] = len(values)
+        dist.all_reduce(lengths)
+        longest = int(lengths.max())
+        padded = torch.nn.functional.pad(mine, (0, longest - len(values)))
+        boxes = [torch.empty_like(padded) for _ in range(self.world_size)] if self.rank == 0 else None
+        dist.gather(padded, boxes, dst=0)
+        if boxes is None:
+            return None
+        return [box[:length].cpu().numpy() for box, length in zip(boxes, lengths.tolist(), strict=True)]
+
+    def add(self, values: list[float] | torch.Tensor) -> PendingSum:
+        """Starts adding up (n,) over ranks, in float64; the answer may be taken later, and is the same on every rank.
+        A tensor on the ranks' device is given up for it."""
+        tensor = torch.as_tensor(values, dtype=torch.float64, device=self.device)
+        work = dist.all_reduce(tensor, async_op=True) if self.world_size > 1 else None
+        return PendingSum(tensor, work)
+
+
+class PendingSum:
+    def __init__(self, tensor: torch.Tensor, work: Any) -> None:
+        self._tensor = tensor
+        self._work = work
+
+    def summed(self) -> torch.Tensor:
+        """Waits for it; asked again, it is the same. On the ranks' device."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._tensor
+
+    def result(self) -> list[float]:
+        values: list[float] = self.summed().tolist()
+        return values
+
+
+@contextmanager
+def gradients_kept_local(wrapped: nn.Module, local: bool = True) -> Iterator[None]:
+    """While `local`, backward adds to this rank's gradients without averaging; the next pass without it averages all
+    that came together. For the parts of a step but the last."""
+    if local and isinstance(wrapped, DistributedDataParallel):
+        with wrapped.no_sync():
+            yield
+    elif local and sharded(wrapped):
+        model: Any = wrapped
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    else:
+        yield
+
+
+def settle_buckets(wrapped: nn.Module, model: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor]) -> None:
+    """Two throw-away passes, then gradients and buffers as before. `loss_of` calls the model as a step does, and gives
+    a scalar.
+
+    DDP reduces an attempt's first step in one bucket and rebuilds its buckets after it, which changes the last bits of
+    sums over three ranks and more. So a resumed run would differ from an undisturbed one in its first step. After these
+    passes every real step of every attempt uses the rebuilt buckets.
+    """
+    wrapped.train()
+    with thrown_away(model):
+        for _ in range(2):
+            loss_of(wrapped).backward()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def thrown_away(model: nn.Module) -> Iterator[None]:
+    """For passes through the model: afterwards it has no gradients, and the buffers that it had before."""
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    try:
+        yield
+    finally:
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])

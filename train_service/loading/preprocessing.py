@@ -1,0 +1,125 @@
+"""What a training job does to the rows of its version: which columns it reads, and the model's input made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shared.dataset_version.manifest import Column
+from shared.errors import InvalidArgument, invalid_field
+from shared.transforms import Pipeline, RowError, RowKeys, Schema, TensorSpec, TensorType, schema_of_columns
+from shared.transforms.slicing import needed_columns, sliced
+from shared.transforms.steps.custom import Custom
+from shared.transforms.steps.decoding import image_columns, side_by_side
+from shared.transforms.walk import Walk
+from train_service.domain.spec import TrainingSpec
+from train_service.loading.rows import Array, Rows
+
+FIELD = "spec.transform"
+
+
+class Preprocessing:
+    """The steps of the job's own transform that its input column depends on, and no others. Immutable."""
+
+    def __init__(self, spec: TrainingSpec, columns: Sequence[Column], *, asked: bool = False) -> None:
+        """`columns` are the version's; `asked` as in `Pipeline`. Raises `InvalidArgument` naming the step, or
+        `spec.input_column`."""
+        self.input_column = spec.input_column
+        self._version = spec.dataset_version
+        given = schema_of_columns(columns)
+        whole = Pipeline.from_config(spec.transform, spec.input_column, FIELD, asked=asked)
+        _check_steps(whole)
+        schemas = _schemas(whole, given, spec)
+        self._made = schemas[-1].get(spec.input_column)
+        if self._made is None:
+            raise invalid_field(
+                FIELD, spec.input_column, f"it takes the input column away and leaves {_names(schemas[-1])}"
+            )
+        needed = needed_columns(whole.steps, schemas, frozenset([spec.input_column]))
+        # In the version's order; the label is read beside them, for no step gets it.
+        self.columns = [name for name in given if name in needed[0]]
+        read = {name: given[name] for name in self.columns}
+        # Each with its place in the whole transform, from which augmentations draw.
+        self._steps = sliced(whole.steps, [read, *schemas[1:]], needed)
+        self._images = image_columns([step for _, step in self._steps], read)
+        # As a checkpoint keeps it: every step names its column.
+        self.config = whole.config
+
+    @property
+    def output(self) -> TensorSpec:
+        """The model's input for one row. Raises `InvalidArgument` unless it is a tensor of a fixed shape."""
+        made = self._made
+        lengths = [length for length in made.shape if length is not None] if isinstance(made, TensorType) else []
+        if not isinstance(made, TensorType) or len(lengths) < len(made.shape):
+            remedy = f"column {self.input_column!r} must become a float32 tensor of a fixed shape; add steps"
+            raise invalid_field(FIELD, str(made), remedy)
+        return TensorSpec(self.input_column, made.dtype, tuple(lengths))
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether no step decodes images or calls a function of somebody else's, which take their time."""
+        return not self._images and not any(isinstance(step, Custom) for _, step in self._steps)
+
+    def __call__(self, rows: Rows, keys: RowKeys | None = None) -> Array:
+        """The model's input of these rows (B, *shape). With `keys`, those of the rows, augmentations act.
+
+        As many images are decoded side by side as there is room for. Raises `InvalidArgument` naming the id of a row
+        that a step cannot work on.
+        """
+        if not self._images:
+            return self._made_of(rows, keys)
+        images = [rows.batch()[name] for name in self._images]
+        parts = []
+        for begin, end in side_by_side(images, len(rows.row_ids)):
+            few_keys = keys and RowKeys(keys.seed, keys.epoch, keys.row_ids[begin:end])
+            parts.append(self._made_of(rows.slice(begin, end), few_keys))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _made_of(self, rows: Rows, keys: RowKeys | None) -> Array:
+        try:
+            walk = Walk(rows.batch(), keys)
+            for place, step in self._steps:
+                walk.through(step, f"{FIELD}.steps[{place}]", place)
+        except RowError as error:
+            row_id = int(rows.row_ids[error.row])
+            raise InvalidArgument(
+                f"{error.path}: row {row_id} of {self._version}: {error.problem}",
+                reason="BAD_ROW",
+                metadata={"resource": self._version, "row_id": str(row_id)},
+                fields=[(error.path, f"row {row_id}: {error.problem}")],
+            ) from error
+        # As torch takes it: contiguous, and its own to write to. Most transforms make it so.
+        return np.require(walk.batch[self.input_column], np.float32, ["C", "W"])
+
+
+def _check_steps(pipeline: Pipeline) -> None:
+    unfitted = pipeline.unfitted
+    for index, step in enumerate(pipeline.steps):
+        path = f"{FIELD}.steps[{index}]"
+        if step.drops_rows:
+            raise invalid_field(
+                path, step.op, "a training job takes every row of its split; filter in TransformVersion"
+            )
+        if index in unfitted:
+            raise invalid_field(path, step.op, "training learns no step; set what it learns, or use TransformVersion")
+
+
+def _schemas(pipeline: Pipeline, given: Schema, spec: TrainingSpec) -> list[Schema]:
+    """The columns before each step and, last, after all. An input column that no step could have made by the time it
+    is worked on is the fault of `spec.input_column`, not of the step."""
+    schemas = [given]
+    for index, step in enumerate(pipeline.steps):
+        if spec.input_column not in schemas[-1] and spec.input_column in step.reads:
+            break
+        schemas.append(pipeline.with_steps(pipeline.steps[: index + 1]).output(given))
+    else:
+        if spec.input_column in {*given, *schemas[-1]}:
+            return schemas
+    raise invalid_field(
+        "spec.input_column", spec.input_column, f"{spec.dataset_version} has {_names(given)}, and no step makes it"
+    )
+
+
+def _names(schema: Schema) -> str:
+    return ", ".join(schema)

@@ -1,0 +1,124 @@
+"""Whether a specification fits the dataset version that it names, and the defaults that depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pyarrow.types as kinds
+
+from shared import names
+from shared.dataset_version import DatasetVersion, load_version
+from shared.dataset_version.manifest import Column
+from shared.errors import invalid_field
+from shared.models import input_dimensions
+from shared.storage import ObjectStore
+from shared.transforms import ScalarType, TensorSpec, TensorType, schema_of_columns
+from shared.transforms.schema import ColumnType
+from shared.transforms.steps.custom_child import functions_in_children
+from train_service.domain import spec_rules
+from train_service.domain.order import window_rows
+from train_service.domain.slices import steps_per_epoch
+from train_service.domain.spec import REGRESSION, TrainingSpec
+from train_service.domain.spec_rules import check_rows
+from train_service.loading.preprocessing import FIELD, Preprocessing
+from train_service.loading.rows import bytes_of_row
+
+DEFAULT_VALIDATION_SPLIT = "validation"
+
+
+def fitted(store: ObjectStore, spec: TrainingSpec) -> tuple[TrainingSpec, DatasetVersion, TensorSpec]:
+    """With the defaults that depend on the version, that version, and the model's input tensor for one row. Raises what
+    `CreateTrainingJob` says of a specification, but for its model and initial checkpoint."""
+    names.parse("spec.dataset_version", spec.dataset_version, "datasets/{d}/versions/{v}")
+    spec_rules.check(spec)
+    version = load_version(store, spec.dataset_version)
+    spec = with_defaults(spec, version)
+    prepared = check_fits(spec, version)
+    return with_order(spec, version), version, prepared
+
+
+def with_defaults(spec: TrainingSpec, version: DatasetVersion) -> TrainingSpec:
+    """Fills in the validation split: `validation` where the version has it, else none."""
+    names = [split.name for split in version.manifest.splits]
+    if not spec.validation_split and DEFAULT_VALIDATION_SPLIT in names:
+        return replace(spec, validation_split=DEFAULT_VALIDATION_SPLIT)
+    return spec
+
+
+def check_fits(spec: TrainingSpec, version: DatasetVersion) -> TensorSpec:
+    """The model's input tensor for one row, prepared. Raises `InvalidArgument` naming the field that does not fit."""
+    names = {split.name: split for split in version.manifest.splits}
+    for field, split in (("train_split", spec.train_split), ("validation_split", spec.validation_split)):
+        if split and split not in names:
+            raise invalid_field(f"spec.{field}", split, f"{version.name} has {', '.join(names)}")
+        if split and not names[split].row_count:
+            raise invalid_field(f"spec.{field}", split, "it has no rows; choose another")
+    _check_label(spec, version)
+    check_rows(spec, names[spec.train_split].row_count)
+    # An operator's function must not hang or end the service that answers.
+    with functions_in_children():
+        prepared = Preprocessing(spec, version.columns, asked=True).output
+    dimensions = input_dimensions(spec.model.builder)
+    fits = bool(prepared.shape) and dimensions in (None, len(prepared.shape))
+    if prepared.dtype != "float32" or not fits or prepared.shape[0] != spec.model.in_channels:
+        wanted = f"float32 of {_wanted(spec.model.in_channels, dimensions)}, as spec.model.in_channels says"
+        made = f"{prepared.dtype} of {prepared.shape}"
+        hint = "concat" if dimensions == 1 else "to_float"
+        raise invalid_field(FIELD, made, f"must make {wanted}; add steps such as {hint}")
+    return prepared
+
+
+def with_order(spec: TrainingSpec, version: DatasetVersion) -> TrainingSpec:
+    """Fixes what the order of rows hangs on besides lanes and seed. The specification must fit the version."""
+    with functions_in_children():
+        columns = Preprocessing(spec, version.columns).columns
+    return replace(spec, window_rows=window_rows(bytes_of_row(version, spec.train_split, columns), spec.lanes))
+
+
+def steps_of_run(spec: TrainingSpec, version: DatasetVersion) -> int:
+    """Optimiser steps of all epochs. The split must be there."""
+    (rows,) = (split.row_count for split in version.manifest.splits if split.name == spec.train_split)
+    return steps_per_epoch(rows, spec.global_batch_size) * spec.epochs
+
+
+def _wanted(channels: int, dimensions: int | None) -> str:
+    return {1: f"({channels},)", 3: f"({channels}, H, W)"}.get(dimensions or 0, f"({channels}, ...)")
+
+
+def ingested_columns(version: DatasetVersion) -> Sequence[Column]:
+    """Those of the rows as they were ingested: the version's own where nothing was done to them since."""
+    return version.manifest.ingested or version.columns
+
+
+def class_names(spec: TrainingSpec, version: DatasetVersion) -> Sequence[str]:
+    """What the version calls the model's classes 0, 1, …; none where it has no names, and for regression."""
+    if spec.task == REGRESSION:
+        return ()
+    labels = next(column for column in version.columns if column.name == spec.label_column)
+    return tuple(labels.value_names[: spec.model.num_classes])
+
+
+def _check_label(spec: TrainingSpec, version: DatasetVersion) -> None:
+    given = schema_of_columns(version.columns).get(spec.label_column)
+    if given is None:
+        names = ", ".join(column.name for column in version.columns)
+        raise invalid_field("spec.label_column", spec.label_column, f"{version.name} has {names}")
+    if spec.task == REGRESSION:
+        _check_numbers(spec, given)
+    elif not isinstance(given, ScalarType) or not kinds.is_integer(given.arrow_type):
+        remedy = f"is {given}; name integers, such as ordinal_encode makes in TransformVersion"
+        raise invalid_field("spec.label_column", spec.label_column, remedy)
+
+
+def _check_numbers(spec: TrainingSpec, given: ColumnType) -> None:
+    """One number for each output of the model: a scalar column where it has one, a tensor of them where more."""
+    width, outputs = None, spec.model.num_classes
+    if isinstance(given, TensorType):
+        width = given.shape[0] if len(given.shape) == 1 else None
+    elif kinds.is_integer(given.arrow_type) or kinds.is_floating(given.arrow_type):
+        width = 1
+    if width != outputs:
+        wanted = "numbers" if outputs == 1 else f"tensors of ({outputs},) numbers"
+        remedy = f"is {given}; name {wanted}, one for each of the {outputs} outputs that spec.model.num_classes says"
+        raise invalid_field("spec.label_column", spec.label_column, remedy)

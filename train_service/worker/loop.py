@@ -1,0 +1,241 @@
+"""The training loop of one rank, whoever started the rank: Ray Train, an attempt in local mode, or torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+
+from shared.dataset_version import load_version
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
+from shared.telemetry import identity
+from train_service.checkpoints.saving import Checkpointing, History, Lineage
+from train_service.domain.spec import RAY_DATA, TrainingSpec
+from train_service.domain.watchdog import Phase
+from train_service.learning.determinism import compute_deterministically
+from train_service.learning.learner import Learner
+from train_service.learning.ranks import Ranks
+from train_service.loading.batches import Batches
+from train_service.loading.loader import Batch, Loader
+from train_service.patience import patient
+from train_service.records.events import EventKind
+from train_service.records.logs import LogShipper
+from train_service.records.metrics_log import MetricsLog
+from train_service.records.reporting import CANCEL, GO_ON, PAUSES, PREEMPT, RESIZE, STALE, SUSPEND, Reporter
+from train_service.worker.gpu import GpuMeter
+from train_service.worker.progress import ProgressMeter, StepTaken
+from train_service.worker.pulse import Pulse
+from train_service.worker.raised import as_told
+from train_service.worker.step_report import PendingReport
+
+logger = logging.getLogger(__name__)
+
+WHY_STOPPED = {
+    RESIZE: "there is room for more workers",
+    PREEMPT: "a node will be taken away",
+    SUSPEND: "suspended",
+    CANCEL: "cancelled",
+    STALE: "a later attempt has taken over",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """What an attempt tells its workers; plain values, for they travel."""
+
+    store: StoreSettings
+    job_name: str
+    attempt: int
+    spec: TrainingSpec
+    # Where the attempt hears of its ranks, see `Pulse`; empty: nowhere.
+    pulse: str = ""
+
+
+def train_loop(config: LoopConfig, ranks: Ranks, node_id: str = "") -> None:
+    """All that one rank does. Returns when the run is done, or when it was asked to end; the job's log says which.
+    Raises `Internal` for what the training raised, see `raised`.
+
+    `node_id` is Ray's, empty where there is none.
+    """
+    torch.set_num_threads(config.spec.threads_per_worker)
+    compute_deterministically(ranks.device)
+    # Nobody could notice from outside that the only process of an attempt is held.
+    alone = config.spec.local
+    with (
+        identity(job=config.job_name, attempt=str(config.attempt), rank=str(ranks.rank)),
+        LogShipper(open_store(config.store), config.job_name, config.attempt, ranks.rank),
+        Pulse(ranks.rank, config.pulse, node_id, ends_if_held=alone) as pulse,
+    ):
+        try:
+            Run(config, ranks, pulse).run()
+        except Stopped as stopped:
+            logger.info("stopped early: %s", stopped)
+        except Exception as error:
+            told = as_told(error, ranks.rank, pulse.step)
+            if told is error:
+                raise
+            logger.exception("%s", told)
+            raise told from error
+
+
+class Stopped(Exception):
+    """The run should end before its last step."""
+
+
+class Run:
+    """One rank's part of one attempt."""
+
+    def __init__(self, config: LoopConfig, ranks: Ranks, pulse: Pulse | None = None) -> None:
+        self._config = config
+        self._pulse = pulse or Pulse(ranks.rank)
+        self._spec = config.spec
+        self._ranks = ranks
+        self._store: ObjectStore = open_store(config.store)
+        self._version = patient(lambda: load_version(self._store, self._spec.dataset_version), "the dataset version")
+        self._batches = Batches(self._store, self._version, self._spec)
+        self._preprocessing = self._batches.preprocessing
+        self._loader = self._build_loader()
+        self._learner = Learner(
+            self._spec, ranks, self._preprocessing.output, self._loader.steps_per_epoch, self._loader.total_steps
+        )
+        self._gpu = GpuMeter(ranks.device)
+        self._validated = False
+        # What early stopping goes by.
+        self._history: History = []
+
+    def run(self) -> None:
+        config = self._config
+        with contextlib.ExitStack() as stack:
+            reporter = None
+            if self._ranks.rank == 0:
+                reporter = Reporter(self._store, config.job_name, config.attempt, lambda: self._pulse.wish)
+                stack.enter_context(reporter)
+            # Left first: a checkpoint under way is committed and told however the run ends.
+            saving = stack.enter_context(self._checkpointing(reporter))
+            first_step, self._history = saving.begin()
+            log = None
+            if reporter is not None:
+                log = stack.enter_context(MetricsLog(self._store, config.job_name, config.attempt, first_step))
+            if not self._learner.should_stop(self._history):
+                self._train(first_step, saving, reporter, log)
+
+    def _train(self, first_step: int, saving: Checkpointing, reporter: Reporter | None, log: MetricsLog | None) -> None:
+        self._pulse.at(first_step, Phase.STARTING)
+        self._learner.prepare()
+        meter = ProgressMeter(reporter, log, self._learner.describe, self._loader.total_steps)
+        self._pulse.total_steps = self._loader.total_steps
+        pending: PendingReport | None = None
+        stalled_s = saving.stalled_s
+        with contextlib.closing(self._loader.batches(first_step)) as batches:
+            while True:
+                began = time.monotonic()
+                if (batch := next(batches, None)) is None:
+                    break
+                waited_s = time.monotonic() - began
+                local = self._learner.step(batch)
+                saving.note(batch)
+                stop = GO_ON
+                if pending is not None:
+                    report = pending.result()
+                    saving.clock.heard(report.checkpoint_wish)
+                    meter.add(report)
+                    stop = report.stop_reason
+                # Taken up after the next step, so that no step waits for the sum.
+                wish, reason = (saving.clock.ask(), reporter.stop_reason) if reporter else (0.0, GO_ON)
+                pending = PendingReport(self._ranks, local, waited_s, checkpoint_wish=wish, stop_reason=reason)
+                meter.done(self._taken(batch, saving.stalled_s - stalled_s))
+                stalled_s = saving.stalled_s
+                over = self._after_step(batch, pending, meter, saving, reporter, log, pausing=stop in PAUSES)
+                # Every rank has the same sum, so all end after the same step.
+                if stop != GO_ON:
+                    meter.add(pending.result())
+                    saving.wait()
+                    raise Stopped(WHY_STOPPED[stop])
+                self._pulse.at(batch.step + 1, Phase.TRAINING)
+                if over:
+                    break
+        self._pulse.at(self._loader.total_steps, Phase.SAVING)
+        if pending is not None:
+            meter.add(pending.result())
+        saving.wait()
+        saving.tidy()
+
+    def _after_step(
+        self,
+        batch: Batch,
+        pending: PendingReport,
+        meter: ProgressMeter,
+        saving: Checkpointing,
+        reporter: Reporter | None,
+        log: MetricsLog | None,
+        *,
+        pausing: bool,
+    ) -> bool:
+        """Validates and takes a checkpoint where it is time. Whether the run is over."""
+        done = batch.step + 1
+        epoch_done = done % self._loader.steps_per_epoch == 0
+        metrics: dict[str, float] = {}
+        if epoch_done and self._spec.validation_split:
+            metrics = self._validate(batch.epoch, done, reporter)
+            if log is not None:
+                log.add(done, batch.epoch, metrics)
+        over = done == self._loader.total_steps or (epoch_done and self._learner.should_stop(self._history))
+        if pausing or epoch_done or saving.clock.due(done):
+            self._pulse.at(done, Phase.SAVING)
+            # Taken up now, for the step's metrics are to be durable with its weights; the ranks wait here anyway.
+            meter.add(pending.result())
+            saving.take(done, metrics, self._history, log, final=over)
+        return over
+
+    def _validate(self, epoch: int, step: int, reporter: Reporter | None) -> dict[str, float]:
+        cache = self._batches.cache(self._spec.validation_split, self._pulse.tick)
+        # The first one may compile the model for its own shapes.
+        starting = self._spec.compile and not self._validated
+        self._pulse.at(step, Phase.STARTING if starting else Phase.TRAINING)
+        self._validated = True
+        metrics, rows = self._learner.evaluate(cache, self._preprocessing)
+        if self._spec.early_stopping:
+            self._history.append((epoch, metrics[self._spec.early_stopping.metric]))
+        if reporter:
+            others = {name.removeprefix("validation_"): value for name, value in metrics.items()}
+            # Of numbers there is no accuracy to tell.
+            told = {name: others.pop(name) for name in ("loss", "accuracy") if name in others}
+            reporter.tell(EventKind.VALIDATED, step=step, epoch=epoch, row_count=rows, **told, metrics=others)
+        return metrics
+
+    def _taken(self, batch: Batch, stalled_s: float) -> StepTaken:
+        return StepTaken(batch.step + 1, batch.epoch, self._learner.learning_rate, stalled_s, self._gpu.values())
+
+    def _checkpointing(self, reporter: Reporter | None) -> Checkpointing:
+        lineage = Lineage(
+            job_name=self._config.job_name,
+            attempt=self._config.attempt,
+            spec=self._spec,
+            version=self._version,
+            preprocessing=self._preprocessing,
+            steps_per_epoch=self._loader.steps_per_epoch,
+            total_steps=self._loader.total_steps,
+        )
+        return Checkpointing(self._store, lineage, self._ranks, self._learner, reporter, self._pulse.tick)
+
+    def _build_loader(self) -> Loader:
+        spec, ranks = self._spec, self._ranks
+        # Rows that are slow to come are no hang while they come.
+        touched = self._pulse.tick
+        if spec.ingest == RAY_DATA:
+            from train_service.loading.cluster_loader import ClusterLoader  # ray.data takes seconds to import
+
+            cache = self._batches.cache(spec.train_split, touched)
+            plan = self._batches.plan(ranks.rank, ranks.world_size)
+            run = run_name(self._config, ranks.rank)
+            return ClusterLoader(cache, self._preprocessing, plan, spec, self._config.store, run=run)
+        return self._batches.loader(ranks.rank, ranks.world_size, touched)
+
+
+def run_name(config: LoopConfig, rank: int) -> str:
+    """By which Ray can be asked for the tasks that prepare rows for that rank."""
+    return f"{config.job_name.rpartition('/')[2]}-attempt-{config.attempt:05d}-rank-{rank}"
