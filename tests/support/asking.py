@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +20,8 @@ class Load:
         self._lock = threading.Lock()
         self.answers: Counter[str] = Counter()
         self.errors: list[Exception] = []
-        self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
+        self._ended = [0] * clients
+        self._threads = [threading.Thread(target=self._run, args=(client,)) for client in range(clients)]
 
     def __enter__(self) -> Load:
         for thread in self._threads:
@@ -38,7 +40,14 @@ class Load:
         wait_until(lambda: self.answers.total() >= wanted or self.errors, f"{more} more answers", within_s)
         return self.answers - before
 
-    def _run(self) -> None:
+    def wait_for_those_under_way(self, within_s: float = 120) -> None:
+        """Returns once no call is under way any more that is now."""
+        before = self._ended.copy()
+        wait_until(
+            lambda: all(map(operator.gt, self._ended, before)) or self.errors, "what had been asked before", within_s
+        )
+
+    def _run(self, client: int) -> None:
         while not self._stop.is_set():
             try:
                 answer: Any = self._ask()
@@ -47,3 +56,4 @@ class Load:
             else:
                 with self._lock:
                     self.answers[answer] += 1
+            self._ended[client] += 1

@@ -266,8 +266,8 @@ class DataPlace:
         self.struck += _signal(pids, signal.SIGKILL)
 
     def said(self) -> str:
-        """The end of the service's log."""
-        return self.service.log.read_text(errors="replace")[-3000:]
+        """The end of the service's log, and how its Ray head fares."""
+        return f"{self.service.log.read_text(errors='replace')[-3000:]}\n{self.head.said()}"
 
 
 def _signal(pids: Iterable[int], sent: signal.Signals) -> int:

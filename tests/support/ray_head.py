@@ -23,6 +23,7 @@ HOST = "127.0.0.1"
 START_TIMEOUT_S = 120.0
 STARTS = 3  # Ray gives itself 30 s, too little where several suites share two cores
 STOP_TIMEOUT_S = 20.0
+LOGS = ("ray_process_exit.log", "gcs_server.out", "raylet.out", "raylet.err")
 STARTED = "This command will now block"
 # For data services: workers that wait for another transform cost two processors five seconds after each.
 NONE_WARM = {"MILLRACE_WARM_WORKERS": "0"}
@@ -72,6 +73,16 @@ class RayHead(RayNode):
     address: str
     dashboard: str
 
+    def said(self) -> str:
+        """What of it lives, and the end of what it last said, for a test that waited for it in vain."""
+        titles = "\n".join(_title(pid)[:100] for pid in self.processes())
+        ends = [f"{log.name}: {log.read_text(errors='replace')[-1500:]}" for log in self._logs()]
+        return "\n".join([f"Ray head {self.pid}, its processes:", titles, *ends])
+
+    def _logs(self) -> list[Path]:
+        logs = self.folder / "session_latest" / "logs"
+        return [log for name in LOGS if (log := logs / name).exists()]
+
     def node_ids(self) -> dict[str, str]:
         """Of the live nodes, by the name that they were started with; the head is `head`."""
         listed = _run_ray(
@@ -79,7 +90,7 @@ class RayHead(RayNode):
             "print(json.dumps([[n['Labels'].get('name', 'head'), n['NodeID']] for n in ray.nodes() if n['Alive']]))",
             self.address,
         )
-        return dict(json.loads(listed.splitlines()[-1]))
+        return dict(json.loads(next(line for line in listed.splitlines() if line.startswith("["))))
 
     def drain(self, name: str, deadline_s: int = 300) -> None:
         """Says that the node of that name will be taken away, as a cloud does with one of its spot machines."""

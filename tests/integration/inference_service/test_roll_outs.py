@@ -52,6 +52,7 @@ def test_a_roll_out_and_a_roll_back_under_load_lose_and_wrongly_answer_nothing(
         assert done.response.Unpack(after), done.error
         assert metadata.roll_out.state == roll_out_pb2.RollOut.STATE_SUCCEEDED
         assert (after.lineage.model_version, after.lineage.checkpoint) == ("2", f"{JOB}/checkpoints/c2")
+        load.wait_for_those_under_way()
         assert load.wait_for(20).keys() == {"2"}
         eventually(lambda: one.weights() == {"2": 100}, 60, "version 1 is gone")
         eventually(lambda: versions_in_serve(stack, after.uid) == ["2"], 60, "its replica is gone")
@@ -65,7 +66,7 @@ def test_a_roll_out_and_a_roll_back_under_load_lose_and_wrongly_answer_nothing(
         assert refused(lambda: stack.client.deployments.RollBack(stale)).code is grpc.StatusCode.ABORTED
         back = stack.client.deployments.RollBack(pb.RollBackRequest(name=one.name, etag=etag))
         assert back.roll_out.state == roll_out_pb2.RollOut.STATE_ROLLED_BACK
-        load.wait_for(CLIENTS)  # what was asked before
+        load.wait_for_those_under_way()
         assert load.wait_for(20).keys() == {"2"}
         eventually(lambda: versions_in_serve(stack, after.uid) == ["2"], 60, "the replica of version 3 is gone")
         error = refusal_of(stack.client.wait(operation).error)
@@ -91,7 +92,7 @@ def test_a_version_that_is_damaged_too_slow_or_too_unlike_rolls_back_and_the_old
         operation = stack.client.wait(one.roll_out("c2", (50, 3600.0), (100, 0.0), **limits))
         error = refusal_of(operation.error)
         assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "ROLL_OUT_LIMIT")
-        load.wait_for(CLIENTS)
+        load.wait_for_those_under_way()
         assert load.wait_for(20).keys() == {"1"}
 
         held = "datasets/held/versions/v1"
@@ -141,7 +142,7 @@ def test_a_version_whose_requests_fail_rolls_back_by_its_error_limit_under_load(
             assert error.metadata["model_version"] == "2"
             assert "requests" in error.message
             assert one.get().roll_out.state == roll_out_pb2.RollOut.STATE_ROLLED_BACK
-            load.wait_for(CLIENTS)  # what was asked before
+            load.wait_for_those_under_way()
             assert load.wait_for(50).keys() == {"1"}
         assert load.errors == []
         assert load.answers["DATA_LOSS"] >= 20

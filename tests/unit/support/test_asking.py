@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 from tests.support.asking import Load
 
@@ -17,3 +18,20 @@ def test_a_wrong_answer_is_told_as_an_error_is() -> None:
     with Load(ask, 1) as load:
         load.wait_for(10, within_s=5)
     assert [str(error).splitlines()[0] for error in load.errors] == ["a wrong answer"]
+
+
+def test_whoever_waits_for_calls_under_way_waits_for_the_slowest() -> None:
+    held, asked = threading.Event(), threading.Lock()
+
+    def ask() -> str:
+        if asked.acquire(blocking=False):  # the first call of all
+            held.wait()
+            return "late"
+        return "at once"
+
+    with Load(ask, 2) as load:
+        load.wait_for(20, within_s=5)
+        assert "late" not in load.answers
+        threading.Timer(0.05, held.set).start()
+        load.wait_for_those_under_way(within_s=5)
+        assert load.answers["late"] == 1
