@@ -37,12 +37,13 @@ OVERSIZED_BYTES = 65 * 2**20
 NAMES, OUTPUTS = ("image", "picture", "image.null"), ("logits", "label", "y")
 
 # What may become of each kind. A cancelled or late request may just have been answered, a malformed one still be good.
+# Where the front has no time to spare, who has milliseconds left is turned away unread: OVERLOADED.
 EXPECTED = {
     "unary": {"OK"},
     "stream": {"OK"},
     "malformed": {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "DEADLINE_EXCEEDED"},
     "cancelled": {"OK", "CANCELLED"},
-    "late": {"OK", "DEADLINE_EXCEEDED"},
+    "late": {"OK", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"},
     "oversized": {"RESOURCE_EXHAUSTED"},
     "flood": {"RESOURCE_EXHAUSTED"},
     "left": {LEFT},
