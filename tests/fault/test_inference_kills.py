@@ -200,6 +200,8 @@ def test_a_service_told_to_stop_exits_cleanly_and_leaves_the_replicas_alone(
 def test_serves_controller_killed_under_load_costs_no_client_an_answer_and_knows_all_that_is_deployed_again(
     head: RayHead, client: Client, blows: Blows
 ) -> None:
+    # One that it was still starting is replaced by the next controller.
+    eventually(lambda: running_replicas(head) == set(head.processes(REPLICA)), 120, "both replicas run")
     before, replicas = durable(client.get("deployments/digits")), set(head.processes(REPLICA))
     assert len(replicas) == 2
     (controller,) = head.processes(CONTROLLER)
