@@ -201,10 +201,16 @@ def calls_with_name(client: TrainClient, name: str) -> dict[str, tuple[str, Call
         "Cancel": ("name", lambda: rpc.CancelTrainingJob(pb.CancelTrainingJobRequest(name=name), timeout=30)),
         "Watch": ("name", lambda: rpc.WatchTrainingJob(pb.WatchTrainingJobRequest(name=name), timeout=30)),
         "Checkpoints": ("parent", lambda: rpc.ListCheckpoints(pb.ListCheckpointsRequest(parent=name), timeout=30)),
+        "Suspend": ("name", lambda: rpc.SuspendTrainingJob(pb.SuspendTrainingJobRequest(name=name), timeout=30)),
+        "Resume": ("name", lambda: rpc.ResumeTrainingJob(pb.ResumeTrainingJobRequest(name=name), timeout=30)),
+        "Delete": ("name", lambda: rpc.DeleteTrainingJob(pb.DeleteTrainingJobRequest(name=name), timeout=30)),
+        "Metrics": ("name", lambda: rpc.ListMetrics(pb.ListMetricsRequest(name=name), timeout=30)),
+        "Logs": ("name", lambda: rpc.StreamLogs(pb.StreamLogsRequest(name=name), timeout=30)),
+        "Coverage": ("name", lambda: rpc.GetCoverage(pb.GetCoverageRequest(name=name), timeout=30)),
     }
 
 
-RPCS = ["Get", "Cancel", "Watch", "Checkpoints"]
+RPCS = ["Get", "Cancel", "Watch", "Checkpoints", "Suspend", "Resume", "Delete", "Metrics", "Logs", "Coverage"]
 
 
 @pytest.mark.parametrize("rpc", RPCS)

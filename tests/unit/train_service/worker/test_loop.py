@@ -295,14 +295,17 @@ def test_a_run_that_gets_no_better_ends_early_and_once_for_all(store: ObjectStor
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_last_good_checkpoint(store: ObjectStore) -> None:
-    spec = replace(SPEC, optimizer=OptimizerSpec(name="SGD", learning_rate=1e30), epochs=50)
+    optimizer = OptimizerSpec(name="SGD", learning_rate=1e30)  # the second step diverges, or one soon after
+    spec = replace(SPEC, optimizer=optimizer, epochs=50, checkpoint_every_steps=1)
     new_job(store, "trainingJobs/a")
 
     with pytest.raises(FailedPrecondition) as ended:
         run_of(store, "trainingJobs/a", spec=spec).run()
 
     assert ended.value.specific_reason in ("NON_FINITE_LOSS", "NON_FINITE_WEIGHTS")
-    for entry in entries(store, "trainingJobs/a").values():
+    left = entries(store, "trainingJobs/a")
+    assert left
+    for entry in left.values():
         weights = safetensors.torch.load(saved(store, entry)[0])
         assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
 
