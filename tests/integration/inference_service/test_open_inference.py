@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -21,9 +17,9 @@ from millrace.inference.v1 import deployment_service_pb2 as pb
 from tests.integration.inference_service.checkpoints import make_module
 from tests.integration.inference_service.client import Array, infer_request, outputs
 from tests.integration.inference_service.conftest import Stack
+from tests.integration.inference_service.triton import run_triton_script
 from tests.support.refusals import refused
 
-SESSION = Path(__file__).with_name("triton_session.py")
 IMAGES = np.random.default_rng(0).integers(0, 256, (5, 28, 28), dtype=np.uint8)
 
 
@@ -40,15 +36,9 @@ def triton(stack: Stack, deployed: pb.Deployment, tmp_path_factory: pytest.TempP
     """What the real tritonclient saw."""
     path = tmp_path_factory.mktemp("triton") / "images.npy"
     np.save(path, IMAGES)
-    done = subprocess.run(
-        [sys.executable, str(SESSION), stack.service.address, deployed.name.partition("/")[2], str(path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    seen: dict[str, Any] = run_triton_script(
+        "triton_session.py", stack.service.address, deployed.name.partition("/")[2], str(path)
     )
-    assert done.returncode == 0, done.stderr
-    seen: dict[str, Any] = json.loads(done.stdout)
     return seen
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,10 +19,10 @@ from shared.model_spec import ModelSpec
 from shared.models import build_model
 from tests.integration.inference_service.checkpoints import write
 from tests.integration.inference_service.conftest import Stack
+from tests.integration.inference_service.triton import run_triton_script
 from tests.support.checkpoint_samples import content
 from tests.support.versions import columns_of
 
-SESSION = Path(__file__).with_name("triton_rows.py")
 CLASSES, SIDE = 3, 32
 MODELS = {
     "table": ModelSpec(builder="mlp", in_channels=4, num_classes=CLASSES, kwargs={"hidden": [8]}),
@@ -97,18 +94,15 @@ def answered(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     }
     path.write_text(json.dumps(encoded))
     made = []
-    for model in MODELS:
-        job = f"trainingJobs/{model}"
-        write(stack.store, job=job, weights=save(module_of(model).state_dict()), said=said(model))
-        made.append(stack.client.deploy(model, job).name)
     try:
-        command = [sys.executable, str(SESSION), stack.service.address, str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        for model in MODELS:
+            job = f"trainingJobs/{model}"
+            write(stack.store, job=job, weights=save(module_of(model).state_dict()), said=said(model))
+            made.append(stack.client.deploy(model, job).name)
+        seen: dict[str, Any] = run_triton_script("triton_rows.py", stack.service.address, str(path))
     finally:
         for name in made:
             stack.client.delete(name)
-    assert done.returncode == 0, done.stderr
-    seen: dict[str, Any] = json.loads(done.stdout)
     return seen
 
 

@@ -3,9 +3,6 @@ service is killed."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import urllib.request
 from collections import Counter
 from collections.abc import Sequence
@@ -20,9 +17,8 @@ from shared.settings import StoreSettings
 from tests.integration.inference_service.client import durable, eventually
 from tests.integration.inference_service.conftest import Stack, running_stack
 from tests.integration.inference_service.moving import IMAGE, Moving, moving, versions_in_serve, write_versions
+from tests.integration.inference_service.triton import run_triton_script
 from tests.support.ray_head import RayHead
-
-SESSION = Path(__file__).with_name("triton_headers.py")
 
 
 def update(one: Moving, traffic: pb.Traffic, spec: pb.DeploymentSpec, *paths: str) -> pb.Deployment:
@@ -41,15 +37,7 @@ def versions_by_way_of_asking(stack: Stack, one: Moving, folder: Path) -> dict[s
     """Of the real tritonclient's requests; each version must have answered what it is."""
     path = folder / "image.npy"
     np.save(path, IMAGE)
-    done = subprocess.run(
-        [sys.executable, str(SESSION), stack.service.address, one.id, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    seen: dict[str, Sequence[Any]] = json.loads(done.stdout)
+    seen: dict[str, Sequence[Any]] = run_triton_script("triton_headers.py", stack.service.address, one.id, str(path))
     for version, logits in (answer for answers in seen.values() for answer in answers):
         np.testing.assert_allclose(logits, one.logits[one.checkpoints[version]][0], rtol=1e-3, atol=1e-3)
     return {way: Counter(version for version, _ in answers) for way, answers in seen.items()}

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +12,8 @@ from millrace.inference.v1 import deployment_service_pb2 as pb
 from tests.integration.inference_service.checkpoints import CLASS_NAMES
 from tests.integration.inference_service.client import outputs
 from tests.integration.inference_service.conftest import Stack
+from tests.integration.inference_service.triton import run_triton_script
 
-SESSION = Path(__file__).with_name("triton_extensions.py")
 IMAGES = np.random.default_rng(3).integers(0, 256, (6, 28, 28), dtype=np.uint8)
 
 
@@ -26,15 +22,9 @@ def triton(stack: Stack, deployed: pb.Deployment, tmp_path_factory: pytest.TempP
     """What the real tritonclient saw."""
     path = tmp_path_factory.mktemp("triton") / "images.npy"
     np.save(path, IMAGES)
-    done = subprocess.run(
-        [sys.executable, str(SESSION), stack.service.address, deployed.name.partition("/")[2], str(path)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+    seen: dict[str, Any] = run_triton_script(
+        "triton_extensions.py", stack.service.address, deployed.name.partition("/")[2], str(path), timeout_s=240
     )
-    assert done.returncode == 0, done.stderr
-    seen: dict[str, Any] = json.loads(done.stdout)
     return seen
 
 
