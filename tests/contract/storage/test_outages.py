@@ -13,7 +13,7 @@ import pytest
 
 from shared.errors import Unavailable
 from shared.settings import StoreSettings
-from shared.storage import ObjectExists, ObjectStore, open_store, opening, probe
+from shared.storage import ObjectExists, ObjectStore, object_store, open_store, opening, probe
 from shared.storage.minio_client import SILENCE_TIMEOUT
 from shared.storage.opening import ensure_bucket
 from tests.support.s3_fault_proxy import WRITES, fault_proxy, resetting
@@ -48,6 +48,14 @@ def silent() -> Iterator[str]:
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
 
 
+@pytest.fixture
+def short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes are retried for one second; a test need not wait for all of a service's patience."""
+    assert object_store.AGAIN_FOR_S < SOON_S
+    monkeypatch.setattr(object_store, "AGAIN_FOR_S", 1.0)
+
+
+@pytest.mark.usefixtures("short_retries")
 @pytest.mark.parametrize("doing", DOINGS)
 def test_an_unreachable_store_is_unavailable(nobody: str, doing: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
@@ -79,6 +87,7 @@ def test_a_store_that_accepts_and_keeps_silent_is_unavailable(
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.usefixtures("short_retries")
 def test_starting_on_an_unreachable_store_names_its_endpoint(nobody: str) -> None:
     settings = replace(SETTINGS, s3_endpoint=nobody)
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import PurePosixPath
 
@@ -18,6 +17,7 @@ from data_service.domain.import_spec import (
     check,
 )
 from shared.errors import InvalidArgument
+from tests.support.cpu_time import cpu_at_most
 
 ROOTS = [PurePosixPath("/in")]
 TRAIN = Source(
@@ -143,19 +143,16 @@ def csv_named(names: list[str]) -> ImportSpec:
 
 def test_very_many_names_of_columns_are_refused_by_their_number_and_soon() -> None:
     many = csv_named([""] * 200_000)
-    started_s = time.process_time()
-    with pytest.raises(InvalidArgument, match="at most 10000") as refused:
+    with cpu_at_most(0.5), pytest.raises(InvalidArgument, match="at most 10000") as refused:
         check(many, ROOTS, s3=True)
-    assert time.process_time() - started_s < 0.5
     assert refused.value.fields == [("sources[0].csv.column_names", "200000: name at most 10000")]
 
 
 def test_as_many_names_as_a_version_has_columns_are_held_against_each_other_soon() -> None:
     names = [f"c{number}" for number in range(10_000)]
-    started_s = time.process_time()
-    check(csv_named(names), ROOTS, s3=True)
-    assert refused_fields(csv_named([*names[:-1], "c0"])) == ["sources[0].csv.column_names[9999]"]
-    assert time.process_time() - started_s < 0.5
+    with cpu_at_most(0.5):
+        check(csv_named(names), ROOTS, s3=True)
+        assert refused_fields(csv_named([*names[:-1], "c0"])) == ["sources[0].csv.column_names[9999]"]
 
 
 @pytest.mark.parametrize(("name", "why"), [("a\0", "zero byte"), ("é" * 513, "1026 bytes"), ("_row_id", "_row_id")])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from millrace.common.v1 import transform_pb2
 from shared.errors import InvalidArgument
 from shared.transforms import Batch, Pipeline, RowKeys, ScalarType, Schema
+from tests.support.cpu_time import cpu_at_most
 from tests.unit.shared.transforms.samples import bits, fitted, people, pipeline, schema_of_batch
 
 FUNCTIONS = "tests.unit.shared.transforms.custom_functions"
@@ -237,10 +237,8 @@ def test_a_step_of_very_many_columns_is_refused_by_their_number_and_soon(op: str
     columns = dict.fromkeys(names, "x") if op == "rename" else names
     others = {"concat": {"into": "x"}, "custom": {"function": "module:function"}}.get(op, {})
     transform = json_format.ParseDict({"steps": [{op: {"columns": columns, **others}}]}, transform_pb2.Transform())
-    started_s = time.process_time()
-    with pytest.raises(InvalidArgument, match="100000: name at most 10000") as refused:
+    with cpu_at_most(0.5), pytest.raises(InvalidArgument, match="100000: name at most 10000") as refused:
         Pipeline.from_proto(transform)
-    assert time.process_time() - started_s < 0.5
     assert refused.value.fields[0][0] == f"transform.steps[0].{op}.columns"
 
 
@@ -272,18 +270,15 @@ def test_recorded_steps_of_very_many_columns_still_work() -> None:
 def test_a_step_of_as_many_columns_as_a_version_may_have_is_soon_checked(op: str) -> None:
     schema: Schema = {f"c{number}": ScalarType(pa.int64()) for number in range(10_000)}
     columns = {name: f"{name}x" for name in schema} if op == "rename" else list(schema)[1:]
-    started_s = time.process_time()
-    assert len(pipeline({op: {"columns": columns}}).output(schema)) in (1, 9_999, 10_000)
-    assert time.process_time() - started_s < 0.5
+    with cpu_at_most(0.5):
+        assert len(pipeline({op: {"columns": columns}}).output(schema)) in (1, 9_999, 10_000)
 
 
 def test_two_of_very_many_columns_that_would_have_one_name_are_found_soon() -> None:
     schema: Schema = {f"c{number}": ScalarType(pa.int64()) for number in range(10_000)}
     columns = {name: f"{name}x" for name in schema} | {"c9999": "c0x"}
-    started_s = time.process_time()
-    with pytest.raises(InvalidArgument, match="two columns would be named 'c0x'"):
+    with cpu_at_most(0.5), pytest.raises(InvalidArgument, match="two columns would be named 'c0x'"):
         pipeline({"rename": {"columns": columns}}).output(schema)
-    assert time.process_time() - started_s < 0.5
 
 
 def test_at_most_256_steps_are_taken() -> None:
