@@ -80,12 +80,22 @@ lint-generated: install
 	$(MAKE) -s gen GEN="$$fresh" >/dev/null; \
 	diff -r -x __pycache__ "$$fresh" protos/gen || { echo "protos/gen is not what the protos say: run make gen" >&2; exit 1; }
 
-.PHONY: test
-# Much of a test is waiting, for processes that start, die and come back.
-TEST_PROCESSES ?= 2
+.PHONY: test test-fast test-real
+PYTEST := MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest
+SHARED_OUT := --dist loadscope --no-loadscope-reorder --durations 40 -m "not long and not chaos"
 test: install ## all tests but those of make long and make chaos; without an S3 server, those on s3:// are skipped
 	@$(MAKE) s3 || echo "No S3 server: the tests that need one say so." >&2
-	MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder --durations 40 -m "not long and not chaos"
+	@$(MAKE) --keep-going test-fast test-real
+
+# These tests wait more than they compute, so four processes share two cores.
+FAST_TEST_PROCESSES ?= 4
+test-fast: install ## unit and contract tests
+	$(PYTEST) -n $(FAST_TEST_PROCESSES) $(SHARED_OUT) tests/unit tests/contract
+
+# Ray heads and services keep two cores busy.
+TEST_PROCESSES ?= 2
+test-real: install ## tests with real services and Ray: integration, end to end, faults
+	$(PYTEST) -n $(TEST_PROCESSES) $(SHARED_OUT) tests/integration tests/e2e tests/fault
 
 .PHONY: retest
 retest: install ## the tests that failed last, alone
