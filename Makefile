@@ -82,7 +82,10 @@ lint-generated: install
 
 .PHONY: test test-fast test-real
 PYTEST := MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest
-SHARED_OUT := --dist loadscope --no-loadscope-reorder --durations 40 -m "not long and not chaos"
+# TEST_SEED=1 runs files, and the tests in each, in an order drawn from that seed: shared heads and stacks must bear any.
+TEST_SEED ?=
+SHARED_OUT = --dist loadscope --no-loadscope-reorder --durations 40 -m "not long and not chaos" \
+	$(if $(TEST_SEED),-p randomly --randomly-seed=$(TEST_SEED) --randomly-dont-reset-seed)
 test: install ## all tests but those of make long and make chaos; without an S3 server, those on s3:// are skipped
 	@$(MAKE) s3 || echo "No S3 server: the tests that need one say so." >&2
 	@$(MAKE) --keep-going test-fast test-real
