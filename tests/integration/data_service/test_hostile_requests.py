@@ -18,7 +18,7 @@ from shared.storage import ObjectStore, open_store
 from tests.support.hostile_messages import hostile
 from tests.support.refusals import refusal_of
 from tests.support.service_process import running_service, store_environ
-from tests.support.stores import KINDS, new_store
+from tests.support.stores import S3_IN_CHAOS, new_store
 
 PROTO = Path(__file__).parents[3] / "protos" / "millrace" / "data" / "v1" / "data_service.proto"
 METHODS = list(pb.DESCRIPTOR.services_by_name["DataService"].methods)
@@ -33,7 +33,8 @@ def documented(method: str) -> set[str]:
     return set(re.findall(r"\b[A-Z]+_[A-Z_]+\b|\bABORTED\b", immediate)) | {"RESOURCE_EXHAUSTED"}
 
 
-@pytest.fixture(scope="module", params=KINDS)
+# Requests are refused before a store is asked.
+@pytest.fixture(scope="module", params=S3_IN_CHAOS)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Any, ObjectStore]]:

@@ -15,9 +15,12 @@ from tests.integration.data_service.client import DataClient, imported
 from tests.integration.data_service.conftest import TEST_ROWS, DataStack, Digits
 from tests.support.predicting import write
 from tests.support.refusals import refused
+from tests.support.stores import S3_IN_CHAOS
 from tests.support.versions import SCHEMA
 
 CHECKPOINT = "trainingJobs/flat/checkpoints/c1"
+# What is refused is refused by what the request and the checkpoint say, whatever the store.
+ON_S3_IN_CHAOS = pytest.mark.parametrize("stack", S3_IN_CHAOS, indirect=True)
 STEPS = [{"concat": {"columns": ["image"], "into": "features"}}]
 MODEL = ModelSpec(builder="mlp", in_channels=28 * 28, num_classes=10)
 
@@ -75,6 +78,7 @@ def test_a_split_goes_along_with_predictions_and_the_version_names_their_checkpo
     assert table["score"].to_pylist() == probabilities.max(axis=1).tolist()
 
 
+@ON_S3_IN_CHAOS
 @pytest.mark.parametrize(
     ("fields", "code", "told"),
     [
@@ -104,6 +108,7 @@ def test_what_cannot_be_predicted_is_refused_with_its_field_and_leaves_nothing(
     assert stack.stored_keys() == before
 
 
+@ON_S3_IN_CHAOS
 def test_a_model_that_does_not_load_fails_the_operation_and_leaves_no_file(
     stack: DataStack, dataset: str, digits_version: Digits
 ) -> None:
@@ -127,6 +132,7 @@ def test_a_model_that_does_not_load_fails_the_operation_and_leaves_no_file(
     assert list(stack.store.list(f"{metadata.version}/data")) == []
 
 
+@ON_S3_IN_CHAOS
 def test_the_source_cannot_be_deleted_while_it_is_predicted_on(
     stack: DataStack, dataset: str, digits_version: Digits, sha256: str
 ) -> None:

@@ -22,6 +22,10 @@ from tests.integration.data_service.client import DataClient, idx, parquet
 from tests.integration.data_service.conftest import DataStack, Digits, digits_request
 from tests.support.idx import digits, idx_bytes
 from tests.support.refusals import Refusal, refusal_of, refused
+from tests.support.stores import S3_IN_CHAOS
+
+# The store has no say in what is wrong with a source.
+ON_S3_IN_CHAOS = pytest.mark.parametrize("stack", S3_IN_CHAOS, indirect=True)
 
 NOT_FOUND, INVALID = grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT
 
@@ -114,6 +118,7 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
+@ON_S3_IN_CHAOS
 @pytest.mark.parametrize("case", CASES)
 def test_a_bad_source_fails_the_operation_by_name(failed: dict[str, Failed], case: str) -> None:
     code, reason, field = CASES[case]
@@ -123,6 +128,7 @@ def test_a_bad_source_fails_the_operation_by_name(failed: dict[str, Failed], cas
     assert refusal.metadata["field"] == field
 
 
+@ON_S3_IN_CHAOS
 @pytest.mark.parametrize("case", CASES)
 def test_a_failed_version_says_why_and_has_no_file(
     client: DataClient, stack: DataStack, failed: dict[str, Failed], case: str
@@ -137,6 +143,7 @@ def test_a_failed_version_says_why_and_has_no_file(
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "VERSION_NOT_ACTIVE")
 
 
+@ON_S3_IN_CHAOS
 def test_versions_in_any_state_are_listed_in_pages(client: DataClient, failed: dict[str, Failed]) -> None:
     parent = next(iter(failed.values())).version.rsplit("/", 2)[0]
     names, token = [], ""

@@ -14,7 +14,11 @@ from millrace.common.v1 import transform_pb2
 from millrace.train.v1 import resources_pb2 as res
 from millrace.train.v1 import train_service_pb2 as pb
 from tests.support.refusals import Refusal, refused
+from tests.support.stores import S3_IN_CHAOS
 from tests.support.training import TrainClient, TrainStack, digits_spec
+
+# Requests are refused by what they say; a few tests below are enough to see that on S3 nothing is left either.
+ON_S3_IN_CHAOS = pytest.mark.parametrize("stack", S3_IN_CHAOS, indirect=True)
 
 INVALID, MISSING = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 UUID1 = "a8a3462e-e5f7-11f1-ab15-02fc00000001"
@@ -144,6 +148,7 @@ BAD_SPECS: list[tuple[str, Callable[[res.TrainingSpec], None]]] = [
 ]
 
 
+@ON_S3_IN_CHAOS
 @pytest.mark.parametrize(
     ("path", "change"), BAD_SPECS, ids=[f"{number}-{path}" for number, (path, _) in enumerate(BAD_SPECS)]
 )
@@ -213,6 +218,7 @@ def calls_with_name(client: TrainClient, name: str) -> dict[str, tuple[str, Call
 RPCS = ["Get", "Cancel", "Watch", "Checkpoints", "Suspend", "Resume", "Delete", "Metrics", "Logs", "Coverage"]
 
 
+@ON_S3_IN_CHAOS
 @pytest.mark.parametrize("rpc", RPCS)
 @pytest.mark.parametrize(
     "name", ["", "digits", "trainingJobs/", "trainingJobs/A", "trainingJobs/a/b", "datasets/a", "trainingJobs/..", LONG]
