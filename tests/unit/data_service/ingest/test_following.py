@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from data_service import pipeline
-from data_service.domain.import_spec import BadRows, Base, ColumnType, ImportSpec, Source
+from data_service.domain.import_spec import BadRows, Base, ColumnType, HoldOut, ImportSpec, Source
 from shared.dataset_version import DatasetVersion, VersionReader, load_version
 from shared.dataset_version.attachments import read_attachment, read_report
 from shared.dataset_version.manifest import QUARANTINE, Parent
@@ -264,6 +264,36 @@ def test_more_bad_rows_than_allowed_end_the_import(store: ObjectStore, tmp_path:
     error = refused(store, tmp_path, "v1", ImportSpec(sources=sources, hold_outs=[], bad_rows=policy))
 
     assert error["reason"] == "TOO_MANY_BAD_ROWS"
+
+
+def test_a_quote_that_is_not_closed_costs_one_row_with_hold_outs_too(store: ObjectStore, tmp_path: Path) -> None:
+    lines = [f"{number},name{number}" for number in range(20_000)]
+    lines[5] = '5,"oops'
+    policy = BadRows(action="quarantine", max_rows=1)
+    spec = ImportSpec(
+        sources=[csv(tmp_path, "a.csv", "train", "\n".join(["n,s", *lines]))],
+        hold_outs=[HoldOut(from_split="train", to_split="test", fraction=0.1, seed=1)],
+        bad_rows=policy,
+    )
+
+    version = made(store, tmp_path, "v1", spec)
+
+    kept = sorted(rows(store, version, "train")["n"] + rows(store, version, "test")["n"])
+    assert kept == [number for number in range(20_000) if number != 5]
+    assert version.manifest.quarantined_row_count == 1
+    data = read_attachment(store, version, QUARANTINE)
+    assert data is not None
+    assert json.loads(data)["place"] == "line 7"
+
+
+def test_the_lines_of_a_bad_record_count_against_the_bad_rows_allowed(store: ObjectStore, tmp_path: Path) -> None:
+    sources = [csv(tmp_path, "a.csv", "train", 'n,s\n1,a\n2,"x\ny\nz",c\n')]
+    policies = [BadRows(action="quarantine", max_rows=most) for most in (2, 3)]
+
+    specs = [ImportSpec(sources=sources, hold_outs=[], bad_rows=policy) for policy in policies]
+
+    assert refused(store, tmp_path, "v1", specs[0])["reason"] == "TOO_MANY_BAD_ROWS"
+    assert made(store, tmp_path, "v2", specs[1]).manifest.quarantined_row_count == 3
 
 
 @pytest.mark.parametrize("action", ["ACTION_FAIL", "ACTION_QUARANTINE"])
