@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf import empty_pb2
@@ -31,10 +31,13 @@ class MakingCalls(DataCalls):
         bad_rows: pb.BadRows | None = None,
         checks: Iterable[quality_pb2.QualityCheck] = (),
         base: pb.Base | None = None,
+        partitioning: Literal["hive", "none"] = "hive",
     ) -> Operation[resources_pb2.DatasetVersion]:
         """Starts importing files that the server can read, or uploads, into a new version of `datasets/{d}`.
 
-        `column_types` maps columns to types in Arrow's own spelling. See `millrace_client.specs` for the messages.
+        `column_types` maps columns to types in Arrow's own spelling. `partitioning`: whether folders `name=value` below
+        the folder that a source names are columns of its rows ("hive"), or nothing but folders ("none"). See
+        `millrace_client.specs` for the messages.
         """
         request = pb.ImportVersionRequest(
             parent=dataset,
@@ -49,6 +52,7 @@ class MakingCalls(DataCalls):
             bad_rows=bad_rows,
             checks=checks,
             base=base,
+            partitioning=f"PARTITIONING_{partitioning.upper()}",
         )
         operation = self._caller.unary(self._stub.ImportVersion, request, operations_pb2.Operation)
         return Operation(self._caller, operation, resources_pb2.DatasetVersion, pb.ImportVersionMetadata)

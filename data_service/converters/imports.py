@@ -10,6 +10,12 @@ from millrace.data.v1 import data_service_pb2
 
 _APPEND, _REPLACE = data_service_pb2.Base.MODE_APPEND, data_service_pb2.Base.MODE_REPLACE
 MODES = {_APPEND: "append", _REPLACE: "replace"}
+_Request = data_service_pb2.ImportVersionRequest
+PARTITIONINGS = {
+    _Request.PARTITIONING_UNSPECIFIED: "hive",
+    _Request.PARTITIONING_HIVE: "hive",
+    _Request.PARTITIONING_NONE: "none",
+}
 
 
 def import_spec_from(request: data_service_pb2.ImportVersionRequest) -> ImportSpec:
@@ -25,6 +31,7 @@ def import_spec_from(request: data_service_pb2.ImportVersionRequest) -> ImportSp
         bad_rows=bad_rows_from(request.bad_rows),
         checks=[json_format.MessageToDict(check) for check in request.checks],
         base=_base(request.base) if request.HasField("base") else None,
+        partitioning=PARTITIONINGS.get(request.partitioning, str(request.partitioning)),
     )
 
 

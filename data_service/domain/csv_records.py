@@ -1,15 +1,20 @@
-"""Comma-separated values, RFC 4180, as columns of bytes; each record knows its first line.
+"""Comma-separated values, RFC 4180, as columns of bytes; each record knows its lines.
 
 Blocks without a quote are cut by Arrow, others by Python's csv module: in the former every line is a record.
+
+A quote that is not closed costs the line in which it opens and no other: that line is bad, and the next record begins
+with the line after it. Reading stays linear in the file's size, however many such quotes it has, because every line in
+the reach of a quote that failed is known to fail likewise where a quote is open at its beginning (`_OpenQuote`).
 """
 
 from __future__ import annotations
 
 import csv
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -17,25 +22,63 @@ import pyarrow.csv
 from numpy.typing import NDArray
 
 from data_service.domain import line_blocks
-from data_service.domain.line_blocks import LineBlock, count_lines, split_lines
+from data_service.domain.line_blocks import LineBlock, split_lines
+
+NEVER_CLOSED = "a quoted field begins in it, and no quote closes it"
+CLOSED_WITHIN_TEXT = "a quoted field begins in it, and the quote that closes it stands before further text"
+
+
+class CsvHeaderError(ValueError):
+    """The line of names cannot be read; the text says why."""
 
 
 @dataclass(frozen=True)
 class BadRecord:
+    """`line` is its first line; `excerpt` is the beginning of that line."""
+
     line: int
     reason: str
     excerpt: bytes
+    line_count: int = 1
+
+    @property
+    def place(self) -> str:
+        last = self.line + self.line_count - 1
+        return f"line {self.line}" if self.line_count == 1 else f"lines {self.line} to {last}"
 
 
 @dataclass(frozen=True)
 class Records:
     """`columns` are binary arrays of equal length, nulls where a field is a null value; `lines` has each record's first
-    line; `excerpt` gives a record's beginning. `bad` are those that have other numbers of fields, or no end."""
+    line and `line_counts` the number of its lines; `excerpt` gives a record's beginning. `bad` are records that have
+    other numbers of fields, and lines whose quotes are malformed."""
 
     columns: list[pa.Array]
     lines: NDArray[np.int64]
+    line_counts: NDArray[np.int64]
     excerpt: Callable[[int], bytes]
     bad: list[BadRecord]
+
+
+class _Record(NamedTuple):
+    line: int
+    line_count: int
+    fields: list[str]
+    first_line: bytes
+
+
+@dataclass(frozen=True)
+class _OpenQuote:
+    """What becomes of a quoted field that is open at the beginning of a line, up to `last_line`: it is not closed, for
+    `reason`; or it is, but the record ends at byte `end` of the text, too far away for most."""
+
+    last_line: float
+    reason: str
+    end: int | None = None
+
+
+class _NotClosed(Exception):
+    """A quoted field is not closed; the text says why."""
 
 
 class _TooLong(Exception):
@@ -47,20 +90,22 @@ class CsvReader:
 
     def __init__(self, blocks: Iterator[LineBlock], delimiter: str, null_values: Sequence[str]) -> None:
         self._blocks = blocks
-        self._pushed_back: LineBlock | None = None
+        self._pushed_back: deque[LineBlock] = deque()
+        self._open_quote: _OpenQuote | None = None
         self._delimiter = delimiter
         self._null_values = ["", *null_values]
         self._nulls = frozenset(value.encode() for value in self._null_values)
 
     def header(self) -> list[str] | None:
-        """The fields of the first record; None where the file has none. Undecodable bytes become lone surrogates."""
+        """The fields of the first record; None where the file has none. Undecodable bytes become lone surrogates.
+        Raises `CsvHeaderError`."""
         while (block := self._take()) is not None:
             if block.too_long:
-                return [""]
+                raise CsvHeaderError(f"line {block.first_line}, which should name its columns, is too long")
             for found in list(self._rows(block, most=1)):
                 if isinstance(found, BadRecord):
-                    return [""]
-                return found[1]
+                    raise CsvHeaderError(f"{found.place}, which should name its columns, is malformed: {found.reason}")
+                return found.fields
         return None
 
     def records(self, width: int) -> Iterator[Records]:
@@ -75,8 +120,7 @@ class CsvReader:
                 yield self._plain(block, width)
 
     def _take(self) -> LineBlock | None:
-        block, self._pushed_back = self._pushed_back, None
-        return block or next(self._blocks, None)
+        return self._pushed_back.popleft() if self._pushed_back else next(self._blocks, None)
 
     def _plain(self, block: LineBlock, width: int) -> Records:
         """A record a line: lines are told apart by counting delimiters, before anything is cut."""
@@ -101,98 +145,194 @@ class CsvReader:
         return Records(
             _cut(data, self._delimiter, width, self._null_values),
             (block.first_line + kept).astype(np.int64),
+            np.ones(len(kept), np.int64),
             lambda row: whole[first[row] : first[row] + 1024].split(b"\n")[0],
             bad,
         )
 
     def _quoted(self, block: LineBlock, width: int) -> Records:
-        lines, rows, bad = [], [], []
+        lines, line_counts, rows, bad = [], [], [], []
         for found in self._rows(block):
             if isinstance(found, BadRecord):
                 bad.append(found)
-            elif len(found[1]) != width:
-                bad.append(_ragged(found[0], len(found[1]), width, found[2]))
+            elif len(found.fields) != width:
+                bad.append(_ragged(found.line, len(found.fields), width, found.first_line, found.line_count))
             else:
-                lines.append(found[0])
-                rows.append([field.encode("utf-8", "surrogateescape") for field in found[1]])
+                lines.append(found.line)
+                line_counts.append(found.line_count)
+                rows.append([field.encode("utf-8", "surrogateescape") for field in found.fields])
         columns = [
             pa.array([None if field in self._nulls else field for field in column], pa.binary())
             for column in (zip(*rows, strict=True) if rows else [()] * width)
         ]
-        return Records(columns, np.array(lines, np.int64), lambda row: self._joined(rows[row]), bad)
+        return Records(
+            columns,
+            np.array(lines, np.int64),
+            np.array(line_counts, np.int64),
+            lambda row: self._joined(rows[row]),
+            bad,
+        )
 
     def _joined(self, row: Sequence[bytes]) -> bytes:
         return self._delimiter.encode().join(row)
 
-    def _rows(self, block: LineBlock, most: int | None = None) -> Iterator[tuple[int, list[str], bytes] | BadRecord]:
-        """(first line, fields, beginning) of the records that begin in `block`, or of `most` of them; a last one may go
-        on in the blocks that follow. What is left is pushed back."""
+    def _rows(self, block: LineBlock, most: int | None = None) -> Iterator[_Record | BadRecord]:
+        """The records that begin in `block`, or `most` of them; a last one may go on in the blocks that follow. What is
+        left is pushed back."""
         lines = _Lines(block, self._take)
-        reader = lines.reader(self._delimiter)
-        own = count_lines(block.data)
+        reader = self._reader(lines)
         found = 0
-        while lines.taken < own and (most is None or found < most):
-            start = block.first_line + lines.taken
-            lines.record_bytes, lines.beginning = 0, b""
+        while lines.has_own and (most is None or found < most):
+            lines.begin_record(self._open_quote)
             try:
-                row = next(reader, None)
-            except csv.Error as error:
+                fields = next(reader)
+            except (csv.Error, _NotClosed, _TooLong) as error:
+                yield BadRecord(lines.record_number, self._reason(error, lines), _beginning(lines.first_line))
                 found += 1
-                yield BadRecord(start, f"its quotes are malformed: {error}", lines.beginning)
+                lines.go_back_to_second_line()
+                reader = self._reader(lines)
                 continue
-            except _TooLong:
-                reader = lines.reader(self._delimiter)
-                last = block.first_line + lines.taken - 1
-                reason = f"lines {start} to {last} are one record that does not end; is a quote not closed?"
+            if fields:
+                yield _Record(lines.record_number, lines.line_count, fields, lines.first_line)
                 found += 1
-                yield BadRecord(start, reason, lines.beginning)
-                continue
-            if row:
-                found += 1
-                yield start, row, lines.beginning.rstrip(b"\r\n")
-        self._pushed_back = lines.left()
+        self._pushed_back.extendleft(reversed(lines.left()))
+
+    def _reason(self, error: Exception, lines: _Lines) -> str:
+        """Why the record that was read last is bad. Remembers what that tells of the lines behind its first one."""
+        if isinstance(error, _NotClosed):
+            return str(error)
+        if lines.line_count == 0:
+            return f"the line has more than {line_blocks.MAX_LINE_BYTES} bytes"
+        if isinstance(error, _TooLong):
+            self._open_quote = self._followed(lines)
+            return _too_far()
+        if lines.line_count == 1 and not lines.ended:
+            return f"its quotes are malformed: {error}"
+        self._open_quote = _failed(lines)
+        return self._open_quote.reason
+
+    def _followed(self, lines: _Lines) -> _OpenQuote:
+        """What becomes of the quote that is still open where a record reached its bound. Records that begin behind that
+        record's first line reach farther, so the quote is followed as far as any of them may go."""
+        last_line = lines.number
+        lines.begin_bound()
+        try:
+            next(self._reader(lines, opened_by='"'))
+        except csv.Error:
+            return _failed(lines)
+        except _TooLong:
+            return _OpenQuote(last_line, _too_far())
+        return _OpenQuote(lines.number - 1, _too_far(), end=lines.byte)
+
+    def _reader(self, lines: _Lines, opened_by: str = "") -> Any:
+        # A bound for the whole process, above any field that gets there: `_Lines` bounds records.
+        csv.field_size_limit(2 * line_blocks.MAX_LINE_BYTES)
+        return csv.reader(lines.texts(opened_by), delimiter=self._delimiter, strict=True)
+
+
+def _failed(lines: _Lines) -> _OpenQuote:
+    """Whatever line a quoted field is open at, up to the one that the reader failed at, it fails there."""
+    if lines.ended:
+        return _OpenQuote(math.inf, NEVER_CLOSED)
+    return _OpenQuote(lines.number - 1, CLOSED_WITHIN_TEXT)
+
+
+def _beginning(line: bytes) -> bytes:
+    return line[:1024].rstrip(b"\r\n")
+
+
+def _too_far() -> str:
+    return f"a quoted field begins in it that is not closed within {line_blocks.MAX_LINE_BYTES} bytes"
 
 
 class _Lines:
-    """Lines for Python's csv module, which asks for more as long as a record goes on."""
+    """The lines of a block, and of those after it as far as a record goes on. Of the blocks ahead the text is kept, not
+    the lines, which would take many times the memory."""
 
     def __init__(self, block: LineBlock, take: Callable[[], LineBlock | None]) -> None:
-        self._waiting = deque(split_lines(block.data))
-        self._first_line = block.first_line
+        self._blocks = [block]
         self._take = take
-        self._left_over: LineBlock | None = None
-        self.taken = 0
-        self.record_bytes = 0
-        self.beginning = b""
+        self._own = self._lines = split_lines(block.data)
+        self._block_index = self._at = 0
+        self._first_at = self._first_byte = 0
+        self._open_quote: _OpenQuote | None = None
+        # From here on lines count against the bound of a record.
+        self._bound_begin = 0
+        self.line_count = 0
+        # Of the next line: its number, and its place in the text.
+        self.number, self.byte = block.first_line, block.first_byte
+        # Of the record's first line.
+        self.record_number = self.number
+        # There are no further lines.
+        self.ended = False
 
-    def reader(self, delimiter: str) -> Any:
-        # A bound for the whole process, above any field that gets there: `_lines` bounds records.
-        csv.field_size_limit(2 * line_blocks.MAX_LINE_BYTES)
-        return csv.reader(self._lines(), delimiter=delimiter, strict=True)
+    @property
+    def has_own(self) -> bool:
+        """The next line is one of the block itself."""
+        return self._block_index == 0 and self._at < len(self._own)
 
-    def left(self) -> LineBlock | None:
-        if self._waiting:
-            return LineBlock(b"".join(self._waiting), self._first_line + self.taken)
-        return self._left_over
+    @property
+    def first_line(self) -> bytes:
+        """The record's."""
+        return self._own[self._first_at]
 
-    def _lines(self) -> Iterator[str]:
-        while self._waiting or self._more():
-            line = self._waiting.popleft()
-            self.taken += 1
-            self.record_bytes += len(line)
-            self.beginning = self.beginning or line[:1024]
-            if self.record_bytes > line_blocks.MAX_LINE_BYTES:
+    def begin_record(self, open_quote: _OpenQuote | None) -> None:
+        """The next line, which is one of the block itself, is the first of a record. `open_quote`: what is known of the
+        lines behind it."""
+        self._first_at, self._first_byte, self.record_number = self._at, self.byte, self.number
+        self._bound_begin, self.line_count, self._open_quote = self.byte, 0, open_quote
+
+    def begin_bound(self) -> None:
+        """As many bytes as a record may have are counted from here on."""
+        self._bound_begin, self.line_count, self._open_quote = self.byte, 0, None
+
+    def go_back_to_second_line(self) -> None:
+        """The next line is the one after the record's first."""
+        self.number, self.byte = self.record_number + 1, self._first_byte + len(self.first_line)
+        self._lines, self._block_index, self._at = self._own, 0, self._first_at + 1
+        self.ended = False
+
+    def left(self) -> list[LineBlock]:
+        """All lines that were not read."""
+        rest = b"".join(self._lines[self._at :])
+        ahead = self._blocks[self._block_index + 1 :]
+        return [LineBlock(rest, self.number, self.byte), *ahead] if rest else ahead
+
+    def texts(self, opened_by: str) -> Iterator[str]:
+        """The lines as the csv module takes them; `opened_by` stands before the first."""
+        while self._at < len(self._lines) or self._has_next_block():
+            if self.line_count:
+                self._raise_if_known_to_fail()
+            line = self._lines[self._at]
+            if self.byte + len(line) - self._bound_begin > line_blocks.MAX_LINE_BYTES:
                 raise _TooLong
-            yield line.decode("utf-8", "surrogateescape")
+            self._at += 1
+            self.number += 1
+            self.byte += len(line)
+            self.line_count += 1
+            yield opened_by + line.decode("utf-8", "surrogateescape")
+            opened_by = ""
+        self.ended = True
 
-    def _more(self) -> bool:
-        block = self._take()
-        if block is None:
-            return False
+    def _raise_if_known_to_fail(self) -> None:
+        """For the next line, at whose beginning a quoted field is open."""
+        known = self._open_quote
+        if known is None or self.number > known.last_line:
+            return
+        if known.end is None or known.end - self._bound_begin > line_blocks.MAX_LINE_BYTES:
+            raise _NotClosed(known.reason)
+
+    def _has_next_block(self) -> bool:
+        if self._block_index + 1 == len(self._blocks):
+            block = self._take()
+            if block is None:
+                return False
+            self._blocks.append(block)
+        block = self._blocks[self._block_index + 1]
         if block.too_long:
-            self._left_over = block
             raise _TooLong
-        self._waiting.extend(split_lines(block.data))
+        self._block_index += 1
+        self._lines, self._at = split_lines(block.data), 0
         return True
 
 
@@ -215,9 +355,10 @@ def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
     return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
 
 
-def _ragged(line: int, fields: int, width: int, excerpt: bytes) -> BadRecord:
-    return BadRecord(line, f"it has {fields} fields where {width} are named", excerpt)
+def _ragged(line: int, fields: int, width: int, first_line: bytes, line_count: int = 1) -> BadRecord:
+    return BadRecord(line, f"it has {fields} fields where {width} are named", _beginning(first_line), line_count)
 
 
 def _nothing_but(bad: BadRecord, width: int) -> Records:
-    return Records([pa.array([], pa.binary())] * width, np.empty(0, np.int64), lambda _: b"", [bad])
+    none = np.empty(0, np.int64)
+    return Records([pa.array([], pa.binary())] * width, none, none, lambda _: b"", [bad])

@@ -18,6 +18,7 @@ MAX_SOURCES = 64
 MAX_HOLD_OUTS = 64
 MAX_NULL_VALUES = 1000
 FORMATS = ("idx", "parquet", "arrow", "csv", "json_lines", "image_folder", "image_tar")
+PARTITIONINGS = ("hive", "none")
 ENCODINGS = ("utf-8", "utf-16", "latin-1", "windows-1252")
 # Fields that name one file, where others may name a folder or a pattern.
 SINGLE_FILES = ("idx.images_uri", "idx.labels_uri")
@@ -96,7 +97,8 @@ class Base:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportSpec:
-    """`checks` are quality checks as JSON, which `data_service.domain.checks` reads."""
+    """`checks` are quality checks as JSON, which `data_service.domain.checks` reads. `partitioning` is one of
+    `PARTITIONINGS`: whether folders `name=value` are columns."""
 
     sources: list[Source]
     hold_outs: list[HoldOut]
@@ -104,6 +106,7 @@ class ImportSpec:
     bad_rows: BadRows = field(default_factory=BadRows)
     checks: list[dict[str, Any]] = field(default_factory=list)
     base: Base | None = None
+    partitioning: str = "hive"
 
     @property
     def imported_splits(self) -> list[str]:
@@ -133,6 +136,8 @@ class ImportSpec:
             bad_rows=BadRows(**record.get("bad_rows", {})),
             checks=list(record.get("checks", [])),
             base=None if base is None else Base(**base),
+            # An import that was asked for before there was a choice ends as it began.
+            partitioning=record.get("partitioning", "none"),
         )
 
 
@@ -145,6 +150,7 @@ def check(spec: ImportSpec, roots: Sequence[PurePosixPath], *, s3: bool) -> None
         *_column_type_problems(spec.column_types),
         *bad_rows_problems(spec.bad_rows),
         *_base_problems(spec.base),
+        *_partitioning_problems(spec.partitioning),
     ]
     if problems:
         raise invalid_fields(problems)
@@ -249,3 +255,8 @@ def _base_problems(base: Base | None) -> Iterator[Problem]:
         yield "base.version", base.version, "use a name of the form datasets/{d}/versions/{v}"
     if base.mode not in ("append", "replace"):
         yield "base.mode", base.mode, "use MODE_APPEND or MODE_REPLACE"
+
+
+def _partitioning_problems(partitioning: str) -> Iterator[Problem]:
+    if partitioning not in PARTITIONINGS:
+        yield "partitioning", partitioning, "use PARTITIONING_HIVE or PARTITIONING_NONE"

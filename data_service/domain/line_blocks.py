@@ -19,11 +19,13 @@ class TextError(ValueError):
 
 @dataclass(frozen=True)
 class LineBlock:
-    """Whole lines, the last of a file perhaps without its end; `first_line` counts from 1. With `too_long` it is only
-    the beginning of one line that is left out."""
+    """Whole lines, the last of a file perhaps without its end; `first_line` counts from 1. `first_byte` is its place in
+    the text, counted from 0. With `too_long` it is only the beginning of one line that is left out, and that
+    `first_byte` does not count."""
 
     data: bytes
     first_line: int
+    first_byte: int
     too_long: bool = False
 
 
@@ -31,7 +33,7 @@ def line_blocks(stream: BinaryIO, encoding: str) -> Iterator[LineBlock]:
     """Lines end with LF, CR LF or CR. A byte-order mark is taken away. What is no character in the encoding comes out
     as bytes that are no UTF-8, so that its row can be told. Raises `TextError`.
     """
-    line = 1
+    line, byte = 1, 0
     rest = b""
     skipping = False
     for piece in _with_end(_utf8_pieces(stream, encoding)):
@@ -43,12 +45,13 @@ def line_blocks(stream: BinaryIO, encoding: str) -> Iterator[LineBlock]:
             lines, skipping = lines[end:], False
             line += 1
         if lines:
-            yield LineBlock(lines, line)
+            yield LineBlock(lines, line, byte)
             line += count_lines(lines)
+            byte += len(lines)
         if skipping:
             rest = rest[-1:]  # a CR may be half of a line's end
         elif len(rest) > MAX_LINE_BYTES:
-            yield LineBlock(rest[:1024], line, too_long=True)
+            yield LineBlock(rest[:1024], line, byte, too_long=True)
             rest, skipping = rest[-1:], True
 
 

@@ -67,6 +67,7 @@ class _Import:
                 on_read=context.raise_if_stopped,
             ),
             {one.column: one.arrow_type for one in spec.column_types},
+            spec.partitioning,
         )
         self._columns = CommonColumns(self._kept, self._sources)
         self._checks = parse_checks(spec.checks)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import pyarrow as pa
 
-from data_service.domain.csv_records import BadRecord, CsvReader, Records
+from data_service.domain.csv_records import BadRecord, CsvHeaderError, CsvReader, Records
 from data_service.domain.import_spec import CsvOptions
 from data_service.domain.line_blocks import TextError, line_blocks
 from data_service.domain.row_casts import Cast, CastRefused, Fits, cast_between, cast_rows
@@ -83,7 +83,7 @@ class _Dialect:
         with content(file) as stream, blaming(file, "CSV"):
             try:
                 yield CsvReader(line_blocks(stream, self._encoding), self._delimiter, self._null_values)
-            except TextError as error:
+            except (CsvHeaderError, TextError) as error:
                 raise file.corrupt(str(error)) from None
 
 
@@ -111,7 +111,7 @@ class _CsvRows:
             for records in blocks:
                 table, misfits = self._converted(records)
                 for one in sorted([*records.bad, *misfits], key=lambda one: one.line):
-                    bad.add(self._file.uri, f"line {one.line}", one.reason, excerpt_of(one.excerpt))
+                    bad.add(self._file.uri, one.place, one.reason, excerpt_of(one.excerpt), one.line_count)
                 if table.num_rows:
                     yield table
 
@@ -134,7 +134,10 @@ class _CsvRows:
                 good[row] = False
             columns.append(texts)
         table = pa.Table.from_arrays(columns, schema=self.schema)
-        misfits = [BadRecord(int(records.lines[row]), reason, records.excerpt(row)) for row, reason in reasons.items()]
+        misfits = [
+            BadRecord(int(records.lines[row]), reason, records.excerpt(row), int(records.line_counts[row]))
+            for row, reason in reasons.items()
+        ]
         return (table.filter(pa.array(good)) if reasons else table), misfits
 
 

@@ -21,7 +21,8 @@ class BadRowSink(Protocol):
     """Takes rows that cannot be had as their columns' types."""
 
     def add(self, source: str, place: str, reason: str, excerpt: str, rows: int = 1) -> None:
-        """`source` is the file's URI, `place` where in it: `line 17`, `row 4`, `member train/ants/x.jpg`.
+        """`source` is the file's URI, `place` where in it: `line 17`, `lines 4 to 6`, `row 4`,
+        `member train/ants/x.jpg`. `rows` is how many stand there: of a text file, its lines.
 
         Raises `InvalidArgument` where no (more) bad rows are allowed.
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from data_service.domain.import_spec import Source
 from data_service.sources.arrow_ipc import ArrowRows
@@ -15,15 +15,21 @@ from data_service.sources.interface import OpenSource, RowSource
 from data_service.sources.json_rows import open_json_lines
 from data_service.sources.overrides import Overrides
 from data_service.sources.parquet import ParquetRows
+from data_service.sources.partitions import HivePartitions
 from data_service.sources.source_files import SourceFile, SourceFiles
+
+# Formats of rows, whose folders may be partition columns. Images have classes for folders.
+TABLES = ("parquet", "arrow", "csv", "json_lines")
 
 
 def open_sources(
     sources: Sequence[Source],
     files: SourceFiles,
     column_types: Mapping[str, str],
+    partitioning: str = "hive",
 ) -> list[OpenSource]:
     """One source of rows for each file (pair, image folder), in order; types are inferred over all files of a source.
+    `partitioning` is one of `PARTITIONINGS`.
 
     `column_types` are in the order of the request. Reads what inference needs: of CSV and JSON Lines, and of tars, all;
     of other formats the beginnings. Waits for uploads that are still open as far as that.
@@ -34,28 +40,34 @@ def open_sources(
     classes = ClassNames()
     opened: list[OpenSource] = []
     for index, source in enumerate(sources):
-        rows = _rows_of(source, f"sources[{index}]", files, overrides, classes)
+        path = f"sources[{index}]"
+        if source.format in TABLES:
+            found = files.find_all(f"{path}.{source.format}.uri", source.uris[f"{source.format}.uri"])
+            rows = _rows_of_tables(source, found, overrides)
+            if partitioning == "hive":
+                rows = HivePartitions(found, overrides).added_to(rows)
+        else:
+            rows = _rows_of_images(source, path, files, overrides, classes)
         opened.extend(OpenSource(index, source.split, one) for one in rows)
     overrides.refuse_unknown()
     return opened
 
 
-def _rows_of(
+def _rows_of_tables(source: Source, files: Sequence[SourceFile], overrides: Overrides) -> Iterator[RowSource]:
+    if source.format == "csv":
+        yield from open_csv(files, source.csv, overrides)
+    elif source.format == "json_lines":
+        yield from open_json_lines(files, overrides)
+    else:
+        open_file = ParquetRows if source.format == "parquet" else ArrowRows
+        for file in files:
+            yield overrides.applied_to(open_file(file, overrides.types), file)
+
+
+def _rows_of_images(
     source: Source, path: str, files: SourceFiles, overrides: Overrides, classes: ClassNames
 ) -> Iterator[RowSource]:
-    def named(field: str) -> list[SourceFile]:
-        return files.find_all(f"{path}.{field}", source.uris[field])
-
-    single: dict[str, Callable[[SourceFile], RowSource]] = {
-        "parquet": lambda file: ParquetRows(file, overrides.types),
-        "arrow": lambda file: ArrowRows(file, overrides.types),
-        "image_tar": lambda file: ImageTar(file, classes),
-    }
-    if source.format == "csv":
-        yield from open_csv(named("csv.uri"), source.csv, overrides)
-    elif source.format == "json_lines":
-        yield from open_json_lines(named("json_lines.uri"), overrides)
-    elif source.format == "idx":
+    if source.format == "idx":
         pair = [files.find(f"{path}.{field}", source.uris[field]) for field in ("idx.images_uri", "idx.labels_uri")]
         yield overrides.applied_to(IdxPair(*pair), pair[0])
     elif source.format == "image_folder":
@@ -63,5 +75,5 @@ def _rows_of(
         images = files.find_all(field, uri, MAX_IMAGES)
         yield overrides.applied_to(ImageFolder(images, classes), images[0])
     else:
-        for file in named(f"{source.format}.uri"):
-            yield overrides.applied_to(single[source.format](file), file)
+        for file in files.find_all(f"{path}.image_tar.uri", source.uris["image_tar.uri"]):
+            yield overrides.applied_to(ImageTar(file, classes), file)

@@ -20,6 +20,7 @@ class Bad:
     place: str
     reason: str
     excerpt: str
+    rows: int = 1
 
 
 @dataclass
@@ -30,11 +31,10 @@ class Quarantine:
     rows: list[Bad] = field(default_factory=list)
 
     def add(self, source: str, place: str, reason: str, excerpt: str, rows: int = 1) -> None:
-        assert rows == 1
         excerpt.encode()
         if self.fail:
             raise InvalidArgument(f"{source}: {place}: {reason}", reason="BAD_ROW")
-        self.rows.append(Bad(source, place, reason, excerpt))
+        self.rows.append(Bad(source, place, reason, excerpt, rows))
 
     @property
     def places(self) -> list[str]:

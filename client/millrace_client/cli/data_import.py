@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -30,6 +30,13 @@ Version = resources_pb2.DatasetVersion
 @click.option("--type", "types", multiple=True, metavar="COLUMN=TYPE", help="An Arrow type that a column shall have.")
 @click.option("--quarantine", is_flag=True, help="Leave bad rows out and keep them aside; else the first one ends it.")
 @click.option("--max-quarantined", default=0, help="With --quarantine: at most so many. Default: any number.")
+@click.option(
+    "--partitioning",
+    type=click.Choice(["hive", "none"]),
+    default="hive",
+    show_default=True,
+    help="Whether folders NAME=VALUE below the folder that FILES names are columns.",
+)
 @check_options
 @click.option("--append-to", metavar="VERSION", help="Follow this version, with its rows first.")
 @click.option("--replace", "replaced", metavar="VERSION", help="Follow this version, and keep nothing of it.")
@@ -43,6 +50,7 @@ def import_(
     types: tuple[str, ...],
     quarantine: bool,
     max_quarantined: int,
+    partitioning: Literal["hive", "none"],
     append_to: str | None,
     replaced: str | None,
     version_id: str,
@@ -74,6 +82,7 @@ def import_(
             bad_rows=specs.quarantine(max_rows=max_quarantined) if quarantine else None,
             checks=checks,
             base=base,
+            partitioning=partitioning,
         )
         with waiting(operation):
             version = operation.wait(AS_LONG_AS_IT_TAKES_S) if as_json else wait_with_rows(operation)

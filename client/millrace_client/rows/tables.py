@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +50,8 @@ def open_table(path: Path) -> TableFile:
     if path.name.lower().endswith(PARQUET_SUFFIXES):
         with _blaming(path, "Parquet"), pq.ParquetFile(path) as file:
             return TableFile(path, file.schema_arrow, lambda columns: _parquet_rows(path, columns))
+    with _blaming(path, "CSV"):
+        _check_quotes(path)
     with _blaming(path, "CSV"), _csv_reader(path, pc.ConvertOptions()) as reader:
         schema = pa.schema([(name, pa.string()) for name in reader.schema.names])
     return TableFile(path, schema, lambda columns: _csv_rows(path, columns))
@@ -86,14 +90,35 @@ def _csv_rows(path: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         yield from reader
 
 
+def _check_quotes(path: Path) -> None:
+    """Raises `BadInput` for a quote that is not closed, or not before a delimiter or a line's end: Arrow would take the
+    lines up to the next quote for one text, or leave them out, without a word."""
+    csv.field_size_limit(max(csv.field_size_limit(), 2 * CSV_BLOCK_BYTES))
+    with pa.input_stream(str(path), _compression(path)) as file:
+        lines = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        reader = csv.reader(lines, strict=True)
+        last_line = 0
+        try:
+            for _ in reader:
+                last_line = reader.line_num
+        except csv.Error as error:
+            raise BadInput(
+                f"{path} is no CSV that can be read: the quotes of line {last_line + 1} are malformed: {error}",
+                remedy="close the quote, or double it",
+            ) from None
+
+
+def _compression(path: Path) -> str | None:
+    """By itself Arrow knows a compressed file by a suffix in small letters alone."""
+    return "gzip" if path.name.lower().endswith(".gz") else None
+
+
 @contextmanager
 def _csv_reader(path: Path, options: pc.ConvertOptions) -> Iterator[pc.CSVStreamingReader]:
     # Threads would keep Arrow from saying which row is malformed.
     reading = pc.ReadOptions(use_threads=False, block_size=CSV_BLOCK_BYTES)
-    # By itself Arrow knows a compressed file by a suffix in small letters alone.
-    compression = "gzip" if path.name.lower().endswith(".gz") else None
     with (
-        pa.input_stream(str(path), compression) as file,
+        pa.input_stream(str(path), _compression(path)) as file,
         pc.open_csv(file, reading, pc.ParseOptions(newlines_in_values=True), options) as reader,
     ):
         yield reader

@@ -28,6 +28,19 @@ def test_objects_are_found_by_folder_and_pattern_and_read(s3_store: StoreSetting
         files.find_all("f", f"{base}/none/")
 
 
+def test_partition_folders_of_keys_are_columns(s3_store: StoreSettings) -> None:
+    store = open_store(s3_store)
+    for name in ("hive/city=K%C3%B6ln/day=1/a.csv", "hive/city=a%2Fb/day=2/a b.csv", "hive/city=é+=/day=03/c.csv"):
+        store.put(name, b"n\n1\n")
+    files = SourceFiles([], s3_of(store), store)
+    found = open_sources([source_of(f"{s3_store.url}/hive/", "csv")], files, {})
+    assert [table_of(one.rows).to_pylist() for one in found] == [
+        [{"n": 1, "city": "Köln", "day": 1}],
+        [{"n": 1, "city": "a/b", "day": 2}],
+        [{"n": 1, "city": "é+=", "day": 3}],
+    ]
+
+
 def test_a_folder_of_images_may_be_a_prefix(s3_store: StoreSettings) -> None:
     store = open_store(s3_store)
     store.put("images/cat/x.png", encoded())

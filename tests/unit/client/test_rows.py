@@ -243,6 +243,31 @@ def test_a_csv_may_have_quoted_lines_and_be_compressed(name: str, tmp_path: Path
     assert [batch.to_pydict() for batch in table.read(["y", "x"])] == [{"y": [None, "4"], "x": ["1\n2", "3"]}]
 
 
+@pytest.mark.parametrize(
+    ("lines", "line"),
+    [
+        (['5,"oops', "6,x"], 3),
+        (['5,"oops', '6,"x"'], 3),
+        (['"a\nb",x', '5,"oops', '6,"x"'], 5),
+        (['5,"oo"ps', "6,x"], 3),
+    ],
+)
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_a_stray_quote_in_a_csv_is_refused_by_its_line(
+    lines: list[str], line: int, ending: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(ending.join(["x,y", "1,2", *lines, ""]).encode("utf-8-sig")))
+    with pytest.raises(BadInput, match=rf"a\.csv\.gz is no CSV .* the quotes of line {line} are malformed"):
+        open_table(tmp_path / "a.csv.gz")
+
+
+def test_a_csv_may_begin_with_a_byte_order_mark_and_have_long_fields(tmp_path: Path) -> None:
+    long = "x" * 200_000
+    (tmp_path / "a.csv").write_text(f'"x","y"\n"1","{long}"\n', encoding="utf-8-sig")
+    (batch,) = open_table(tmp_path / "a.csv").read(["x", "y"])
+    assert batch.to_pydict() == {"x": ["1"], "y": [long]}
+
+
 def test_a_file_that_is_no_image_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(BadInput, match=r"notes\.txt is no image"):

@@ -6,6 +6,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
+from data_service.converters.imports import import_spec_from
 from data_service.domain.import_spec import (
     BadRows,
     Base,
@@ -16,6 +17,7 @@ from data_service.domain.import_spec import (
     Source,
     check,
 )
+from millrace.data.v1.data_service_pb2 import ImportSource, ImportVersionRequest, ParquetSource
 from shared.errors import InvalidArgument
 from tests.support.cpu_time import cpu_at_most
 
@@ -80,6 +82,7 @@ def test_options_of_all_formats_survive_the_log() -> None:
         bad_rows=BadRows(action="quarantine", max_rows=5),
         checks=[{"column": "a", "notNull": {}}],
         base=Base(version="datasets/d/versions/v1", mode="append"),
+        partitioning="none",
     )
     check(spec, [], s3=False)
     assert ImportSpec.from_record(json.loads(json.dumps(spec.as_record()))) == spec
@@ -104,6 +107,7 @@ def test_wrong_options_are_all_named_at_once() -> None:
         ],
         bad_rows=BadRows(action="ignore", max_rows=-1),
         base=Base(version="datasets/d", mode=""),
+        partitioning="7",
     )
     assert refused_fields(spec) == [
         "sources[0].idx.images_uri",
@@ -124,7 +128,28 @@ def test_wrong_options_are_all_named_at_once() -> None:
         "bad_rows.max_rows",
         "base.version",
         "base.mode",
+        "partitioning",
     ]
+
+
+def test_an_import_that_was_asked_for_before_there_was_partitioning_goes_on_without() -> None:
+    record = SPEC.as_record()
+    assert record.pop("partitioning") == "hive"
+    assert ImportSpec.from_record(record).partitioning == "none"
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [("PARTITIONING_UNSPECIFIED", "hive"), ("PARTITIONING_HIVE", "hive"), ("PARTITIONING_NONE", "none")],
+)
+def test_a_request_says_whether_folders_are_columns(given: str, wanted: str) -> None:
+    assert import_spec_from(ImportVersionRequest(partitioning=given)).partitioning == wanted
+
+
+def test_a_partitioning_of_a_later_server_is_refused() -> None:
+    source = ImportSource(split="a", parquet=ParquetSource(uri="file:///in/a"))
+    request = ImportVersionRequest(sources=[source], partitioning=7)  # type: ignore[arg-type]
+    assert refused_fields(import_spec_from(request)) == ["partitioning"]
 
 
 @pytest.mark.parametrize("sources", [[], [TRAIN] * 65], ids=["none", "too many"])

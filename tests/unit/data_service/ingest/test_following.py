@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from data_service import pipeline
-from data_service.domain.import_spec import BadRows, Base, ColumnType, ImportSpec, Source
+from data_service.domain.import_spec import BadRows, Base, ColumnType, HoldOut, ImportSpec, Source
 from shared.dataset_version import DatasetVersion, VersionReader, load_version
 from shared.dataset_version.attachments import read_attachment, read_report
 from shared.dataset_version.manifest import QUARANTINE, Parent
@@ -266,6 +266,36 @@ def test_more_bad_rows_than_allowed_end_the_import(store: ObjectStore, tmp_path:
     assert error["reason"] == "TOO_MANY_BAD_ROWS"
 
 
+def test_a_quote_that_is_not_closed_costs_one_row_with_hold_outs_too(store: ObjectStore, tmp_path: Path) -> None:
+    lines = [f"{number},name{number}" for number in range(20_000)]
+    lines[5] = '5,"oops'
+    policy = BadRows(action="quarantine", max_rows=1)
+    spec = ImportSpec(
+        sources=[csv(tmp_path, "a.csv", "train", "\n".join(["n,s", *lines]))],
+        hold_outs=[HoldOut(from_split="train", to_split="test", fraction=0.1, seed=1)],
+        bad_rows=policy,
+    )
+
+    version = made(store, tmp_path, "v1", spec)
+
+    kept = sorted(rows(store, version, "train")["n"] + rows(store, version, "test")["n"])
+    assert kept == [number for number in range(20_000) if number != 5]
+    assert version.manifest.quarantined_row_count == 1
+    data = read_attachment(store, version, QUARANTINE)
+    assert data is not None
+    assert json.loads(data)["place"] == "line 7"
+
+
+def test_the_lines_of_a_bad_record_count_against_the_bad_rows_allowed(store: ObjectStore, tmp_path: Path) -> None:
+    sources = [csv(tmp_path, "a.csv", "train", 'n,s\n1,a\n2,"x\ny\nz",c\n')]
+    policies = [BadRows(action="quarantine", max_rows=most) for most in (2, 3)]
+
+    specs = [ImportSpec(sources=sources, hold_outs=[], bad_rows=policy) for policy in policies]
+
+    assert refused(store, tmp_path, "v1", specs[0])["reason"] == "TOO_MANY_BAD_ROWS"
+    assert made(store, tmp_path, "v2", specs[1]).manifest.quarantined_row_count == 3
+
+
 @pytest.mark.parametrize("action", ["ACTION_FAIL", "ACTION_QUARANTINE"])
 def test_a_check_leaves_rows_out_or_ends_the_import(store: ObjectStore, tmp_path: Path, action: str) -> None:
     sources = [parquet(tmp_path, "a", "train", n=[1, 2, None, 2])]
@@ -315,3 +345,72 @@ def test_a_base_that_is_another_version_by_then_fails_the_import(store: ObjectSt
     error = refused(store, tmp_path, "v2", ImportSpec(sources=sources, hold_outs=[], base=base))
 
     assert error["reason"] == "BASE_CHANGED"
+
+
+def partitioned(folder: Path, name: str, split: str, table: pa.Table, *columns: str) -> Source:
+    """As pyarrow and Spark write it."""
+    pq.write_to_dataset(table, folder / name, partition_cols=list(columns))
+    return Source(split=split, format="parquet", uris={"parquet.uri": (folder / name).as_uri() + "/"})
+
+
+def test_columns_of_folders_are_columns_of_the_version(store: ObjectStore, tmp_path: Path) -> None:
+    table = pa.table({"n": list(range(100)), "country": ["de", "fr", None, "fr"] * 25, "month": [1, 2] * 50})
+    spec = ImportSpec(
+        sources=[partitioned(tmp_path, "a", "train", table, "country", "month")],
+        hold_outs=[HoldOut(from_split="train", to_split="test", fraction=0.2, seed=1)],
+        column_types=[ColumnType(column="month", arrow_type="int8")],
+        bad_rows=BadRows(action="quarantine"),
+        checks=[{"column": "country", "action": "ACTION_QUARANTINE", "notNull": {}}],
+    )
+
+    version = made(store, tmp_path, "v1", spec)
+
+    assert [(column.name, column.arrow_type) for column in version.columns] == [
+        ("n", "int64"),
+        ("country", "string"),
+        ("month", "int8"),
+    ]
+    read = {split: rows(store, version, split) for split in ("train", "test")}
+    kept = sorted(zip(*(read["train"][name] + read["test"][name] for name in ("n", "country", "month")), strict=True))
+    assert kept == [
+        (n, country, month) for n, country, month in zip(*table.to_pydict().values(), strict=True) if country
+    ]
+    assert len(read["test"]["n"]) == 15
+    assert [int(one["quarantined"]) for one in read_report(store, version)["checks"]] == [25]
+
+
+def test_rows_of_further_folders_can_be_appended(store: ObjectStore, tmp_path: Path) -> None:
+    days = pa.table({"n": [1, 2], "day": [20240101, 20240102]})
+    first = made(
+        store, tmp_path, "v1", ImportSpec(sources=[partitioned(tmp_path, "a", "train", days, "day")], hold_outs=[])
+    )
+    appending = Base(version=first.name, mode="append")
+    partitioned(tmp_path, "a", "train", pa.table({"n": [3], "day": [20240103]}), "day")
+    root = (tmp_path / "a").as_uri()
+
+    def spec(uri: str) -> ImportSpec:
+        source = Source(split="train", format="parquet", uris={"parquet.uri": uri})
+        return ImportSpec(sources=[source], hold_outs=[], base=appending)
+
+    assert refused(store, tmp_path, "v2", spec(f"{root}/day=20240103/"))["reason"] == "SCHEMA_MISMATCH"
+    second = made(store, tmp_path, "v3", spec(f"{root}/day=20240103*/"))
+    assert rows(store, second, "train") == {"n": [1, 2, 3], "day": [20240101, 20240102, 20240103]}
+
+
+def test_folders_are_no_columns_where_the_import_says_so(store: ObjectStore, tmp_path: Path) -> None:
+    source = partitioned(tmp_path, "a", "train", pa.table({"n": [1, 2], "day": [1, 2]}), "day")
+
+    version = made(store, tmp_path, "v1", ImportSpec(sources=[source], hold_outs=[], partitioning="none"))
+
+    assert rows(store, version, "train") == {"n": [1, 2]}
+
+
+def test_a_folder_that_names_a_column_of_its_file_leaves_nothing_behind(store: ObjectStore, tmp_path: Path) -> None:
+    (tmp_path / "n=1").mkdir()
+    source = parquet(tmp_path, "n=1/a.parquet", "train", n=[1])
+    source.uris["parquet.uri"] = tmp_path.as_uri() + "/*/a.parquet"
+
+    error = refused(store, tmp_path, "v1", ImportSpec(sources=[source], hold_outs=[]))
+
+    assert (error["kind"], error["reason"]) == ("InvalidArgument", "CORRUPT_SOURCE")
+    assert "n%3D1/a.parquet cannot be imported: it has a column 'n'" in error["message"]

@@ -1,19 +1,24 @@
 from __future__ import annotations
 
+import csv
 import datetime
 import gzip
+import io
 import os
 import tracemalloc
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_service.domain import line_blocks
+from data_service.domain.csv_records import CsvReader
 from data_service.domain.import_spec import CsvOptions
 from data_service.sources import csv_rows
 from shared.errors import InvalidArgument
@@ -233,13 +238,189 @@ def test_files_of_one_source_need_the_same_names(tmp_path: Path) -> None:
         read(tmp_path, "a,b\n1,2\n", "b,a\n1,2\n")
 
 
-def test_a_quote_that_is_never_closed_costs_only_so_many_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+STRAY = '5,"oops,2.5'
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize(
+    ("later", "said"),
+    [
+        ([], "no quote closes it"),
+        (['14,"quoted, name",7.0'], "stands before further text"),
+        (['14,x,"7.0"', '15,y,"1"'], "stands before further text"),
+        (['14,"a ""word""",7.0'], "stands before further text"),
+        (["14,y,7.0"] * 2000, "not closed within 5000 bytes"),
+        (["14,y,7.0"] * 2000 + ['15,"z",1'], "not closed within 5000 bytes"),
+        (["14,y," + "7" * 9000], "not closed within 5000 bytes"),
+    ],
+    ids=[
+        "end of file",
+        "text follows",
+        "number follows",
+        "doubled quotes",
+        "bound",
+        "bound, then a quote",
+        "long line",
+    ],
+)
+def test_a_quote_that_is_not_closed_costs_its_own_line_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, later: list[str], said: str
+) -> None:
     monkeypatch.setattr(line_blocks, "MAX_LINE_BYTES", 5000)
     monkeypatch.setattr(line_blocks, "BLOCK_BYTES", 1000)
-    table, bad = read(tmp_path, 'a,b\n1,"x\n' + "2,y\n" * 5000)
-    assert bad.places == ["line 2"]
-    assert "is a quote not closed?" in bad.rows[0].reason
-    assert 5000 - 5000 // 4 <= table.num_rows < 5000
+    good = [f"{number},name{number},{number * 0.5}" for number in range(200)]
+    lines = ["id,name,size", *good[:5], STRAY, *good[5:], *later]
+    table, bad = read(tmp_path, ending.join(lines) + ending)
+    assert table["id"].to_pylist()[:200] == list(range(200))
+    assert table.schema.types == [pa.int64(), pa.string(), pa.float64()]
+    assert bad.rows[0].place == "line 7"
+    assert bad.rows[0].excerpt == STRAY
+    assert said in bad.rows[0].reason
+    too_long = sum(len(line) > 5000 for line in lines)
+    assert table.num_rows == len(lines) - 2 - too_long
+    assert bad.places[1:] == [f"line {len(lines)}"] * too_long
+
+
+def test_lines_behind_a_stray_quote_keep_their_numbers(tmp_path: Path) -> None:
+    table, bad = read(tmp_path, f'id,name,size\n{STRAY}\n1,"a\nb",1\n2,x\n{STRAY}\n3,y,1\n4,y,1,2\n')
+    assert table["id"].to_pylist() == [1, 3]
+    assert table["name"].to_pylist() == ["a\nb", "y"]
+    assert bad.places == ["line 2", "line 5", "line 6", "line 8"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_stray_quotes_cost_no_more_in_other_encodings_and_in_gzip(tmp_path: Path, encoding: str, pack: object) -> None:
+    text = f"id,näme,size\n{STRAY}\n" + 'é,"ü\n""ß""",1\n' * 1000
+    table, bad = read(tmp_path, pack(text.encode(encoding)), encoding=encoding)  # type: ignore[operator]
+    assert (table.num_rows, bad.places) == (1000, ["line 2"])
+
+
+def test_each_file_of_a_source_has_its_own_stray_quotes(tmp_path: Path) -> None:
+    table, bad = read(tmp_path, f"id,name,size\n1,x,1\n{STRAY}\n", f"id,name,size\n{STRAY}\n2,y,1\n")
+    assert table["id"].to_pylist() == [1, 2]
+    assert [Path(row.source).name + " " + row.place for row in bad.rows] == ["0.csv line 3", "1.csv line 2"]
+
+
+def test_a_bad_record_of_several_lines_counts_as_so_many(tmp_path: Path) -> None:
+    content = 'id,name\n1,"a\nb"\n2,"a\nb\nc",3\n"4\n4",x\n5,y\n'
+    table, bad = read(tmp_path, content, types={"id": "int64"})
+    assert table["id"].to_pylist() == [1, 5]
+    assert [(row.place, row.rows) for row in bad.rows] == [("lines 4 to 6", 3), ("lines 7 to 8", 2)]
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        ('id,"name,size', "line 1, which should name its columns, is malformed: a quoted field begins in it"),
+        ('id,"na"me,size', "line 1, which should name its columns, is malformed: its quotes"),
+    ],
+)
+def test_a_stray_quote_in_the_line_of_names_refuses_the_file(tmp_path: Path, header: str, said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said):
+        read(tmp_path, f"{header}\n" + "1,x,2\n" * 10)
+
+
+def _records(text: str, most_bytes: int) -> tuple[list[list[str]], list[int]]:
+    """The good records, and the numbers of the bad lines, found by reading anew behind each line that fails."""
+    lines = text.splitlines(keepends=True)
+    good, bad, at = [], [], 0
+    while at < len(lines):
+        for count in range(1, len(lines) - at + 1):
+            record = "".join(lines[at : at + count])
+            if len(record) > most_bytes:
+                fields = None
+                break
+            fields = _fields(record)
+            if fields is None or not isinstance(fields, str):
+                break
+        if isinstance(fields, list):
+            good += [fields] if lines[at] != "\n" else []
+            at += count
+        else:
+            bad.append(at + 1)
+            at += 1
+    return good, bad
+
+
+def _fields(record: str) -> list[str] | str | None:
+    """RFC 4180 by hand; None where a quote is malformed, and a text where a field is still open."""
+    fields, at = [], 0
+    while True:
+        field = ""
+        if record.startswith('"', at):
+            while True:
+                end = record.find('"', at + 1)
+                if end < 0:
+                    return "open"
+                field += record[at + 1 : end]
+                at = end
+                if not record.startswith('"', end + 1):
+                    break
+                field, at = field + '"', end + 1
+            at += 1
+        else:
+            end = min(found for found in (record.find(",", at), record.find("\n", at), len(record)) if found >= 0)
+            field, at = record[at:end], end
+        fields.append(field)
+        if at == len(record) or record[at] == "\n":
+            return fields
+        if record[at] != ",":
+            return None
+        at += 1
+
+
+QUOTED_LINES = ['"', '""', '"""', 'x,"', '",y', 'x",",', '"x"', "x,y", "", 'y"z', '""",']
+
+
+@settings(max_examples=300)
+@given(
+    lines=st.lists(st.sampled_from(QUOTED_LINES), max_size=30),
+    most_bytes=st.integers(12, 60),
+    block=st.integers(3, 40),
+)
+def test_bad_lines_and_records_are_those_of_reading_anew_behind_each_bad_line(
+    lines: list[str], most_bytes: int, block: int
+) -> None:
+    text = "".join(f"{line}\n" for line in lines)
+    good, bad = _records(text, most_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(line_blocks, "MAX_LINE_BYTES", most_bytes)
+        blocks = line_blocks.line_blocks(io.BytesIO(text.encode()), "utf-8")
+        patch.setattr(line_blocks, "BLOCK_BYTES", block)
+        found = list(CsvReader(blocks, ",", []).records(2))
+    rows = [list(row) for records in found for row in zip(*(one.to_pylist() for one in records.columns), strict=True)]
+    ragged = [one for records in found for one in records.bad if "fields where" in one.reason]
+    assert rows == [[field.encode() or None for field in fields] for fields in good if len(fields) == 2]
+    assert len(ragged) == sum(len(fields) != 2 for fields in good)
+    assert [one.line for records in found for one in records.bad if one not in ragged] == bad
+
+
+@pytest.mark.parametrize("line", ['x",",', '5,"oops', '""",', '"x"y', 'x,"",y"z,"'])
+@pytest.mark.parametrize("most_bytes", [1000, 16 * 1024 * 1024])
+def test_a_stray_quote_on_every_line_costs_no_more_than_a_few_readings_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, most_bytes: int
+) -> None:
+    monkeypatch.setattr(line_blocks, "MAX_LINE_BYTES", most_bytes)
+    lines_read = 0
+    csv_reader = csv.reader
+
+    def counting(lines: Iterator[str], **options: Any) -> Any:
+        def counted() -> Iterator[str]:
+            nonlocal lines_read
+            for one in lines:
+                lines_read += 1
+                yield one
+
+        return csv_reader(counted(), **options)
+
+    monkeypatch.setattr(csv, "reader", counting)
+    with (tmp_path / "a.csv").open("w") as file:
+        file.write("a,b\n" + f"{line}\n" * 5000 + "x,y\n")
+    (one,) = opened(tmp_path, source_of((tmp_path / "a.csv").as_uri(), "csv"), types={"a": "string", "b": "string"})
+    lines_read = 0
+    table_of(one.rows, Quarantine())
+    assert lines_read <= 5 * 5000
 
 
 def test_a_line_beyond_all_bounds_is_left_out_and_those_after_it_are_not(

@@ -1,0 +1,140 @@
+"""Hive partitioning: folders `name=value` between the folder that a request names and a file are columns of its rows.
+
+Names and values are read as `pyarrow.dataset` reads them: percent-decoded, and null for `__HIVE_DEFAULT_PARTITION__`. A
+column is int32 where all files of the source have whole numbers that fit, else string; `column_types` may ask for more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+import pyarrow as pa
+
+from data_service.domain.row_casts import CastRefused, cast_between, cast_rows
+from data_service.sources.interface import BadRowSink, RowSource, excerpt_of
+from data_service.sources.overrides import Overrides
+from data_service.sources.source_files import SourceFile
+from data_service.sources.typed_columns import check_names
+from shared.dataset_version.column_names import MAX_COLUMNS
+from shared.errors import invalid_field
+
+NULL_VALUE = "__HIVE_DEFAULT_PARTITION__"
+_WHOLE_NUMBER = re.compile(r"-?[0-9]+")
+_REMEDY = "rename the folders, or set partitioning to PARTITIONING_NONE"
+
+
+@dataclass(frozen=True)
+class _Value:
+    """`values` has one element, of its column's type; it is null where the text in the folder's name does not fit."""
+
+    field: pa.Field
+    text: str | None
+    values: pa.Array
+    fits: bool
+
+
+class HivePartitions:
+    """The partition columns of one source's files. Raises `InvalidArgument` for files with other folders than the first
+    one's, and for names that are no text."""
+
+    def __init__(self, files: Sequence[SourceFile], overrides: Overrides) -> None:
+        self._texts = [_texts_of(file) for file in files]
+        self._files = files
+        names = list(self._texts[0])
+        for file, texts in zip(files, self._texts, strict=True):
+            if list(texts) != names:
+                raise file.corrupt(
+                    f"its folders make the columns {_shown(list(texts))}, and those of {files[0].uri} {_shown(names)}; "
+                    f"{_REMEDY}"
+                )
+        given = overrides.types_among(names)
+        self._fields = [
+            pa.field(name, given.get(name) or _inferred([texts[name] for texts in self._texts])) for name in names
+        ]
+        for field in self._fields:
+            try:
+                cast_between(pa.string(), field.type)
+            except CastRefused as refused:
+                place = f"{overrides.field(field.name)}.arrow_type"
+                raise invalid_field(place, str(field.type), f"{refused}; use another") from None
+
+    def added_to(self, sources: Iterator[RowSource]) -> Iterator[RowSource]:
+        """The sources, one for each file in their order, with the columns behind their own. Raises `InvalidArgument`
+        where a file has a column of such a name."""
+        if not self._fields:
+            yield from sources
+            return
+        for rows, file, texts in zip(sources, self._files, self._texts, strict=True):
+            yield _PartitionedRows(rows, file, [_value(field, texts[field.name]) for field in self._fields])
+
+
+class _PartitionedRows:
+    def __init__(self, rows: RowSource, file: SourceFile, values: Sequence[_Value]) -> None:
+        self._rows, self._file, self._values = rows, file, values
+        own, added = rows.schema.names, [one.field.name for one in values]
+        for name in added:
+            if name in own:
+                raise file.corrupt(f"it has a column {name!r}, and its folders make another of that name; {_REMEDY}")
+        if (count := len(own) + len(added)) > MAX_COLUMNS:
+            raise file.corrupt(f"it has {count} columns with those of its folders; at most {MAX_COLUMNS} are read")
+        check_names(file, [*own, *added])
+        self.schema = pa.schema([*rows.schema, *(one.field for one in values)])
+
+    @property
+    def class_names(self) -> list[str] | None:
+        return self._rows.class_names
+
+    def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
+        misfit = next((one for one in self._values if not one.fits), None)
+        row = 0
+        for table in self._rows.tables(bad):
+            count = table.num_rows
+            if misfit is None:
+                added = [one.values.take(pa.repeat(0, count)) for one in self._values]
+                yield pa.Table.from_arrays([*table.columns, *added], schema=self.schema)
+            elif count:
+                name, arrow_type = misfit.field.name, misfit.field.type
+                place = f"rows {row + 1} to {row + count}"
+                reason = f"column {name!r} is no {arrow_type}"
+                bad.add(self._file.uri, place, reason, excerpt_of(f"{name}={misfit.text}"), count)
+            row += count
+
+
+def _texts_of(file: SourceFile) -> dict[str, str | None]:
+    """By the name of each partition column, in the order of the path, the text of its value; None for null."""
+    found: dict[str, str | None] = {}
+    for folder in file.relative.split("/")[:-1]:
+        name, equals, value = folder.partition("=")
+        if not (name and equals):
+            continue
+        try:
+            name, value = unquote(name, errors="strict"), unquote(value, errors="strict")
+            (name + value).encode()
+        except UnicodeError:
+            raise file.corrupt(f"the name of its folder {folder!r} is no UTF-8; {_REMEDY}") from None
+        if name in found:
+            raise file.corrupt(f"two of its folders give column {name!r} a value; {_REMEDY}")
+        found[name] = None if value == NULL_VALUE else value
+    return found
+
+
+def _inferred(texts: Sequence[str | None]) -> pa.DataType:
+    present = {text for text in texts if text is not None}
+    whole = present and all(_WHOLE_NUMBER.fullmatch(text) for text in present)
+    return pa.int32() if whole and all(-(2**31) <= int(text) < 2**31 for text in present) else pa.string()
+
+
+def _value(field: pa.Field, text: str | None) -> _Value:
+    values = pa.array([text], pa.string())
+    cast = cast_between(pa.string(), field.type)
+    fits = None
+    if cast is not None:
+        values, fits = cast_rows(values, cast)
+    return _Value(field, text, values, fits is None or bool(fits.all()))
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
