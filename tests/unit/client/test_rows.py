@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -241,6 +242,14 @@ def test_a_csv_may_have_quoted_lines_and_be_compressed(name: str, tmp_path: Path
     (tmp_path / name).write_bytes(gzip.compress(b'x,y\n"1\n2","NA"\n\n3,4\n'))
     table = open_table(tmp_path / name)
     assert [batch.to_pydict() for batch in table.read(["y", "x"])] == [{"y": [None, "4"], "x": ["1\n2", "3"]}]
+
+
+def test_int96_timestamps_of_a_parquet_file_keep_their_year(tmp_path: Path) -> None:
+    times = [datetime.datetime(1, 1, 1), datetime.datetime(9999, 12, 31)]
+    table = pa.table({"when": pa.array(times, pa.timestamp("us"))})
+    pq.write_table(table, tmp_path / "t.parquet", use_deprecated_int96_timestamps=True)
+    (read,) = open_table(tmp_path / "t.parquet").read(["when"])
+    assert read["when"].to_pylist() == times
 
 
 def test_a_file_that_is_no_image_is_refused_by_name(tmp_path: Path) -> None:
