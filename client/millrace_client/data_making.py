@@ -31,10 +31,12 @@ class MakingCalls(DataCalls):
         bad_rows: pb.BadRows | None = None,
         checks: Iterable[quality_pb2.QualityCheck] = (),
         base: pb.Base | None = None,
+        nan_as_null: bool = False,
     ) -> Operation[resources_pb2.DatasetVersion]:
         """Starts importing files that the server can read, or uploads, into a new version of `datasets/{d}`.
 
-        `column_types` maps columns to types in Arrow's own spelling. See `millrace_client.specs` for the messages.
+        `column_types` maps columns to types in Arrow's own spelling. With `nan_as_null`, NaN in columns of floats is a
+        missing value and becomes null; tensors keep theirs. See `millrace_client.specs` for the messages.
         """
         request = pb.ImportVersionRequest(
             parent=dataset,
@@ -49,6 +51,7 @@ class MakingCalls(DataCalls):
             bad_rows=bad_rows,
             checks=checks,
             base=base,
+            nan_as_null=nan_as_null,
         )
         operation = self._caller.unary(self._stub.ImportVersion, request, operations_pb2.Operation)
         return Operation(self._caller, operation, resources_pb2.DatasetVersion, pb.ImportVersionMetadata)

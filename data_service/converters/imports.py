@@ -25,6 +25,7 @@ def import_spec_from(request: data_service_pb2.ImportVersionRequest) -> ImportSp
         bad_rows=bad_rows_from(request.bad_rows),
         checks=[json_format.MessageToDict(check) for check in request.checks],
         base=_base(request.base) if request.HasField("base") else None,
+        nan_as_null=request.nan_as_null,
     )
 
 

@@ -96,7 +96,8 @@ class Base:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportSpec:
-    """`checks` are quality checks as JSON, which `data_service.domain.checks` reads."""
+    """`checks` are quality checks as JSON, which `data_service.domain.checks` reads. With `nan_as_null`, NaN of float
+    columns becomes null; tensors keep theirs."""
 
     sources: list[Source]
     hold_outs: list[HoldOut]
@@ -104,6 +105,7 @@ class ImportSpec:
     bad_rows: BadRows = field(default_factory=BadRows)
     checks: list[dict[str, Any]] = field(default_factory=list)
     base: Base | None = None
+    nan_as_null: bool = False
 
     @property
     def imported_splits(self) -> list[str]:
@@ -133,6 +135,7 @@ class ImportSpec:
             bad_rows=BadRows(**record.get("bad_rows", {})),
             checks=list(record.get("checks", [])),
             base=None if base is None else Base(**base),
+            nan_as_null=record.get("nan_as_null", False),
         )
 
 

@@ -206,7 +206,7 @@ def test_the_options_of_an_import_become_its_sources_in_their_order() -> None:
     result = run(
         servicer,
         *("import", "d", "--csv", "train=/a.csv", "--csv", "train=/b.csv", "--images", "test=/photos"),
-        *("--quarantine", "--append-to", VERSION, "--type", "zip=string"),
+        *("--quarantine", "--append-to", VERSION, "--type", "zip=string", "--nan-as-null"),
     )
     assert result.exit_code == 0, result.output
     (request,) = servicer.asked
@@ -215,6 +215,7 @@ def test_the_options_of_an_import_become_its_sources_in_their_order() -> None:
     assert request.bad_rows.action == data_service_pb2.BadRows.ACTION_QUARANTINE
     assert request.base == data_service_pb2.Base(version=VERSION, mode=data_service_pb2.Base.MODE_APPEND)
     assert request.column_types[0] == data_service_pb2.ColumnType(column="zip", arrow_type="string")
+    assert request.nan_as_null
 
 
 def test_an_import_says_how_its_csv_files_are_written_and_what_holds_of_its_rows() -> None:

@@ -131,7 +131,7 @@ class ListDatasetsResponse(_message.Message):
     def __init__(self, datasets: _Optional[_Iterable[_Union[_resources_pb2.Dataset, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class ImportVersionRequest(_message.Message):
-    __slots__ = ("parent", "version_id", "sources", "hold_outs", "request_id", "validate_only", "column_types", "bad_rows", "checks", "base")
+    __slots__ = ("parent", "version_id", "sources", "hold_outs", "request_id", "validate_only", "column_types", "bad_rows", "checks", "base", "nan_as_null")
     PARENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +142,7 @@ class ImportVersionRequest(_message.Message):
     BAD_ROWS_FIELD_NUMBER: _ClassVar[int]
     CHECKS_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
+    NAN_AS_NULL_FIELD_NUMBER: _ClassVar[int]
     parent: str
     version_id: str
     sources: _containers.RepeatedCompositeFieldContainer[ImportSource]
@@ -152,7 +153,8 @@ class ImportVersionRequest(_message.Message):
     bad_rows: BadRows
     checks: _containers.RepeatedCompositeFieldContainer[_quality_pb2.QualityCheck]
     base: Base
-    def __init__(self, parent: _Optional[str] = ..., version_id: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[ImportSource, _Mapping]]] = ..., hold_outs: _Optional[_Iterable[_Union[HoldOut, _Mapping]]] = ..., request_id: _Optional[str] = ..., validate_only: _Optional[bool] = ..., column_types: _Optional[_Iterable[_Union[ColumnType, _Mapping]]] = ..., bad_rows: _Optional[_Union[BadRows, _Mapping]] = ..., checks: _Optional[_Iterable[_Union[_quality_pb2.QualityCheck, _Mapping]]] = ..., base: _Optional[_Union[Base, _Mapping]] = ...) -> None: ...
+    nan_as_null: bool
+    def __init__(self, parent: _Optional[str] = ..., version_id: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[ImportSource, _Mapping]]] = ..., hold_outs: _Optional[_Iterable[_Union[HoldOut, _Mapping]]] = ..., request_id: _Optional[str] = ..., validate_only: _Optional[bool] = ..., column_types: _Optional[_Iterable[_Union[ColumnType, _Mapping]]] = ..., bad_rows: _Optional[_Union[BadRows, _Mapping]] = ..., checks: _Optional[_Iterable[_Union[_quality_pb2.QualityCheck, _Mapping]]] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., nan_as_null: _Optional[bool] = ...) -> None: ...
 
 class Base(_message.Message):
     __slots__ = ("version", "mode")
