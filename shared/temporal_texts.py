@@ -27,6 +27,25 @@ def value_text(value: int, arrow_type: pa.DataType) -> str:
     return moment_text(seconds, rest) if arrow_type.tz else f"{_date(day)}T{_clock(of_day, rest)}"
 
 
+def zone_problem(given: pa.DataType, wanted: pa.DataType) -> str | None:
+    """Why dates and times without a zone do not become moments of `wanted`: a cast would take them for UTC.
+    None for all other casts."""
+    naive = kinds.is_date(given) or (kinds.is_timestamp(given) and given.tz is None)
+    if not (naive and kinds.is_timestamp(wanted) and wanted.tz is not None):
+        return None
+    return (
+        f"{given} has no time zone, and {wanted} would take it for UTC; keep it as {pa.timestamp(wanted.unit)}, or "
+        "write the times with their zone"
+    )
+
+
+def zone_hint(wanted: pa.DataType) -> str:
+    """What is to be added where texts do not fit `wanted`; empty for all types but moments."""
+    if not (kinds.is_timestamp(wanted) and wanted.tz is not None):
+        return ""
+    return "; each text needs its offset, such as 2024-07-01T12:00:00+02:00 or …Z"
+
+
 def moment_text(seconds: int, nanoseconds: int) -> str:
     """In UTC; since 1970."""
     day, of_day = divmod(seconds, _SECONDS_A_DAY)

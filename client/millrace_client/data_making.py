@@ -32,11 +32,13 @@ class MakingCalls(DataCalls):
         checks: Iterable[quality_pb2.QualityCheck] = (),
         base: pb.Base | None = None,
         partitioning: Literal["hive", "none"] = "hive",
+        nan_as_null: bool = False,
     ) -> Operation[resources_pb2.DatasetVersion]:
         """Starts importing files that the server can read, or uploads, into a new version of `datasets/{d}`.
 
         `column_types` maps columns to types in Arrow's own spelling. `partitioning`: whether folders `name=value` below
-        the folder that a source names are columns of its rows ("hive"), or nothing but folders ("none"). See
+        the folder that a source names are columns of its rows ("hive"), or nothing but folders ("none"). With
+        `nan_as_null`, NaN in columns of floats is a missing value and becomes null; tensors keep theirs. See
         `millrace_client.specs` for the messages.
         """
         request = pb.ImportVersionRequest(
@@ -53,6 +55,7 @@ class MakingCalls(DataCalls):
             checks=checks,
             base=base,
             partitioning=f"PARTITIONING_{partitioning.upper()}",
+            nan_as_null=nan_as_null,
         )
         operation = self._caller.unary(self._stub.ImportVersion, request, operations_pb2.Operation)
         return Operation(self._caller, operation, resources_pb2.DatasetVersion, pb.ImportVersionMetadata)

@@ -166,7 +166,8 @@ def training_spec(
     global_batch_size: int,
     **fields: Any,
 ) -> resources_pb2.TrainingSpec:
-    """A `TrainingSpec`; `fields` are further fields of it, e.g. `num_workers=2`, `optimizer=…`."""
+    """A `TrainingSpec`; `fields` are further fields of it, e.g. `num_workers=2`, `optimizer=…`. Inputs that are NaN or
+    infinite are refused without `allow_non_finite=True`."""
     return resources_pb2.TrainingSpec(
         dataset_version=dataset_version,
         model=resources_pb2.Model(

@@ -32,6 +32,7 @@ def import_spec_from(request: data_service_pb2.ImportVersionRequest) -> ImportSp
         checks=[json_format.MessageToDict(check) for check in request.checks],
         base=_base(request.base) if request.HasField("base") else None,
         partitioning=PARTITIONINGS.get(request.partitioning, str(request.partitioning)),
+        nan_as_null=request.nan_as_null,
     )
 
 

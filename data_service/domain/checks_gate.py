@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from data_service.domain.checks import CHECK_FAILED, Check, CheckResult, ClassBalance, Drift, RowCount
-from data_service.domain.drift import population_stability_index
+from data_service.domain.drift import compare
 from data_service.domain.statistics import ColumnStatistics, SplitStatistics
 from data_service.domain.statistics.result import camel_case
 from shared.errors import FailedPrecondition
@@ -77,12 +77,11 @@ def _drift(condition: Drift, column: str, splits: Splits, parent_report: Mapping
     if not records:
         return False, "the parent has no such column"
     new = [found for one in splits.values() for found in one.result() if found.column == column]
-    psi = population_stability_index(
-        [ColumnStatistics.from_json(record) for record in records], new, _counts(column, splits)
-    )
-    if psi is None:
-        return False, "not comparable: no values, or too many different ones"
-    return psi <= condition.max_population_stability_index, f"psi {psi:.2g}"
+    found = compare([ColumnStatistics.from_json(record) for record in records], new, _counts(column, splits))
+    missing = f", {found.missing}" if found.missing else ""
+    if found.psi is None:
+        return False, f"not comparable: no values, or too many different ones{missing}"
+    return found.psi <= condition.max_population_stability_index, f"psi {found.psi:.2g}{missing}"
 
 
 def _counts(column: str, splits: Splits) -> dict[Any, int] | None:

@@ -2,6 +2,9 @@
 
 PSI = Σ (a - e) ln(a / e) over bins, where e is the parent's share of a bin and a the new version's. Source: Siddiqi,
 Credit Risk Scorecards, 2006; customary limits are 0.1 and 0.25.
+
+A column's index is that of its values plus that of the three bins value, null and NaN. Were nulls one bin more beside
+those of the values, a column of few values would hide how these moved.
 """
 
 from __future__ import annotations
@@ -24,10 +27,48 @@ LEAST_SHARE = 1e-4
 Counts = Mapping[Any, int]
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """`psi` is None where one of the two has no values, or too many different ones. Shares are of all rows, 0 to 1: the
+    parent's, then the new version's."""
+
+    psi: float | None
+    null_shares: tuple[float, float]
+    nan_shares: tuple[float, float]
+
+    @property
+    def missing(self) -> str:
+        """Which shares of rows have no value, for people: `nulls 0 % before, 95 % now`. Empty where all have one."""
+        shares = (("nulls", self.null_shares), ("NaN", self.nan_shares))
+        return "; ".join(
+            f"{name} {100 * before:.3g} % before, {100 * now:.3g} % now"
+            for name, (before, now) in shares
+            if before or now
+        )
+
+
+def compare(
+    parent: Sequence[ColumnStatistics], new: Sequence[ColumnStatistics], new_counts: Counts | None
+) -> Comparison:
+    """Of one column; one statistics for each split, `new_counts` over all of them where they are known."""
+    null_shares = (_share(parent, "null_count"), _share(new, "null_count"))
+    nan_shares = (_share(parent, "nan_count"), _share(new, "nan_count"))
+    values = population_stability_index(parent, new, new_counts)
+    if values is None:
+        return Comparison(None, null_shares, nan_shares)
+    expected, found = ([1 - nulls - nan, nulls, nan] for nulls, nan in zip(null_shares, nan_shares, strict=True))
+    return Comparison(values + _psi(expected, found), null_shares, nan_shares)
+
+
+def _share(splits: Sequence[ColumnStatistics], count: str) -> float:
+    rows = sum(one.row_count for one in splits)
+    return sum(getattr(one, count) for one in splits) / rows if rows else 0.0
+
+
 def population_stability_index(
     parent: Sequence[ColumnStatistics], new: Sequence[ColumnStatistics], new_counts: Counts | None
 ) -> float | None:
-    """Of one column; one statistics for each split, `new_counts` over all of them where they are known.
+    """Of the values that are neither null nor NaN.
 
     Numbers are compared over the parent's deciles, everything else over the parent's frequent values, with bins for all
     others. None where one of the two has no values, or too many different ones.
@@ -67,7 +108,7 @@ class _Line:
     """The distribution that quantiles and histograms of the splits draw, straight between the points they give."""
 
     def __init__(self, splits: Sequence[ColumnStatistics]) -> None:
-        self._parts = [(one.row_count - one.null_count, _points(one.numbers)) for one in splits if one.numbers]
+        self._parts = [(_present([one]), _points(one.numbers)) for one in splits if one.numbers]
 
     def reached(self, edges: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         shares = [np.interp(edges, values, reached, left=0.0) * rows for rows, (values, reached) in self._parts]

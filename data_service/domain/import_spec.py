@@ -98,7 +98,8 @@ class Base:
 @dataclass(frozen=True, kw_only=True)
 class ImportSpec:
     """`checks` are quality checks as JSON, which `data_service.domain.checks` reads. `partitioning` is one of
-    `PARTITIONINGS`: whether folders `name=value` are columns."""
+    `PARTITIONINGS`: whether folders `name=value` are columns. With `nan_as_null`, NaN of float columns becomes null;
+    tensors keep theirs."""
 
     sources: list[Source]
     hold_outs: list[HoldOut]
@@ -107,6 +108,7 @@ class ImportSpec:
     checks: list[dict[str, Any]] = field(default_factory=list)
     base: Base | None = None
     partitioning: str = "hive"
+    nan_as_null: bool = False
 
     @property
     def imported_splits(self) -> list[str]:
@@ -138,6 +140,7 @@ class ImportSpec:
             base=None if base is None else Base(**base),
             # An import that was asked for before there was a choice ends as it began.
             partitioning=record.get("partitioning", "none"),
+            nan_as_null=record.get("nan_as_null", False),
         )
 
 

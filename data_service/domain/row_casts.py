@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from data_service.domain.text_values import from_text
 from shared.dataset_version.columns import refuse_beyond_milliseconds
+from shared.temporal_texts import zone_hint, zone_problem
 
 # True for each row that fits; None where all do.
 Fits = NDArray[np.bool_] | None
@@ -41,12 +42,19 @@ def cast_between(given: pa.DataType, wanted: pa.DataType) -> Cast | None:
     """How values of a logical type become another's; None where they are already. Raises `CastRefused`."""
     if given == wanted:
         return None
+    if problem := zone_problem(given, wanted):
+        raise CastRefused(problem)
     cast = _chosen(given, wanted)
     try:
         cast(_empty(given))
     except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
         raise CastRefused(f"{given} cannot be cast to {wanted}") from None
     return cast
+
+
+def misfit(value: str, wanted: pa.DataType) -> str:
+    """The reason of a bad row, whose `value` does not fit."""
+    return f"{value} does not fit {wanted}{zone_hint(wanted)}"
 
 
 def _chosen(given: pa.DataType, wanted: pa.DataType) -> Cast:

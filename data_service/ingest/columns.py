@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as kinds
 from numpy.typing import NDArray
 
 from data_service.ingest.base_rows import BaseRows
@@ -24,8 +26,10 @@ class CommonColumns:
     not fit its integers. Raises `InvalidArgument` naming the source that does not fit.
     """
 
-    def __init__(self, kept: BaseRows | None, sources: Sequence[OpenSource]) -> None:
-        given = [(f"sources[{source.index}]", source.rows.schema) for source in sources]
+    def __init__(self, kept: BaseRows | None, sources: Sequence[OpenSource], *, nan_as_null: bool = False) -> None:
+        """`nan_as_null`: the sources' tables go through `with_nan_as_null`."""
+        schemas = [_with_nullable_floats(one.rows.schema) if nan_as_null else one.rows.schema for one in sources]
+        given = [(f"sources[{source.index}]", schema) for source, schema in zip(sources, schemas, strict=True)]
         self.schema = _schema_of_base(kept.schema, given) if kept else _common_schema(given)
         self.value_names = _value_names(kept, sources)
         for source in sources:
@@ -73,6 +77,24 @@ class CommonColumns:
             raise InvalidArgument(
                 f"{field}: {why}", reason="SCHEMA_MISMATCH", metadata={"field": field}, fields=[(field, why)]
             )
+
+
+def with_nan_as_null(table: pa.Table) -> pa.Table:
+    """The same rows with null for each NaN in a column of floats; tensors, which have no nulls, stay as they are."""
+    schema = _with_nullable_floats(table.schema)
+    columns = [_without_nan(column) if kinds.is_floating(column.type) else column for column in table.columns]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _without_nan(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    are_nan = pc.is_nan(column)
+    if not pc.any(are_nan).as_py():
+        return column
+    return pc.if_else(are_nan, pa.scalar(None, column.type), column)
+
+
+def _with_nullable_floats(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([field.with_nullable(True) if kinds.is_floating(field.type) else field for field in schema])
 
 
 def _common_schema(given: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:

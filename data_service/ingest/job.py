@@ -24,7 +24,7 @@ from data_service.domain.layout import Routing, SplitRange, lay_out, route
 from data_service.domain.report import build_report
 from data_service.domain.statistics import SplitStatistics
 from data_service.ingest.base_rows import BaseRows
-from data_service.ingest.columns import CommonColumns
+from data_service.ingest.columns import CommonColumns, with_nan_as_null
 from data_service.ingest.progress import Progress
 from data_service.ingest.screening import Screen
 from data_service.ingest.split_files import SplitFiles
@@ -69,7 +69,7 @@ class _Import:
             {one.column: one.arrow_type for one in spec.column_types},
             spec.partitioning,
         )
-        self._columns = CommonColumns(self._kept, self._sources)
+        self._columns = CommonColumns(self._kept, self._sources, nan_as_null=spec.nan_as_null)
         self._checks = parse_checks(spec.checks)
         fits(self._checks, self._columns.schema, has_parent=self._base is not None)
         self._progress = Progress(context)
@@ -138,7 +138,10 @@ class _Import:
             for source in self._sources:
                 if source.split == split:
                     name = f"sources[{source.index}]"
-                    yield from self._screened(source.rows.tables(screen), screen, name, source.rows.class_names)
+                    tables = source.rows.tables(screen)
+                    if self._spec.nan_as_null:
+                        tables = map(with_nan_as_null, tables)
+                    yield from self._screened(tables, screen, name, source.rows.class_names)
 
     def _screened(
         self, tables: Iterable[pa.Table], screen: Screen, source: str, class_names: Sequence[str] | None

@@ -20,6 +20,7 @@ from data_service.sources.source_files import SourceFile
 from data_service.sources.typed_columns import check_names
 from shared.dataset_version.column_names import MAX_COLUMNS
 from shared.errors import invalid_field
+from shared.temporal_texts import zone_hint
 
 NULL_VALUES = ("NA", "N/A", "null", "NULL", "NaN", "nan")
 
@@ -126,7 +127,7 @@ class _CsvRows:
                 texts, cast_fits = cast_rows(texts, cast)
                 if cast_fits is not None:
                     for row in np.flatnonzero(good & ~cast_fits & (True if fits is None else fits)).tolist():
-                        reasons[row] = f"column {field.name!r} is no {field.type}"
+                        reasons[row] = f"column {field.name!r} is no {field.type}{zone_hint(field.type)}"
             if fits is not None:
                 for row in np.flatnonzero(good & ~fits).tolist():
                     reasons[row] = reason

@@ -31,6 +31,7 @@ from data_service.sources.typed_columns import check_names
 from shared.dataset_version.column_names import MAX_COLUMNS
 from shared.dataset_version.columns import is_tensor
 from shared.errors import invalid_field
+from shared.temporal_texts import zone_hint
 
 # Of one line. An empty one takes two or three bytes of it, and thirty times as much once it is parsed.
 MAX_CONTAINERS = 250_000
@@ -110,6 +111,7 @@ class _JsonRows:
                 continue
             for index in np.flatnonzero(good & ~fits).tolist():
                 wanted = f"list of {field.type.shape[0]} numbers" if is_tensor(field.type) else str(field.type)
+                wanted += zone_hint(field.type)
                 misfits.append(_BadLine(lines[index].number, lines[index].data, f"key {field.name!r} is no {wanted}"))
             good &= fits
         table = pa.Table.from_arrays(columns, schema=self.schema)

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from data_service.domain.arrow_types import TypeRefused, parse_type
-from data_service.domain.row_casts import Cast, CastRefused, Fits, cast_between, cast_rows
+from data_service.domain.row_casts import Cast, CastRefused, Fits, cast_between, cast_rows, misfit
 from data_service.sources.interface import BadRowSink, RowSource
 from data_service.sources.source_files import SourceFile
 from data_service.sources.typed_columns import shown_row
@@ -52,7 +52,8 @@ class Overrides:
             try:
                 cast = cast_between(rows.schema.field(name).type, wanted)
             except CastRefused as refused:
-                raise invalid_field(f"{self.field(name)}.arrow_type", str(wanted), f"{refused}; use another") from None
+                remedy = f"column {name!r}: {refused}; use another"
+                raise invalid_field(f"{self.field(name)}.arrow_type", str(wanted), remedy) from None
             if cast is not None:
                 casts[name] = (cast, wanted)
         return _CastRows(rows, file, casts) if casts else rows
@@ -85,7 +86,7 @@ class _CastRows:
             if field.name in self._casts:
                 column, fits = _cast_column(column, *self._casts[field.name])
                 for row in np.flatnonzero(good & ~fits).tolist() if fits is not None else ():
-                    reasons[row] = f"column {field.name!r} does not fit {field.type}"
+                    reasons[row] = misfit(f"column {field.name!r}", field.type)
                 good = good if fits is None else good & fits
             columns.append(column)
         for row, reason in sorted(reasons.items()):

@@ -238,12 +238,14 @@ def _check_page(page: Page, column: str, lists: _Lists | None) -> None:
 
 
 def _parquet(opened: BinaryIO, as_dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
-    # Unbuffered would hold whole column chunks, however large the writer made its row groups.
+    # Unbuffered would hold whole column chunks, however large the writer made its row groups. Nanoseconds, Arrow's own
+    # reading of INT96, wrap around before 1677 and after 2262: microseconds hold every year that Spark writes.
     return pq.ParquetFile(
         opened,
         read_dictionary=list(as_dictionaries),
         buffer_size=1024 * 1024,
         pre_buffer=False,
+        coerce_int96_timestamp_unit="us",
         page_checksum_verification=True,
         thrift_string_size_limit=MAX_FOOTER_BYTES,
         thrift_container_size_limit=MAX_FOOTER_LIST,

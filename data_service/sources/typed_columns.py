@@ -13,7 +13,7 @@ import pyarrow.types as kinds
 from numpy.typing import NDArray
 
 from data_service.domain.list_tensors import example_tensor, fits_lists, is_list, tensors_of_lists
-from data_service.domain.row_casts import Fits, cast_between, cast_rows, rows_without_nulls
+from data_service.domain.row_casts import Fits, cast_between, cast_rows, misfit, rows_without_nulls
 from data_service.sources.decoded_size import is_text
 from data_service.sources.foreign_types import (
     has_cast,
@@ -29,6 +29,7 @@ from data_service.sources.source_files import SourceFile
 from shared.dataset_version.column_names import MAX_COLUMNS, name_problem
 from shared.dataset_version.columns import is_tensor, logical_field
 from shared.errors import InvalidArgument
+from shared.temporal_texts import zone_problem
 
 MAX_ROW_BYTES = 64 * 1024 * 1024
 
@@ -54,6 +55,8 @@ def _logical_field(file: SourceFile, field: pa.Field, wanted: pa.DataType | None
         plain, lists = plain_type(field.type), lists_within(field.type)
         if wanted is not None and is_tensor(wanted) and lists is not None and fits_lists(lists, wanted):
             return pa.field(field.name, wanted, nullable=False)
+        if wanted is not None and (problem := zone_problem(plain, wanted)):
+            raise file.corrupt(f"column {field.name!r}: {problem}") from None
         if wanted is not None and is_castable(plain, wanted):
             return pa.field(field.name, wanted, field.nullable)
         failed = f"; it cannot be cast to {wanted}" if wanted is not None else ""
@@ -141,7 +144,7 @@ def _reason(field: pa.Field, *, cast: bool) -> str:
     if is_tensor(field.type) and not cast:
         return f"column {field.name!r} has nulls, and a tensor has no place for them"
     if cast:
-        return f"column {field.name!r} does not fit {field.type}"
+        return misfit(f"column {field.name!r}", field.type)
     if kinds.is_timestamp(field.type):
         return f"column {field.name!r} is beyond the times that milliseconds can tell"
     return f"column {field.name!r} is not UTF-8"

@@ -28,7 +28,7 @@ MAX_STEPS = 256
 
 class Pipeline:
     """Immutable and picklable. `field` is the path under which errors name the steps; `asked` says that somebody asks
-    for them now: names and numbers of columns that were recorded before they were bounded stay as they are."""
+    for them now: what was recorded before such a request was refused, as names of columns beyond a bound, stays."""
 
     def __init__(
         self, steps: Sequence[Step], default_column: str = "", field: str = "transform", *, asked: bool = False
@@ -177,6 +177,7 @@ class Pipeline:
             try:
                 made = _checked(step.output(schemas[-1]))
                 if self._asked:
+                    step.check_request(schemas[-1])
                     _refuse_new_columns(made, schemas[-1])
                 schemas.append(made)
             except StepError as error:

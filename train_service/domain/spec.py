@@ -117,6 +117,8 @@ class TrainingSpec:
         default_factory=lambda: CheckpointPolicy(best_metric="validation_accuracy", maximize=True)
     )
     early_stopping: EarlyStopping | None = None
+    # Whether inputs and numbers to learn may be NaN or infinite.
+    allow_non_finite: bool = False
     max_failures: int = 3
     max_preemptions: int = 100
 

@@ -34,7 +34,16 @@ class Batches:
         """`touched` is called whenever rows are asked for."""
         spec, columns = self._spec, self.preprocessing.columns
         reader = VersionReader(self._store, self._version, Footers(FOOTER_BYTES))
-        cache = RowCache(reader, split, columns, spec.label_column, spec.model.num_classes, CACHE_BYTES, spec.task)
+        cache = RowCache(
+            reader,
+            split,
+            columns,
+            spec.label_column,
+            spec.model.num_classes,
+            CACHE_BYTES,
+            spec.task,
+            allow_non_finite=spec.allow_non_finite,
+        )
         cache.touched = touched
         return cache
 

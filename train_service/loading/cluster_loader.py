@@ -197,7 +197,16 @@ def _opened(source: Source) -> tuple[RowCache, Preprocessing]:
         preprocessing = Preprocessing(spec, version.columns)
         reader, columns = VersionReader(store, version), preprocessing.columns
         split, label, classes = spec.train_split, spec.label_column, spec.model.num_classes
-        cache = RowCache(reader, split, columns, label, classes, TASK_CACHE_BYTES, spec.task)
+        cache = RowCache(
+            reader,
+            split,
+            columns,
+            label,
+            classes,
+            TASK_CACHE_BYTES,
+            spec.task,
+            allow_non_finite=spec.allow_non_finite,
+        )
         held.append((cache, preprocessing))
     return held[0]
 

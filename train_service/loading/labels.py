@@ -14,10 +14,13 @@ from train_service.domain.order import Ints
 from train_service.domain.spec import CLASSIFICATION
 
 
-def labels_of(table: pa.Table, column: str, row_ids: Ints, num_classes: int, task: str) -> NDArray[Any]:
+def labels_of(
+    table: pa.Table, column: str, row_ids: Ints, num_classes: int, task: str, *, allow_non_finite: bool = False
+) -> NDArray[Any]:
     """Classes int64 (rows,); for regression numbers, float32 (rows,), or (rows, K) of a tensor column.
 
-    Raises `InvalidArgument` naming the first row whose label is missing, no class, or not finite.
+    Raises `InvalidArgument` naming the first row whose label is missing, no class or, unless such are
+    allowed, not finite.
     """
     _refuse_nulls(table, column, row_ids)
     if task == CLASSIFICATION:
@@ -26,12 +29,14 @@ def labels_of(table: pa.Table, column: str, row_ids: Ints, num_classes: int, tas
     values = read if isinstance(read, np.ndarray) else read.to_numpy(zero_copy_only=False)
     with np.errstate(over="ignore"):  # beyond float32: told as not finite
         numbers = values.astype(np.float32)
+    if allow_non_finite:
+        return numbers
     finite = np.isfinite(numbers).reshape(len(numbers), -1).all(1)
     if not finite.all():
         row = int(np.flatnonzero(~finite)[0])
         raise InvalidArgument(
             f"row {int(row_ids[row])} has the label {values[row]} in column {column!r}; labels must be finite float32 "
-            "numbers, so filter or mend such rows in TransformVersion",
+            "numbers, so filter or mend such rows in TransformVersion, or set spec.allow_non_finite",
             reason="NON_FINITE_LABEL",
             metadata={"row_id": str(int(row_ids[row]))},
             fields=[("spec.label_column", f"row {int(row_ids[row])}: {values[row]}")],

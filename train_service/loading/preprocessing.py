@@ -5,18 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pyarrow.types as kinds
 
 from shared.dataset_version.manifest import Column
 from shared.errors import InvalidArgument, invalid_field
 from shared.transforms import Pipeline, RowError, RowKeys, Schema, TensorSpec, TensorType, schema_of_columns
+from shared.transforms.batch import Column as BatchColumn
+from shared.transforms.schema import ColumnType
 from shared.transforms.slicing import needed_columns, sliced
 from shared.transforms.steps.custom import Custom
 from shared.transforms.steps.decoding import image_columns, side_by_side
+from shared.transforms.steps.step import Step
+from shared.transforms.steps.tensors import Concat, Normalize
 from shared.transforms.walk import Walk
 from train_service.domain.spec import TrainingSpec
 from train_service.loading.rows import Array, Rows
 
 FIELD = "spec.transform"
+NON_FINITE_REMEDY = (
+    "import the version with nan_as_null and fill its nulls, filter such rows in TransformVersion, or set "
+    "spec.allow_non_finite"
+)
+# Of finite numbers and texts these steps make finite numbers alone, and `normalize` does by any usual std.
+MAKE_FINITE = frozenset(
+    {
+        *("to_float", "select", "drop", "rename", "ordinal_encode", "one_hot_encode", "bucketize", "concat"),
+        *("decode_image", "resize", "center_crop", "grayscale", "random_crop", "random_flip", "random_rotation"),
+        "color_jitter",
+    }
+)
+LEAST_STD = 1e-6
+# What is NaN or infinite before these steps is so behind them.
+KEEP_NON_FINITE = frozenset({"select", "drop", "fill_nulls", "standardize", "normalize"})
 
 
 class Preprocessing:
@@ -43,6 +63,11 @@ class Preprocessing:
         # Each with its place in the whole transform, from which augmentations draw.
         self._steps = sliced(whole.steps, [read, *schemas[1:]], needed)
         self._images = image_columns([step for _, step in self._steps], read)
+        self._floats = [name for name, one in read.items() if is_float(one)]
+        makes_finite = all(_makes_finite(step) for _, step in self._steps)
+        self._is_checked = not spec.allow_non_finite and not (makes_finite and not self._floats)
+        # By whether augmentations act: those of validation have no keys.
+        self._split = {True: spec.train_split, False: spec.validation_split}
         # As a checkpoint keeps it: every step names its column.
         self.config = whole.config
 
@@ -57,6 +82,19 @@ class Preprocessing:
         return TensorSpec(self.input_column, made.dtype, tuple(lengths))
 
     @property
+    def carried_floats(self) -> list[str]:
+        """The columns of floats whose NaN and infinities reach the model's input, whatever else a row has."""
+        origins = {name: {name} for name in self._floats}
+        for _, step in self._steps:
+            if isinstance(step, Concat):
+                origins[step.into] = set().union(*(origins.get(name, set()) for name in step.columns))
+            elif step.op not in KEEP_NON_FINITE:
+                for name in step.reads:  # an encoder, a function: they may make anything of them
+                    origins.pop(name, None)
+        reaching = origins.get(self.input_column, set())
+        return [name for name in self._floats if name in reaching]
+
+    @property
     def is_quick(self) -> bool:
         """Whether no step decodes images or calls a function of somebody else's, which take their time."""
         return not self._images and not any(isinstance(step, Custom) for _, step in self._steps)
@@ -65,8 +103,14 @@ class Preprocessing:
         """The model's input of these rows (B, *shape). With `keys`, those of the rows, augmentations act.
 
         As many images are decoded side by side as there is room for. Raises `InvalidArgument` naming the id of a row
-        that a step cannot work on.
+        that a step cannot work on or, unless such are allowed, whose input is NaN or infinite.
         """
+        made = self._prepared(rows, keys)
+        if self._is_checked and not np.isfinite(made).all():
+            raise self._non_finite(rows, made, self._split[keys is not None])
+        return made
+
+    def _prepared(self, rows: Rows, keys: RowKeys | None) -> Array:
         if not self._images:
             return self._made_of(rows, keys)
         images = [rows.batch()[name] for name in self._images]
@@ -91,6 +135,49 @@ class Preprocessing:
             ) from error
         # As torch takes it: contiguous, and its own to write to. Most transforms make it so.
         return np.require(walk.batch[self.input_column], np.float32, ["C", "W"])
+
+    def _non_finite(self, rows: Rows, made: Array, split: str) -> InvalidArgument:
+        finite = np.isfinite(made).reshape(len(made), -1)
+        place = int(np.flatnonzero(~finite.all(axis=1))[0])
+        value = made[place].reshape(-1)[int(np.flatnonzero(~finite[place])[0])]
+        row_id = int(rows.row_ids[place])
+        given = rows.slice(place, place + 1).batch()
+        culprits = [name for name in self._floats if not np.isfinite(_numbers(given[name])).all()]
+        if culprits:
+            problem = f"column {culprits[0]!r} is {_first_non_finite(given[culprits[0]])}"
+        else:
+            problem = f"its values are finite, and {FIELD} makes {value} of them in column {self.input_column!r}"
+        return InvalidArgument(
+            f"spec.dataset_version: row {row_id} of split {split!r} of {self._version}: {problem}; {NON_FINITE_REMEDY}",
+            reason="NON_FINITE_VALUES",
+            metadata={
+                "resource": self._version,
+                "row_id": str(row_id),
+                "split": split,
+                "column": culprits[0] if culprits else self.input_column,
+            },
+            fields=[("spec.dataset_version", f"row {row_id}: {problem}")],
+        )
+
+
+def is_float(one: ColumnType) -> bool:
+    if isinstance(one, TensorType):
+        return np.dtype(one.dtype).kind == "f"
+    return bool(kinds.is_floating(one.arrow_type))
+
+
+def _makes_finite(step: Step) -> bool:
+    return step.op in MAKE_FINITE or (isinstance(step, Normalize) and min(step.std) >= LEAST_STD)
+
+
+def _numbers(column: BatchColumn) -> Array:
+    """Nulls, which pandas writes as NaN, are left out."""
+    return column if isinstance(column, np.ndarray) else column.drop_null().to_numpy(zero_copy_only=False)
+
+
+def _first_non_finite(column: BatchColumn) -> float:
+    numbers = _numbers(column)
+    return float(numbers[~np.isfinite(numbers)].reshape(-1)[0])
 
 
 def _check_steps(pipeline: Pipeline) -> None:

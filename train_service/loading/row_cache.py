@@ -41,6 +41,8 @@ class RowCache:
         num_classes: int,
         capacity: int,
         task: str = CLASSIFICATION,
+        *,
+        allow_non_finite: bool = False,
     ) -> None:
         """`columns` are those that the job's transform reads; `num_classes` is K for regression; `capacity` in
         bytes."""
@@ -50,6 +52,7 @@ class RowCache:
         self._label_column = label_column
         self._num_classes = num_classes
         self._task = task
+        self._allow_non_finite = allow_non_finite
         self._capacity = capacity
         self._held: OrderedDict[int, Rows] = OrderedDict()
         self._held_bytes = 0
@@ -156,7 +159,14 @@ class RowCache:
                 raise DataLoss(
                     f"the rows stored at {group.first_row_id} and after carry other row ids", reason="WRONG_ROW_IDS"
                 )
-        labels = labels_of(table, self._label_column, row_ids, self._num_classes, self._task)
+        labels = labels_of(
+            table,
+            self._label_column,
+            row_ids,
+            self._num_classes,
+            self._task,
+            allow_non_finite=self._allow_non_finite,
+        )
         columns = batch_of(table.select(self._columns))
         tensors = {name: values for name, values in columns.items() if isinstance(values, np.ndarray)}
         scalars = {name: values for name, values in columns.items() if isinstance(values, pa.Array)}

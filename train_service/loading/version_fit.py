@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pyarrow.types as kinds
 
 from shared import names
 from shared.dataset_version import DatasetVersion, load_version
+from shared.dataset_version.attachments import read_report
 from shared.dataset_version.manifest import Column
-from shared.errors import invalid_field
+from shared.errors import InvalidArgument, invalid_field
 from shared.models import input_dimensions
 from shared.storage import ObjectStore
 from shared.transforms import ScalarType, TensorSpec, TensorType, schema_of_columns
@@ -21,10 +23,12 @@ from train_service.domain.order import window_rows
 from train_service.domain.slices import steps_per_epoch
 from train_service.domain.spec import REGRESSION, TrainingSpec
 from train_service.domain.spec_rules import check_rows
-from train_service.loading.preprocessing import FIELD, Preprocessing
+from train_service.loading.preprocessing import FIELD, NON_FINITE_REMEDY, Preprocessing, is_float
 from train_service.loading.rows import bytes_of_row
 
 DEFAULT_VALIDATION_SPLIT = "validation"
+# Of a version's columns, at most so many are told.
+MAX_PROBLEMS = 20
 
 
 def fitted(store: ObjectStore, spec: TrainingSpec) -> tuple[TrainingSpec, DatasetVersion, TensorSpec]:
@@ -35,6 +39,7 @@ def fitted(store: ObjectStore, spec: TrainingSpec) -> tuple[TrainingSpec, Datase
     version = load_version(store, spec.dataset_version)
     spec = with_defaults(spec, version)
     prepared = check_fits(spec, version)
+    check_finite(store, spec, version)
     return with_order(spec, version), version, prepared
 
 
@@ -67,6 +72,47 @@ def check_fits(spec: TrainingSpec, version: DatasetVersion) -> TensorSpec:
         hint = "concat" if dimensions == 1 else "to_float"
         raise invalid_field(FIELD, made, f"must make {wanted}; add steps such as {hint}")
     return prepared
+
+
+def check_finite(store: ObjectStore, spec: TrainingSpec, version: DatasetVersion) -> None:
+    """By the version's statistics, before any row is read. The specification must fit the version; what a step makes of
+    finite values is found only as rows are read.
+
+    Raises `InvalidArgument` naming each column that is NaN or infinite in a split, unless such values are allowed.
+    """
+    if spec.allow_non_finite:
+        return
+    with functions_in_children():
+        floats = Preprocessing(spec, version.columns).carried_floats
+    label = schema_of_columns(version.columns)[spec.label_column]
+    if spec.task == REGRESSION and is_float(label):
+        floats.append(spec.label_column)
+    if not floats:
+        return  # pixels, most often: nothing to look for
+    splits = (spec.train_split, spec.validation_split)
+    found = {
+        (one["column"], one["split"]): what
+        for one in read_report(store, version).get("columns", ())
+        if one["column"] in floats and one["split"] in splits and (what := _non_finite(one))
+    }
+    if found:
+        problems = [f"column {column!r} has {what} in split {split!r}" for (column, split), what in found.items()]
+        raise InvalidArgument(
+            f"spec.dataset_version: {'; '.join(problems[:MAX_PROBLEMS])} of {version.name}; {NON_FINITE_REMEDY}",
+            reason="NON_FINITE_VALUES",
+            metadata={"resource": version.name, "column": next(iter(found))[0]},
+            fields=[("spec.dataset_version", problem) for problem in problems[:MAX_PROBLEMS]],
+        )
+
+
+def _non_finite(statistics: Mapping[str, Any]) -> str:
+    """What a column's statistics, as JSON, show of NaN and infinities; empty where there is none."""
+    count = int(statistics.get("nanCount", 0))
+    found = [f"{count:,} NaN"] if count else []
+    numbers = statistics.get("numbers", {})
+    if any(isinstance(numbers.get(bound), str) for bound in ("min", "max")):  # as JSON spells infinities
+        found.append("infinities")
+    return " and ".join(found)
 
 
 def with_order(spec: TrainingSpec, version: DatasetVersion) -> TrainingSpec:

@@ -28,6 +28,7 @@ Version = resources_pb2.DatasetVersion
 )
 @click.option("--seed", default=0, help="Of the random shares.")
 @click.option("--type", "types", multiple=True, metavar="COLUMN=TYPE", help="An Arrow type that a column shall have.")
+@click.option("--nan-as-null", is_flag=True, help="NaN in columns of floats is a missing value, and becomes null.")
 @click.option("--quarantine", is_flag=True, help="Leave bad rows out and keep them aside; else the first one ends it.")
 @click.option("--max-quarantined", default=0, help="With --quarantine: at most so many. Default: any number.")
 @click.option(
@@ -48,6 +49,7 @@ def import_(
     hold_outs: tuple[str, ...],
     seed: int,
     types: tuple[str, ...],
+    nan_as_null: bool,
     quarantine: bool,
     max_quarantined: int,
     partitioning: Literal["hive", "none"],
@@ -83,6 +85,7 @@ def import_(
             checks=checks,
             base=base,
             partitioning=partitioning,
+            nan_as_null=nan_as_null,
         )
         with waiting(operation):
             version = operation.wait(AS_LONG_AS_IT_TAKES_S) if as_json else wait_with_rows(operation)

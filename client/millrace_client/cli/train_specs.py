@@ -32,6 +32,7 @@ OPTIONS = (
     click.option("--workers", default=2, show_default=True, help="0: local mode, without Ray Train, to debug."),
     click.option("--threads", default=1, show_default=True, help="CPU threads of each worker."),
     click.option("--seed", default=0, show_default=True),
+    click.option("--allow-non-finite", is_flag=True, help="Train on inputs and labels that are NaN or infinite, too."),
 )
 
 
@@ -57,6 +58,7 @@ def spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
         num_workers=values["workers"],
         threads_per_worker=values["threads"],
         seed=values["seed"],
+        allow_non_finite=values["allow_non_finite"],
     )
 
 

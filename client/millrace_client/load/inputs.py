@@ -95,8 +95,9 @@ def _columns(path: Path, inputs: Sequence[Tensor]) -> Rows:
     import pyarrow.parquet as pq
 
     from millrace_client.rows.columns import Place, values_of_column
+    from millrace_client.rows.tables import INT96_UNIT
 
-    with pq.ParquetFile(path) as file:
+    with pq.ParquetFile(path, coerce_int96_timestamp_unit=INT96_UNIT) as file:
         given = [tensor for tensor in inputs if tensor.name in file.schema_arrow.names]
         table = file.read(columns=[tensor.name for tensor in given])
     found = {}

@@ -20,6 +20,8 @@ from millrace_client.rows.typed import BadInput
 CSV_SUFFIXES, PARQUET_SUFFIXES = (".csv", ".csv.gz"), (".parquet", ".pq")
 # A record of a CSV lies in two blocks at most.
 CSV_BLOCK_BYTES = 16 * 1024 * 1024
+# Nanoseconds, Arrow's own reading of INT96 timestamps, wrap around before 1677 and after 2262.
+INT96_UNIT = "us"
 # Of a Parquet file; images of a photograph's size are not many gigabytes then.
 BATCH_ROWS = 256
 
@@ -48,7 +50,7 @@ def open_table(path: Path) -> TableFile:
     """A CSV's columns are all of texts; its first line has their names. Raises `BadInput` for what is no such file, as
     `read` does."""
     if path.name.lower().endswith(PARQUET_SUFFIXES):
-        with _blaming(path, "Parquet"), pq.ParquetFile(path) as file:
+        with _blaming(path, "Parquet"), pq.ParquetFile(path, coerce_int96_timestamp_unit=INT96_UNIT) as file:
             return TableFile(path, file.schema_arrow, lambda columns: _parquet_rows(path, columns))
     with _blaming(path, "CSV"):
         _check_quotes(path)
@@ -75,7 +77,7 @@ def cut(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
 
 
 def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    with _blaming(path, "Parquet"), pq.ParquetFile(path) as file:
+    with _blaming(path, "Parquet"), pq.ParquetFile(path, coerce_int96_timestamp_unit=INT96_UNIT) as file:
         yield from file.iter_batches(BATCH_ROWS, columns=list(columns))
 
 

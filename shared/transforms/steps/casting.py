@@ -15,11 +15,11 @@ from shared.arrow_values import value_shown
 from shared.dataset_version.columns import refuse_beyond_milliseconds, scalar_remedy
 from shared.errors import shown
 from shared.half_floats import halves_of_texts
-from shared.temporal_texts import times_of_day
+from shared.temporal_texts import times_of_day, zone_hint, zone_problem
 from shared.transforms.batch import Column
 from shared.transforms.problems import RowProblem, StepError
 from shared.transforms.randomness import StepKeys
-from shared.transforms.schema import ColumnType, ScalarType, arrow_type_of
+from shared.transforms.schema import ColumnType, ScalarType, Schema, arrow_type_of
 from shared.transforms.steps.step import ColumnStep, first_failing_row, scalar
 
 
@@ -53,6 +53,12 @@ class Cast(ColumnStep):
             raise StepError(f"{source} cannot be cast to {self.arrow_type}") from None
         return ScalarType(self.arrow_type, source.nullable)
 
+    def check_request(self, given: Schema) -> None:
+        source = given[self.column]
+        problem = zone_problem(source.arrow_type, self.arrow_type) if isinstance(source, ScalarType) else None
+        if problem:
+            raise StepError(problem, "cast.arrow_type")
+
     def work(self, column: Column, keys: StepKeys | None) -> Column:
         if kinds.is_float16(column.type) and not kinds.is_float16(self.arrow_type):
             column = column.cast(pa.float32())  # which holds them all, and which Arrow can compare
@@ -65,7 +71,8 @@ class Cast(ColumnStep):
         except pa.ArrowException:
             row = first_failing_row(len(column), lambda start, end: self._casts(column[start:end]))
         value = value_shown(column[row])
-        raise RowProblem(row, f"{self.column!r} is {value}, which {self.arrow_type} cannot hold exactly")
+        hint = zone_hint(self.arrow_type) if kinds.is_string(column.type) else ""
+        raise RowProblem(row, f"{self.column!r} is {value}, which {self.arrow_type} cannot hold exactly{hint}")
 
     def _casts(self, column: pa.Array) -> bool:
         try:

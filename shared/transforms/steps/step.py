@@ -70,6 +70,11 @@ class Step(ABC):
     def output(self, given: Schema) -> Schema:
         """The columns after the step. Raises `StepError` saying what it needs instead."""
 
+    def check_request(self, given: Schema) -> None:
+        """Refuses what nobody may ask for any longer; a step that was recorded earlier still does it. Raises
+        `StepError`."""
+        return
+
     @abstractmethod
     def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
         """Works on all rows at once, never in place; `keys` are those of rows of training, else None.

@@ -91,6 +91,29 @@ def test_each_step_is_listed_once_with_the_rate_that_it_had(trained: Trained) ->
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("ingest", "split"),
+    [(res.TrainingSpec.INGEST_THREADS, "validation"), (res.TrainingSpec.INGEST_RAY_DATA, "train")],
+    ids=["threads", "ray-data"],
+)
+def test_a_row_that_is_not_finite_ends_the_run_at_once_and_is_named(
+    file_stack: TrainStack, ingest: res.TrainingSpec.Ingest.ValueType, split: str
+) -> None:
+    name = f"datasets/plane/versions/nan-{split}"
+    splits = {"train": plane(ROWS, 1), "validation": plane(VALIDATION_ROWS, 2)}
+    values = splits[split]["other"].to_numpy().copy()
+    values[7] = np.nan
+    splits[split] = splits[split].set_column(1, "other", pa.array(values))
+    commit_tables(file_stack.store, splits, name)
+    job = file_stack.client.create(spec_of(dataset_version=name, ingest=ingest, epochs=2))
+    file_stack.client.watch(job.name).rest()
+    ended = file_stack.client.get(job.name)
+    assert (ended.state, ended.attempt) == (State.STATE_FAILED, 1), ended
+    row_id = 7 if split == "train" else ROWS + 7
+    assert f"row {row_id} of split '{split}' of {name}: column 'other' is nan" in ended.error.message
+
+
+@pytest.mark.timeout(600)
 def test_another_job_goes_on_from_its_best_checkpoint(trained: Trained) -> None:
     client = trained.stack.client
     best = min(one.loss for one in trained.watch.of("validated"))

@@ -206,7 +206,7 @@ def test_the_options_of_an_import_become_its_sources_in_their_order() -> None:
     result = run(
         servicer,
         *("import", "d", "--csv", "train=/a.csv", "--csv", "train=/b.csv", "--images", "test=/photos"),
-        *("--quarantine", "--append-to", VERSION, "--type", "zip=string"),
+        *("--quarantine", "--append-to", VERSION, "--type", "zip=string", "--nan-as-null"),
     )
     assert result.exit_code == 0, result.output
     (request,) = servicer.asked
@@ -216,6 +216,7 @@ def test_the_options_of_an_import_become_its_sources_in_their_order() -> None:
     assert request.base == data_service_pb2.Base(version=VERSION, mode=data_service_pb2.Base.MODE_APPEND)
     assert request.column_types[0] == data_service_pb2.ColumnType(column="zip", arrow_type="string")
     assert request.partitioning == data_service_pb2.ImportVersionRequest.PARTITIONING_HIVE
+    assert request.nan_as_null
 
 
 def test_an_import_may_take_no_columns_from_folders() -> None:

@@ -250,6 +250,14 @@ def test_bytes_of_a_parquet_file_are_sent_with_the_zeros_that_they_end_in(tmp_pa
     assert request.raw_input_contents[0] == b"\2\0\0\0a\0\2\0\0\0\0\0"
 
 
+def test_int96_timestamps_of_a_parquet_file_keep_their_year(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    when = pa.array(["9999-12-31T00:00:00"]).cast(pa.timestamp("us"))
+    pq.write_table(pa.table({"when": when}), path, use_deprecated_int96_timestamps=True)
+    moment = pb.ModelMetadataResponse.TensorMetadata(name="when", datatype="INT64", shape=[-1])
+    assert rows_of_file(metadata(moment), path)["when"].tolist() == when.cast(pa.int64()).to_pylist()
+
+
 def test_numbers_for_an_input_of_text_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"town": [5]}), tmp_path / "rows.parquet")
     np.save(tmp_path / "rows.npy", np.array([5]))

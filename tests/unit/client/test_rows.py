@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -266,6 +267,14 @@ def test_a_csv_may_begin_with_a_byte_order_mark_and_have_long_fields(tmp_path: P
     (tmp_path / "a.csv").write_text(f'"x","y"\n"1","{long}"\n', encoding="utf-8-sig")
     (batch,) = open_table(tmp_path / "a.csv").read(["x", "y"])
     assert batch.to_pydict() == {"x": ["1"], "y": [long]}
+
+
+def test_int96_timestamps_of_a_parquet_file_keep_their_year(tmp_path: Path) -> None:
+    times = [datetime.datetime(1, 1, 1), datetime.datetime(9999, 12, 31)]
+    table = pa.table({"when": pa.array(times, pa.timestamp("us"))})
+    pq.write_table(table, tmp_path / "t.parquet", use_deprecated_int96_timestamps=True)
+    (read,) = open_table(tmp_path / "t.parquet").read(["when"])
+    assert read["when"].to_pylist() == times
 
 
 def test_a_file_that_is_no_image_is_refused_by_name(tmp_path: Path) -> None:

@@ -92,6 +92,43 @@ def test_drift_is_of_all_splits_together() -> None:
     assert judged(check, splits(all=[4.5, 3.5, 2.5, 1.5]), parent).violations == 0
 
 
+def with_nulls(share: float, rows: int = 1000) -> pa.Array:
+    """The same numbers, but for this share of nulls."""
+    nulls = round(share * rows)
+    return pa.array([None] * nulls + [float(index % 10) for index in range(rows - nulls)], pa.float64())
+
+
+@pytest.mark.parametrize(("before", "now"), [(0.0, 0.95), (0.95, 0.0), (0.1, 0.5)])
+@pytest.mark.parametrize("as_text", [False, True], ids=["numbers", "texts"])
+def test_a_column_that_loses_or_gains_its_values_drifts_and_both_shares_are_named(
+    before: float, now: float, as_text: bool
+) -> None:
+    parent, new = (with_nulls(share).cast(pa.string() if as_text else pa.float64()) for share in (before, now))
+    result = judged(Check("x", Drift(0.25)), splits(train=new), report(splits(train=parent)))
+    assert result.violations == 1
+    assert f"nulls {100 * before:g} % before, {100 * now:g} % now" in result.observed
+    assert "x may drift" in result.observed
+
+
+def test_values_without_drift_and_few_new_nulls_pass() -> None:
+    result = judged(Check("x", Drift(0.1)), splits(train=with_nulls(0.01)), report(splits(train=with_nulls(0.0))))
+    assert (result.violations, result.observed) == (0, "psi 0.046, nulls 0 % before, 1 % now")
+    same = judged(Check("x", Drift(1e-6)), splits(train=with_nulls(0.5)), report(splits(train=with_nulls(0.5))))
+    assert same.violations == 0
+
+
+def test_the_values_of_a_column_of_many_nulls_drift_as_if_there_were_none() -> None:
+    before, now = pa.array([None] * 950 + [1.0] * 50), pa.array([None] * 950 + [2.0] * 50)
+    assert judged(Check("x", Drift(1.0)), splits(train=now), report(splits(train=before))).violations == 1
+
+
+def test_nan_drifts_as_nulls_do() -> None:
+    now = [float("nan")] * 50 + [1.0] * 50
+    result = judged(Check("x", Drift(0.25)), splits(train=now), report(splits(train=[1.0] * 100)))
+    assert result.violations == 1
+    assert "NaN 0 % before, 50 % now" in result.observed
+
+
 def repeated(counts: Iterable[int], first: str = "t") -> list[str]:
     """The text of number i as often as the i-th count says."""
     return [f"{first}{index:04}" for index, count in enumerate(counts) for _ in range(count)]

@@ -48,6 +48,12 @@ def test_a_spec_survives_the_log() -> None:
     assert ImportSpec.from_record(json.loads(json.dumps(SPEC.as_record()))) == SPEC
 
 
+def test_a_spec_of_an_older_log_keeps_nan() -> None:
+    record = SPEC.as_record()
+    del record["nan_as_null"]
+    assert ImportSpec.from_record(record).nan_as_null is False
+
+
 def test_every_wrong_field_is_named_at_once() -> None:
     spec = ImportSpec(
         sources=[

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 import uuid
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from data_service import pipeline
-from data_service.domain.import_spec import BadRows, Base, ColumnType, HoldOut, ImportSpec, Source
+from data_service.domain.import_spec import BadRows, Base, ColumnType, CsvOptions, HoldOut, ImportSpec, Source
 from shared.dataset_version import DatasetVersion, VersionReader, load_version
 from shared.dataset_version.attachments import read_attachment, read_report
 from shared.dataset_version.manifest import QUARANTINE, Parent
@@ -234,6 +236,60 @@ def test_a_bad_row_ends_the_import_with_its_place(store: ObjectStore, tmp_path: 
     assert error["reason"] == "BAD_ROW"
     assert "a.csv" in error["message"]
     assert "3" in error["metadata"]["place"]
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("arrow_type", [pa.float16(), pa.float32(), pa.float64()], ids=str)
+def test_nan_becomes_null_where_it_is_asked_for_and_stays_a_number_else(
+    store: ObjectStore, tmp_path: Path, arrow_type: pa.DataType
+) -> None:
+    column = pa.array([1.5, NAN, None, -0.0], pa.float64()).cast(arrow_type)
+    source = parquet(tmp_path, "a", "train", x=column, n=[1, 2, 3, 4])
+    kept = made(store, tmp_path, "v1", ImportSpec(sources=[source], hold_outs=[]))
+    assert read_report(store, kept)["columns"][0]["nanCount"] == 1
+
+    version = made(store, tmp_path, "v2", ImportSpec(sources=[source], hold_outs=[], nan_as_null=True))
+    assert rows(store, version, "train")["x"] == [1.5, None, None, 0.0]
+    statistics = read_report(store, version)["columns"][0]
+    assert (statistics["nullCount"], statistics["nanCount"]) == (2, 0)
+
+
+def test_nan_becomes_null_in_texts_and_in_columns_that_were_declared_without_nulls(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    csv_text = csv(tmp_path, "a", "train", "x\nNaN\n1.5\n")
+    texts = dataclasses.replace(csv_text, csv=CsvOptions(null_values=["-"]))
+    (tmp_path / "b").write_text('{"x": "nan"}\n{"x": 2.5}\n')
+    lines = Source(split="train", format="json_lines", uris={"json_lines.uri": (tmp_path / "b").as_uri()})
+    pq.write_table(
+        pa.table([[NAN, 3.5]], schema=pa.schema([pa.field("x", pa.float64(), nullable=False)])), tmp_path / "c"
+    )
+    declared = Source(split="train", format="parquet", uris={"parquet.uri": (tmp_path / "c").as_uri()})
+    types = [ColumnType(column="x", arrow_type="double")]
+    spec = ImportSpec(sources=[texts, lines, declared], hold_outs=[], column_types=types, nan_as_null=True)
+    version = made(store, tmp_path, "v1", spec)
+    assert rows(store, version, "train")["x"] == [None, 1.5, None, 2.5, None, 3.5]
+
+
+def test_checks_see_the_null_that_was_nan(store: ObjectStore, tmp_path: Path) -> None:
+    source = parquet(tmp_path, "a", "train", x=[1.5, NAN])
+    check = {"column": "x", "action": "ACTION_QUARANTINE", "notNull": {}}
+    version = made(store, tmp_path, "v1", ImportSpec(sources=[source], hold_outs=[], checks=[check], nan_as_null=True))
+    assert rows(store, version, "train")["x"] == [1.5]
+    assert version.manifest.quarantined_row_count == 1
+
+
+def test_tensors_and_the_rows_of_a_base_keep_their_nan(store: ObjectStore, tmp_path: Path) -> None:
+    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(np.array([[NAN, 1.0]]))
+    source = parquet(tmp_path, "a", "train", t=tensors, x=[NAN])
+    first = made(store, tmp_path, "v1", ImportSpec(sources=[source], hold_outs=[]))
+    base = Base(version=first.name, mode="append")
+    version = made(store, tmp_path, "v2", ImportSpec(sources=[source], hold_outs=[], base=base, nan_as_null=True))
+    columns = read_report(store, version)["columns"]
+    counts = [(one["column"], one["nanCount"], one["nullCount"]) for one in columns]
+    assert counts == [("t", 2, 0), ("x", 1, 1)]
 
 
 def test_bad_rows_are_kept_aside_with_their_reason(store: ObjectStore, tmp_path: Path) -> None:

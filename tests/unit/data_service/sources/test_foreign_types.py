@@ -55,6 +55,42 @@ def test_a_given_type_saves_a_column(
     assert bad.rows == []
 
 
+NAIVE = [
+    pa.array([datetime.datetime(2024, 7, 1, 12)] * 2),
+    pa.array([datetime.date(2024, 7, 1)] * 2),
+    pa.array([86_400_000] * 2, pa.date64()),
+]
+
+
+@pytest.mark.parametrize("column", NAIVE, ids=lambda one: str(one.type))
+@pytest.mark.parametrize(("kind", "write"), [("arrow", write_arrow), ("parquet", write_parquet)])
+def test_times_without_a_zone_are_not_given_one(tmp_path: Path, kind: str, write: Write, column: pa.Array) -> None:
+    write(tmp_path / "a", pa.table({"x": column}))
+    source = source_of((tmp_path / "a").as_uri(), kind)
+    wanted = "timestamp[us, tz=Europe/Berlin]"
+    with pytest.raises(InvalidArgument, match=r"has no time zone.*keep it as timestamp\[us\]") as refused:
+        whole(tmp_path, source, types={"x": wanted})
+    assert "column 'x'" in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        ("csv", "x\n2024-07-01T12:00:00\n2024-07-01T12:00:00+02:00\n"),
+        ("json_lines", '{"x": "2024-07-01T12:00:00"}\n{"x": "2024-07-01T12:00:00+02:00"}\n'),
+    ],
+)
+def test_texts_of_times_without_an_offset_are_bad_rows_where_a_zone_is_given(
+    tmp_path: Path, kind: str, content: str
+) -> None:
+    (tmp_path / "a").write_text(content)
+    source = source_of((tmp_path / "a").as_uri(), kind)
+    read, bad = whole(tmp_path, source, types={"x": "timestamp[us, tz=Europe/Berlin]"})
+    assert read["x"].cast(pa.int64()).to_pylist() == [1_719_828_000_000_000]
+    assert len(bad.rows) == 1
+    assert "needs its offset, such as 2024-07-01T12:00:00+02:00" in bad.rows[0].reason
+
+
 def test_a_category_without_any_value_is_saved_too(tmp_path: Path) -> None:
     write_arrow(tmp_path / "a", pa.table({"x": pa.nulls(2).dictionary_encode()}))
     source = source_of((tmp_path / "a").as_uri(), "arrow")

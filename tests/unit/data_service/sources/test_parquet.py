@@ -281,6 +281,25 @@ def test_columns_can_be_given_other_types(tmp_path: Path) -> None:
     assert bad.rows[0].excerpt == "n=70000, t='2024-01-02'"
 
 
+FAR_TIMES = ["0001-01-01T00:00:00", "1754-08-30T22:43:41.128654", "2024-05-01T12:00:00.123456", "9999-12-31T00:00:00"]
+
+
+@pytest.mark.parametrize("unit", ["us", "ns"], ids="written by a table of {}".format)
+def test_int96_timestamps_keep_their_year(tmp_path: Path, unit: str) -> None:
+    texts = FAR_TIMES if unit == "us" else FAR_TIMES[1:3]
+    when = pa.array(texts).cast(pa.timestamp(unit))
+    rows = rows_of(tmp_path / "t.parquet", pa.table({"when": when}), use_deprecated_int96_timestamps=True)
+    read = table_of(rows)
+    assert read["when"].type == pa.timestamp("us")
+    assert read["when"].to_pylist() == pa.array(texts).cast(pa.timestamp("us")).to_pylist()
+
+
+def test_int96_timestamps_lose_the_digits_below_the_microsecond_and_nothing_else(tmp_path: Path) -> None:
+    when = pa.array([1_000_000_001_999, -1], pa.timestamp("ns"))
+    rows = rows_of(tmp_path / "t.parquet", pa.table({"when": when}), use_deprecated_int96_timestamps=True)
+    assert table_of(rows)["when"].cast(pa.int64()).to_pylist() == [1_000_000_001, -1]
+
+
 def test_a_footer_of_three_bytes_a_column_chunk_is_refused_before_arrow_parses_it(tmp_path: Path) -> None:
     root, leaf, chunk = b"\x48\x01r\x15\x02\x00", b"\x15\x04\x25\x00\x18\x01a\x00", b"\x26\x00\x00"
     group = b"\x19\xfc\xa0\x8d\x06" + chunk * 100_000 + b"\x16\x00\x16\x00\x00"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import InvalidArgument
-from shared.transforms import RowError, ScalarType, TensorType
+from shared.transforms import Pipeline, RowError, ScalarType, Schema, TensorType
 from tests.unit.shared.transforms.samples import pipeline
 
 
@@ -98,6 +98,29 @@ def test_a_value_that_the_type_cannot_hold_names_its_row(
         cast(pa.array(given_values, pa.type_for_alias(given_type)), to)
 
     assert (refused.value.row, refused.value.path) == (row, "transform.steps[0]")
+
+
+@pytest.mark.parametrize("given_type", [pa.timestamp("us"), pa.timestamp("s"), pa.date32()], ids=str)
+def test_times_without_a_zone_are_not_asked_to_have_one_and_recorded_casts_still_do(given_type: pa.DataType) -> None:
+    step = {"column": "x", "cast": {"arrowType": "timestamp[us, tz=Europe/Berlin]"}}
+    schema: Schema = {"x": ScalarType(given_type)}
+    with pytest.raises(InvalidArgument, match=r"has no time zone.*keep it as timestamp\[us\]") as refused:
+        Pipeline.from_config({"steps": [step]}, asked=True).output(schema)
+    assert refused.value.fields[0][0] == "transform.steps[0].cast.arrow_type"
+
+    assert pipeline(step).output(schema)["x"] == ScalarType(pa.timestamp("us", "Europe/Berlin"))
+
+
+def test_times_with_a_zone_may_have_another() -> None:
+    step = {"column": "x", "cast": {"arrowType": "timestamp[us, tz=Europe/Berlin]"}}
+    asked = Pipeline.from_config({"steps": [step]}, asked=True)
+    for given_type in (pa.timestamp("s", "UTC"), pa.string(), pa.int64()):
+        assert asked.output({"x": ScalarType(given_type)})["x"] == ScalarType(pa.timestamp("us", "Europe/Berlin"))
+
+
+def test_a_text_without_an_offset_is_no_moment_and_the_error_says_what_is() -> None:
+    with pytest.raises(RowError, match=r"needs its offset, such as 2024-07-01T12:00:00\+02:00"):
+        cast(pa.array(["2024-07-01T12:00:00Z", "2024-07-01T12:00:00"]), "timestamp[us, tz=UTC]")
 
 
 @given(

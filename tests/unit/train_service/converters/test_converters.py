@@ -77,6 +77,7 @@ def whole_spec() -> res.TrainingSpec:
         ),
         ingest=res.TrainingSpec.INGEST_RAY_DATA,
         training_step="mixup",
+        allow_non_finite=True,
     )
     spec.transform.steps.add(column="pixels").to_float.SetInParent()
     spec.transform.steps.add(column="pixels").normalize.MergeFrom(

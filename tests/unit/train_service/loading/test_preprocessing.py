@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ COLUMNS = columns_of(
 CONCAT: dict[str, Any] = {"concat": {"columns": ["b", "a"], "into": "x"}}
 
 
-def preprocessing(*steps: dict[str, Any], input_column: str = "x") -> Preprocessing:
+def preprocessing(*steps: dict[str, Any], input_column: str = "x", **changes: Any) -> Preprocessing:
     spec = TrainingSpec(
         dataset_version="datasets/d/versions/v",
         input_column=input_column,
@@ -35,6 +36,7 @@ def preprocessing(*steps: dict[str, Any], input_column: str = "x") -> Preprocess
         model=ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10),
         epochs=1,
         global_batch_size=64,
+        **changes,
     )
     return Preprocessing(spec, COLUMNS)
 
@@ -75,6 +77,42 @@ def test_a_row_that_a_step_cannot_work_on_is_told_by_its_id() -> None:
         preprocessing(CONCAT)(rows(a=[1.0, 2.0, None], b=[1.0, 2.0, 3.0]))
 
     assert told.value.metadata["row_id"] == "102"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+def test_an_input_that_is_not_finite_is_refused_with_its_column_row_and_split(value: float) -> None:
+    made = preprocessing(CONCAT, validation_split="validation")
+    given = rows(a=[1.0, 2.0, value], b=[1.0, 2.0, 3.0])
+    for keys, split in ((RowKeys(1, 0, given.row_ids), "train"), (None, "validation")):
+        with pytest.raises(InvalidArgument, match=r"nan_as_null.*spec\.allow_non_finite") as told:
+            made(given, keys)
+        assert f"row 102 of split {split!r} of datasets/d/versions/v: column 'a' is {value};" in told.value.message
+        assert told.value.specific_reason == "NON_FINITE_VALUES"
+        assert (told.value.metadata["row_id"], told.value.metadata["column"]) == ("102", "a")
+
+
+def test_a_number_that_a_step_makes_infinite_is_told_as_the_steps_doing() -> None:
+    given = rows(a=[1.0, 1e300], b=[1.0, 2.0])
+    with pytest.raises(InvalidArgument, match=r"row 101 .*its values are finite.* makes inf .*column 'x'"):
+        preprocessing(CONCAT)(given)
+
+
+def test_inputs_that_are_not_finite_are_given_on_where_they_are_allowed() -> None:
+    made = preprocessing(CONCAT, allow_non_finite=True)(rows(a=[math.nan, 1e300], b=[1.0, 2.0]))
+    assert np.array_equal(made, np.array([[1, math.nan], [2, math.inf]], np.float32), equal_nan=True)
+
+
+def test_the_largest_finite_inputs_are_taken() -> None:
+    most = float(np.finfo(np.float32).max)
+    assert preprocessing(CONCAT)(rows(a=[most, most], b=[most, -most])).tolist() == [[most, most], [-most, most]]
+
+
+def test_columns_whose_nan_reach_the_input_are_known_before_any_row() -> None:
+    scaled: dict[str, Any] = {"column": "a", "standardize": {"mean": 1, "deviation": 2}}
+    clipped: dict[str, Any] = {"column": "a", "minMaxScale": {"min": 0, "max": 1, "clip": True}}
+    assert preprocessing(scaled, CONCAT).carried_floats == ["a", "b"]
+    assert preprocessing(clipped, CONCAT).carried_floats == ["b"], "clipped infinities are finite"
+    assert preprocessing({"column": "b", "bucketize": {"boundaries": [1]}}, CONCAT).carried_floats == ["a"]
 
 
 def test_a_step_draws_the_same_for_a_row_whatever_else_the_transform_makes() -> None:

@@ -286,6 +286,17 @@ def test_several_numbers_a_row_come_as_they_are_shaped(store: ObjectStore) -> No
     assert rows.labels.tolist() == values[[19, 2]].tolist()
 
 
+def test_numbers_that_are_not_finite_are_learnt_where_they_are_allowed(store: ObjectStore) -> None:
+    table = pa.table({"x": [1, 2, 3], "y": [1.5, np.nan, np.inf]})
+    commit_tables(store, {"train": table}, VERSION)
+    reader = VersionReader(store, load_version(store, VERSION))
+    cache = RowCache(reader, "train", ["x"], "y", 1, 2**30, REGRESSION, allow_non_finite=True)
+
+    labels = cache.rows(np.arange(3, dtype=np.int64)).labels
+
+    assert np.array_equal(labels, np.array([1.5, np.nan, np.inf], np.float32), equal_nan=True)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e39], ids=str)
 def test_a_number_that_is_not_finite_is_refused_with_its_row(store: ObjectStore, value: float) -> None:
     values = np.zeros(40)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from shared.dataset_version import DatasetVersion
-from shared.dataset_version.manifest import Column, Manifest, Split
+from shared.dataset_version.manifest import REPORT, Attachment, Column, Manifest, Split, sha256_hex
 from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
+from shared.storage import ObjectStore
 from shared.transforms import TensorSpec
 from train_service.domain.spec import REGRESSION, LossSpec, TrainingSpec
 from train_service.loading.preprocessing import Preprocessing
-from train_service.loading.version_fit import check_fits, class_names, steps_of_run, with_defaults
+from train_service.loading.version_fit import check_finite, check_fits, class_names, steps_of_run, with_defaults
 
 
 def tensor(value_type: str, *shape: int) -> str:
@@ -234,3 +236,59 @@ def test_a_custom_function_that_ends_its_process_does_not_end_the_service() -> N
 
 def test_a_recorded_transform_with_a_name_that_no_request_may_have_any_more_is_still_trained_with() -> None:
     assert Preprocessing(replace(SPEC, transform=steps(*LONG_NAMED)), V.columns).output.shape == (1, 28, 28)
+
+
+TABLE = replace(
+    SPEC,
+    input_column="features",
+    label_column="share",
+    validation_split="validation",
+    task=REGRESSION,
+    transform={"steps": [{"concat": {"columns": ["vector"], "into": "features"}}]},
+    model=replace(SPEC.model, builder="mlp", in_channels=6, num_classes=1),
+)
+
+
+def with_report(store: ObjectStore, *columns: dict[str, Any]) -> DatasetVersion:
+    report = json.dumps({"columns": columns}).encode()
+    store.put(f"{V.folder}/{REPORT}", report)
+    attachment = Attachment(path=REPORT, size_bytes=len(report), sha256=sha256_hex(report))
+    return replace(V, manifest=replace(V.manifest, attachments=[attachment]))
+
+
+@pytest.mark.parametrize(
+    ("statistics", "told"),
+    [
+        ({"column": "vector", "split": "train", "nanCount": "1200"}, "column 'vector' has 1,200 NaN in split 'train'"),
+        (
+            {"column": "share", "split": "validation", "numbers": {"min": 0, "max": "Infinity"}},
+            "column 'share' has infinities in split 'validation'",
+        ),
+        (
+            {"column": "vector", "split": "train", "nanCount": 1, "numbers": {"min": "-Infinity", "max": 1}},
+            "column 'vector' has 1 NaN and infinities in split 'train'",
+        ),
+    ],
+)
+def test_values_that_are_not_finite_are_refused_by_the_versions_statistics_alone(
+    store: ObjectStore, statistics: dict[str, Any], told: str
+) -> None:
+    version = with_report(store, {"column": "share", "split": "train", "numbers": {"min": 0, "max": 1}}, statistics)
+    with pytest.raises(InvalidArgument, match=r"nan_as_null.*spec\.allow_non_finite") as refused:
+        check_finite(store, TABLE, version)
+    assert told in refused.value.message
+    assert refused.value.specific_reason == "NON_FINITE_VALUES"
+    assert refused.value.metadata["column"] == statistics["column"]
+
+    check_finite(store, replace(TABLE, allow_non_finite=True), version)
+
+
+def test_columns_and_splits_that_a_job_does_not_read_may_have_any_values(store: ObjectStore) -> None:
+    version = with_report(
+        store,
+        {"column": "vector", "split": "test", "nanCount": 5},
+        {"column": "prepared", "split": "train", "nanCount": 5},
+        {"column": "share", "split": "train", "nanCount": 0, "nullCount": 5},
+    )
+    check_finite(store, TABLE, version)
+    check_finite(store, TABLE, V)

@@ -131,7 +131,7 @@ class ListDatasetsResponse(_message.Message):
     def __init__(self, datasets: _Optional[_Iterable[_Union[_resources_pb2.Dataset, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class ImportVersionRequest(_message.Message):
-    __slots__ = ("parent", "version_id", "sources", "hold_outs", "request_id", "validate_only", "column_types", "bad_rows", "checks", "base", "partitioning")
+    __slots__ = ("parent", "version_id", "sources", "hold_outs", "request_id", "validate_only", "column_types", "bad_rows", "checks", "base", "partitioning", "nan_as_null")
     class Partitioning(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PARTITIONING_UNSPECIFIED: _ClassVar[ImportVersionRequest.Partitioning]
@@ -151,6 +151,7 @@ class ImportVersionRequest(_message.Message):
     CHECKS_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     PARTITIONING_FIELD_NUMBER: _ClassVar[int]
+    NAN_AS_NULL_FIELD_NUMBER: _ClassVar[int]
     parent: str
     version_id: str
     sources: _containers.RepeatedCompositeFieldContainer[ImportSource]
@@ -162,7 +163,8 @@ class ImportVersionRequest(_message.Message):
     checks: _containers.RepeatedCompositeFieldContainer[_quality_pb2.QualityCheck]
     base: Base
     partitioning: ImportVersionRequest.Partitioning
-    def __init__(self, parent: _Optional[str] = ..., version_id: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[ImportSource, _Mapping]]] = ..., hold_outs: _Optional[_Iterable[_Union[HoldOut, _Mapping]]] = ..., request_id: _Optional[str] = ..., validate_only: _Optional[bool] = ..., column_types: _Optional[_Iterable[_Union[ColumnType, _Mapping]]] = ..., bad_rows: _Optional[_Union[BadRows, _Mapping]] = ..., checks: _Optional[_Iterable[_Union[_quality_pb2.QualityCheck, _Mapping]]] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., partitioning: _Optional[_Union[ImportVersionRequest.Partitioning, str]] = ...) -> None: ...
+    nan_as_null: bool
+    def __init__(self, parent: _Optional[str] = ..., version_id: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[ImportSource, _Mapping]]] = ..., hold_outs: _Optional[_Iterable[_Union[HoldOut, _Mapping]]] = ..., request_id: _Optional[str] = ..., validate_only: _Optional[bool] = ..., column_types: _Optional[_Iterable[_Union[ColumnType, _Mapping]]] = ..., bad_rows: _Optional[_Union[BadRows, _Mapping]] = ..., checks: _Optional[_Iterable[_Union[_quality_pb2.QualityCheck, _Mapping]]] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., partitioning: _Optional[_Union[ImportVersionRequest.Partitioning, str]] = ..., nan_as_null: _Optional[bool] = ...) -> None: ...
 
 class Base(_message.Message):
     __slots__ = ("version", "mode")
