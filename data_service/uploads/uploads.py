@@ -7,8 +7,10 @@ import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import suppress
 
 from data_service.datasets import SERVICE, Datasets
+from data_service.domain.dataset import Dataset
 from data_service.uploads import receiving
 from data_service.uploads.chunks import chain_of
 from data_service.uploads.digests import KeptDigests, digest_of
@@ -19,7 +21,7 @@ from data_service.uploads.parts import Part, PresignedPut, parts_of
 from data_service.uploads.receiving import Chunk
 from data_service.uploads.record import UploadRecord, UploadState, find_upload, get_upload, log_of, may_end, transition
 from shared import names
-from shared.errors import DataLoss, FailedPrecondition, already_exists, invalid_field, not_found
+from shared.errors import DataLoss, FailedPrecondition, NotFound, already_exists, invalid_field, not_found
 from shared.requests import claimed
 from shared.storage import ObjectStore
 from shared.storage.presigning import Presigner
@@ -56,10 +58,11 @@ class Uploads:
                 reason="STORE_NOT_S3",
                 metadata={"field": "presigned"},
             )
-        self._datasets.get(parent, "parent")
+        dataset = self._datasets.get(parent, "parent")
         name = f"{parent}/uploads/{upload_id or f'u-{uuid.uuid4().hex}'}"
         with claimed(self._store, SERVICE, request_id, body_sha256, name) as claim:
-            record = self._create(claim.name, request_id, presigned is not None)
+            record = self._create(claim.name, request_id, presigned is not None, dataset.uid)
+            self._keep_unless_dataset_is_gone(dataset, record)
         assert self._presigner is not None or not ranges
         key = chain_of(record.chunks_prefix, ()).key
         parts = [
@@ -118,19 +121,31 @@ class Uploads:
         an import reads it."""
         self._digests.forget(self._endings.abort(name).uid)
 
-    def check_unused(self, dataset: str) -> None:
-        """Of `datasets/{d}`. Raises `FailedPrecondition` naming one that an import reads."""
-        self._endings.check_unused(dataset)
+    def check_unused(self, dataset: str, dataset_uid: str) -> None:
+        """See `Endings.check_unused`."""
+        self._endings.check_unused(dataset, dataset_uid)
 
-    def abort_all(self, dataset: str) -> None:
-        """Of `datasets/{d}`. Those that imports read stay."""
-        self._endings.abort_all(dataset)
+    def abort_all(self, dataset: str, dataset_uid: str) -> None:
+        """See `Endings.abort_all`."""
+        self._endings.abort_all(dataset, dataset_uid)
 
     def sweep(self, now: float) -> list[str]:
         """See `Endings.sweep`."""
         return self._endings.sweep(now)
 
-    def _create(self, name: str, request_id: str, presigned: bool) -> UploadRecord:
+    def _keep_unless_dataset_is_gone(self, dataset: Dataset, record: UploadRecord) -> None:
+        """Whoever deletes a dataset says so and then looks for uploads; whoever starts one does it the other way round.
+        Raises `NotFound`."""
+        if record.dataset_uid != dataset.uid:
+            return  # a repeated call: the first one has looked
+        try:
+            self._datasets.check_still_there(dataset.name, dataset.uid)
+        except NotFound:
+            with suppress(FailedPrecondition, NotFound):  # read already, so that it expires; or taken away just now
+                self._endings.abort(record.name, record.uid)
+            raise
+
+    def _create(self, name: str, request_id: str, presigned: bool, dataset_uid: str) -> UploadRecord:
         record = UploadRecord(
             name=name,
             uid=uuid.uuid4().hex,
@@ -138,6 +153,7 @@ class Uploads:
             update_time=time.time(),
             request_id=request_id,
             presigned=presigned,
+            dataset_uid=dataset_uid,
         )
         log = log_of(self._store, name)
         before = log.head()

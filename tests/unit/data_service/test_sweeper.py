@@ -46,7 +46,7 @@ class Sweeping:
             self.datasets,
             Deletions(store, self.jobs, lambda: self.now),
             sweep_uploads=self.swept_uploads.append,
-            delete_uploads=self.deleted_uploads.append,
+            delete_uploads=lambda name, _uid: self.deleted_uploads.append(name),
             clock=lambda: self.now,
         )
 
@@ -62,7 +62,7 @@ class Sweeping:
         )
 
     def delete_dataset(self) -> None:
-        self.datasets.delete(DATASET, "", check_uploads=lambda _: None, delete_uploads=lambda _: None)
+        self.datasets.delete(DATASET, "", check_uploads=lambda *_: None, delete_uploads=lambda *_: None)
 
 
 @pytest.fixture
@@ -329,12 +329,12 @@ def test_a_deleted_dataset_waits_for_a_version_that_is_being_cancelled(sweeping:
     running(sweeping.jobs, VERSION)
     sweeping.jobs.cancel(VERSION, VERSION)
     sweeping.sweeper.sweep()
-    assert sweeping.datasets.is_tombstone(DATASET)
+    assert sweeping.datasets.deleted_uid(DATASET)
     assert sweeping.deleted_uploads == []
 
     sweeping.jobs.transition(VERSION, lambda job: confirm_cancel(job, 2.0), attempt=1)
     sweeping.sweeper.sweep()
-    assert sweeping.datasets.is_tombstone(DATASET)
+    assert sweeping.datasets.deleted_uid(DATASET)
     assert sweeping.jobs.find(VERSION) is None
     assert sweeping.deleted_uploads == [DATASET]
 

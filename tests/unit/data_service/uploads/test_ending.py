@@ -10,7 +10,7 @@ import pytest
 
 from data_service.uploads import ending
 from data_service.uploads.ending import LATE_WRITES_S, UPLOAD_IS_COMING_S, Endings
-from data_service.uploads.expiry import OPEN_FOR_S
+from data_service.uploads.expiry import COMMITTED_FOR_S, OPEN_FOR_S
 from data_service.uploads.live import LiveUploads
 from data_service.uploads.record import UploadState, log_of
 from data_service.uploads.uploads import Uploads
@@ -89,6 +89,26 @@ def test_a_second_abort_that_finds_a_user_cannot_bring_back_what_is_gone(
     uploads.abort(name)
     with pytest.raises(NotFound):
         uploads.get(name)
+
+
+def test_a_sweep_leaves_the_upload_that_its_owner_began_anew_under_the_name_of_an_expired_one(
+    store: ObjectStore, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = committed(uploads, DATA)
+    expired = uploads.get(name).record.uid
+    has_expired = ending.has_expired
+
+    def begin_anew_meanwhile(*given: object) -> bool:
+        answer = has_expired(*given)
+        if uploads.get(name).record.uid == expired:
+            uploads.abort(name)
+            started(uploads)
+            send_all(uploads, name, DATA)
+        return answer
+
+    monkeypatch.setattr(ending, "has_expired", begin_anew_meanwhile)
+    assert Endings(store).sweep(time.time() + COMMITTED_FOR_S + 60) == []
+    assert uploads.get(name).acknowledged_size == len(DATA)
 
 
 class Requests:

@@ -7,6 +7,7 @@ import uuid
 
 import pytest
 
+from data_service.datasets import Datasets
 from data_service.lifecycle import Deletions
 from data_service.uploads import users
 from data_service.uploads.ending import LATE_WRITES_S
@@ -292,28 +293,41 @@ def test_an_expired_upload_that_an_import_reads_stays(store: ObjectStore, upload
     assert uploads.sweep(later) == [name]
 
 
-def test_all_uploads_of_a_dataset_go_together(uploads: Uploads) -> None:
+def test_all_uploads_of_a_dataset_go_together(store: ObjectStore, uploads: Uploads) -> None:
+    uid = Datasets(store).get(DATASET).uid
     names = [started(uploads, one) for one in ("a", "b")]
     uploads.abort(names[0])
-    uploads.check_unused(DATASET)
-    uploads.abort_all(DATASET)
+    uploads.check_unused(DATASET, uid)
+    uploads.abort_all(DATASET, uid)
     with pytest.raises(NotFound):
         uploads.get(names[1])
 
 
 def test_of_all_uploads_of_a_dataset_those_that_imports_read_stay(store: ObjectStore, uploads: Uploads) -> None:
+    uid = Datasets(store).get(DATASET).uid
     names = [started(uploads, one) for one in ("a", "b", "c")]
     import_job(store, names[1])
     with pytest.raises(FailedPrecondition, match=VERSION) as refused:
-        uploads.check_unused(DATASET)
+        uploads.check_unused(DATASET, uid)
     assert refused.value.metadata["resource"] == names[1]
     assert [uploads.get(name).record.ending for name in names] == [""] * 3
 
-    uploads.abort_all(DATASET)
+    uploads.abort_all(DATASET, uid)
     assert uploads.get(names[1]).record.state == "OPEN"
     for name in (names[0], names[2]):
         with pytest.raises(NotFound):
             uploads.get(name)
+
+
+def test_uploads_of_an_earlier_release_which_name_no_dataset_uid_go_with_their_dataset(
+    store: ObjectStore, uploads: Uploads
+) -> None:
+    name = started(uploads)
+    old = {field: value for field, value in uploads.get(name).record.as_state().items() if field != "dataset_uid"}
+    log_of(store, name).update(lambda _: old)
+    uploads.abort_all(DATASET, "any")
+    with pytest.raises(NotFound):
+        uploads.get(name)
 
 
 def test_a_local_directory_has_no_urls(uploads: Uploads) -> None:
