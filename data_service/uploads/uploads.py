@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from data_service.datasets import SERVICE, Datasets
 from data_service.domain.dataset import Dataset
@@ -43,7 +44,8 @@ class Uploads:
     def start(
         self, parent: str, upload_id: str, *, request_id: str, body_sha256: str, presigned: PresignedPut | None = None
     ) -> tuple[Upload, list[Part]]:
-        """The parts are empty unless `presigned` is given; asked for again with the same id, they have new URLs.
+        """The parts are empty unless `presigned` is given; asked for again with the same id, they have new URLs, or are
+        empty once the upload is committed.
 
         Raises `InvalidArgument`, `NotFound` (the dataset), `AlreadyExists`, and `FailedPrecondition` for presigned
         parts where the store is not S3.
@@ -63,6 +65,8 @@ class Uploads:
         with claimed(self._store, SERVICE, request_id, body_sha256, name) as claim:
             record = self._create(claim.name, request_id, presigned is not None, dataset.uid)
             self._keep_unless_dataset_is_gone(dataset, record)
+        if record.state is UploadState.COMMITTED:
+            ranges = []  # whatever were put now would only damage it
         assert self._presigner is not None or not ranges
         key = chain_of(record.chunks_prefix, ()).key
         parts = [
@@ -73,7 +77,10 @@ class Uploads:
 
     def get(self, name: str) -> Upload:
         """Raises `InvalidArgument` and `NotFound`."""
-        return as_it_is(self._store, get_upload(self._store, name))
+        upload = as_it_is(self._store, get_upload(self._store, name))
+        if upload.record.state is UploadState.COMMITTED:
+            return upload
+        return replace(upload, hashed_size=self._digests.hashed_size(upload.record.uid))
 
     def receive(self, chunks: AsyncIterator[Chunk]) -> AsyncGenerator[int, None]:
         """See `receiving.receive`."""
@@ -180,16 +187,16 @@ class Uploads:
                 reason="OTHER_SIZE",
                 metadata={"resource": upload.name, "acknowledged_size": str(chain.end)},
             )
-        kept_as = upload.uid
+        objects = ""
         if upload.presigned:
             # Parts that were put by URL can be put again, even after the commit: what was read before counts for the
             # very same objects alone, and whoever reads the upload holds it against the digest once more.
             places = str([(offset, one.size_bytes, one.modified) for offset, one in parts])
-            kept_as += hashlib.sha256(places.encode()).hexdigest()
-        digest = digest_of(self._store, chain, self._digests, kept_as, given_up)
+            objects = hashlib.sha256(places.encode()).hexdigest()
+        digest = digest_of(self._store, chain, self._digests, upload.uid, objects, given_up)
         if digest.sha256.hexdigest() != sha256:
             # The store's times may be coarse: should a part have changed all the same, the next commit reads it.
-            self._digests.forget(kept_as)
+            self._digests.forget(upload.uid)
             raise DataLoss(
                 f"the bytes of {upload.name} have the SHA-256 {digest.sha256.hexdigest()}, not {sha256}; abort the "
                 "upload and send it again",
