@@ -100,13 +100,17 @@ def commit(caller: Caller, stub: Any, name: str, size_bytes: int, sha256: str) -
     while True:
         called_at = time.monotonic()
         try:
-            return caller.unary(stub.CommitUpload, request, resources_pb2.Upload, timeout_s=COMMIT_CALL_S)
+            return caller.unary(
+                stub.CommitUpload, request, resources_pb2.Upload, timeout_s=COMMIT_CALL_S, reconnect_for_s=0.0
+            )
         except MillraceError as error:
             failed = error
         if time.monotonic() - called_at > REACHED_S:
             patience.progressed()
         patience.pause_after(failed)
-        upload = patience.calling(lambda: caller.unary(stub.GetUpload, looking, resources_pb2.Upload))
+        upload = patience.calling(
+            lambda: caller.unary(stub.GetUpload, looking, resources_pb2.Upload, reconnect_for_s=0.0)
+        )
         patience.progressed()
         if upload.hashed_size > hashed_size:
             moved_at = time.monotonic()
@@ -199,7 +203,9 @@ class _Sending:
 
     def _get(self) -> resources_pb2.Upload:
         request = pb.GetUploadRequest(name=self.name)
-        return self._patience.calling(lambda: self.caller.unary(self.stub.GetUpload, request, resources_pb2.Upload))
+        return self._patience.calling(
+            lambda: self.caller.unary(self.stub.GetUpload, request, resources_pb2.Upload, reconnect_for_s=0.0)
+        )
 
 
 class _Digest:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from data_service.uploads import blocks_ahead
-from data_service.uploads.chunks import Block
+from data_service.uploads.chunks import Block, read_block
 from data_service.uploads.reader import open_upload
 from data_service.uploads.receiving import Chunk
 from data_service.uploads.record import log_of
@@ -187,6 +187,22 @@ def test_it_gives_up_when_the_server_stays_away_and_tells_how_to_resume(
     assert content(server.store, name) == DATA
 
 
+def test_a_server_that_takes_chunks_and_acknowledges_none_is_given_up(
+    server: UploadServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(_: Uploads, chunks: AsyncIterator[Chunk]) -> AsyncIterator[int]:
+        async for _chunk in chunks:
+            pass
+        yield 0
+
+    monkeypatch.setattr(Uploads, "receive", never)
+    monkeypatch.setattr(uploads, "SILENCE_S", 0.1)
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.05)
+    with calling(server) as (caller, stub), pytest.raises(DeadlineExceeded, match="silent") as raised:
+        upload(caller, stub, DATASET, DATA, upload_id="u")
+    assert raised.value.metadata["upload"] == f"{DATASET}/uploads/u"
+
+
 def test_few_chunks_are_unacknowledged_however_fast_the_source_is(
     server: UploadServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,7 +283,7 @@ class SlowReading:
         self.commits = 0
         self._stuck = stuck
         self._called = threading.Condition()
-        check, read = Uploads._check_bytes, blocks_ahead.read_block
+        check = Uploads._check_bytes
 
         def checked(*given: Any) -> None:
             with self._called:
@@ -278,7 +294,7 @@ class SlowReading:
         def read_slowly(store: ObjectStore, block: Block) -> bytes:
             with self._called:
                 self._called.wait_for(lambda: not self._stuck and self.commits > block.offset // CHUNK, 60)
-            return read(store, block)
+            return read_block(store, block)
 
         monkeypatch.setattr(Uploads, "_check_bytes", checked)
         monkeypatch.setattr(blocks_ahead, "read_block", read_slowly)

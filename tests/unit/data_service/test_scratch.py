@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from data_service import scratch
 from data_service.scratch import PREFIX, scratch_folder
 
 OWNER = """
@@ -75,7 +76,7 @@ def test_nothing_else_is_taken_away(place: Path) -> None:
 def test_a_folder_that_another_process_swept_before_it_was_owned_is_made_anew(
     monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    module = {"open": os, "flock": scratch.fcntl}[when]
+    module: Any = {"open": os, "flock": fcntl}[when]
     real: Callable[..., object] = getattr(module, when)
     swept: list[str] = []
 
