@@ -90,9 +90,15 @@ class Datasets:
         return self._transition(name, lambda dataset: changed(_expected(dataset, etag), changes))
 
     def delete(
-        self, name: str, etag: str, *, check_uploads: Callable[[str], None], delete_uploads: Callable[[str], None]
+        self,
+        name: str,
+        etag: str,
+        *,
+        check_uploads: Callable[[str, str], None],
+        delete_uploads: Callable[[str, str], None],
     ) -> None:
-        """Leaves a tombstone in the log. Calls `check_uploads` with the name before, and `delete_uploads` after it.
+        """Leaves a tombstone in the log. Calls `check_uploads` with the dataset's name and uid before, and
+        `delete_uploads` after it.
 
         Raises `InvalidArgument`, `NotFound`, `Conflict` when `etag` is given and not the present one, what
         `check_uploads` raises, and `FailedPrecondition` naming the versions there are. A version that is being made
@@ -101,16 +107,18 @@ class Datasets:
         names.parse("name", name, PATTERN)
         dataset = _expected(self.get(name), etag)
         _refuse_with_versions(name, self.version_names(name))
-        check_uploads(name)
+        check_uploads(name, dataset.uid)
 
         def bury(newest: Dataset) -> Dataset:
+            if newest.uid != dataset.uid:
+                raise not_found(name, "it was deleted meanwhile, and made anew")
             return replace(_expected(newest, etag), deleted=True, generation=newest.generation + 1)
 
         self._transition(name, bury)
         if there := self.version_names(name):
             self.unearth(name, dataset.uid)
             _refuse_with_versions(name, there)
-        delete_uploads(name)
+        delete_uploads(name, dataset.uid)
 
     def check_still_there(self, name: str, uid: str) -> None:
         """For who has just made something in the dataset. Raises `NotFound` where it was deleted meanwhile: then what
@@ -119,15 +127,16 @@ class Datasets:
         if dataset is None or dataset.uid != uid:
             raise not_found(name, "it was deleted meanwhile")
 
-    def is_tombstone(self, name: str) -> bool:
+    def deleted_uid(self, name: str) -> str | None:
+        """The uid of the dataset that had the name last, where that was deleted; None where it exists or never did."""
         found = self._newest(name)
-        return found is not None and found.deleted
+        return found.uid if found is not None and found.deleted else None
 
-    def unearth(self, name: str, uid: str = "") -> None:
-        """Takes a deletion back, of the dataset with that uid (empty: whichever it is): there is a version in it."""
+    def unearth(self, name: str, uid: str) -> None:
+        """Takes back the deletion of the dataset with that uid: there is a version in it."""
 
         def decide(newest: Dataset) -> Dataset:
-            return replace(newest, deleted=False) if newest.deleted and uid in ("", newest.uid) else newest
+            return replace(newest, deleted=False) if newest.deleted and newest.uid == uid else newest
 
         self._transition(name, decide, tombstones=True)
 

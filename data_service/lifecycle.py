@@ -17,7 +17,7 @@ from shared.dataset_version.users import live_users
 from shared.dataset_version.version import NAME_PATTERN
 from shared.errors import FailedPrecondition, not_found
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.jobs.deletion import condemned, undone, while_deleting
+from shared.jobs.deletion import condemned, remove_objects, undone, while_deleting
 from shared.jobs.record import check_etag
 from shared.jobs.transitions import confirm_delete, request_delete
 from shared.storage import ObjectStore
@@ -71,11 +71,7 @@ class Deletions:
     def _remove_files(self, job: JobRecord) -> None:
         """Only what was there before the log was read: later there may be a new version's files."""
         keys = [info.key for info in self._store.list(job.name) if not info.key.startswith(f"{job.name}/log/")]
-        now = self._jobs.find(job.name)
-        if now is None or now.uid != job.uid or now.state is not JobState.DELETING:
-            return  # somebody else has finished it
-        for key in keys:
-            self._store.delete(key)
+        remove_objects(self._store, self._jobs, job, keys)
 
 
 def _check_deletable(job: JobRecord, etag: str) -> None:

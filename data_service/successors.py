@@ -3,6 +3,10 @@
 `datasets/{d}/versions/{v}/successors/{uid}/log` names the version that follows v. A claim is taken before the job is
 made and holds while that job lives or has succeeded; a job that failed, was cancelled or deleted gives its place free,
 and so does a call that was refused after all.
+
+A claim without a job may be taken over after a while, and its claimant may yet make the job. So each attempt confirms
+the claim before it works: that appends to the same log, in which one of both comes first. Who takes over afterwards
+finds the job; who is confirmed afterwards finds the other's claim, and fails.
 """
 
 from __future__ import annotations
@@ -33,8 +37,8 @@ def following(store: ObjectStore, base: JobRecord, successor: JobRecord) -> Iter
 
     Raises `Conflict` where another version follows already, or is being made to.
     """
-    log = ResourceLog(store, f"{base.name}/successors/{base.uid}/log")
-    _claim(store, log, base, successor)
+    log = _log(store, base)
+    _append_claim(store, log, base, successor)
     try:
         yield
     except MillraceError as error:
@@ -44,7 +48,18 @@ def following(store: ObjectStore, base: JobRecord, successor: JobRecord) -> Iter
         raise
 
 
-def _claim(store: ObjectStore, log: ResourceLog, base: JobRecord, successor: JobRecord) -> None:
+def confirm_follows(store: ObjectStore, base: JobRecord, successor: JobRecord) -> None:
+    """For the attempt of `successor`, before it works. Raises `Conflict` where another version has taken its place."""
+    _append_claim(store, _log(store, base), base, successor, confirmed=True)
+
+
+def _log(store: ObjectStore, base: JobRecord) -> ResourceLog:
+    return ResourceLog(store, f"{base.name}/successors/{base.uid}/log")
+
+
+def _append_claim(
+    store: ObjectStore, log: ResourceLog, base: JobRecord, successor: JobRecord, *, confirmed: bool = False
+) -> None:
     jobs = Jobs(store, IMPORT_KIND)
 
     def decide(newest: Record | None) -> State | None:
@@ -54,9 +69,10 @@ def _claim(store: ObjectStore, log: ResourceLog, base: JobRecord, successor: Job
                 reason="BASE_HAS_SUCCESSOR",
                 metadata={"resource": base.name, "successor": newest.state["version"]},
             )
-        if newest is not None and newest.state["uid"] == successor.uid:
-            return None  # a repeated call
-        return {"version": successor.name, "uid": successor.uid}
+        is_own = newest is not None and newest.state["uid"] == successor.uid
+        if newest is not None and is_own and (newest.state.get("confirmed", False) or not confirmed):
+            return None  # a repeated call, or a later attempt
+        return {"version": successor.name, "uid": successor.uid, "confirmed": confirmed}
 
     log.update(decide)
 

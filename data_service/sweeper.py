@@ -36,8 +36,8 @@ OPERATIONS_A_PASS = 1000
 
 
 class Sweeper:
-    """`sweep_uploads` is called with the time, `delete_uploads` with the name of a deleted dataset. `clock` gives
-    seconds since the epoch."""
+    """`sweep_uploads` is called with the time, `delete_uploads` with the name and the uid of a deleted dataset.
+    `clock` gives seconds since the epoch."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Sweeper:
         deletions: Deletions,
         *,
         sweep_uploads: Callable[[float], object],
-        delete_uploads: Callable[[str], object],
+        delete_uploads: Callable[[str, str], object],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
@@ -122,8 +122,8 @@ class Sweeper:
 
     def _sweep_dataset(self, name: str, versions: Sequence[str]) -> None:
         jobs = [job for job in map(self._jobs.newest, versions) if job and job.state is not JobState.DELETED]
-        if self._datasets.is_tombstone(name):
-            self._sweep_deleted_dataset(name, jobs)
+        if (uid := self._datasets.deleted_uid(name)) is not None:
+            self._sweep_deleted_dataset(name, uid, jobs)
             return
         dataset = self._datasets.find(name)
         if dataset is None or dataset.retention.keeps_all:
@@ -136,17 +136,17 @@ class Sweeper:
                 # This one alone: another of its name would be the newest.
                 self._apart(version, partial(self._deletions.delete, version, uid=active[version].uid))
 
-    def _sweep_deleted_dataset(self, name: str, jobs: Sequence[JobRecord]) -> None:
+    def _sweep_deleted_dataset(self, name: str, uid: str, jobs: Sequence[JobRecord]) -> None:
         """What was made while the dataset was being deleted, and whose maker had no time to take it back, brings the
         dataset back; what was cancelled or failed goes after it."""
         if any(_is_active(job) or not job.state.final for job in jobs if job.state is not JobState.CANCELLING):
-            self._datasets.unearth(name)
+            self._datasets.unearth(name, uid)
             return
         if any(job.state is JobState.CANCELLING for job in jobs):
             return  # its maker has taken it back; should the cancel come too late, it is ACTIVE at a later pass
         for job in jobs:
             self._apart(job.name, partial(self._deletions.delete, job.name, uid=job.uid))
-        self._delete_uploads(name)
+        self._delete_uploads(name, uid)
 
     def _sweep_version(self, name: str) -> None:
         # In this order: whatever is listed here was written before the log said what it says below.

@@ -196,7 +196,7 @@ class VersionJobs:
         try:
             self._datasets.check_still_there(dataset.name, dataset.uid)
         except NotFound:
-            self._jobs.cancel(job.name, job.name)
+            self._jobs.cancel(job.name, job.name, uid=job.uid)
             raise
 
     def _create(self, make: Callable[[str], JobRecord], name: str) -> JobRecord:

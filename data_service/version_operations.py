@@ -40,4 +40,4 @@ class VersionOperations:
     def cancel(self, name: str) -> None:
         """Raises `NotFound`. A job that is over stays as it is."""
         job = job_of_operation(self._store, self._jobs, name)
-        self._jobs.cancel(job.name, job.name)
+        self._jobs.cancel(job.name, job.name, uid=job.uid)

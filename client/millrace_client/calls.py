@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import json
+import time
 import uuid
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
-from millrace_client.errors import REQUEST_ID_KEY, from_rpc_error
+from millrace_client.errors import DETAILS_KEY, REQUEST_ID_KEY, from_rpc_error
+from millrace_client.patience import Backoff
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 DEFAULT_TIMEOUT_S = 30.0
-# Safe for every method: reads change nothing, creates carry a request id, and inference is a pure function.
+# Streams of answers to one request, all of which only read: gRPC begins them again where nothing has come of them yet.
+# Of other calls `Caller` knows better which may be made again, and for how long.
+READING_STREAMS = {
+    "millrace.data.v1.DataService": ("ReadVersion", "ReadQuarantine", "VerifyVersion"),
+    "millrace.inference.v1.DeploymentService": ("WatchDeployment",),
+    "millrace.train.v1.TrainService": ("WatchTrainingJob", "StreamLogs"),
+}
 RETRIES = {
     "methodConfig": [
         {
-            "name": [{}],
+            "name": [
+                {"service": service, "method": method}
+                for service, methods in READING_STREAMS.items()
+                for method in methods
+            ],
             "retryPolicy": {
                 "maxAttempts": 4,
                 "initialBackoff": "0.1s",
@@ -27,10 +39,16 @@ RETRIES = {
                 "retryableStatusCodes": ["UNAVAILABLE"],
             },
         },
-        # But for streams of requests: replaying one that broke, gRPC now and then leaves a message out.
-        {"name": [{"service": "inference.GRPCInferenceService", "method": "ModelStreamInfer"}]},
     ]
 }
+# Requests that only read, by how their names begin.
+READS = (
+    *("Get", "List", "Wait", "Preview"),
+    *("Server", "ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics", "RepositoryIndex"),
+)
+# How gRPC begins to say that it found no connection to send a call over. Should it ever say it in other words, such
+# calls are made once only; a call that was sent is never taken for one that was not.
+NEVER_SENT = ("failed to connect to all addresses", "errors resolving", "DNS resolution failed")
 
 Response = TypeVar("Response", bound=Message)
 
@@ -56,24 +74,57 @@ def channel_options(address: str) -> list[tuple[str, Any]]:
 
 
 class Caller:
-    """Calls the stubs of one service. Every error that it raises is a `MillraceError`."""
+    """Calls the stubs of one service. Every error that it raises is a `MillraceError`.
 
-    def __init__(self, channel: grpc.Channel, address: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    `timeout_s` and `reconnect_for_s` are what `unary` takes where it is given none.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        address: str,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        reconnect_for_s: float | None = None,
+    ) -> None:
         self.channel = channel
         self.address = address
         self.timeout_s = timeout_s
+        self.reconnect_for_s = reconnect_for_s
 
     def unary(
-        self, method: Any, request: Any, response_type: type[Response], *, timeout_s: float | None = None
+        self,
+        method: Any,
+        request: Any,
+        response_type: type[Response],
+        *,
+        timeout_s: float | None = None,
+        reconnect_for_s: float | None = None,
     ) -> Response:
-        """One request, one response, within `timeout_s` (unset: the caller's default)."""
+        """One request, one response, within `timeout_s` (unset: the caller's default).
+
+        Where the service is UNAVAILABLE, as while it restarts, the call is made again for `reconnect_for_s` (unset: the
+        caller's default, and without that until the deadline; 0: never), if `may_repeat` allows it.
+        """
         request_id = uuid.uuid4().hex
-        try:
-            response = method(request, timeout=timeout_s or self.timeout_s, metadata=((REQUEST_ID_KEY, request_id),))
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, address=self.address, request_id=request_id) from None
-        assert isinstance(response, response_type)
-        return response
+        began = time.monotonic()
+        until = began + (timeout_s or self.timeout_s)
+        if reconnect_for_s is None:
+            reconnect_for_s = self.reconnect_for_s
+        repeat_until = until if reconnect_for_s is None else min(until, began + reconnect_for_s)
+        backoff = Backoff()
+        while True:
+            timeout = until - time.monotonic()
+            try:
+                response = method(request, timeout=timeout, metadata=((REQUEST_ID_KEY, request_id),))
+            except grpc.RpcError as failed:
+                error = from_rpc_error(failed, address=self.address, request_id=request_id)
+                pause_s = max(backoff.next_s(), error.retry_after_s or 0.0)
+                if not may_repeat(request, failed) or time.monotonic() + pause_s >= repeat_until:
+                    raise error from None
+            else:
+                assert isinstance(response, response_type)
+                return response
+            time.sleep(pause_s)
 
     def stream(
         self,
@@ -91,6 +142,27 @@ class Caller:
             raise from_rpc_error(error, address=self.address, request_id=request_id) from None
         finally:
             call.cancel()
+
+
+def may_repeat(request: Message, failed: grpc.RpcError) -> bool:
+    """Whether the call can be made again, and that may help: the service was UNAVAILABLE, and either it is certain that
+    nothing was sent, or the request only reads, or it carries a request id, by which the server knows it again."""
+    if failed.code() is not grpc.StatusCode.UNAVAILABLE:
+        return False
+    descriptor = request.DESCRIPTOR
+    has_request_id = "request_id" in descriptor.fields_by_name and bool(getattr(request, "request_id"))  # noqa: B009
+    return has_request_id or descriptor.name.startswith(READS) or was_never_sent(failed)
+
+
+def was_never_sent(failed: grpc.RpcError) -> bool:
+    """Whether gRPC found no connection for the call. False where that is not certain: also of a call that broke off
+    before its answer nobody knows whether the server has done it."""
+    trailers: Iterable[tuple[str, bytes]] = failed.trailing_metadata() or ()  # type: ignore[assignment]
+    return (
+        failed.code() is grpc.StatusCode.UNAVAILABLE
+        and all(key != DETAILS_KEY for key, _ in trailers)
+        and (failed.details() or "").startswith(NEVER_SENT)
+    )
 
 
 def new_request_id() -> str:

@@ -16,11 +16,14 @@ from millrace_client.train import TrainClient
 class Millrace:
     """The three services. Close it, or use it in a `with` statement."""
 
-    def __init__(self, addresses: Addresses, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self, addresses: Addresses, *, timeout_s: float = DEFAULT_TIMEOUT_S, reconnect_for_s: float | None = None
+    ) -> None:
         self.addresses = addresses
         self._channels = {service: open_channel(addresses.of(service)) for service in SERVICES}
         callers = {
-            service: Caller(channel, addresses.of(service), timeout_s) for service, channel in self._channels.items()
+            service: Caller(channel, addresses.of(service), timeout_s, reconnect_for_s)
+            for service, channel in self._channels.items()
         }
         self.data = DataClient(callers["data"])
         self.train = TrainClient(callers["train"])
@@ -51,10 +54,16 @@ def connect(
     train: str | None = None,
     inference: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    reconnect_for_s: float | None = None,
 ) -> Millrace:
     """A client of the services at the addresses given, each host:port.
 
     Addresses left out are found as `millrace_client.addresses` lists. `timeout_s` is the default deadline of a call.
     Nothing is sent yet.
+
+    Calls ride out a restart of a service: one that meets it UNAVAILABLE is made again, with growing pauses, for
+    `reconnect_for_s` (unset: until its deadline; 0: never), and then raises `Unavailable`. That holds for reads and for
+    what carries a request id; other calls, inference among them, are made again only if they were certainly not sent.
     """
-    return Millrace(resolve(data=data, train=train, inference=inference), timeout_s=timeout_s)
+    addresses = resolve(data=data, train=train, inference=inference)
+    return Millrace(addresses, timeout_s=timeout_s, reconnect_for_s=reconnect_for_s)

@@ -14,14 +14,13 @@ import numpy.typing as npt
 from inference import grpc_service_pb2 as pb
 from inference import grpc_service_pb2_grpc, model_config_pb2
 from millrace_client.answers import Answer, answer_of
-from millrace_client.calls import Caller, new_request_id
-from millrace_client.errors import REQUEST_ID_KEY, MillraceError, ResourceExhausted, from_rpc_error
+from millrace_client.calls import Caller, new_request_id, was_never_sent
+from millrace_client.errors import REQUEST_ID_KEY, MillraceError, ResourceExhausted, Unavailable, from_rpc_error
 from millrace_client.streaming import streamed_answers
 from millrace_client.tensors import RequestOptions, infer_request
 
 # A full queue is told at once, with the time after which to try again.
 QUEUE_RETRIES = 20
-QUEUE_PAUSE_S = 0.05
 # Of `infer_many`: for each that may be on the way so many are, or are answered and wait for one before them.
 ANSWERS_HELD = 4
 # A model loads in seconds to minutes.
@@ -89,8 +88,9 @@ class InferenceClient:
         """Answers in the order of the requests, with at most `in_flight` of them on the way at once. Behind one that
         takes long others are answered meanwhile; once these are `ANSWERS_HELD` times as many, no more are sent.
 
-        A request that meets a full queue is sent again after the time that the server asks for. The first other error
-        ends it. `options` as in `infer`.
+        A request that meets a full queue is sent again after the time that the server asks for, and one that found no
+        server, and so was never sent, as long as its time lasts. The first other error ends it. `options` as in
+        `infer`.
         """
         if in_flight < 1:
             raise ValueError(f"in_flight is {in_flight}: let at least one request be on its way")
@@ -148,22 +148,37 @@ class InferenceClient:
         self._caller.unary(self._stub.RepositoryModelUnload, request, pb.RepositoryModelUnloadResponse)
 
     def _settle(self, one: _InFlight, timeout_s: float) -> Answer:
+        pause_s = 0.0
         try:
             return answer_of(one.result(self._caller.address), one.latency_s())
         except ResourceExhausted as full:
-            last = full
-        for _ in range(QUEUE_RETRIES):
-            time.sleep(QUEUE_PAUSE_S if last.retry_after_s is None else last.retry_after_s)
+            pause_s = _pause_of(full)
+        except Unavailable:
+            if not one.was_never_sent():
+                raise
+        turns = 0
+        while True:
+            time.sleep(pause_s)
             started = time.perf_counter()
             try:
                 response = self._caller.unary(
                     self._stub.ModelInfer, one.request, pb.ModelInferResponse, timeout_s=timeout_s
                 )
             except ResourceExhausted as full:
-                last = full
+                turns += 1
+                if turns == QUEUE_RETRIES:
+                    raise
+                pause_s = _pause_of(full)
             else:
                 return answer_of(response, time.perf_counter() - started)
-        raise last
+
+
+def _pause_of(full: ResourceExhausted) -> float:
+    """When a place may be free. Raises the error where no server has said that: a message that is too large, say, is so
+    each time."""
+    if full.retry_after_s is None:
+        raise full
+    return full.retry_after_s
 
 
 class _InFlight:
@@ -190,6 +205,9 @@ class _InFlight:
 
     def done(self) -> bool:
         return self._arrived.is_set()
+
+    def was_never_sent(self) -> bool:
+        return isinstance(self._call, grpc.RpcError) and was_never_sent(self._call)
 
     def latency_s(self) -> float:
         return self._ended - self._started

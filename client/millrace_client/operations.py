@@ -85,7 +85,9 @@ class Operation(Generic[Result]):
             hang.FromNanoseconds(int(min(left_s, LOOK_EVERY_S) * 1e9))
             request = operations_pb2.WaitOperationRequest(name=self.name, timeout=hang)
             try:
-                self.proto = self._caller.unary(self._stub.WaitOperation, request, operations_pb2.Operation)
+                self.proto = self._caller.unary(
+                    self._stub.WaitOperation, request, operations_pb2.Operation, reconnect_for_s=0.0
+                )
             except MillraceError as error:
                 patience.pause_after(error, at_most_s=left_s)
                 continue

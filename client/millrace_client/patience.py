@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,6 +17,19 @@ LONGEST_PAUSE_S = 5.0
 Result = TypeVar("Result")
 
 
+class Backoff:
+    """Pauses that double, each cut at random to between a half and all of it: the clients of a server that restarts do
+    not all come back in the same moment."""
+
+    def __init__(self) -> None:
+        self._pause_s = FIRST_PAUSE_S
+
+    def next_s(self) -> float:
+        pause_s = self._pause_s
+        self._pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        return pause_s * random.uniform(0.5, 1.0)
+
+
 class Patience:
     """Pauses between tries, the longer the longer nothing goes on."""
 
@@ -23,7 +37,7 @@ class Patience:
         self.progressed()
 
     def progressed(self) -> None:
-        self._progressed_at, self._pause_s = time.monotonic(), FIRST_PAUSE_S
+        self._progressed_at, self._backoff = time.monotonic(), Backoff()
 
     def calling(self, call: Callable[[], Result]) -> Result:
         """What it returns, also where the server is away for a while."""
@@ -37,8 +51,7 @@ class Patience:
         """Raises it where another try cannot help, or there was no progress for too long."""
         if not _may_pass(error) or time.monotonic() - self._progressed_at > PATIENCE_S:
             raise error
-        time.sleep(min(self._pause_s, at_most_s))
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        time.sleep(min(self._backoff.next_s(), at_most_s))
 
 
 def _may_pass(error: MillraceError) -> bool:

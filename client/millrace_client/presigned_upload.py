@@ -131,6 +131,13 @@ class _Sending:
         renewed = Patience().calling(self._start)
         if renewed.create_time != self._upload.create_time:
             raise NotFound(f"{self.name} was aborted meanwhile", metadata={"resource": self.name})
+        if renewed.state == resources_pb2.Upload.STATE_COMMITTED:
+            raise FailedPrecondition(
+                f"{self.name} was committed meanwhile and takes no more parts",
+                reason="UPLOAD_NOT_OPEN",
+                metadata={"resource": self.name},
+                remedy=f"get_upload({self.name!r}) tells its size and SHA-256: import it, or start another upload",
+            )
         if _layout(renewed) != _layout(self._upload):
             # As after an upgrade of the service. What is sent already would be mixed with parts that overlap it.
             raise FailedPrecondition(

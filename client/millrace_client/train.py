@@ -218,7 +218,11 @@ class TrainClient:
 
     def get_sweep(self, name: str) -> sweep_pb2.Sweep:
         """With its trials, and the best of them so far."""
-        return self._caller.unary(self._stub.GetSweep, pb.GetSweepRequest(name=name), sweep_pb2.Sweep)
+        return self._get_sweep(name)
+
+    def _get_sweep(self, name: str, reconnect_for_s: float | None = None) -> sweep_pb2.Sweep:
+        request = pb.GetSweepRequest(name=name)
+        return self._caller.unary(self._stub.GetSweep, request, sweep_pb2.Sweep, reconnect_for_s=reconnect_for_s)
 
     def list_sweeps(self) -> Iterator[sweep_pb2.Sweep]:
         """All of them, in the order of their names, without their trials."""
@@ -243,7 +247,7 @@ class TrainClient:
         last_heard = time.monotonic()
         while True:
             try:
-                sweep = self.get_sweep(name)
+                sweep = self._get_sweep(name, reconnect_for_s=0.0)
             except Unavailable:
                 if time.monotonic() - last_heard > reconnect_for_s:
                     raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,8 +28,12 @@ CHUNK_BYTES = 4 * 1024 * 1024
 WINDOW = 8
 # A server that is silent for so long is given up, and called again.
 SILENCE_S = 30.0
-# The server may have to read all bytes once more.
-COMMIT_TIMEOUT_S = 900.0
+# One call of CommitUpload. The server may have to read all bytes once more; another call goes on where one ended.
+COMMIT_CALL_S = 300.0
+# Such calls are made as long as the server gets further in so much time.
+COMMIT_STALLED_S = 900.0
+# A call that broke after so long had reached the server: it was there until now.
+REACHED_S = 60.0
 
 
 class UploadInterrupted(KeyboardInterrupt):
@@ -83,10 +88,35 @@ def _send(sending: _Sending, pieces: Iterator[bytes]) -> resources_pb2.Upload:
 
 
 def commit(caller: Caller, stub: Any, name: str, size_bytes: int, sha256: str) -> resources_pb2.Upload:
+    """Fixes the bytes, however long the server takes to read them: it is called again while `hashed_size` grows.
+
+    Raises what the server refuses, `Unavailable` where it stays away for `PATIENCE_S`, and `DeadlineExceeded` where it
+    answers but gets no further for `COMMIT_STALLED_S`.
+    """
     request = pb.CommitUploadRequest(name=name, size_bytes=size_bytes, sha256=sha256)
-    return Patience().calling(
-        lambda: caller.unary(stub.CommitUpload, request, resources_pb2.Upload, timeout_s=COMMIT_TIMEOUT_S)
-    )
+    looking = pb.GetUploadRequest(name=name)
+    patience = Patience()
+    hashed_size, moved_at = 0, time.monotonic()
+    while True:
+        called_at = time.monotonic()
+        try:
+            return caller.unary(
+                stub.CommitUpload, request, resources_pb2.Upload, timeout_s=COMMIT_CALL_S, reconnect_for_s=0.0
+            )
+        except MillraceError as error:
+            failed = error
+        if time.monotonic() - called_at > REACHED_S:
+            patience.progressed()
+        patience.pause_after(failed)
+        upload = patience.calling(
+            lambda: caller.unary(stub.GetUpload, looking, resources_pb2.Upload, reconnect_for_s=0.0)
+        )
+        patience.progressed()
+        if upload.hashed_size > hashed_size:
+            moved_at = time.monotonic()
+        elif time.monotonic() - moved_at > COMMIT_STALLED_S:
+            raise failed
+        hashed_size = upload.hashed_size
 
 
 class _Sending:
@@ -173,7 +203,9 @@ class _Sending:
 
     def _get(self) -> resources_pb2.Upload:
         request = pb.GetUploadRequest(name=self.name)
-        return self._patience.calling(lambda: self.caller.unary(self.stub.GetUpload, request, resources_pb2.Upload))
+        return self._patience.calling(
+            lambda: self.caller.unary(self.stub.GetUpload, request, resources_pb2.Upload, reconnect_for_s=0.0)
+        )
 
 
 class _Digest:

@@ -32,11 +32,13 @@ from data_service.ingest.split_problems import SplitProblems
 from data_service.ingest.threads import Behind, ahead
 from data_service.sources import open_sources
 from data_service.sources.source_files import SourceFiles, s3_of
+from data_service.successors import confirm_follows
 from shared.dataset_version import DatasetVersion, load_version
 from shared.dataset_version.attachments import read_report
 from shared.dataset_version.manifest import QUARANTINE, DataFile, Parent
+from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import FailedPrecondition, InvalidArgument
-from shared.jobs import AttemptContext
+from shared.jobs import AttemptContext, Jobs
 from shared.storage import ObjectStore
 
 
@@ -54,6 +56,9 @@ class _Import:
         self._folder = folder
         self._scratch = scratch
         self._base = _base(context.store, spec.base) if spec.base else None
+        if spec.base:
+            base = Jobs(context.store, IMPORT_KIND).get(spec.base.version, spec.base.version)
+            confirm_follows(context.store, base, context.job)
         appends = spec.base is not None and spec.base.mode == "append"
         self._kept = BaseRows(context.store, self._base) if self._base and appends else None
         roots = [PurePosixPath(root) for root in context.job.spec["import_roots"]]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import google_crc32c
@@ -45,6 +45,21 @@ class BlocksAhead:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._kept.clear()
+
+
+def read_ahead(store: ObjectStore, blocks: Iterable[Block]) -> Generator[bytes]:
+    """The bytes of each block, in order; `BLOCKS_AHEAD` more are fetched meanwhile. Raises as `read_block`."""
+    threads = ThreadPoolExecutor(BLOCKS_AHEAD, thread_name_prefix="upload-hash-read")
+    coming: deque[Future[bytes]] = deque()
+    try:
+        for block in blocks:
+            coming.append(threads.submit(read_block, store, block))
+            if len(coming) > BLOCKS_AHEAD:
+                yield coming.popleft().result()
+        while coming:
+            yield coming.popleft().result()
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _fetch(store: ObjectStore, block: Block) -> tuple[bytes, int]:

@@ -7,9 +7,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from data_service.uploads.blocks_ahead import read_ahead
 from data_service.uploads.chunks import Chain, read_block
 from shared.errors import Cancelled
 from shared.storage import ObjectStore
@@ -61,24 +63,34 @@ class PassingDigest:
 
 
 class KeptDigests:
-    """The digests of the uploads last written in this process, by their uid; merely a saving of time."""
+    """The digests of the uploads last written in this process, by their uid; merely a saving of time.
+
+    `objects` names the very objects that the bytes lie in, for uploads whose objects can be written over; a digest is
+    of no use once these are others.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, RunningDigest] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[str, RunningDigest]] = OrderedDict()
 
-    def get(self, uid: str) -> RunningDigest:
+    def get(self, uid: str, objects: str = "") -> RunningDigest:
         """A copy that is the caller's own; the empty digest where none is kept."""
         with self._lock:
-            kept = self._kept.get(uid)
-            return kept.copy() if kept else RunningDigest.empty()
+            of, kept = self._kept.get(uid, ("", None))
+            return kept.copy() if kept and of == objects else RunningDigest.empty()
 
-    def keep(self, uid: str, digest: RunningDigest) -> None:
-        """Unless one that goes further is kept: chunks never change, so both are of the same bytes."""
+    def hashed_size(self, uid: str) -> int:
+        """The bytes from 0 on that the digest is of."""
         with self._lock:
-            kept = self._kept.get(uid)
-            if kept is None or kept.end < digest.end:
-                self._kept[uid] = digest.copy()
+            _, kept = self._kept.get(uid, ("", None))
+            return kept.end if kept else 0
+
+    def keep(self, uid: str, digest: RunningDigest, objects: str = "") -> None:
+        """Unless one of the same objects that goes further is kept: both are of the same bytes."""
+        with self._lock:
+            of, kept = self._kept.get(uid, ("", None))
+            if kept is None or of != objects or kept.end < digest.end:
+                self._kept[uid] = (objects, digest.copy())
             self._kept.move_to_end(uid)
             while len(self._kept) > KEPT_DIGESTS:
                 self._kept.popitem(last=False)
@@ -95,17 +107,23 @@ def catch_up(store: ObjectStore, chain: Chain, digest: RunningDigest, end: int) 
 
 
 def digest_of(
-    store: ObjectStore, chain: Chain, kept: KeptDigests, uid: str, given_up: Callable[[], bool] = lambda: False
+    store: ObjectStore,
+    chain: Chain,
+    kept: KeptDigests,
+    uid: str,
+    objects: str = "",
+    given_up: Callable[[], bool] = lambda: False,
 ) -> RunningDigest:
     """Of the whole chain, from where the digest that is kept ends; each block that is read is kept in turn, so that
     another call goes on where this one failed.
 
     Raises `DataLoss` where some bytes are missing, and `Cancelled` at the next block once nobody waits any more.
     """
-    digest = kept.get(uid)
-    for block in chain.between(digest.end, chain.end):
-        if given_up():
-            raise Cancelled("nobody waits for the digest of the upload any more; commit it again")
-        digest.update(read_block(store, block))
-        kept.keep(uid, digest)
+    digest = kept.get(uid, objects)
+    with closing(read_ahead(store, chain.between(digest.end, chain.end))) as pieces:
+        for piece in pieces:
+            digest.update(piece)
+            kept.keep(uid, digest, objects)
+            if given_up() and digest.end < chain.end:
+                raise Cancelled("nobody waits for the digest of the upload any more; commit it again")
     return digest

@@ -26,7 +26,7 @@ from data_service.uploads.record import (
     transition,
 )
 from data_service.uploads.users import live_users
-from shared.errors import STORE_OUTAGES, FailedPrecondition, NotFound
+from shared.errors import STORE_OUTAGES, FailedPrecondition, NotFound, not_found
 from shared.storage import ObjectStore
 from shared.storage.presigning import VALID_FOR
 
@@ -49,10 +49,14 @@ class Endings:
         # The marker that the last pass ended with, where it did not come to the end.
         self._after = ""
 
-    def abort(self, name: str) -> UploadRecord:
-        """Takes the upload away, with its bytes. Raises `InvalidArgument`, `NotFound`, and `FailedPrecondition` while
-        an import reads it."""
+    def abort(self, name: str, uid: str = "") -> UploadRecord:
+        """Takes the upload away, with its bytes; with `uid` given only that one, and no later one of its name.
+
+        Raises `InvalidArgument`, `NotFound`, and `FailedPrecondition` while an import reads it.
+        """
         upload = get_upload(self._store, name)
+        if uid and upload.uid != uid:
+            raise not_found(name, "it is gone, and another upload has its name")
         ending = uuid.uuid4().hex
 
         def begin(newest: UploadRecord) -> UploadRecord:
@@ -74,27 +78,28 @@ class Endings:
             self._live.set_gone(live, time.time())
         return upload
 
-    def check_unused(self, dataset: str) -> None:
-        """Of `datasets/{d}`. Raises `FailedPrecondition` naming one that an import reads."""
-        for name in self._of(dataset):
-            if users := live_users(self._store, name):
-                raise _in_use(name, users[0])
+    def check_unused(self, dataset: str, dataset_uid: str) -> None:
+        """Of the dataset `datasets/{d}` with that uid. Raises `FailedPrecondition` naming one that an import reads."""
+        for upload in self._of(dataset, dataset_uid):
+            if users := live_users(self._store, upload.name):
+                raise _in_use(upload.name, users[0])
 
-    def abort_all(self, dataset: str) -> None:
-        """Of `datasets/{d}`. Those that imports read stay."""
-        for name in self._of(dataset):
+    def abort_all(self, dataset: str, dataset_uid: str) -> None:
+        """Of the dataset `datasets/{d}` with that uid, and of no later one of its name. Those that imports read
+        stay."""
+        for upload in self._of(dataset, dataset_uid):
             with suppress(FailedPrecondition, NotFound):  # in use; or another has taken it just now
-                self.abort(name)
+                self.abort(upload.name, upload.uid)
 
-    def _of(self, dataset: str) -> Iterator[str]:
-        """The names of the dataset's uploads that are not gone."""
+    def _of(self, dataset: str, dataset_uid: str) -> Iterator[UploadRecord]:
+        """The dataset's uploads that are not gone."""
         for key in self._live.markers(dataset):
             live = self._live.read(key)
             if live is None or live.gone_at is not None:
                 continue
             upload = find_upload(self._store, live.name)
-            if upload and upload.uid == live.uid:
-                yield live.name
+            if upload and upload.uid == live.uid and upload.dataset_uid in ("", dataset_uid):
+                yield upload
 
     def sweep(self, now: float) -> list[str]:
         """Takes away what has expired by `now` and no import reads, and what was written late for those that are gone.
@@ -136,7 +141,7 @@ class Endings:
         if not upload.ending and not has_expired(self._store, upload, now):
             return False
         try:
-            self.abort(live.name)
+            self.abort(live.name, live.uid)
         except (FailedPrecondition, NotFound):
             return False  # in use, and a later sweep takes it; or another has taken it just now
         logger.info("%s has expired", live.name)

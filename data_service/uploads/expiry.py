@@ -14,16 +14,18 @@ COMMITTED_FOR_S = 7 * 24 * 3600.0
 
 @dataclass(frozen=True)
 class Upload:
-    """`expire_time` is in seconds since the epoch."""
+    """`expire_time` is in seconds since the epoch; `hashed_size` are the bytes from 0 on whose digest this process
+    has."""
 
     record: UploadRecord
     acknowledged_size: int
     expire_time: float
+    hashed_size: int = 0
 
 
 def as_it_is(store: ObjectStore, record: UploadRecord) -> Upload:
     if record.state is UploadState.COMMITTED:
-        return Upload(record, record.size_bytes, record.update_time + COMMITTED_FOR_S)
+        return Upload(record, record.size_bytes, record.update_time + COMMITTED_FOR_S, hashed_size=record.size_bytes)
     infos = list(store.list(record.chunks_prefix))
     chain = chain_of(record.chunks_prefix, ((int(one.key.rsplit("/", 1)[-1]), one.size_bytes) for one in infos))
     newest_byte = max((one.modified for one in infos), default=record.create_time)

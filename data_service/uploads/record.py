@@ -42,6 +42,9 @@ class UploadRecord:
     ending: str = ""
     # Clients put parts into the store by themselves, so that a chunk may be written over.
     presigned: bool = False
+    # Of the dataset that it was started in: a later dataset of the same name has another. Empty: an earlier release
+    # started it.
+    dataset_uid: str = ""
     # Fixed by the commit.
     size_bytes: int = 0
     sha256: str = ""

@@ -90,6 +90,7 @@ def upload_message(upload: Upload) -> resources_pb2.Upload:
         acknowledged_size=upload.acknowledged_size,
         size_bytes=record.size_bytes,
         sha256=record.sha256,
+        hashed_size=upload.hashed_size,
     )
 
 

@@ -7,8 +7,11 @@ import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import replace
 
 from data_service.datasets import SERVICE, Datasets
+from data_service.domain.dataset import Dataset
 from data_service.uploads import receiving
 from data_service.uploads.chunks import chain_of
 from data_service.uploads.digests import KeptDigests, digest_of
@@ -19,7 +22,7 @@ from data_service.uploads.parts import Part, PresignedPut, parts_of
 from data_service.uploads.receiving import Chunk
 from data_service.uploads.record import UploadRecord, UploadState, find_upload, get_upload, log_of, may_end, transition
 from shared import names
-from shared.errors import DataLoss, FailedPrecondition, already_exists, invalid_field, not_found
+from shared.errors import DataLoss, FailedPrecondition, NotFound, already_exists, invalid_field, not_found
 from shared.requests import claimed
 from shared.storage import ObjectStore
 from shared.storage.presigning import Presigner
@@ -41,7 +44,8 @@ class Uploads:
     def start(
         self, parent: str, upload_id: str, *, request_id: str, body_sha256: str, presigned: PresignedPut | None = None
     ) -> tuple[Upload, list[Part]]:
-        """The parts are empty unless `presigned` is given; asked for again with the same id, they have new URLs.
+        """The parts are empty unless `presigned` is given; asked for again with the same id, they have new URLs, or are
+        empty once the upload is committed.
 
         Raises `InvalidArgument`, `NotFound` (the dataset), `AlreadyExists`, and `FailedPrecondition` for presigned
         parts where the store is not S3.
@@ -56,10 +60,13 @@ class Uploads:
                 reason="STORE_NOT_S3",
                 metadata={"field": "presigned"},
             )
-        self._datasets.get(parent, "parent")
+        dataset = self._datasets.get(parent, "parent")
         name = f"{parent}/uploads/{upload_id or f'u-{uuid.uuid4().hex}'}"
         with claimed(self._store, SERVICE, request_id, body_sha256, name) as claim:
-            record = self._create(claim.name, request_id, presigned is not None)
+            record = self._create(claim.name, request_id, presigned is not None, dataset.uid)
+            self._keep_unless_dataset_is_gone(dataset, record)
+        if record.state is UploadState.COMMITTED:
+            ranges = []  # whatever were put now would only damage it
         assert self._presigner is not None or not ranges
         key = chain_of(record.chunks_prefix, ()).key
         parts = [
@@ -70,7 +77,10 @@ class Uploads:
 
     def get(self, name: str) -> Upload:
         """Raises `InvalidArgument` and `NotFound`."""
-        return as_it_is(self._store, get_upload(self._store, name))
+        upload = as_it_is(self._store, get_upload(self._store, name))
+        if upload.record.state is UploadState.COMMITTED:
+            return upload
+        return replace(upload, hashed_size=self._digests.hashed_size(upload.record.uid))
 
     def receive(self, chunks: AsyncIterator[Chunk]) -> AsyncGenerator[int, None]:
         """See `receiving.receive`."""
@@ -118,19 +128,31 @@ class Uploads:
         an import reads it."""
         self._digests.forget(self._endings.abort(name).uid)
 
-    def check_unused(self, dataset: str) -> None:
-        """Of `datasets/{d}`. Raises `FailedPrecondition` naming one that an import reads."""
-        self._endings.check_unused(dataset)
+    def check_unused(self, dataset: str, dataset_uid: str) -> None:
+        """See `Endings.check_unused`."""
+        self._endings.check_unused(dataset, dataset_uid)
 
-    def abort_all(self, dataset: str) -> None:
-        """Of `datasets/{d}`. Those that imports read stay."""
-        self._endings.abort_all(dataset)
+    def abort_all(self, dataset: str, dataset_uid: str) -> None:
+        """See `Endings.abort_all`."""
+        self._endings.abort_all(dataset, dataset_uid)
 
     def sweep(self, now: float) -> list[str]:
         """See `Endings.sweep`."""
         return self._endings.sweep(now)
 
-    def _create(self, name: str, request_id: str, presigned: bool) -> UploadRecord:
+    def _keep_unless_dataset_is_gone(self, dataset: Dataset, record: UploadRecord) -> None:
+        """Whoever deletes a dataset says so and then looks for uploads; whoever starts one does it the other way round.
+        Raises `NotFound`."""
+        if record.dataset_uid != dataset.uid:
+            return  # a repeated call: the first one has looked
+        try:
+            self._datasets.check_still_there(dataset.name, dataset.uid)
+        except NotFound:
+            with suppress(FailedPrecondition, NotFound):  # read already, so that it expires; or taken away just now
+                self._endings.abort(record.name, record.uid)
+            raise
+
+    def _create(self, name: str, request_id: str, presigned: bool, dataset_uid: str) -> UploadRecord:
         record = UploadRecord(
             name=name,
             uid=uuid.uuid4().hex,
@@ -138,6 +160,7 @@ class Uploads:
             update_time=time.time(),
             request_id=request_id,
             presigned=presigned,
+            dataset_uid=dataset_uid,
         )
         log = log_of(self._store, name)
         before = log.head()
@@ -164,16 +187,16 @@ class Uploads:
                 reason="OTHER_SIZE",
                 metadata={"resource": upload.name, "acknowledged_size": str(chain.end)},
             )
-        kept_as = upload.uid
+        objects = ""
         if upload.presigned:
             # Parts that were put by URL can be put again, even after the commit: what was read before counts for the
             # very same objects alone, and whoever reads the upload holds it against the digest once more.
             places = str([(offset, one.size_bytes, one.modified) for offset, one in parts])
-            kept_as += hashlib.sha256(places.encode()).hexdigest()
-        digest = digest_of(self._store, chain, self._digests, kept_as, given_up)
+            objects = hashlib.sha256(places.encode()).hexdigest()
+        digest = digest_of(self._store, chain, self._digests, upload.uid, objects, given_up)
         if digest.sha256.hexdigest() != sha256:
             # The store's times may be coarse: should a part have changed all the same, the next commit reads it.
-            self._digests.forget(kept_as)
+            self._digests.forget(upload.uid)
             raise DataLoss(
                 f"the bytes of {upload.name} have the SHA-256 {digest.sha256.hexdigest()}, not {sha256}; abort the "
                 "upload and send it again",

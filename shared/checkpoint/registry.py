@@ -163,8 +163,19 @@ class CheckpointRegistry:
         return list(gone.values())
 
     def clear(self, attempt: int) -> None:
-        """Names nothing any more and closes the registry to every attempt before `attempt`; the files stay."""
-        self._update(lambda _: RegistryState(), attempt)
+        """Names nothing of the attempts before `attempt` any more and closes the registry to them; the files stay.
+
+        What later attempts committed stays named: a new job of the name goes on behind the numbers of the deleted one.
+        """
+
+        def drop(before: RegistryState) -> RegistryState:
+            return replace(
+                before,
+                checkpoints=tuple(one for one in before.checkpoints if one.attempt >= attempt),
+                retiring=tuple(one for one in before.retiring if one.entry.attempt >= attempt),
+            )
+
+        self._update(drop, attempt)
 
     def _update(self, decide: Callable[[RegistryState], RegistryState], attempt: int | None) -> RegistryState:
         """Appends what `decide` makes of the newest state; nothing where it is the same."""

@@ -8,12 +8,16 @@ removing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from shared.jobs.record import JobRecord, JobState
 from shared.jobs.registry import Jobs
 from shared.jobs.transitions import undo_delete
+from shared.storage import ObjectStore
+
+# So many objects are deleted between two looks at the log.
+KEYS_BETWEEN_LOOKS = 32
 
 
 def while_deleting(jobs: Jobs, job: JobRecord, decide: Callable[[JobRecord], JobRecord]) -> JobRecord:
@@ -24,6 +28,21 @@ def while_deleting(jobs: Jobs, job: JobRecord, decide: Callable[[JobRecord], Job
         return decide(newest) if deleting else newest
 
     return jobs.transition(job.name, step)
+
+
+def remove_objects(store: ObjectStore, jobs: Jobs, job: JobRecord, keys: Sequence[str]) -> bool:
+    """Deletes `keys`, which were listed before, while the log says of this same job what it said when `job` was read.
+
+    The log is read again as it goes on: where another process has finished the deletion, a new job of the name may have
+    made objects of the same keys. Returns whether all of them are gone.
+    """
+    for start in range(0, max(1, len(keys)), KEYS_BETWEEN_LOOKS):
+        now = jobs.newest(job.name)
+        if now is None or now.uid != job.uid or now.state is not job.state:
+            return False
+        for key in keys[start : start + KEYS_BETWEEN_LOOKS]:
+            store.delete(key)
+    return True
 
 
 def undone(job: JobRecord) -> JobRecord:

@@ -102,9 +102,12 @@ class Jobs:
             raise not_found(name, f"request_id {request_id} made it, and it was deleted since; use a new UUID4")
         return job
 
-    def cancel(self, folder: str, name: str, etag: str = "") -> JobRecord:
-        """Writes the wish. Raises `NotFound`, and `Conflict` when `etag` is given and not the present generation."""
-        return self._wish(folder, name, etag, request_cancel)
+    def cancel(self, folder: str, name: str, etag: str = "", uid: str = "") -> JobRecord:
+        """Writes the wish; with `uid` given only for that job, and for no later one of its name.
+
+        Raises `NotFound`, and `Conflict` when `etag` is given and not the present generation.
+        """
+        return self._wish(folder, name, etag, request_cancel, uid)
 
     def suspend(self, folder: str, name: str, etag: str = "") -> JobRecord:
         """As `cancel`. Raises `FailedPrecondition` for a job that is over, or is being ended."""
@@ -128,8 +131,12 @@ class Jobs:
             if not after.state.final:
                 return after
 
-    def _wish(self, folder: str, name: str, etag: str, wish: Callable[[JobRecord, float], JobRecord]) -> JobRecord:
+    def _wish(
+        self, folder: str, name: str, etag: str, wish: Callable[[JobRecord, float], JobRecord], uid: str = ""
+    ) -> JobRecord:
         def decide(job: JobRecord) -> JobRecord:
+            if uid and job.uid != uid:
+                raise not_found(name, "it was deleted, and made anew")
             check_etag(job, etag)
             try:
                 return wish(job, time.time())

@@ -17,7 +17,7 @@ from shared.checkpoint import CheckpointRegistry
 from shared.checkpoint.users import users_of_job
 from shared.errors import STORE_OUTAGES, FailedPrecondition, not_found
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.jobs.deletion import condemned, undone, while_deleting
+from shared.jobs.deletion import condemned, remove_objects, undone, while_deleting
 from shared.jobs.record import check_etag
 from shared.jobs.transitions import confirm_delete, request_delete
 from shared.storage import ObjectStore
@@ -35,8 +35,9 @@ class Deletions:
         self._jobs = Jobs(store, TRAIN_KIND)
         self._clock = clock
 
-    def begin(self, name: str, etag: str = "") -> JobRecord:
-        """The job, DELETING for good; `finish` takes away what it made.
+    def begin(self, name: str, etag: str = "", uid: str = "") -> JobRecord:
+        """The job, DELETING for good; `finish` takes away what it made. With `uid` given only that job, and no later
+        one of its name.
 
         Raises `NotFound`, `Conflict` when `etag` is given and not the present one, and `FailedPrecondition` while an
         attempt may work on it or somebody uses one of its checkpoints: then it is what it was before.
@@ -44,6 +45,8 @@ class Deletions:
         self._jobs.get(name, name)
 
         def decide(newest: JobRecord) -> JobRecord:
+            if uid and newest.uid != uid:
+                raise not_found(name, "it was deleted, and made anew")
             check_deletable(newest, etag)
             return request_delete(newest, newest.update_time)
 
@@ -77,12 +80,7 @@ class Deletions:
         # Listed before the log is read: what a new job makes is not among it.
         logs = (f"{job.name}/log/", f"{job.name}/checkpoints/log/")
         keys = [info.key for info in self._store.list(job.name) if not info.key.startswith(logs)]
-        now = self._jobs.newest(job.name)
-        if now is None or now.uid != job.uid or now.state is not job.state:
-            return False  # somebody else has finished it
-        for key in keys:
-            self._store.delete(key)
-        return True
+        return remove_objects(self._store, self._jobs, job, keys)
 
     def _condemn(self, job: JobRecord) -> JobRecord:
         if job.deleted_from is None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from shared.checkpoint.users import users_of_job
 from shared.errors import STORE_OUTAGES, FailedPrecondition
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.jobs.deletion import condemned, undone, while_deleting
+from shared.jobs.deletion import condemned, remove_objects, undone, while_deleting
 from shared.jobs.transitions import confirm_delete, request_delete
 from shared.storage import ObjectStore
 from train_service.jobs.inputs import release_inputs
@@ -56,12 +56,14 @@ class SweepDeletions:
         sweep = self._condemn(sweep)
         trials = Trials(self._store, sweep)
         for number in trials.numbers:
-            if trials.job(number) is not None:
-                self._deletions.begin(trials.name(number))
-                self._deletions.finish(trials.name(number))
+            if (trial := trials.job(number)) is not None:
+                self._deletions.begin(trial.name, uid=trial.uid)
+                self._deletions.finish(trial.name)
         release_inputs(self._store, SWEEP_KIND, sweep.uid, sweep.spec["sweep"]["base"])
-        self._store.delete_folder(f"{name}/stopped")
-        self._store.delete(f"{name}/progress.json")
+        # Listed before the log is read again: another may have finished this, and a new sweep may have the name.
+        keys = [info.key for info in self._store.list(f"{name}/stopped")]
+        if not remove_objects(self._store, self._jobs, sweep, [*keys, f"{name}/progress.json"]):
+            return
         while_deleting(self._jobs, sweep, lambda newest: confirm_delete(newest, self._clock()))
         logger.info("%s is deleted", name)
 

@@ -11,10 +11,12 @@ import time
 import uuid
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
+from shared.errors import NotFound
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.storage import ObjectStore
 from train_service.domain.sweep import DIGITS, SweepSpec, trial_id
@@ -112,7 +114,7 @@ class Trials:
         if self._is_at_work(number):
             # First, so that whoever sees the cancelled job sees why.
             self._store.put(self._mark(number), b"{}")
-            self._jobs.cancel(self.name(number), self.name(number))
+            self._cancel(number)
 
     def stop_marked(self) -> None:
         """Again those that were to be stopped: whoever marked them may have died before the job was told."""
@@ -135,7 +137,8 @@ class Trials:
 
     def _cancel(self, number: int) -> None:
         if self._is_at_work(number):
-            self._jobs.cancel(self.name(number), self.name(number))
+            with suppress(NotFound):  # deleted just now
+                self._jobs.cancel(self.name(number), self.name(number), uid=self.uid(number))
 
     def _is_at_work(self, number: int) -> bool:
         job = self.job(number)

@@ -9,6 +9,9 @@ import click
 
 from millrace_client.connection import Millrace, connect
 
+# Long enough for a service that restarts; whoever types a command while no stack is up hears of it soon.
+RECONNECT_FOR_S = 5.0
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -44,7 +47,12 @@ def address_options(function: Function) -> Function:
 
 def connected(values: dict[str, Any]) -> Millrace:
     """A client for the addresses that `address_options` put into a command's keyword arguments."""
-    return connect(data=values["data_address"], train=values["train_address"], inference=values["inference_address"])
+    return connect(
+        data=values["data_address"],
+        train=values["train_address"],
+        inference=values["inference_address"],
+        reconnect_for_s=RECONNECT_FOR_S,
+    )
 
 
 def full_name(collection: str, name: str) -> str:

@@ -372,9 +372,10 @@ def test_a_call_refused_as_unavailable_is_tried_again_by_clients_that_grpc_retri
 
     async def main() -> None:
         options: dict[str, Any] = {"door": Door(["/test.Busy/Unary"], lambda: None)} if door else {}
+        of_all = {"methodConfig": [{**RETRIES["methodConfig"][0], "name": [{}]}]}
         async with (
             running(register, **options) as kit,
-            aio.insecure_channel(kit.address, options=[("grpc.service_config", json.dumps(RETRIES))]) as channel,
+            aio.insecure_channel(kit.address, options=[("grpc.service_config", json.dumps(of_all))]) as channel,
         ):
             call: Any = channel.unary_unary("/test.Busy/Unary")
             assert await call(b"x", timeout=20) == b"answer"

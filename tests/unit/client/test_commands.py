@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from millrace.train.v1 import train_service_pb2_grpc
-from millrace_client.cli import COMMANDS, millrace
+from millrace_client.cli import COMMANDS, millrace, options
 from millrace_client.stack import launch
 from tests.support.fake_servicers import BreakingStreams, Job, Refusing
 from tests.support.grpc_answers import bad_field, error_info, serving, status
@@ -25,6 +25,7 @@ README = Path(__file__).parents[3] / "README.md"
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    monkeypatch.setattr(options, "RECONNECT_FOR_S", 0.2)
     for service in ("DATA", "TRAIN", "INFERENCE"):
         monkeypatch.setenv(f"MILLRACE_{service}_ADDRESS", NOBODY)
     return tmp_path

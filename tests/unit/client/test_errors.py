@@ -20,7 +20,7 @@ def refused(told: status_pb2.Status) -> tuple[errors.MillraceError, dict[str, An
     servicer = Refusing(told)
     with (
         serving(lambda server: train_service_pb2_grpc.add_TrainServiceServicer_to_server(servicer, server)) as address,
-        connect(train=address) as millrace,
+        connect(train=address, reconnect_for_s=0) as millrace,
         pytest.raises(errors.MillraceError) as raised,
     ):
         millrace.train.get_training_job("trainingJobs/j")
@@ -29,7 +29,6 @@ def refused(told: status_pb2.Status) -> tuple[errors.MillraceError, dict[str, An
 
 @pytest.mark.parametrize("kind", errors.KINDS.values(), ids=lambda kind: kind.__name__)
 def test_each_status_becomes_its_own_kind_of_the_one_family(kind: type[errors.MillraceError]) -> None:
-    # gRPC's own retries of UNAVAILABLE end with the server's last answer.
     error, _ = refused(status(grpc.StatusCode[kind.status], "no"))
     assert type(error) is kind
     assert error.message == "no"
@@ -65,7 +64,10 @@ def test_a_fault_of_the_server_carries_its_correlation_id() -> None:
 def test_nobody_at_the_address_is_unavailable_and_names_address_and_remedy() -> None:
     with serving(lambda _: None) as address:
         pass
-    with connect(train=address) as millrace, pytest.raises(errors.Unavailable, match=address) as raised:
+    with (
+        connect(train=address, reconnect_for_s=0) as millrace,
+        pytest.raises(errors.Unavailable, match=address) as raised,
+    ):
         millrace.train.get_training_job("trainingJobs/j")
     assert "millrace up" in raised.value.remedy
 

@@ -23,6 +23,18 @@ def started(url: str, *sizes: int) -> resources_pb2.Upload:
     return resources_pb2.Upload(name=NAME, presigned_parts=parts)
 
 
+def test_an_upload_that_was_committed_meanwhile_takes_no_more_parts(tmp_path: Path) -> None:
+    (tmp_path / "rows.bin").write_bytes(b"x" * 8)
+    (nobody,) = free_ports(1)
+    committed = resources_pb2.Upload(name=NAME, state=resources_pb2.Upload.STATE_COMMITTED)
+    answers = iter([started(f"http://127.0.0.1:{nobody}/", 8), committed])
+    with (tmp_path / "rows.bin").open("rb", buffering=0) as file:
+        sending = _Sending(file.fileno(), lambda: next(answers))
+        with pytest.raises(FailedPrecondition, match="committed meanwhile") as raised:
+            sending.run(None)
+    assert raised.value.reason == "UPLOAD_NOT_OPEN"
+
+
 @pytest.mark.parametrize("others", [(6, 6), (4, 4, 4), (12,)], ids=str)
 def test_parts_that_are_cut_otherwise_are_not_mixed_with_those_that_were_sent(
     tmp_path: Path, others: tuple[int, ...]

@@ -10,10 +10,12 @@ import grpc
 import pytest
 from click.testing import CliRunner, Result
 
+from millrace.train.v1 import train_service_pb2 as pb
 from millrace.train.v1 import train_service_pb2_grpc
 from millrace_client import connect
 from millrace_client.cli import millrace
 from millrace_client.report.curves import HEIGHT, WIDTH, curve
+from millrace_client.report.training import attempts_of
 from tests.support.grpc_answers import serving
 from tests.support.recorded_servicer import NASTY, REGRESSION, STEPS, Job, RecordedRun
 from tests.unit.client.test_show import Page
@@ -167,6 +169,12 @@ def test_a_run_whose_rows_are_not_known_any_more_can_be_reported_on(tmp_path: Pa
     assert "its dataset version is gone" in page
     assert "<h3>loss " in page
     assert "the version is gone" in run(RecordedRun(repeated=None), "coverage", "j").stderr
+
+
+def test_an_attempt_that_died_before_it_reported_ended_at_the_step_it_began_at() -> None:
+    begun = pb.TrainingEvent(attempt=2, attempt_started=pb.AttemptStarted(num_workers=2, step=50))
+    (attempt,) = attempts_of(Job(), [begun])
+    assert (attempt.first_step, attempt.last_step) == (50, 50)
 
 
 def test_a_job_at_work_can_be_reported_on(tmp_path: Path) -> None:

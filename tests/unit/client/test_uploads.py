@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from data_service.uploads import blocks_ahead
+from data_service.uploads.chunks import Block, read_block
 from data_service.uploads.reader import open_upload
 from data_service.uploads.receiving import Chunk
+from data_service.uploads.record import log_of
 from data_service.uploads.uploads import Uploads
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import resources_pb2
@@ -22,6 +25,7 @@ from millrace_client.errors import (
     Aborted,
     AlreadyExists,
     DataLoss,
+    DeadlineExceeded,
     FailedPrecondition,
     NotFound,
     ResourceExhausted,
@@ -31,7 +35,7 @@ from millrace_client.uploads import UploadInterrupted, resume_upload, upload
 from shared import errors as server_errors
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from tests.support.upload_calls import chunk, send
+from tests.support.upload_calls import chunk, send, started
 from tests.support.upload_server import DATASET, UploadServer, calling, upload_server, uploads_of
 
 State = resources_pb2.Upload.State
@@ -183,6 +187,22 @@ def test_it_gives_up_when_the_server_stays_away_and_tells_how_to_resume(
     assert content(server.store, name) == DATA
 
 
+def test_a_server_that_takes_chunks_and_acknowledges_none_is_given_up(
+    server: UploadServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(_: Uploads, chunks: AsyncIterator[Chunk]) -> AsyncIterator[int]:
+        async for _chunk in chunks:
+            pass
+        yield 0
+
+    monkeypatch.setattr(Uploads, "receive", never)
+    monkeypatch.setattr(uploads, "SILENCE_S", 0.1)
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.05)
+    with calling(server) as (caller, stub), pytest.raises(DeadlineExceeded, match="silent") as raised:
+        upload(caller, stub, DATASET, DATA, upload_id="u")
+    assert raised.value.metadata["upload"] == f"{DATASET}/uploads/u"
+
+
 def test_few_chunks_are_unacknowledged_however_fast_the_source_is(
     server: UploadServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +273,74 @@ def test_resuming_a_committed_upload_is_done_at_once(server: UploadServer) -> No
         assert resume_upload(caller, stub, done.name, DATA) == done
         with pytest.raises(FailedPrecondition):
             resume_upload(caller, stub, done.name, DATA[:-1])
+
+
+class SlowReading:
+    """The server reads one more part for each call of CommitUpload, and takes longer for the next than any call has;
+    `stuck`, it reads none until `go_on`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, stuck: bool = False) -> None:
+        self.commits = 0
+        self._stuck = stuck
+        self._called = threading.Condition()
+        check = Uploads._check_bytes
+
+        def checked(*given: Any) -> None:
+            with self._called:
+                self.commits += 1
+                self._called.notify_all()
+            check(*given)
+
+        def read_slowly(store: ObjectStore, block: Block) -> bytes:
+            with self._called:
+                self._called.wait_for(lambda: not self._stuck and self.commits > block.offset // CHUNK, 60)
+            return read_block(store, block)
+
+        monkeypatch.setattr(Uploads, "_check_bytes", checked)
+        monkeypatch.setattr(blocks_ahead, "read_block", read_slowly)
+
+    def go_on(self) -> None:
+        with self._called:
+            self._stuck = False
+            self._called.notify_all()
+
+
+def _sent_by_url(server: UploadServer, parts: int) -> tuple[str, bytes]:
+    """An upload whose parts are all there, and none was hashed."""
+    data = DATA[: parts * CHUNK]
+    name = started(uploads_of(server.store))
+    log_of(server.store, name).update(lambda record: {**record.state, "presigned": True} if record else None)
+    prefix = uploads_of(server.store).get(name).record.chunks_prefix
+    for offset in range(0, len(data), CHUNK):
+        server.store.put(f"{prefix}/{offset:020d}", data[offset : offset + CHUNK])
+    return name, data
+
+
+def test_a_commit_that_takes_longer_than_any_call_goes_on_while_the_server_gets_further(
+    server: UploadServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, data = _sent_by_url(server, parts=4)
+    reading = SlowReading(monkeypatch)
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(uploads, "COMMIT_CALL_S", 1.0)
+    monkeypatch.setattr(uploads, "REACHED_S", 0.5)
+    with calling(server) as (caller, stub):
+        assert resume_upload(caller, stub, name, data).state == State.STATE_COMMITTED
+    assert reading.commits == 4
+    assert content(server.store, name) == data
+
+
+def test_a_commit_ends_when_the_server_answers_but_gets_no_further(
+    server: UploadServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, data = _sent_by_url(server, parts=4)
+    reading = SlowReading(monkeypatch, stuck=True)
+    monkeypatch.setattr(uploads, "COMMIT_CALL_S", 0.5)
+    monkeypatch.setattr(uploads, "COMMIT_STALLED_S", 0.5)
+    with calling(server) as (caller, stub), pytest.raises(DeadlineExceeded) as raised:
+        resume_upload(caller, stub, name, data)
+    reading.go_on()
+    assert raised.value.metadata["upload"] == name
 
 
 def test_an_error_of_the_source_is_raised_as_it_is_and_tells_how_to_resume(server: UploadServer) -> None:

@@ -32,7 +32,7 @@ def create(datasets: Datasets, **fields: Any) -> Dataset:
 
 def delete(datasets: Datasets, etag: str = "") -> list[str]:
     asked: list[str] = []
-    datasets.delete(NAME, etag, check_uploads=lambda _: None, delete_uploads=asked.append)
+    datasets.delete(NAME, etag, check_uploads=lambda *_: None, delete_uploads=lambda name, _: asked.append(name))
     return asked
 
 
@@ -93,7 +93,7 @@ def test_a_deleted_dataset_is_gone_with_its_uploads(datasets: Datasets) -> None:
     with pytest.raises(NotFound):
         delete(datasets)
     assert datasets.list(0, "") == ([], "")
-    assert datasets.is_tombstone(NAME)
+    assert datasets.deleted_uid(NAME)
 
 
 def test_a_dataset_of_which_an_upload_is_read_stays(store: ObjectStore, datasets: Datasets) -> None:
@@ -108,7 +108,7 @@ def test_a_dataset_of_which_an_upload_is_read_stays(store: ObjectStore, datasets
 
     unmark(store, upload, IMPORT_KIND, "reader")
     datasets.delete(NAME, "", check_uploads=uploads.check_unused, delete_uploads=uploads.abort_all)
-    assert datasets.is_tombstone(NAME)
+    assert datasets.deleted_uid(NAME)
     with pytest.raises(NotFound):
         uploads.get(upload)
 
@@ -118,13 +118,71 @@ def test_an_upload_that_is_read_only_now_goes_later_than_its_dataset(store: Obje
     uploads = Uploads(store, datasets, None)
     upload = uploads.start(NAME, "u", request_id="", body_sha256="")[0].record.name
 
-    def then_somebody_reads(dataset: str) -> None:
-        uploads.check_unused(dataset)
+    def then_somebody_reads(dataset: str, uid: str) -> None:
+        uploads.check_unused(dataset, uid)
         mark_used(store, upload, IMPORT_KIND, "reader", "datasets/other/versions/v1")
 
     datasets.delete(NAME, "", check_uploads=then_somebody_reads, delete_uploads=uploads.abort_all)
-    assert datasets.is_tombstone(NAME)
+    assert datasets.deleted_uid(NAME)
     assert uploads.get(upload).record.name == upload
+
+
+def test_a_deletion_leaves_the_uploads_of_the_dataset_that_was_made_anew_meanwhile(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last look at the versions takes so long that the client has given it up and begun again."""
+    datasets, client = Datasets(store), Datasets(store)
+    create(datasets)
+    uploads = Uploads(store, client, None)
+    looks = []
+
+    def look_and_begin_anew(_: str) -> list[str]:
+        looks.append("look")
+        if len(looks) == 2:
+            create(client)
+            name = uploads.start(NAME, "u", request_id="", body_sha256="")[0].record.chunks_prefix
+            store.put(f"{name}/{0:020d}", b"acknowledged")
+        return []
+
+    monkeypatch.setattr(datasets, "version_names", look_and_begin_anew)
+    datasets.delete(NAME, "", check_uploads=uploads.check_unused, delete_uploads=uploads.abort_all)
+    assert uploads.get(f"{NAME}/uploads/u").acknowledged_size == len(b"acknowledged")
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["deleted", "made anew"])
+def test_an_upload_started_while_its_dataset_is_deleted_is_refused_and_gone(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, anew: bool
+) -> None:
+    datasets, client = Datasets(store), Datasets(store)
+    create(client)
+    uploads = Uploads(store, client, None)
+    get = client.get
+
+    def get_then_deleted(name: str, field: str = "name") -> Dataset:
+        found = get(name, field)
+        delete(datasets)
+        if anew:
+            create(datasets)
+        return found
+
+    monkeypatch.setattr(client, "get", get_then_deleted)
+    with pytest.raises(NotFound):
+        uploads.start(NAME, "u", request_id="", body_sha256="")
+    with pytest.raises(NotFound):
+        uploads.get(f"{NAME}/uploads/u")
+
+
+def test_a_deletion_that_was_overtaken_leaves_the_dataset_that_was_made_anew(store: ObjectStore) -> None:
+    datasets = Datasets(store)
+    create(datasets)
+
+    def make_anew(_name: str, _uid: str) -> None:
+        delete(datasets)
+        create(datasets)
+
+    with pytest.raises(NotFound):
+        datasets.delete(NAME, "", check_uploads=make_anew, delete_uploads=lambda *_: None)
+    assert datasets.get(NAME)
 
 
 def test_an_id_used_again_gets_another_uid(datasets: Datasets) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from data_service import successors
-from data_service.successors import following
+from data_service.successors import confirm_follows, following
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import AlreadyExists, Conflict, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt, confirm_delete, fail, request_delete, succeed
+from shared.log import ResourceLog
+from shared.log.resource_log import Record
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 
@@ -101,6 +103,51 @@ def test_a_claim_whose_job_was_never_made_holds_for_a_minute(store: ObjectStore)
         claim_successor(store, BASE, a_job("v3"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(successors, "JOB_APPEARS_WITHIN_S", -1.0)
+        claim_successor(store, BASE, a_job("v3"))
+
+
+def test_a_claimant_that_makes_its_job_after_another_took_its_place_fails(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, quick = a_job("v2"), a_job("v3")
+    with following(store, BASE, slow):
+        monkeypatch.setattr(successors, "JOB_APPEARS_WITHIN_S", -1.0)
+        claim_successor(store, BASE, quick)
+        made(store, quick)
+        made(store, slow)
+    confirm_follows(store, BASE, quick)
+    with pytest.raises(Conflict, match="v3 already follows"):
+        confirm_follows(store, BASE, slow)
+
+
+def test_whoever_takes_over_a_claim_while_its_job_is_made_and_confirmed_is_refused(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looked for the job before that was made, and appends after."""
+    slow, quick = a_job("v2"), a_job("v3")
+    claim_successor(store, BASE, slow)
+    monkeypatch.setattr(successors, "JOB_APPEARS_WITHIN_S", -1.0)
+    holds = successors._holds
+
+    def then_it_is_made(jobs: Jobs, claim: Record) -> bool:
+        answer = holds(jobs, claim)
+        if jobs.find(slow.name) is None:
+            made(store, slow)
+            confirm_follows(store, BASE, slow)
+        return answer
+
+    monkeypatch.setattr(successors, "_holds", then_it_is_made)
+    with pytest.raises(Conflict, match="v2 already follows"):
+        claim_successor(store, BASE, quick)
+
+
+def test_a_claim_of_an_earlier_release_is_confirmed(store: ObjectStore) -> None:
+    job = a_job("v2")
+    ResourceLog(store, f"{BASE.name}/successors/{BASE.uid}/log").update(lambda _: {"version": job.name, "uid": job.uid})
+    made(store, job)
+    for _ in range(2):
+        confirm_follows(store, BASE, job)
+    with pytest.raises(Conflict):
         claim_successor(store, BASE, a_job("v3"))
 
 

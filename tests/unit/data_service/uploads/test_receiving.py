@@ -198,6 +198,29 @@ def test_a_long_call_hears_of_the_commit(uploads: Uploads, monkeypatch: pytest.M
     assert uploads.get(name).acknowledged_size == 4
 
 
+def test_a_long_call_does_not_go_on_in_the_next_upload_of_the_name(
+    uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiving, "LOOK_EVERY_S", 0.0)
+    name = started(uploads)
+
+    async def given() -> AsyncIterator[Chunk]:
+        yield chunk(name, 0, b"abcd")
+        while uploads.get(name).acknowledged_size < 4:  # noqa: ASYNC110 - a thread writes it
+            await asyncio.sleep(0)
+        uploads.abort(name)
+        started(uploads)
+        yield chunk(name, 4, b"e")
+
+    async def call() -> None:
+        async for _ in uploads.receive(given()):
+            pass
+
+    with pytest.raises(FailedPrecondition, match="no more chunks"):
+        asyncio.run(call())
+    assert uploads.get(name).acknowledged_size == 0
+
+
 def test_a_full_store_is_told_after_what_came_before(uploads: Uploads, monkeypatch: pytest.MonkeyPatch) -> None:
     name = started(uploads)
     put_if_absent = ObjectStore.put_if_absent

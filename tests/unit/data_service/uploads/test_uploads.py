@@ -7,11 +7,12 @@ import uuid
 
 import pytest
 
+from data_service.datasets import Datasets
 from data_service.lifecycle import Deletions
 from data_service.uploads import users
 from data_service.uploads.ending import LATE_WRITES_S
-from data_service.uploads.expiry import COMMITTED_FOR_S, OPEN_FOR_S
-from data_service.uploads.parts import MAX_PART_BYTES, MIN_PART_BYTES, PresignedPut, parts_of
+from data_service.uploads.expiry import COMMITTED_FOR_S, OPEN_FOR_S, Upload
+from data_service.uploads.parts import MAX_PART_BYTES, MIN_PART_BYTES, Part, PresignedPut, parts_of
 from data_service.uploads.record import log_of
 from data_service.uploads.uploads import Uploads
 from data_service.uploads.users import live_users, mark_used, unmark, using
@@ -20,12 +21,23 @@ from shared.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidAr
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt, succeed
 from shared.storage import ObjectStore
+from shared.storage.presigning import Presigner
 from tests.support.upload_calls import chunk, committed, send, send_all, sha256, started
 from tests.support.upload_server import DATASET, uploads_of
 
 DATA = bytes(range(40))
 EMPTY = sha256(b"")
 VERSION = "datasets/d/versions/v1"
+
+
+class Presigning(Presigner):
+    """Of a store that is a folder."""
+
+    def __init__(self) -> None:
+        pass
+
+    def put_url(self, key: str) -> str:
+        return f"https://store/{key}"
 
 
 def start(uploads: Uploads, upload_id: str = "u", request_id: str = "", body: str = "body") -> str:
@@ -70,6 +82,24 @@ def test_the_same_request_gets_the_first_answer(uploads: Uploads) -> None:
     send_all(uploads, first, DATA)
     assert start(uploads, "", request_id) == first
     assert uploads.get(first).acknowledged_size == len(DATA)
+
+
+def test_a_repeated_start_of_a_committed_upload_has_no_urls_to_put_its_parts_again(
+    store: ObjectStore, uploads: Uploads
+) -> None:
+    presigning = Uploads(store, Datasets(store), Presigning())
+    request_id = str(uuid.uuid4())
+
+    def begin() -> tuple[Upload, list[Part]]:
+        wanted = PresignedPut(len(DATA), 0)
+        return presigning.start(DATASET, "u", request_id=request_id, body_sha256="body", presigned=wanted)
+
+    upload, parts = begin()
+    assert [part.url for part in parts] == [f"https://store/{upload.record.chunks_prefix}/{0:020d}"]
+    store.put(f"{upload.record.chunks_prefix}/{0:020d}", DATA)
+    uploads.commit(upload.record.name, len(DATA), sha256(DATA))
+    again, parts = begin()
+    assert (again.record.state, parts) == ("COMMITTED", [])
 
 
 def test_a_request_id_with_another_body_is_refused(uploads: Uploads) -> None:
@@ -292,28 +322,41 @@ def test_an_expired_upload_that_an_import_reads_stays(store: ObjectStore, upload
     assert uploads.sweep(later) == [name]
 
 
-def test_all_uploads_of_a_dataset_go_together(uploads: Uploads) -> None:
+def test_all_uploads_of_a_dataset_go_together(store: ObjectStore, uploads: Uploads) -> None:
+    uid = Datasets(store).get(DATASET).uid
     names = [started(uploads, one) for one in ("a", "b")]
     uploads.abort(names[0])
-    uploads.check_unused(DATASET)
-    uploads.abort_all(DATASET)
+    uploads.check_unused(DATASET, uid)
+    uploads.abort_all(DATASET, uid)
     with pytest.raises(NotFound):
         uploads.get(names[1])
 
 
 def test_of_all_uploads_of_a_dataset_those_that_imports_read_stay(store: ObjectStore, uploads: Uploads) -> None:
+    uid = Datasets(store).get(DATASET).uid
     names = [started(uploads, one) for one in ("a", "b", "c")]
     import_job(store, names[1])
     with pytest.raises(FailedPrecondition, match=VERSION) as refused:
-        uploads.check_unused(DATASET)
+        uploads.check_unused(DATASET, uid)
     assert refused.value.metadata["resource"] == names[1]
     assert [uploads.get(name).record.ending for name in names] == [""] * 3
 
-    uploads.abort_all(DATASET)
+    uploads.abort_all(DATASET, uid)
     assert uploads.get(names[1]).record.state == "OPEN"
     for name in (names[0], names[2]):
         with pytest.raises(NotFound):
             uploads.get(name)
+
+
+def test_uploads_of_an_earlier_release_which_name_no_dataset_uid_go_with_their_dataset(
+    store: ObjectStore, uploads: Uploads
+) -> None:
+    name = started(uploads)
+    old = {field: value for field, value in uploads.get(name).record.as_state().items() if field != "dataset_uid"}
+    log_of(store, name).update(lambda _: old)
+    uploads.abort_all(DATASET, "any")
+    with pytest.raises(NotFound):
+        uploads.get(name)
 
 
 def test_a_local_directory_has_no_urls(uploads: Uploads) -> None:

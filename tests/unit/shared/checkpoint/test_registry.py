@@ -56,6 +56,18 @@ def test_once_a_later_attempt_has_opened_it_an_earlier_one_cannot_commit(store: 
     CheckpointRegistry(store, JOB).commit(entry(20, attempt=2))
 
 
+def test_whoever_clears_it_late_leaves_the_checkpoints_of_the_job_that_was_made_anew(store: ObjectStore) -> None:
+    """A new job's attempts go on behind those of the deleted one."""
+    registry = CheckpointRegistry(store, JOB)
+    registry.commit(entry(10))
+    registry.clear(2)
+    assert registry.entries() == []
+
+    registry.commit(entry(20, attempt=2))
+    registry.clear(2)
+    assert registry.entries() == [entry(20, attempt=2)]
+
+
 def test_fencing_twice_by_the_same_attempt_changes_nothing(store: ObjectStore) -> None:
     CheckpointRegistry(store, JOB).fence(1)
     CheckpointRegistry(store, JOB).commit(entry(10))

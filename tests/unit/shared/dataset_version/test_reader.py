@@ -168,6 +168,17 @@ def test_a_file_of_another_size_is_noticed(store: ObjectStore, reader: VersionRe
         reader.read(reader.row_groups("train")[0])
 
 
+def test_a_local_file_that_was_appended_to_is_noticed(
+    store: ObjectStore, reader: VersionReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranges are all as they were, and so is what a store elsewhere gives of it."""
+    monkeypatch.setattr(ObjectStore, "local_file", OPENED)
+    key = f"{reader.version.folder}/{reader.version.manifest.files[0].path}"
+    store.put(key, store.get(key) + b"?")
+    with pytest.raises(DataLoss, match="size"):
+        reader.read(reader.row_groups("train")[0])
+
+
 def test_a_disk_that_cannot_be_read_is_an_outage_and_no_damage(
     store: ObjectStore, reader: VersionReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:

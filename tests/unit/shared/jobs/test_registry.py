@@ -10,6 +10,7 @@ import pytest
 
 from shared.errors import AlreadyExists, Conflict, FailedPrecondition, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
+from shared.jobs.deletion import KEYS_BETWEEN_LOOKS, remove_objects
 from shared.jobs.transitions import (
     begin_attempt,
     confirm_delete,
@@ -247,6 +248,45 @@ def test_a_deleted_job_is_gone_and_its_place_is_free_for_another(jobs: Jobs) -> 
     assert begun.attempts_made == 1
     with pytest.raises(AlreadyExists):
         jobs.create(FOLDER, a_job("u3"))
+
+
+def made_anew(jobs: Jobs, uid: str) -> JobRecord:
+    """Another job in the folder of one that is deleted."""
+    jobs.transition(FOLDER, lambda job: begin_attempt(job, 2.0), attempt=1)
+    jobs.transition(FOLDER, lambda job: succeed(job, {}, 3.0), attempt=1)
+    jobs.transition(FOLDER, lambda job: request_delete(job, 4.0))
+    jobs.transition(FOLDER, lambda job: confirm_delete(job, 5.0))
+    return jobs.create(FOLDER, a_job(uid))
+
+
+def test_a_cancellation_of_one_job_does_not_reach_the_next_one_of_its_name(jobs: Jobs) -> None:
+    jobs.create(FOLDER, a_job("old"))
+    made_anew(jobs, "new")
+    with pytest.raises(NotFound):
+        jobs.cancel(FOLDER, FOLDER, uid="old")
+    assert jobs.get(FOLDER, FOLDER).state is JobState.PENDING
+    assert jobs.cancel(FOLDER, FOLDER, uid="new").state is not JobState.PENDING
+
+
+def test_of_two_that_take_a_job_away_the_slower_one_stops_once_another_job_has_its_name(
+    store: ObjectStore, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [f"{FOLDER}/metrics/{number:03d}" for number in range(100)]
+    jobs.create(FOLDER, a_job("old"))
+    jobs.transition(FOLDER, lambda job: begin_attempt(job, 2.0), attempt=1)
+    jobs.transition(FOLDER, lambda job: succeed(job, {}, 3.0), attempt=1)
+    deleting = jobs.transition(FOLDER, lambda job: request_delete(job, 4.0))
+    deleted: list[str] = []
+
+    def overtaken(key: str) -> None:
+        deleted.append(key)
+        if len(deleted) == 10:
+            jobs.transition(FOLDER, lambda job: confirm_delete(job, 5.0))
+            jobs.create(FOLDER, a_job("new"))
+
+    monkeypatch.setattr(store, "delete", overtaken)
+    assert not remove_objects(store, jobs, deleting, keys)
+    assert len(deleted) <= KEYS_BETWEEN_LOOKS
 
 
 def test_a_marker_of_a_resumption_that_is_under_way_is_known_as_such(jobs: Jobs) -> None:

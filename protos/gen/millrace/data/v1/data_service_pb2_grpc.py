@@ -222,7 +222,9 @@ class DataServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CommitUpload(self, request, context):
-        """Ends an upload: its bytes are now fixed. The same commit again gives the same answer.
+        """Ends an upload: its bytes are now fixed. The same commit again gives the same answer. The service reads what it has
+        not hashed yet, which takes time for parts that were put by URL: where the deadline comes first, call again, and
+        GetUpload's `hashed_size` says how far it is.
         Fails with INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (not all bytes are there, or it was committed with
         another size or digest) and DATA_LOSS (the bytes do not have that digest: abort it and send them again).
         """

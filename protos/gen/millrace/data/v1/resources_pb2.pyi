@@ -150,7 +150,7 @@ class File(_message.Message):
     def __init__(self, path: _Optional[str] = ..., split: _Optional[str] = ..., row_count: _Optional[int] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
 
 class Upload(_message.Message):
-    __slots__ = ("name", "state", "create_time", "expire_time", "acknowledged_size", "size_bytes", "sha256", "presigned_parts")
+    __slots__ = ("name", "state", "create_time", "expire_time", "acknowledged_size", "size_bytes", "sha256", "presigned_parts", "hashed_size")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Upload.State]
@@ -167,6 +167,7 @@ class Upload(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     PRESIGNED_PARTS_FIELD_NUMBER: _ClassVar[int]
+    HASHED_SIZE_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: Upload.State
     create_time: _timestamp_pb2.Timestamp
@@ -175,7 +176,8 @@ class Upload(_message.Message):
     size_bytes: int
     sha256: str
     presigned_parts: _containers.RepeatedCompositeFieldContainer[PresignedPart]
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[Upload.State, str]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., acknowledged_size: _Optional[int] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., presigned_parts: _Optional[_Iterable[_Union[PresignedPart, _Mapping]]] = ...) -> None: ...
+    hashed_size: int
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[Upload.State, str]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., acknowledged_size: _Optional[int] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., presigned_parts: _Optional[_Iterable[_Union[PresignedPart, _Mapping]]] = ..., hashed_size: _Optional[int] = ...) -> None: ...
 
 class PresignedPart(_message.Message):
     __slots__ = ("url", "offset", "size_bytes")

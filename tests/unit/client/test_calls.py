@@ -1,0 +1,212 @@
+"""Calls across a restart of the service: made again where that is safe, and never where it is not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf.descriptor import ServiceDescriptor
+
+from inference import grpc_service_pb2
+from millrace.data.v1 import data_service_pb2
+from millrace.inference.v1 import deployment_service_pb2
+from millrace.train.v1 import train_service_pb2, train_service_pb2_grpc
+from millrace_client import connect, errors, patience
+from millrace_client.calls import READING_STREAMS, READS
+from millrace_client.connection import Millrace
+from tests.support.fake_servicers import Refusing
+from tests.support.grpc_answers import serving, status
+from tests.support.restarting_server import RestartingServer, restarting_server
+
+SERVICES: list[ServiceDescriptor] = [
+    data_service_pb2.DESCRIPTOR.services_by_name["DataService"],
+    train_service_pb2.DESCRIPTOR.services_by_name["TrainService"],
+    deployment_service_pb2.DESCRIPTOR.services_by_name["DeploymentService"],
+    grpc_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
+]
+INPUTS = {"x": np.zeros((1, 2), np.float32)}
+
+Call = Callable[[Millrace], object]
+SAFE: dict[str, Call] = {
+    "GetDataset": lambda client: client.data.get_dataset("datasets/d"),
+    "ListDatasets": lambda client: list(client.data.list_datasets()),
+    "CreateDataset": lambda client: client.data.create_dataset("d"),
+    "GetTrainingJob": lambda client: client.train.get_training_job("trainingJobs/j"),
+    "CreateDeployment": lambda client: client.deployments.create_deployment("d", "trainingJobs/j"),
+    "ModelReady": lambda client: client.inference.model_ready("m"),
+}
+UNSAFE: dict[str, Call] = {
+    "DeleteDataset": lambda client: client.data.delete_dataset("datasets/d"),
+    "CancelTrainingJob": lambda client: client.train.cancel_training_job("trainingJobs/j"),
+    "RollBack": lambda client: client.deployments.roll_back("deployments/d"),
+    "ModelInfer": lambda client: client.inference.infer("m", INPUTS),
+}
+ALL: dict[str, Call] = {**SAFE, **UNSAFE}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RestartingServer]:
+    with restarting_server(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: RestartingServer) -> Iterator[Millrace]:
+    with connect(data=server.address, train=server.address, inference=server.address, timeout_s=60) as client:
+        yield client
+
+
+@pytest.mark.parametrize("method", SAFE)
+def test_reads_and_writes_with_a_request_id_ride_out_a_restart_in_the_middle_of_them(
+    server: RestartingServer, client: Millrace, method: str
+) -> None:
+    server.start()
+    restart = server.kill_in_the_next_call()
+    SAFE[method](client)
+    restart.join()
+    assert [name for name, _ in server.calls] == [method] * 2
+    assert len(set(server.calls)) == 1, "the same request, with the same request id"
+
+
+@pytest.mark.parametrize("method", UNSAFE)
+def test_a_call_that_was_sent_and_may_have_been_done_is_not_made_again(
+    server: RestartingServer, client: Millrace, method: str
+) -> None:
+    server.start()
+    restart = server.kill_in_the_next_call()
+    with pytest.raises(errors.Unavailable):
+        UNSAFE[method](client)
+    restart.join()
+    assert [name for name, _ in server.calls] == [method]
+    UNSAFE[method](client)
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_a_call_that_finds_no_server_is_made_once_that_is_there(
+    server: RestartingServer, client: Millrace, method: str
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(ALL[method], client)
+        server.start()
+        calling.result()
+    assert [name for name, _ in server.calls] == [method]
+
+
+def test_requests_of_infer_many_that_were_never_sent_wait_for_the_server(
+    server: RestartingServer, client: Millrace
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(lambda: list(client.inference.infer_many("m", [INPUTS] * 5)))
+        server.start()
+        assert len(calling.result()) == 5
+    assert len(server.calls) == 5
+
+
+@pytest.mark.parametrize("options", [{"timeout_s": 0.5}, {"reconnect_for_s": 0.3}, {"reconnect_for_s": 0.0}], ids=str)
+def test_where_nobody_comes_back_the_call_says_so_when_its_time_is_over(options: dict[str, float]) -> None:
+    with connect(data="127.0.0.1:1", **options) as client, pytest.raises(errors.Unavailable, match=r"127\.0\.0\.1:1"):  # type: ignore[arg-type]
+        client.data.get_dataset("datasets/d")
+
+
+@pytest.mark.parametrize(
+    "code", [code for code in grpc.StatusCode if code not in (grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE)]
+)
+def test_whatever_else_a_server_answers_is_raised_at_once(code: grpc.StatusCode) -> None:
+    servicer = Counting(status(code, "no"))
+    with (
+        serving(lambda server: train_service_pb2_grpc.add_TrainServiceServicer_to_server(servicer, server)) as address,
+        connect(train=address) as client,
+        pytest.raises(errors.MillraceError),
+    ):
+        client.train.get_training_job("trainingJobs/j")
+    assert servicer.count == 1
+
+
+class Counting(Refusing):
+    count = 0
+
+    def GetTrainingJob(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        self.count += 1
+        return super().GetTrainingJob(request, context)
+
+
+def test_a_message_that_is_too_large_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    too_large = {"x": np.zeros((17 * 2**20, 4), np.uint8)}
+    with (
+        serving(lambda _: None) as address,
+        connect(inference=address) as client,
+        pytest.raises(errors.ResourceExhausted),
+    ):
+        list(client.inference.infer_many("m", [too_large]))
+    assert pauses == []
+
+
+def test_every_method_that_reads_is_known_and_none_that_writes() -> None:
+    """A new method must be taken for one or the other on purpose."""
+    reads = {
+        method.name
+        for service in SERVICES
+        for method in service.methods
+        if method.input_type.name.startswith(READS) and not method.server_streaming
+    }
+    assert reads == {
+        "GetDataset",
+        "ListDatasets",
+        "GetUpload",
+        "GetVersion",
+        "ListVersions",
+        "PreviewVersion",
+        "GetTrainingJob",
+        "ListTrainingJobs",
+        "ListCheckpoints",
+        "GetCoverage",
+        "ListMetrics",
+        "GetSweep",
+        "ListSweeps",
+        "GetDeployment",
+        "ListDeployments",
+        "ServerLive",
+        "ServerReady",
+        "ServerMetadata",
+        "ModelReady",
+        "ModelMetadata",
+        "ModelConfig",
+        "ModelStatistics",
+        "RepositoryIndex",
+    }
+
+
+def test_every_stream_of_answers_to_one_request_is_begun_again() -> None:
+    streams = {
+        service.full_name: {one.name for one in service.methods if one.server_streaming and not one.client_streaming}
+        for service in SERVICES
+    }
+    assert {name: methods for name, methods in streams.items() if methods} == {
+        service: set(methods) for service, methods in READING_STREAMS.items()
+    }
+
+
+def test_pauses_double_up_to_a_bound_and_differ_between_clients() -> None:
+    bounds = [min(patience.FIRST_PAUSE_S * 2**turn, patience.LONGEST_PAUSE_S) for turn in range(12)]
+    clients = [patience.Backoff(), patience.Backoff()]
+    pauses = [[backoff.next_s() for _ in bounds] for backoff in clients]
+    for one in pauses:
+        assert all(bound / 2 <= pause <= bound for bound, pause in zip(bounds, one, strict=True))
+    assert pauses[0] != pauses[1]
+
+
+def test_a_pause_is_no_longer_than_whoever_waits_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    waiting = patience.Patience()
+    for _ in range(10):
+        waiting.pause_after(errors.Unavailable("away"), at_most_s=0.02)
+    assert slept == [0.02] * 10
