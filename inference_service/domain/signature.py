@@ -56,7 +56,7 @@ class Signature:
     Metadata lists the raw form alone: the prepared one is for clients that did the preprocessing themselves.
 
     No tensor of the protocol has nulls. So with a nullable tensor a request may send another, named like it and ending
-    in `NULLS`, BOOL of shape [rows]: true where the row is null. Not sent: no row is. A NaN is a number like any other.
+    in `NULLS`, BOOL of shape [rows]: true where the row is null. Not sent: no row is. The replica knows what NaN means.
     """
 
     raw: tuple[TensorSpec, ...]
