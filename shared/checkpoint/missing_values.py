@@ -109,7 +109,7 @@ def nan_reading(
 
 def finite_rows(values: Array) -> NDArray[np.bool_]:
     """Of floats (B, *shape), the rows (B) in which all are finite."""
-    finite = np.isfinite(values)
+    finite: Array = np.isfinite(values)
     # Nearly always all of them are, which is told sooner than of which rows.
     if finite.all():
         return np.ones(len(values), np.bool_)

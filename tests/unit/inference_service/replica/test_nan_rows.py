@@ -43,7 +43,7 @@ def people(nan_counts: Mapping[str, int] | None = NONE_HAD_NAN, steps: Sequence[
 
 
 def rows(age: Sequence[float], fare: Sequence[float] = (), null: Sequence[bool] = ()) -> Rows:
-    values = {
+    values: dict[str, Any] = {
         "age": np.array(age, np.float64),
         "fare": np.array(fare or [1.0] * len(age), np.float32),
         "half": np.ones(len(age), np.float16),
@@ -169,7 +169,12 @@ def test_answers_that_are_no_numbers_are_counted_also_of_rows_that_are() -> None
 def test_pixels_are_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
     real = missing_values.finite_rows
-    monkeypatch.setattr(missing_values, "finite_rows", lambda values: looked.append(len(values)) or real(values))
+
+    def watched(values: Any) -> Any:
+        looked.append(len(values))
+        return real(values)
+
+    monkeypatch.setattr(missing_values, "finite_rows", watched)
     pixels = Preprocessing(content())
     floats = Preprocessing(
         content(ingested=columns_of(pa.schema([tensor_field("image", pa.float32(), (1, 4))])), transforms=[])
