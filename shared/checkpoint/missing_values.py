@@ -113,7 +113,7 @@ def finite_rows(values: Array) -> NDArray[np.bool_]:
     # Nearly always all of them are, which is told sooner than of which rows.
     if finite.all():
         return np.ones(len(values), np.bool_)
-    whole: NDArray[np.bool_] = finite.reshape(len(values), -1).all(axis=1)
+    whole: NDArray[np.bool_] = np.logical_and.reduce(finite.reshape(len(values), -1), axis=1)
     return whole
 
 
