@@ -54,6 +54,12 @@ class ModelCollector(Collector):
             for status, count in list(one.statistics.shadowed.items()):
                 shadowed.add_metric((*_labels(one), status), count)
         yield shadowed
+        non_finite = CounterMetricFamily(
+            f"{PREFIX}_non_finite_rows", "rows answered with a NaN or an infinity", labels=LABELS
+        )
+        for one in listed:
+            non_finite.add_metric(_labels(one), one.statistics.non_finite_rows)
+        yield non_finite
         for name, (text, histogram_of) in DURATIONS.items():
             family = HistogramMetricFamily(f"{PREFIX}_{name}", text, labels=LABELS)
             for one in listed:

@@ -28,7 +28,7 @@ class DeploymentClient:
         """Starts to serve `trainingJobs/{j}/checkpoints/{c}`, or the best one of `trainingJobs/{j}`.
 
         `fields` are further fields of `DeploymentSpec`, e.g. `num_replicas=2`, `max_batch_size=64`,
-        `autoscaling=mc.autoscaling(1, 4)`, or `version_policy=mc.keep_latest(2)`.
+        `autoscaling=mc.autoscaling(1, 4)`, `version_policy=mc.keep_latest(2)`, or `allow_non_finite=True`.
         """
         request = pb.CreateDeploymentRequest(
             deployment_id=deployment_id,

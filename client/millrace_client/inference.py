@@ -68,8 +68,9 @@ class InferenceClient:
     ) -> Answer:
         """One request with arrays by input name, e.g. `{"image": uint8 array of shape (N, 28, 28)}`.
 
-        `options` are `version`, `outputs` (all where none is named), `priority`, `server_timeout_s` and `headers`: see
-        `millrace_client.tensors.infer_request`. The client gives up after `timeout_s`.
+        `options` are `version`, `outputs` (where none is named all but `label_name`, the labels' names as bytes),
+        `priority`, `server_timeout_s` and `headers`: see `millrace_client.tensors.infer_request`. The client gives up
+        after `timeout_s`.
         """
         request = infer_request(model, inputs, request_id=new_request_id(), **options)
         started = time.perf_counter()

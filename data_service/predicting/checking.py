@@ -8,6 +8,7 @@ from functools import reduce
 from typing import Any
 
 from shared.checkpoint import CheckpointContent
+from shared.checkpoint.missing_values import NanReading, float_columns, may_be_non_finite, nan_reading
 from shared.dataset_version.manifest import Manifest
 from shared.errors import FailedPrecondition, invalid_fields
 from shared.transforms import Pipeline, Schema, TensorType, schema_of_columns
@@ -24,12 +25,16 @@ KEEP_VALUES = ("select", "drop", "filter")
 @dataclass(frozen=True)
 class Preparation:
     """From rows of a version to the model's `input_column`, float32 (B, *shape). `reads` are the version's columns that
-    it takes, `images` those of them whose images it decodes. Picklable."""
+    it takes, `images` those of them whose images it decodes, and `floats` those that hold floats, whose NaN are read as
+    `nans` says. `looked_through` is whether the input may have a NaN or an infinity. Picklable."""
 
     steps: Pipeline
     reads: list[str]
     images: list[str]
     input_column: str
+    nans: NanReading
+    floats: list[str]
+    looked_through: bool
 
 
 def preparation(content: CheckpointContent, source: Manifest, source_name: str) -> Preparation:
@@ -46,7 +51,16 @@ def preparation(content: CheckpointContent, source: Manifest, source_name: str) 
     given = {name: before[name] for name in reads}
     _check_columns(given, schema_of_columns(source.columns), source_name)
     _check_input(steps.output(before)[content.input_column], content)
-    return Preparation(steps, reads, image_columns(steps.steps, given), content.input_column)
+    images = image_columns(steps.steps, given)
+    return Preparation(
+        steps,
+        reads,
+        images,
+        content.input_column,
+        nans=nan_reading(content, steps.steps, given, gone=chain[:begin]),
+        floats=float_columns(given),
+        looked_through=may_be_non_finite(given, images),
+    )
 
 
 def chained(transforms: Iterable[Mapping[str, Any]]) -> Pipeline:

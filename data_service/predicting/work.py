@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from data_service.domain.predict_spec import CheckpointRef, Workers
 from data_service.domain.report import excerpt
-from data_service.predicting.checking import Preparation
+from data_service.predicting.checking import CHAIN, Preparation
 from data_service.predicting.columns import Array, PredictionColumns
 from data_service.transforming.chain import ended_in_time
 from data_service.transforming.plan import Part
@@ -22,6 +22,7 @@ from data_service.transforming.rows import RowSource, SplitRows
 from data_service.transforming.work import LeftOut, Made
 from shared.checkpoint import load_checkpoint
 from shared.checkpoint.format import WEIGHTS
+from shared.checkpoint.missing_values import BadRow
 from shared.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from shared.storage import open_store
 from shared.transforms import Batch, RowError, batch_of
@@ -61,17 +62,42 @@ class Preparer:
         for rows in self.source.divided(part, columns):
             try:
                 made = [few.worked(self._prepare) for few in rows.few_pixels(self.preparation.images)]
-                yield PreparedRows(rows, made[0] if len(made) == 1 else np.concatenate(made))
             except InvalidArgument:
                 if not self.quarantines:
                     raise
                 yield self._one_by_one(rows)
+            else:
+                yield self._without_bad_rows(rows, made)
 
-    def _prepare(self, batch: Batch) -> Array:
-        steps = self.preparation.steps
+    def _prepare(self, batch: Batch) -> tuple[Array, dict[int, BadRow]]:
+        """The model's input, and the rows for which it would have a NaN or an infinity, which serving refuses, too; the
+        first of them is a `RowError` unless bad rows are left out."""
+        preparation = self.preparation
+        steps, nans = preparation.steps, preparation.nans
+        read = nans.nulls_for_nans({name: batch[name] for name in preparation.reads})
         with ended_in_time(steps.steps):
-            made: Array = steps({name: batch[name] for name in self.preparation.reads})[self.preparation.input_column]
-        return made
+            made: Array = steps(read)[preparation.input_column]
+        if not preparation.looked_through:
+            return made, {}
+        bad = nans.bad_rows(made, preparation.reads, lambda: {name: read[name] for name in preparation.floats})
+        if bad and not self.quarantines:
+            raise RowError(CHAIN, min(bad), _told(bad[min(bad)]))
+        return made, bad
+
+    def _without_bad_rows(self, rows: SplitRows, made: Sequence[tuple[Array, dict[int, BadRow]]]) -> PreparedRows:
+        """`made` is what `_prepare` returned for one run of the rows after the other."""
+        prepared = made[0][0] if len(made) == 1 else np.concatenate([one for one, _ in made])
+        begins = np.cumsum([0, *(len(one) for one, _ in made)]).tolist()
+        bad = {begin + row: one for begin, (_, found) in zip(begins, made, strict=False) for row, one in found.items()}
+        if not bad:
+            return PreparedRows(rows, prepared)
+        good = np.ones(len(rows.row_ids), np.bool_)
+        good[list(bad)] = False
+        left_out = [
+            LeftOut(int(rows.row_ids[row]), f"{CHAIN}: {_told(one)}", excerpt(rows.table.select(self.kept), row))
+            for row, one in sorted(bad.items())
+        ]
+        return PreparedRows(_where(rows, good), prepared[good], left_out)
 
     def _one_by_one(self, rows: SplitRows) -> PreparedRows:
         """A row comes out the same in any company, so each is tried alone."""
@@ -81,13 +107,25 @@ class Preparer:
         for place, row_id in enumerate(rows.row_ids.tolist()):
             table = rows.table.slice(place, 1)
             try:
-                prepared.append(self._prepare(batch_of(table)))
-                good[place] = True
+                made, bad = self._prepare(batch_of(table))
+                why = f"{CHAIN}: {_told(bad[0])}" if bad else ""
             except InvalidArgument as error:
                 why = f"{error.path}: {error.problem}" if isinstance(error, RowError) else error.message
+            if why:
                 left_out.append(LeftOut(row_id, why, excerpt(table.select(self.kept), 0)))
-        kept = SplitRows(rows.split, rows.table.filter(pa.array(good)).combine_chunks(), rows.row_ids[good])
-        return PreparedRows(kept, np.concatenate(prepared) if prepared else np.empty(0), left_out)
+            else:
+                prepared.append(made)
+                good[place] = True
+        return PreparedRows(_where(rows, good), np.concatenate(prepared) if prepared else np.empty(0), left_out)
+
+
+def _where(rows: SplitRows, good: NDArray[np.bool_]) -> SplitRows:
+    return SplitRows(rows.split, rows.table.filter(pa.array(good)).combine_chunks(), rows.row_ids[good])
+
+
+def _told(bad: BadRow) -> str:
+    names = ", ".join(map(repr, bad.columns))
+    return f"column {names}: {bad.problem}"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,14 @@ from inference_service.domain.held_bytes import HeldBytes
 from inference_service.domain.request_parameters import DEFAULT_PRIORITY, RequestedOutput
 from inference_service.domain.routing import find_version, signature_of
 from inference_service.domain.rows import Rows
-from inference_service.domain.signature import TensorSpec, check_answer_fits, outputs_wanted, rows_of
+from inference_service.domain.signature import (
+    LABEL,
+    LABEL_NAME,
+    TensorSpec,
+    check_answer_fits,
+    outputs_wanted,
+    rows_of,
+)
 from inference_service.domain.tensors import Array, WireTensor
 from inference_service.domain.traffic import Shadow
 from shared.errors import ResourceExhausted
@@ -59,7 +66,7 @@ class Dispatcher:
         remaining_s: float | None,
         priority: int = DEFAULT_PRIORITY,
     ) -> Answer:
-        """The outputs themselves, also where a classification of them is `requested`.
+        """The outputs themselves, also where a classification of them is `requested`; for `LABEL_NAME` the labels.
 
         `remaining_s` is the caller's time left, None for no deadline.
         Raises `InvalidArgument` naming the tensor, or `outputs` that no answer has room for, `Unavailable`,
@@ -87,6 +94,8 @@ class Dispatcher:
         finally:
             self._held.give_back(rows.size_bytes)
         by_name = {spec.name: array for spec, array in zip(signature.outputs, outputs.arrays, strict=True)}
+        if LABEL in by_name:
+            by_name[LABEL_NAME] = by_name[LABEL]
         return Answer(
             deployment,
             version,

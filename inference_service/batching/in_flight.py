@@ -86,7 +86,9 @@ class InFlight:
                     continue
                 entry.input_s, entry.infer_s, entry.back_s = outputs.input_s, outputs.infer_s, back_s
                 try:
-                    entry.future.set_result(outputs.slice(start, stop).checked(entry.first_row))
+                    its_own = outputs.slice(start, stop)
+                    entry.future.set_result(its_own.checked(entry.first_row))
+                    self._statistics.non_finite_rows += len(its_own.non_finite)
                 except MillraceError as error:  # this request's own; the others are fine
                     # Its traceback has this frame, and with it the rows of all, see `PriorityQueue.let_go`.
                     entry.future.set_exception(error.with_traceback(None))

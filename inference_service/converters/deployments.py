@@ -41,6 +41,7 @@ def creation_from_proto(request: pb.CreateDeploymentRequest) -> Creation:
             autoscaling=_autoscaling_from_proto(spec.autoscaling) if spec.HasField("autoscaling") else None,
             cpus_per_replica=spec.cpus_per_replica if spec.HasField("cpus_per_replica") else None,
             gpus_per_replica=spec.gpus_per_replica,
+            allow_non_finite=spec.allow_non_finite,
         ),
         request_id=request.request_id,
         digest=body_digest(request),
@@ -146,6 +147,7 @@ def _spec_to_proto(spec: Spec) -> pb.DeploymentSpec:
         autoscaling=_autoscaling_to_proto(spec.autoscaling) if spec.autoscaling else None,
         cpus_per_replica=spec.cpus_per_replica,
         gpus_per_replica=spec.gpus_per_replica,
+        allow_non_finite=spec.allow_non_finite,
     )
     message.max_batch_delay.FromMicroseconds(round(spec.max_batch_delay_s * 1e6))
     return message

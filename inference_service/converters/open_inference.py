@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from inference import grpc_service_pb2 as pb
 from inference_service.batching.dispatcher import Answer
-from inference_service.domain.classification import classified
+from inference_service.domain.classification import classified, named
 from inference_service.domain.deployment import Deployment
 from inference_service.domain.request_parameters import (
     Parameters,
@@ -15,7 +15,7 @@ from inference_service.domain.request_parameters import (
     check_no_shared_memory,
     requested_output,
 )
-from inference_service.domain.signature import FREE, Signature, TensorSpec
+from inference_service.domain.signature import FREE, LABEL_NAME, Signature, TensorSpec
 from inference_service.domain.tensors import (
     MAX_DIMENSIONS,
     Array,
@@ -40,7 +40,7 @@ LINEAGE = ("dataset_version", "training_job", "checkpoint", "checkpoint_sha256",
 def check_tensor_counts(request: pb.ModelInferRequest, signature: Signature | None) -> None:
     """Raises `InvalidArgument` for far more tensors than the model takes and gives: each costs time to look at, so this
     comes before any of that. Of a few too many, a later look says which is wrong."""
-    inputs, outputs = (0, 0) if signature is None else (signature.most_inputs, len(signature.outputs))
+    inputs, outputs = (0, 0) if signature is None else (signature.most_inputs, len(signature.offered))
     remedy = f"the model takes at most {inputs} tensors"
     check_count("inputs", request.inputs, inputs + TOO_MANY_TENSORS, remedy)
     check_count("raw_input_contents", request.raw_input_contents, inputs + TOO_MANY_TENSORS, remedy)
@@ -98,7 +98,7 @@ def answer_to_proto(
 ) -> pb.ModelInferResponse:
     """Outputs in the form that the inputs had, raw or typed; classified where that is `requested`."""
     tops = {output.name: output.top for output in requested}
-    outputs = [_classified(*output, tops[output[0].name]) if tops else output for output in answer.outputs]
+    outputs = [_in_words(*output, tops[output[0].name]) if tops else output for output in answer.outputs]
     response = pb.ModelInferResponse()
     response.CopyFrom(_lineage(*_lineage_of(answer)))
     response.model_name, response.model_version, response.id = request.model_name, answer.version.number, request.id
@@ -137,11 +137,14 @@ def metadata_to_proto(deployment: Deployment, signature: Signature) -> pb.ModelM
         versions=[one.number for one in deployment.versions if one.signature is not None and one.retired_at is None],
         platform=PLATFORM,
         inputs=[_tensor(given) for given in signature.raw],
-        outputs=[_tensor(output) for output in signature.outputs],
+        outputs=[_tensor(output) for output in signature.offered],
     )
 
 
-def _classified(spec: TensorSpec, values: Array, top: int) -> tuple[TensorSpec, Array]:
+def _in_words(spec: TensorSpec, values: Array, top: int) -> tuple[TensorSpec, Array]:
+    """Names of labels, and classifications; any other output as it is."""
+    if spec.name == LABEL_NAME:
+        return spec, named(values, spec.class_names)
     if not top:
         return spec, values
     return TensorSpec(spec.name, "BYTES", (FREE, FREE)), classified(values, top, spec.class_names)

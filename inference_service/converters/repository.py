@@ -54,7 +54,7 @@ def config_to_proto(deployment: Deployment, version: ModelVersion, signature: Si
         _describe(config.input.add(), tensor)
     for flags in signature.null_flags.values():
         _describe(config.input.add(optional=True), flags)
-    for tensor in signature.outputs:
+    for tensor in signature.offered:
         _describe(config.output.add(), tensor)
     for name, value in (
         ("threads_per_replica", spec.threads_per_replica),

@@ -1,4 +1,4 @@
-"""The classification extension: the greatest numbers of each row, as strings that Triton's clients know to read."""
+"""Answers in words: the names of labels, and classifications, whose strings Triton's clients know to read."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ def check_classifiable(wanted: Sequence[TensorSpec], requested: Sequence[Request
         if asked.top and (len(spec.shape) < 2 or spec.datatype == "BYTES"):
             remedy = f"output {spec.name!r} has no classes, it is {spec}; ask for one that has, or without this"
             raise invalid_field(f"outputs[{index}].parameters.classification", asked.top, remedy)
+
+
+def named(labels: Array, class_names: Sequence[str]) -> Array:
+    """`labels` (B), from 0, to (B) bytes objects, UTF-8; empty for a class that has no name."""
+    names = np.empty(len(class_names) + 1, object)
+    names[:] = [*(name.encode() for name in class_names), b""]
+    found: Array = names[np.minimum(labels, len(class_names))]
+    return found
 
 
 def classified(values: Array, top: int, class_names: Sequence[str] = ()) -> Array:

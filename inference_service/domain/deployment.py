@@ -59,6 +59,8 @@ class Spec:
     autoscaling: Autoscaling | None = None
     cpus_per_replica: float | None = None
     gpus_per_replica: float = 0.0
+    # Whether rows with a NaN or an infinity that no step fills are answered; else they are refused.
+    allow_non_finite: bool = False
 
     def scale(self, replicas: int = 0) -> Scale:
         """What a version of it asks of Ray, with so many replicas to begin with where their number may change."""
@@ -93,6 +95,7 @@ def check_spec(
     autoscaling: Autoscaling | None = None,
     cpus_per_replica: float | None = None,
     gpus_per_replica: float = 0.0,
+    allow_non_finite: bool = False,
 ) -> Spec:
     """The spec with its defaults, or `InvalidArgument` naming every number that is out of range.
 
@@ -116,6 +119,7 @@ def check_spec(
         autoscaling=autoscaling,
         cpus_per_replica=cpus_per_replica,
         gpus_per_replica=gpus_per_replica,
+        allow_non_finite=allow_non_finite,
     )
     problems: list[tuple[str, object, str]] = [
         (f"spec.{field}", value, f"use {low} to {high}{unit}")

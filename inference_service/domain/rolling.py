@@ -77,7 +77,7 @@ def with_version_loaded(deployment: Deployment, loaded: ModelVersion, now_s: flo
         return with_loaded(deployment, loaded, now_s)
     known = _changed(deployment, {loaded.number: loaded}, now_s)
     old = next((one.signature for one in deployment.versions if roll_out.before.get(one.number)), None)
-    if not roll_out.plan.allow_new_signature and old is not None and old != loaded.signature:
+    if not roll_out.plan.allow_new_signature and old is not None and not _serves_alike(old, loaded.signature):
         error = FailedPrecondition(
             f"version {loaded.number} of {deployment.name} does not take and give what the old one does: "
             f"{_told(loaded.signature)} instead of {_told(old)}; to roll it out all the same set allow_new_signature",
@@ -283,11 +283,16 @@ def _changed(deployment: Deployment, versions: Mapping[str, ModelVersion], now_s
     return replace(deployment, versions=replaced, update_time=now_s)
 
 
+def _serves_alike(old: Signature, new: Signature | None) -> bool:
+    """Whether clients of the one are served by the other: more may be offered, but nothing less."""
+    return old == new and new is not None and len(old.offered) <= len(new.offered)
+
+
 def _told(signature: Signature | None) -> str:
     if signature is None:
         return "nothing"
     given, made = (
         ", ".join(f"{one.name} {one.datatype}{list(one.shape)}" for one in tensors)
-        for tensors in (signature.raw, signature.outputs)
+        for tensors in (signature.raw, signature.offered)
     )
     return f"{given} → {made}"

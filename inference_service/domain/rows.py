@@ -69,7 +69,8 @@ class Outputs:
     `refused` says of single rows what is wrong with them, by their place, and `failed` with what error others failed
     through no fault of theirs; what the arrays hold there means nothing.
     `input_s` and `infer_s` are how long the preprocessing and the model took for all of the batch; `sent_again` where a
-    first replica had died with it, so that the way there tells nothing of others'.
+    first replica had died with it, so that the way there tells nothing of others'. `non_finite` are the places of rows
+    that are answered with a NaN or an infinity.
     """
 
     arrays: Sequence[Array]
@@ -78,12 +79,14 @@ class Outputs:
     infer_s: float = 0.0
     sent_again: bool = False
     failed: Mapping[int, MillraceError] = field(default_factory=dict)
+    non_finite: Sequence[int] = ()
 
     def slice(self, start: int, stop: int) -> Outputs:
         return Outputs(
             [array[start:stop] for array in self.arrays],
             {row - start: why for row, why in self.refused.items() if start <= row < stop},
             failed={row - start: error for row, error in self.failed.items() if start <= row < stop},
+            non_finite=[row - start for row in self.non_finite if start <= row < stop],
         )
 
     def checked(self, first_row: int = 0) -> Sequence[Array]:

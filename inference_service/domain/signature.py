@@ -17,6 +17,7 @@ FREE = -1  # a dimension that the request chooses
 MAX_SHOWN_NAME = 100
 # `age.null` says where `age` is null.
 NULLS = ".null"
+LABEL, LABEL_NAME = "label", "label_name"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ class TensorSpec:
 
     @cached_property
     def row_bytes(self) -> int:
-        """What a row of it takes in a message; 0 where that varies."""
+        """What a row of it takes in a message; of the names of classes the most that one takes; 0 where it varies."""
+        if self.name == LABEL_NAME and self.class_names:
+            return 4 + max(len(name.encode()) for name in self.class_names)  # behind its length
         return DATATYPES[self.datatype].item_bytes * math.prod(max(size, 0) for size in self.shape[1:])
 
     def __str__(self) -> str:
@@ -56,7 +59,7 @@ class Signature:
     Metadata lists the raw form alone: the prepared one is for clients that did the preprocessing themselves.
 
     No tensor of the protocol has nulls. So with a nullable tensor a request may send another, named like it and ending
-    in `NULLS`, BOOL of shape [rows]: true where the row is null. Not sent: no row is. A NaN is a number like any other.
+    in `NULLS`, BOOL of shape [rows]: true where the row is null. Not sent: no row is. The replica knows what NaN means.
     """
 
     raw: tuple[TensorSpec, ...]
@@ -87,14 +90,23 @@ class Signature:
         return {spec.name: spec for spec in flags if spec.name not in taken}
 
     @cached_property
+    def offered(self) -> tuple[TensorSpec, ...]:
+        """The `outputs`, and behind them what is sent only where it is asked for: the names of labels, of a classifier
+        whose classes have names."""
+        names = next((one.class_names for one in self.outputs if one.class_names), ())
+        if not names or all(one.name != LABEL for one in self.outputs):
+            return self.outputs
+        return (*self.outputs, TensorSpec(LABEL_NAME, "BYTES", (FREE,), class_names=names))
+
+    @cached_property
     def most_inputs(self) -> int:
         """Of the tensors of a request: raw rows with all flags of their nulls, or the prepared input."""
         return max(len(self.raw) + len(self.null_flags), 1)
 
     @cached_property
     def answer_row_bytes(self) -> int:
-        """What a row of all outputs takes in a message, without those for which that varies."""
-        return sum(spec.row_bytes for spec in self.outputs)
+        """What a row of all outputs takes in a message at the most, without those for which that varies."""
+        return sum(spec.row_bytes for spec in self.offered)
 
 
 def _spec(record: Mapping[str, Any]) -> TensorSpec:
@@ -199,10 +211,10 @@ def _inputs(signature: Signature) -> str:
 
 
 def outputs_wanted(signature: Signature, requested: Sequence[str]) -> tuple[TensorSpec, ...]:
-    """The outputs to send, in the order asked for; all of them where none is named."""
+    """The outputs to send, in the order asked for; where none is named, all but those that are sent on request."""
     if not requested:
         return signature.outputs
-    known = {output.name: output for output in signature.outputs}
+    known = {output.name: output for output in signature.offered}
     for index, name in enumerate(requested):
         field = f"outputs[{index}].name"
         if name not in known:

@@ -49,6 +49,7 @@ class Statistics:
         self.queue = Histogram()
         self.computing = Computing()
         self.rows = 0
+        self.non_finite_rows = 0  # answered with a NaN or an infinity
         self.last_inference_s = 0.0  # since the epoch
         self.batch_rows = Histogram(ROW_BOUNDS)
         self.batch_round_trip = Histogram()

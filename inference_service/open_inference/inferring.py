@@ -25,6 +25,7 @@ from inference_service.domain.deployment import Deployment
 from inference_service.domain.held_bytes import MemoryFull
 from inference_service.domain.recent import LATE
 from inference_service.domain.request_parameters import RequestedOutput, Wishes, wishes_of
+from inference_service.domain.signature import LABEL_NAME
 from inference_service.domain.traffic import headers_of
 from shared.errors import DeadlineExceeded, MillraceError, invalid_field
 from shared.grpc_errors import status_code
@@ -165,7 +166,8 @@ async def _message(
     Raises `InvalidArgument` where it is larger than a message may be, which is not told by the model's signature for
     classifications and for integers in typed contents.
     """
-    classes = sum(values.size for _, values in answer.outputs) if any(output.top for output in requested) else 0
+    in_words = any(output.top or output.name == LABEL_NAME for output in requested)
+    classes = sum(values.size for _, values in answer.outputs) if in_words else 0
     size_bytes = sum(values.nbytes for _, values in answer.outputs)
     if classes <= CLASSIFIED_AT_ONCE and size_bytes <= CONVERTED_AT_ONCE:
         return answer_to_proto(request, answer, requested)

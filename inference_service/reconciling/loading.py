@@ -80,6 +80,7 @@ class Loading:
             threads=deployment.spec.threads_per_replica,
             max_batch_size=deployment.spec.max_batch_size,
             tracing=self.settings.tracing,
+            allow_non_finite=deployment.spec.allow_non_finite,
         )
         self._warn_if_it_never_fits(deployment)
         scale = deployment.spec.scale(self._replicas_of_the_main(deployment))

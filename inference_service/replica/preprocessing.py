@@ -9,7 +9,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -20,9 +20,10 @@ from inference_service.domain.tensors import Array
 from inference_service.replica.pixels import Beyond, beyond_limits
 from inference_service.replica.raw_columns import column_of_tensor, tensor_of_column
 from shared.checkpoint import CheckpointContent
+from shared.checkpoint.missing_values import NanReading, float_columns, may_be_non_finite, nan_reading
 from shared.custom_transforms import check_functions
 from shared.errors import FailedPrecondition, InvalidArgument, MillraceError
-from shared.transforms import Pipeline, RowError, TensorType
+from shared.transforms import Batch, Pipeline, RowError, TensorType
 from shared.transforms.steps.custom import DEFAULT_TIMEOUT_S, Custom
 from shared.transforms.steps.decoding import PIXELS_AT_ONCE, DecodeImage, claimed_pixels, image_columns
 from shared.unexpected import hidden
@@ -36,8 +37,11 @@ class Preprocessing:
     """`raw` are the inputs that raw rows have, `prepared` is the model's own; `custom_s` is how long its custom
     functions may take together, by their own limits. Immutable."""
 
-    def __init__(self, content: CheckpointContent, custom_allowed: Collection[str] = ()) -> None:
-        """`custom_allowed` are the functions that this node's operator lets custom steps name.
+    def __init__(
+        self, content: CheckpointContent, custom_allowed: Collection[str] = (), *, allow_non_finite: bool = False
+    ) -> None:
+        """`custom_allowed` are the functions that this node's operator lets custom steps name; `allow_non_finite` says
+        that rows with a NaN or an infinity that no step fills are computed like others.
 
         Raises `InvalidArgument` where the steps do not fit, and `FailedPrecondition` for a column that cannot be sent
         or a function that is not allowed.
@@ -57,6 +61,10 @@ class Preprocessing:
         self.raw = tuple(tensor_of_column(name, one) for name, one in self._columns.items())
         self.prepared = self._prepared()
         self._images = image_columns(pipeline.steps, self._columns)
+        self._nans = nan_reading(content, self._pipeline.steps, self._columns)
+        self._floats = float_columns(self._columns)
+        self._allows_non_finite = allow_non_finite
+        self._raw_may_be_non_finite = may_be_non_finite(self._columns, self._images)
         custom_s = [one.timeout_s or DEFAULT_TIMEOUT_S for one in pipeline.steps if isinstance(one, Custom)]
         self.custom_s = sum(custom_s)
         self._overlong_s = min(custom_s, default=math.inf)
@@ -72,7 +80,23 @@ class Preprocessing:
         tried one by one, so that all take little more than a call for each. Images are, too: they may hold too many
         pixels to be decoded side by side, and would be decoded anew in each half; and so is what a custom function took
         all its time for, which would be as much in each half. `moved` is called before each try.
+
+        A row whose input would have a NaN or an infinity is refused, too, unless the deployment allows them.
         """
+        prepared, refused, failed = self._made(rows, moved)
+        if self._allows_non_finite or not (rows.form == PREPARED or self._raw_may_be_non_finite):
+            return prepared, refused, failed
+        if rows.form == PREPARED:
+            found = NanReading().bad_rows(prepared, [self._input_column], lambda: {self._input_column: prepared})
+        else:
+            found = self._nans.bad_rows(prepared, list(self._columns), lambda: self._ingested(rows, self._floats))
+        bad = {row: one for row, one in found.items() if row not in refused and row not in failed}
+        if bad:
+            prepared = prepared.copy()  # a request's own lies in memory that is not to be written to
+            prepared[list(bad)] = 0
+        return prepared, {**refused, **{row: _of_tensors(one.columns, one.problem) for row, one in bad.items()}}, failed
+
+    def _made(self, rows: Rows, moved: Callable[[], None]) -> tuple[Array, dict[int, str], dict[int, MillraceError]]:
         if rows.form == PREPARED:
             return rows.values[self._input_column], {}, {}
         began_s = time.monotonic()
@@ -124,12 +148,15 @@ class Preprocessing:
         return beyond_limits(pixels, rows.requests or (len(rows),), f"tensor {', '.join(map(repr, self._images))}")
 
     def _apply(self, rows: Rows) -> Array:
-        batch = {
-            name: column_of_tensor(name, one, rows.values[name], rows.nulls.get(name))
-            for name, one in self._columns.items()
-        }
-        made: Array = self._pipeline(batch)[self._input_column]
+        made: Array = self._pipeline(self._ingested(rows, self._columns))[self._input_column]
         return made
+
+    def _ingested(self, rows: Rows, names: Iterable[str]) -> Batch:
+        """These columns as a version would have them."""
+        batch = {
+            name: column_of_tensor(name, self._columns[name], rows.values[name], rows.nulls.get(name)) for name in names
+        }
+        return self._nans.nulls_for_nans(batch)
 
     def _prepared(self) -> TensorSpec:
         made = self._pipeline.output(self._columns)[self._input_column]
@@ -152,7 +179,11 @@ class Preprocessing:
         if place is not None:
             before = Pipeline(self._pipeline.steps[: int(place.group(1))])
             names = before.reads(self._pipeline.steps[int(place.group(1))].reads, self._columns)
-        return f"tensor {', '.join(map(repr, names))}: {error.problem}"
+        return _of_tensors(names, error.problem)
+
+
+def _of_tensors(names: Iterable[str], problem: str) -> str:
+    return f"tensor {', '.join(map(repr, names))}: {problem}"
 
 
 def _halves(start: int, stop: int) -> list[tuple[int, int]]:

@@ -60,6 +60,8 @@ class ReplicaSpec:
     # OpenTelemetry's variables of the service; those of the replica's own node go before them. A default of the class,
     # so that the specifications that Serve keeps of applications of earlier releases have it, too.
     tracing: Mapping[str, str] | None = field(default=None, repr=False)
+    # Whether rows with a NaN or an infinity that no step fills are computed. A default of the class, as for `tracing`.
+    allow_non_finite: bool = False
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,13 @@ def _load(spec: ReplicaSpec) -> tuple[Any, Loaded]:
 
     torch.set_num_threads(spec.threads)
     # This node's own environment decides: what runs here is its operator's business.
-    model = ServedModel(content, weights, allowed_functions(os.environ), assigned_device())
+    model = ServedModel(
+        content,
+        weights,
+        allowed_functions(os.environ),
+        assigned_device(),
+        allow_non_finite=spec.allow_non_finite,
+    )
     batch_s = model.warm_up(spec.max_batch_size)
     return model, Loaded(model.signature, content.dataset_version, batch_s)
 

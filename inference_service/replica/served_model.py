@@ -6,7 +6,7 @@ Only replicas import this: `shared.models.loaded` brings torch, which takes seco
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,10 +15,12 @@ from inference_service.domain.batch_times import buckets
 from inference_service.domain.datatypes import DATATYPES
 from inference_service.domain.rows import PREPARED, RAW, Outputs, Rows
 from inference_service.domain.signature import FREE, Signature, TensorSpec
+from inference_service.domain.tensors import Array
 from inference_service.replica.layouts import Layouts
 from inference_service.replica.preprocessing import Preprocessing
 from shared.checkpoint import CheckpointContent
-from shared.errors import InvalidArgument
+from shared.checkpoint.missing_values import finite_rows
+from shared.errors import InvalidArgument, MillraceError
 from shared.model_spec import REGRESSION, ModelSpec
 from shared.models.loaded import LoadedModel, does_not_load
 
@@ -36,11 +38,14 @@ class ServedModel:
         weights: bytes,
         custom_allowed: Collection[str] = (),
         device: torch.device = CPU,
+        *,
+        allow_non_finite: bool = False,
     ) -> None:
         """`weights` are the bytes of a safetensors file, verified; `custom_allowed` the functions that custom steps may
-        name. The model is on `device`, the preprocessing always on the CPU, as in training."""
+        name. The model is on `device`, the preprocessing always on the CPU, as in training. `allow_non_finite` is
+        that of `Preprocessing`."""
         try:
-            self.preprocessing = Preprocessing(content, custom_allowed)
+            self.preprocessing = Preprocessing(content, custom_allowed, allow_non_finite=allow_non_finite)
         except (InvalidArgument, ValueError) as error:
             raise does_not_load(content, error) from error
         run = LoadedModel(content, weights, device)
@@ -60,7 +65,9 @@ class ServedModel:
         prepared, refused, failed = self.preprocessing.prepare(rows, moved)
         prepared_s = time.perf_counter()
         arrays = self._run(prepared)
-        return Outputs(arrays, refused, prepared_s - started_s, time.perf_counter() - prepared_s, failed=failed)
+        infer_s = time.perf_counter() - prepared_s
+        non_finite = _non_finite(arrays, refused, failed)
+        return Outputs(arrays, refused, prepared_s - started_s, infer_s, failed=failed, non_finite=non_finite)
 
     def warm_up(self, max_rows: int) -> dict[int, float]:
         """Runs each batch size that is likely, and decides on its layout in memory. Returns rows → seconds."""
@@ -80,6 +87,14 @@ class ServedModel:
         (first, *others), prepared = self.signature.raw, self.signature.prepared
         form, spec = (PREPARED, prepared) if others or len(first.shape) == 1 else (RAW, first)
         return Rows(form, {spec.name: np.zeros((size, *spec.shape[1:]), DATATYPES[spec.datatype].dtype)})
+
+
+def _non_finite(
+    arrays: Sequence[Array], refused: Mapping[int, str], failed: Mapping[int, MillraceError]
+) -> tuple[int, ...]:
+    """The places of the rows whose answers are not finite; the first output, logits or values, tells it of all."""
+    rows = np.flatnonzero(~finite_rows(arrays[0])).tolist()
+    return tuple(row for row in rows if row not in refused and row not in failed)
 
 
 def _outputs(model: ModelSpec, class_names: tuple[str, ...]) -> tuple[TensorSpec, ...]:

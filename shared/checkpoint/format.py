@@ -68,6 +68,9 @@ class CheckpointContent:
     initial_checkpoint: str = ""
     initial_checkpoint_sha256: str = ""
     coverage: Sequence[CoveragePart] = ()
+    # How many NaN the training split had in each of the `ingested` columns, where that is known; None: of no column, as
+    # in checkpoints of earlier releases.
+    nan_counts: Mapping[str, int] | None = None
 
     @property
     def ingested_schema(self) -> Schema:
@@ -99,6 +102,7 @@ class CheckpointContent:
             "initial_checkpoint": self.initial_checkpoint,
             "initial_checkpoint_sha256": self.initial_checkpoint_sha256,
             "coverage": [asdict(part) for part in self.coverage],
+            "nan_counts": None if self.nan_counts is None else dict(self.nan_counts),
         }
 
     @classmethod
@@ -111,6 +115,7 @@ class CheckpointContent:
             model=ModelSpec.from_config(manifest["model"]),
             ingested=[Column(**column) for column in manifest["ingested"]],
             coverage=tuple(CoveragePart(**part) for part in manifest["coverage"]),
+            nan_counts=manifest.get("nan_counts"),
         )
 
 

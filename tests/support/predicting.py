@@ -65,6 +65,7 @@ def write(
     model: ModelSpec = ModelSpec(builder="mlp", in_channels=3, num_classes=3),  # noqa: B008 (it is immutable)
     class_names: Sequence[str] = CLASS_NAMES,
     weights: bytes | None = None,
+    nan_counts: Mapping[str, int] | None = None,
 ) -> CheckpointEntry:
     """Commits a checkpoint with seeded weights, or with these bytes for them."""
     job = name.partition("/checkpoints/")[0]
@@ -83,6 +84,7 @@ def write(
         transforms=[dict(one) for one in transforms],
         input_column=input_column,
         class_names=class_names if model.task == CLASSIFICATION else (),
+        nan_counts=nan_counts,
     )
     folder = f"{registry.data_folder}/{name.rpartition('/')[2]}-{uuid.uuid4().hex[:8]}"
     files = {WEIGHTS: seeded(model) if weights is None else weights}

@@ -36,7 +36,7 @@ class Zeros:
 
 
 def request() -> oip.ModelInferRequest:
-    """Two rows, one of them with a NaN, which is a number like any other."""
+    """Two rows, one of them with a NaN, which is the replica's business."""
     shapes = {"grid": (2, 2, 2)}
     return oip.ModelInferRequest(
         model_name="t",

@@ -6,7 +6,7 @@ Every rank notes the rows that it consumed and gives its part; rank 0 has the wr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -46,6 +46,8 @@ class Lineage:
     preprocessing: Preprocessing
     steps_per_epoch: int
     total_steps: int
+    # How many NaN the training split had in each column as it was ingested, where that is known.
+    nan_counts: Mapping[str, int] | None = None
 
 
 class Checkpointing:
@@ -211,6 +213,7 @@ class Checkpointing:
             initial_checkpoint=self._initial[0],
             initial_checkpoint_sha256=self._initial[1],
             coverage=self._chain.append(consumed),
+            nan_counts=lineage.nan_counts,
         )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from shared.dataset_version import load_version
+from shared.dataset_version.ingested_statistics import ingested_nan_counts
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import identity
@@ -211,6 +212,12 @@ class Run:
         return StepTaken(batch.step + 1, batch.epoch, self._learner.learning_rate, stalled_s, self._gpu.values())
 
     def _checkpointing(self, reporter: Reporter | None) -> Checkpointing:
+        nan_counts = None
+        if self._ranks.rank == 0:  # which writes the checkpoints
+            nan_counts = patient(
+                lambda: ingested_nan_counts(self._store, self._version, self._spec.train_split),
+                "the statistics of the training rows",
+            )
         lineage = Lineage(
             job_name=self._config.job_name,
             attempt=self._config.attempt,
@@ -219,6 +226,7 @@ class Run:
             preprocessing=self._preprocessing,
             steps_per_epoch=self._loader.steps_per_epoch,
             total_steps=self._loader.total_steps,
+            nan_counts=nan_counts,
         )
         return Checkpointing(self._store, lineage, self._ranks, self._learner, reporter, self._pulse.tick)
 

@@ -44,6 +44,11 @@ def _fewest_and_most(_context: click.Context, _option: click.Parameter, value: s
 @click.option("--max-batch-size", default=0, help="Rows in one call of the model. Default: 32.")
 @click.option("--max-batch-delay-ms", type=DurationType(), help="How long a row may wait for others. Default: 2.")
 @click.option("--max-queued-rows", default=0, help="Rows that may wait; more are refused. Default: 4096.")
+@click.option(
+    "--allow-non-finite",
+    is_flag=True,
+    help="Answer rows with a NaN or an infinity that no step fills. Default: their request is refused.",
+)
 @keep_option("1")
 @click.option("--no-wait", is_flag=True, help="Return once it is durable; it loads meanwhile.")
 @address_options
@@ -93,6 +98,7 @@ def _fields(values: dict[str, Any]) -> dict[str, Any]:
         "max_batch_delay": None if delay_ms is None else duration(delay_ms / 1000),
         "max_queued_rows": values["max_queued_rows"],
         "version_policy": values["version_policy"],
+        "allow_non_finite": values["allow_non_finite"],
         **_replicas(values),
     }
 

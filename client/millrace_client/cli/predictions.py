@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 
 ROWS_SHOWN = 20
 MAX_CELL, MAX_NUMBERS = 32, 4
-LABEL, PROBABILITIES, LOGITS = "label", "probabilities", "logits"
+LABEL, LABEL_NAME, PROBABILITIES, LOGITS = "label", "label_name", "probabilities", "logits"
 CLASSIFIER = {LABEL, PROBABILITIES, LOGITS}
 # In a message about rows: where one is named, as the request counts it.
 _ROW = re.compile(r"(^|; )row (\d+)(?=: )")
 
 
 def outputs_wanted(metadata: pb.ModelMetadataResponse, extensions: Collection[str]) -> Mapping[str, int]:
-    """What to ask of a model: of a classifier the greatest of the logits too, which comes with the class's name; else
-    every output as it is."""
+    """What to ask of a model: of a classifier its label and probabilities, and the label's name; of a server that does
+    not offer names the greatest of the logits, with which it comes. Of other models every output as it is."""
     names = {tensor.name for tensor in metadata.outputs}
+    if names >= CLASSIFIER and LABEL_NAME in names:
+        return dict.fromkeys((LABEL, LABEL_NAME, PROBABILITIES), 0)
     if names >= CLASSIFIER and "classification" in extensions:
         return {**dict.fromkeys((tensor.name for tensor in metadata.outputs), 0), LOGITS: 1}
     return {}
@@ -135,7 +137,9 @@ def _prediction(outputs: Arrays, row: int) -> dict[str, Any]:
 
 
 def _class_name(outputs: Arrays, row: int, label: int) -> str:
-    """Out of `b"value:index:name"`."""
+    """As an output of its own, or out of `b"value:index:name"`; empty where there is none."""
+    if LABEL_NAME in outputs:
+        return str(outputs[LABEL_NAME][row].decode(errors="replace"))
     if LOGITS not in outputs or outputs[LOGITS].dtype.kind != "O":
         return ""
     _, index, *name = outputs[LOGITS][row][0].decode().split(":", 2)

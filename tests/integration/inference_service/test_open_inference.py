@@ -63,6 +63,7 @@ def test_tritonclient_reads_server_and_model_metadata(triton: dict[str, Any]) ->
         {"name": "logits", "datatype": "FP32", "shape": ["-1", "10"]},
         {"name": "probabilities", "datatype": "FP32", "shape": ["-1", "10"]},
         {"name": "label", "datatype": "INT64", "shape": ["-1"]},
+        {"name": "label_name", "datatype": "BYTES", "shape": ["-1"]},
     ]
 
 

@@ -59,6 +59,16 @@ def test_a_classification_has_the_most_probable_classes_first(triton: dict[str, 
         np.testing.assert_allclose([float(value) for value in values], probabilities[best], atol=1e-5)
 
 
+def test_the_names_of_the_labels_come_where_they_are_asked_for(
+    triton: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    seen = triton["names"]
+    assert seen["labels"] == expected["labels"]
+    assert seen["names"] == [CLASS_NAMES[label] for label in expected["labels"]]
+    assert not seen["unasked"]
+    assert seen["offered"] == [{"name": "label_name", "datatype": "BYTES", "shape": ["-1"]}]
+
+
 def test_compression_priority_and_a_timeout_that_suffices_change_no_answer(
     triton: dict[str, Any], expected: dict[str, Any]
 ) -> None:

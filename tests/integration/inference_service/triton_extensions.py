@@ -30,6 +30,7 @@ def main(target: str, model: str, path: str) -> dict[str, Any]:
         "streamed": streamed(client, model, images),
         "asyncio": asyncio.run(with_asyncio(target, model, images)),
         "classes": classes(client, model, images),
+        "names": names(client, model, images),
         "compressed": labels(client.infer(model, [image_input(images)], compression_algorithm="gzip")),
         "urgent": labels(client.infer(model, [image_input(images)], priority=1, timeout=20_000_000)),
         "loaded": status(lambda: client.load_model(model)),
@@ -81,6 +82,19 @@ def classes(client: triton.InferenceServerClient, model: str, images: Any) -> li
     outputs = [triton.InferRequestedOutput("probabilities", class_count=3), triton.InferRequestedOutput("label")]
     found = client.infer(model, [image_input(images)], outputs=outputs).as_numpy("probabilities")
     return [[item.decode() for item in row] for row in found]
+
+
+def names(client: triton.InferenceServerClient, model: str, images: Any) -> dict[str, Any]:
+    """Of the labels, in raw contents and in a request that says nothing of outputs; and where the model offers them."""
+    wanted = [triton.InferRequestedOutput(name) for name in ("label_name", "label")]
+    found = client.infer(model, [image_input(images)], outputs=wanted)
+    metadata = client.get_model_metadata(model, as_json=True)
+    return {
+        "names": [item.decode() for item in found.as_numpy("label_name")],
+        "labels": labels(found),
+        "unasked": client.infer(model, [image_input(images)]).as_numpy("label_name") is not None,
+        "offered": [one for one in metadata["outputs"] if one["name"] == "label_name"],
+    }
 
 
 def streamed(client: triton.InferenceServerClient, model: str, images: Any) -> list[Any]:

@@ -47,6 +47,7 @@ def deployed(*options: str) -> tuple[Result, list[pb.DeploymentSpec]]:
             },
         ),
         (("--max-batch-delay-ms", "0"), {"max_batch_delay": Duration()}),
+        (("--allow-non-finite",), {"allow_non_finite": True}),
         (("--keep", "2"), {"version_policy": keep_latest(2)}),
         (("--keep", "all"), {"version_policy": keep_all()}),
         (

@@ -6,12 +6,14 @@ import asyncio
 import socket
 import urllib.request
 
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from inference import grpc_service_pb2 as oip
 from inference_service.batching.models import Models
 from inference_service.domain.applications import application_name
+from inference_service.domain.rows import Outputs, Rows
 from inference_service.metrics import metrics_served
 from inference_service.settings import settings_from
 from shared.settings import SettingsError
@@ -73,6 +75,34 @@ def test_the_metrics_are_the_numbers_of_the_statistics() -> None:
         assert (seen["queued_rows", labels()], seen["ready", labels()]) == (2, 1)
 
     served(scenario)
+
+
+class NoNumbers:
+    """Refuses rows that begin with 9, and answers those that begin with 7 with a NaN."""
+
+    async def forward(self, rows: Rows) -> Outputs:
+        firsts = rows.values["image"][:, 0]
+        logits = np.where(firsts[:, None] == 7, np.nan, rows.values["image"]).astype(np.float32)
+        refused = {int(row): "tensor 'image': nan is not finite" for row in np.flatnonzero(firsts == 9)}
+        return Outputs([logits, logits.argmax(axis=1)], refused, non_finite=np.flatnonzero(firsts == 7).tolist())
+
+
+def test_rows_answered_with_a_nan_are_counted_and_a_refused_request_of_their_batch_harms_none() -> None:
+    async def scenario(server: Server) -> None:
+        address = f"127.0.0.1:{free_ports(1)[0]}"
+        asked = [ask(1, 7, 7), ask(1, 9), ask(7), ask(1)]
+        refused, *_ = await asyncio.gather(
+            told(server.stub.ModelInfer(asked[1])),
+            *(server.stub.ModelInfer(one) for one in (asked[0], *asked[2:])),
+        )
+        with metrics_served(address, server.models):
+            seen = await asyncio.to_thread(read, address)
+        assert refused.code.name == "INVALID_ARGUMENT"
+        assert "row 1: tensor 'image'" in refused.message
+        assert seen["requests_total", labels(status="OK")] == 3
+        assert seen["non_finite_rows_total", labels()] == 3
+
+    served(scenario, model=NoNumbers(), max_delay_s=0.05)
 
 
 def test_a_port_that_is_taken_is_told_with_its_setting() -> None:

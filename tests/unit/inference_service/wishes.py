@@ -37,9 +37,11 @@ def creation(deployment_id: str = "digits", **changes: Any) -> Creation:
     return replace(wanted, **changes)
 
 
-def load(deployments: Deployments, deployment: Deployment, signature: Signature = IMAGES) -> Deployment:
-    """Its newest version has been loaded."""
-    version = replace(deployment.versions[-1], signature=signature)
+def load(
+    deployments: Deployments, deployment: Deployment, signature: Signature = IMAGES, dataset_version: str = ""
+) -> Deployment:
+    """Its newest version has been loaded, of a model that was trained on that dataset version."""
+    version = replace(deployment.versions[-1], signature=signature, dataset_version=dataset_version)
     after = deployments.transition(
         deployment.name, deployment.uid, lambda before: with_version_loaded(before, version, time.time())
     )

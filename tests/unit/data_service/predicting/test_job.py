@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,8 @@ from shared.dataset_version.manifest import QUARANTINE, Prediction
 from shared.jobs import AttemptContext, JobRecord, JobState
 from shared.model_spec import REGRESSION, ModelSpec
 from shared.models.loaded import LoadedModel
-from shared.storage import ObjectStore
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
 from shared.transforms import schema_of_columns
 from shared.transforms.steps import decoding
 from tests.support.predicting import (
@@ -34,6 +37,7 @@ from tests.support.predicting import (
     CLASS_NAMES,
     PREPARING,
     TABLE_SCHEMA,
+    TRAINING,
     marks,
     predict_here,
     seeded,
@@ -276,3 +280,60 @@ def test_damaged_weights_fail_it_with_the_file_named(store: ObjectStore) -> None
     assert failed.error is not None
     assert (failed.state, failed.error["kind"]) == (JobState.FAILED, "DataLoss")
     assert WEIGHTS in failed.error["message"]
+
+
+FILLED: list[dict[str, Any]] = [{"column": "x", "fillNulls": {"value": {"number": 3.5}}}, *PREPARING]
+
+
+def with_nans(store: ObjectStore, missing: float | None, **checkpoint: Any) -> CheckpointEntry:
+    """Rows 5 and 700 of `train`, and the first of `test`, have no `x`."""
+    train, test = marks(TRAIN, seed=1).to_pydict(), marks(TEST, seed=2).to_pydict()
+    train["x"][5] = train["x"][700] = test["x"][0] = missing
+    commit_tables(store, {"train": pa.table(train, TABLE_SCHEMA), "test": pa.table(test, TABLE_SCHEMA)})
+    return write(store, transforms=[{"steps": FILLED}, {"steps": TRAINING}], **checkpoint)
+
+
+def test_a_nan_where_training_had_none_is_predicted_as_null_is_and_as_a_deployment_answers(
+    tmp_path: Path,
+) -> None:
+    predicted = []
+    for place, missing in (("null", None), ("nan", math.nan)):
+        store = open_store(StoreSettings(url=(tmp_path / place).as_uri()))
+        entry = with_nans(store, missing, nan_counts={"x": 0})
+        rows = rows_of(store, done(predict_here(store, columns=["id"])))
+        _, probabilities, labels = served(store, entry, "train", TRAIN)
+        assert rows["train"]["prediction"] == labels.tolist()
+        np.testing.assert_allclose(np.array(rows["train"]["probabilities"]), probabilities, atol=CLOSE)
+        predicted.append(rows)
+    assert predicted[0] == predicted[1]
+
+
+@pytest.mark.parametrize("nan_counts", [None, {"x": 7}], ids=["nothing is known", "training had some"])
+def test_a_nan_that_may_be_a_number_is_a_bad_row(store: ObjectStore, nan_counts: dict[str, int] | None) -> None:
+    with_nans(store, math.nan, nan_counts=nan_counts)
+    failed = predict_here(store)
+    assert failed.state is JobState.FAILED
+    assert failed.error is not None
+    assert (failed.error["kind"], failed.error["reason"]) == ("InvalidArgument", "BAD_ROW")
+    assert (
+        f"row {TRAIN}: column 'x': nan" in failed.error["message"]
+        or "row 5: column 'x': nan" in (failed.error["message"])
+    )
+    assert list(store.list(f"{failed.name}/data")) == []
+
+    aside = predict_here(store, bad_rows=BadRows(action="quarantine", max_rows=3))
+    version = load_version(store, done(aside))
+    rows = rows_of(store, version.name)
+    assert rows["train"]["id"] == [one for one in range(TRAIN) if one not in (5, 700)]
+    assert rows["test"]["id"] == list(range(1, TEST))
+    assert version.manifest.quarantined_row_count == 3
+    told = (read_attachment(store, version, QUARANTINE) or b"").decode().splitlines()
+    assert all("column 'x': nan" in line for line in told)
+
+
+def test_a_nan_in_a_column_that_a_transform_has_changed_is_a_number(store: ObjectStore) -> None:
+    with_nans(store, math.nan, nan_counts={"x": 0})
+    prepared = done(transform_here(store, FILLED))
+    failed = predict_here(store, source=prepared)
+    assert failed.error is not None
+    assert "column 'x': nan is not finite, and no step fills it" in failed.error["message"]

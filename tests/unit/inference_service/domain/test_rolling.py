@@ -166,6 +166,23 @@ def test_a_version_whose_tensors_differ_is_rolled_back_before_it_gets_traffic_un
     assert state(loaded(rolling(allow_new_signature=True), other)) is RollOutState.SHIFTING
 
 
+def test_a_version_that_has_lost_the_names_of_its_classes_is_rolled_back_and_one_that_gained_some_is_not() -> None:
+    logits, label = TensorSpec("logits", "FP32", (-1, 2)), TensorSpec("label", "INT64", (-1,))
+    plain = replace(SIGNATURE, outputs=(logits, label))
+    named = replace(SIGNATURE, outputs=(replace(logits, class_names=("a", "b")), label))
+
+    def rolled(old: Signature, new: Signature) -> Deployment:
+        before = rolling()
+        return loaded(replace(before, versions=(replace(before.versions[0], signature=old), *before.versions[1:])), new)
+
+    assert state(rolled(plain, named)) is RollOutState.SHIFTING
+    lost = rolled(named, plain)
+    assert state(lost) is RollOutState.ROLLED_BACK
+    assert lost.roll_out is not None
+    assert lost.roll_out.error is not None
+    assert "label_name BYTES[-1]" in lost.roll_out.error["message"]
+
+
 def test_loading_a_version_again_after_a_restart_is_no_news() -> None:
     one = loaded(rolling())
     assert with_version_loaded(one, one.versions[1], 9.0) is None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -148,6 +149,18 @@ def test_an_unknown_or_doubled_output_is_refused(requested: list[str], field: st
 def test_a_signature_survives_the_log() -> None:
     for one in (SIGNATURE, PEOPLE):
         assert Signature.from_record(json.loads(json.dumps(one.as_record()))) == one
+
+
+def test_a_signature_of_an_earlier_release_offers_the_names_that_its_log_has() -> None:
+    classifier = replace(
+        PEOPLE,
+        outputs=(TensorSpec("logits", "FP32", (-1, 2), class_names=("no", "yes")), TensorSpec("label", "INT64", (-1,))),
+    )
+    read = Signature.from_record(classifier.as_record())
+    assert [one.name for one in read.offered] == ["logits", "label", "label_name"]
+    assert [one.name for one in outputs_wanted(read, [])] == ["logits", "label"]
+    assert outputs_wanted(read, ["label_name"])[0].class_names == ("no", "yes")
+    assert PEOPLE.offered == PEOPLE.outputs
 
 
 def test_strings_are_looked_at_only_after_their_number() -> None:

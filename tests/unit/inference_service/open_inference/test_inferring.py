@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from inference import grpc_service_pb2 as oip
+from inference import model_config_pb2
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.signature import TensorSpec
 from tests.support.grpc_kit import everything, told
@@ -153,6 +154,95 @@ def test_no_more_classes_are_told_than_there_are() -> None:
         assert list(answer.outputs[0].shape) == [1, 4]
 
     served(scenario)
+
+
+NAMED = replace(
+    IMAGES,
+    outputs=(
+        TensorSpec("logits", "FP32", (-1, 4), class_names=("zero", "einß", "two")),
+        TensorSpec("label", "INT64", (-1,)),
+    ),
+)
+
+
+def name_wanted(*names: str, **parameters_: Any) -> list[Any]:
+    return [{"name": name, **parameters_} for name in names]
+
+
+@pytest.mark.parametrize("typed", [False, True], ids=["raw", "typed"])
+def test_names_of_labels_come_where_they_are_asked_for_and_only_there(typed: bool) -> None:
+    def rows(**fields: Any) -> oip.ModelInferRequest:
+        # The greatest numbers are the second, the first, and the last, whose class has no name.
+        values = np.array([[1, 9, 2, 3], [9, 1, 2, 3], [0, 1, 2, 9]], np.uint8)
+        request = oip.ModelInferRequest(model_name="m", **fields)
+        tensor = request.inputs.add(name="image", datatype="UINT8", shape=values.shape)
+        if typed:
+            tensor.contents.uint_contents.extend(values.ravel().tolist())
+        else:
+            request.raw_input_contents.append(values.tobytes())
+        return request
+
+    async def scenario(server: Server) -> None:
+        everything_else = await server.stub.ModelInfer(rows())
+        assert [one.name for one in everything_else.outputs] == ["logits", "label"]
+        answer = await server.stub.ModelInfer(rows(outputs=name_wanted("label_name", "label")))
+        assert [(one.name, one.datatype, list(one.shape)) for one in answer.outputs] == [
+            ("label_name", "BYTES", [3]),
+            ("label", "INT64", [3]),
+        ]
+        if typed:
+            assert [one.decode() for one in answer.outputs[0].contents.bytes_contents] == ["einß", "zero", ""]
+            assert list(answer.outputs[1].contents.int64_contents) == [1, 0, 3]
+        else:
+            assert raw_strings(answer.raw_output_contents[0]) == ["einß", "zero", ""]
+        alone = await server.stub.ModelInfer(rows(outputs=name_wanted("label_name")))
+        assert [one.name for one in alone.outputs] == ["label_name"]
+        wish = name_wanted("label_name", parameters=parameters(classification=1))
+        refusal = await told(server.stub.ModelInfer(rows(outputs=wish)))
+        assert refusal.violations[0][0] == "outputs[0].parameters.classification"
+
+    served(scenario, deployment("m", NAMED))
+
+
+def test_names_of_labels_are_in_metadata_and_configuration_of_a_model_whose_classes_have_some() -> None:
+    async def outputs_of(server: Server) -> list[Any]:
+        metadata = await server.stub.ModelMetadata(oip.ModelMetadataRequest(name="m"))
+        config = (await server.stub.ModelConfig(oip.ModelConfigRequest(name="m"))).config
+        assert [one.name for one in config.output] == [one.name for one in metadata.outputs]
+        return [(one.name, one.datatype, list(one.shape)) for one in metadata.outputs]
+
+    async def with_names(server: Server) -> None:
+        assert (await outputs_of(server))[-1] == ("label_name", "BYTES", [-1])
+        config = (await server.stub.ModelConfig(oip.ModelConfigRequest(name="m"))).config
+        assert config.output[-1].data_type == model_config_pb2.TYPE_STRING
+
+    async def without(server: Server) -> None:
+        assert [name for name, *_ in await outputs_of(server)] == ["logits", "label"]
+        refusal = await told(server.stub.ModelInfer(ask(1, outputs=name_wanted("label_name"))))
+        assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert refusal.violations[0][0] == "outputs[0].name"
+
+    served(with_names, deployment("m", NAMED))
+    served(without)
+
+
+def test_names_that_no_message_has_room_for_are_refused_before_the_model_sees_the_request() -> None:
+    long = replace(
+        IMAGES,
+        outputs=(
+            TensorSpec("logits", "FP32", (-1, 4), class_names=("x" * 40_000_000, "y")),
+            TensorSpec("label", "INT64", (-1,)),
+        ),
+    )
+
+    async def scenario(server: Server) -> None:
+        assert (await server.stub.ModelInfer(ask(1, 2))).outputs
+        server.model.batches.clear()
+        refusal = await told(server.stub.ModelInfer(ask(1, 2, outputs=name_wanted("label_name"))))
+        assert refusal.violations[0][0] == "outputs"
+        assert server.model.batches == []
+
+    served(scenario, deployment("m", long))
 
 
 def ended(server: Server) -> tuple[dict[str, int], int]:

@@ -28,12 +28,14 @@ from inference_service.domain.version_policy import VersionPolicy
 from inference_service.fronts.siblings import Siblings, Told
 from inference_service.open_inference.inferring import Inference
 from shared.checkpoint.users import users_of_job
+from shared.dataset_version.users import live_users
 from shared.errors import Unavailable
 from shared.storage import ObjectStore
 from tests.support.inference_server import ask
+from tests.support.versions import commit_version, striped_digits
 from tests.unit.inference_service.driven import Driven, driving
 from tests.unit.inference_service.fronts.test_siblings import ended
-from tests.unit.inference_service.wishes import JOB, NAME, load, weights, wish
+from tests.unit.inference_service.wishes import DATASET, JOB, NAME, load, weights, wish
 
 LONG_AFTER = 1e12
 
@@ -113,8 +115,29 @@ def test_a_version_that_is_rolled_back_to_while_it_goes_stays_and_keeps_its_mark
 
 
 @pytest.mark.usefixtures("ready")
+def test_a_version_that_goes_takes_no_mark_from_a_new_one_of_the_same_dataset_version(
+    store: ObjectStore, deployments: Deployments, roll_outs: RollOutManager
+) -> None:
+    commit_version(store, DATASET, {"train": striped_digits(5)})
+    loaded = load(deployments, roll_outs.begin(wish()), dataset_version=DATASET)
+    deployments.mark_datasets(loaded, loaded.versions)
+    roll_outs.back(NAME, "")
+
+    async def scenario(driven: Driven) -> None:
+        # Another front has loaded it, and the driver has not heard of it when it lets version 2 go.
+        again = load(deployments, roll_outs.begin(wish()), dataset_version=DATASET)
+        deployments.mark_datasets(again, again.versions)
+        await driven.look()
+        assert list(weights(deployments.get(NAME))) == ["1", "3"]
+        assert live_users(store, DATASET, LONG_AFTER) == [NAME]
+
+    driving(Driven(store), scenario)
+
+
+@pytest.mark.usefixtures("ready")
+@pytest.mark.parametrize("marks", ["keep_checkpoints", "mark_datasets"])
 def test_an_outage_while_a_version_goes_costs_no_other_its_mark(
-    store: ObjectStore, deployments: Deployments, roll_outs: RollOutManager, monkeypatch: pytest.MonkeyPatch
+    store: ObjectStore, deployments: Deployments, roll_outs: RollOutManager, monkeypatch: pytest.MonkeyPatch, marks: str
 ) -> None:
     load(deployments, roll_outs.begin(wish()))
     roll_outs.back(NAME, "")
@@ -125,7 +148,7 @@ def test_an_outage_while_a_version_goes_costs_no_other_its_mark(
     async def scenario(driven: Driven) -> None:
         roll_outs.begin(wish())
         with monkeypatch.context() as outage:
-            outage.setattr(driven.deployments, "keep_checkpoints", out)
+            outage.setattr(driven.deployments, marks, out)
             with pytest.raises(Unavailable):
                 await driven.look()
         await driven.look()

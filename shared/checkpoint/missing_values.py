@@ -1,0 +1,170 @@
+"""NaN in rows that a model is asked about: which of them mean null, and of which rows nothing can be made.
+
+Tables in pandas have a NaN where a float is missing, while a version has null there. Serving and predictions over
+versions both read NaN by this module, so that a row gets the same answer from either.
+
+B = rows of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.types as kinds
+from numpy.typing import NDArray
+
+from shared.checkpoint.format import CheckpointContent
+from shared.transforms import Batch, Pipeline, ScalarType, Schema, TensorType
+from shared.transforms.schema import ColumnType
+from shared.transforms.steps.columns import Drop, Rename, Select
+from shared.transforms.steps.custom import Custom
+from shared.transforms.steps.encoding import OneHotEncode
+from shared.transforms.steps.filling import FillNulls
+from shared.transforms.steps.step import Step
+
+Array = NDArray[Any]
+# They have a value for a null.
+_TAKE_NULLS = (FillNulls, OneHotEncode, Custom)
+_KEEP_VALUES = (Select, Drop, Rename)
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """`columns` are those at fault, `problem` what is wrong with them."""
+
+    columns: Sequence[str]
+    problem: str
+
+
+@dataclass(frozen=True)
+class NanReading:
+    """How NaN is read in columns of floats for whose nulls the steps have a value; in all others it is a number.
+
+    A NaN in one of `as_null` means null: the model's training rows had no NaN there. In one of `unclear` it may mean
+    either, since the checkpoint does not say whether they had. Picklable.
+    """
+
+    as_null: frozenset[str] = frozenset()
+    unclear: frozenset[str] = frozenset()
+
+    def nulls_for_nans(self, batch: Batch) -> Batch:
+        """The batch with null for each NaN of `as_null`; columns without NaN are the same objects."""
+        return {name: _null_for_nan(column) if name in self.as_null else column for name, column in batch.items()}
+
+    def bad_rows(self, prepared: Array, read: Sequence[str], floats: Callable[[], Batch]) -> dict[int, BadRow]:
+        """The rows with a NaN in a column of `unclear`, and those whose model input is not finite, by their place.
+
+        `prepared`, float32 (B, *shape), is what the steps made of the columns `read`. `floats` returns those of them
+        that hold floats, as `nulls_for_nans` left them; it is called only where it matters.
+        """
+        bad = ~finite_rows(prepared)
+        if not self.unclear and not bad.any():
+            return {}
+        batch = floats()
+        for name in self.unclear:
+            bad |= np.isnan(_numbers(batch[name]))
+        rows = np.flatnonzero(bad)
+        if not rows.size:
+            return {}
+        found: dict[int, list[tuple[str, float]]] = {row: [] for row in rows.tolist()}
+        for name, column in batch.items():
+            values = _numbers(column)[rows].reshape(len(rows), -1)
+            for place in np.flatnonzero(~np.isfinite(values).all(axis=1)).tolist():
+                first = values[place][~np.isfinite(values[place])][0]
+                found[int(rows[place])].append((name, float(first)))
+        return {row: self._bad_row(read, columns) for row, columns in found.items()}
+
+    def _bad_row(self, read: Sequence[str], columns: Sequence[tuple[str, float]]) -> BadRow:
+        if not columns:
+            return BadRow(read, "the steps make a NaN or an infinity of this row")
+        names = [name for name, _ in columns]
+        value = columns[0][1]
+        if np.isnan(value) and names[0] in self.unclear:
+            return BadRow(names, "nan may mean null, and the checkpoint does not say whether its training had NaN here")
+        return BadRow(names, f"{value} is not finite, and no step fills it")
+
+
+def nan_reading(
+    content: CheckpointContent, steps: Sequence[Step], given: Schema, gone: Sequence[Step] = ()
+) -> NanReading:
+    """For rows of `given` columns, which go through `steps`. Those that they went through since ingest are `gone`: a
+    column that these have changed is no longer what clients send, and its NaN are numbers."""
+    as_null, unclear = set(), set()
+    before = Pipeline(gone)
+    for name in _columns_with_null_value(steps, given):
+        ingested = _ingested_name(before, name, content.ingested_schema) if gone else name
+        if ingested is None:
+            continue
+        counted = None if content.nan_counts is None else content.nan_counts.get(ingested)
+        if counted is None:
+            unclear.add(name)
+        elif counted == 0:
+            as_null.add(name)
+    return NanReading(frozenset(as_null), frozenset(unclear))
+
+
+def finite_rows(values: Array) -> NDArray[np.bool_]:
+    """Of floats (B, *shape), the rows (B) in which all are finite."""
+    finite: Array = np.isfinite(values)
+    # Nearly always all of them are, which is told sooner than of which rows.
+    if finite.all():
+        return np.ones(len(values), np.bool_)
+    whole: NDArray[np.bool_] = np.logical_and.reduce(finite.reshape(len(values), -1), axis=1)
+    return whole
+
+
+def may_be_non_finite(columns: Schema, images: Collection[str]) -> bool:
+    """Whether a model's input that is made of such columns is to be looked through: not that of pixels, `images` being
+    the columns of encoded ones, nor of other tensors of integers."""
+    return any(name not in images and (isinstance(one, ScalarType) or _is_float(one)) for name, one in columns.items())
+
+
+def float_columns(columns: Schema) -> list[str]:
+    """Those that hold floats, one a row or a tensor of them."""
+    return [name for name, one in columns.items() if _is_float(one)]
+
+
+def _columns_with_null_value(steps: Sequence[Step], given: Schema) -> list[str]:
+    """The scalar columns of floats that a step reads which has a value for null."""
+    floats = [name for name in float_columns(given) if isinstance(given[name], ScalarType)]
+    if not floats:
+        return []
+    read: set[str] = set()
+    for index, step in enumerate(steps):
+        if isinstance(step, _TAKE_NULLS):
+            read.update(Pipeline(steps[:index]).reads(step.reads, given))
+    return [name for name in floats if name in read]
+
+
+def _ingested_name(gone: Pipeline, name: str, ingested: Schema) -> str | None:
+    """What the column was ingested as; None where a step made it, or changed its values."""
+    if not all(isinstance(step, _KEEP_VALUES) for step in gone.serving([name], ingested).steps):
+        return None
+    return gone.serving([name], ingested).reads([name], ingested)[0]
+
+
+def _null_for_nan(column: pa.Array) -> pa.Array:
+    numbers = _numbers(column)
+    nans = np.isnan(numbers)
+    if not nans.any():
+        return column
+    return pa.array(numbers, column.type, mask=nans | column.is_null().to_numpy(zero_copy_only=False))
+
+
+def _numbers(column: Any) -> Array:
+    """Floats (B, *shape), 0 where null."""
+    if isinstance(column, np.ndarray):
+        return column
+    filled = column.fill_null(pa.scalar(0.0).cast(column.type)) if column.null_count else column
+    numbers: Array = filled.to_numpy(zero_copy_only=False)
+    return numbers
+
+
+def _is_float(one: ColumnType) -> bool:
+    if isinstance(one, TensorType):
+        return np.dtype(one.dtype).kind == "f"
+    return bool(kinds.is_floating(one.arrow_type))
