@@ -27,6 +27,7 @@ from train_service.learning.metrics import MOST_SUMS_OF_A_STEP, Metrics
 from train_service.learning.optimizers import build_optimizer, build_scheduler
 from train_service.learning.ranks import Ranks, gradients_kept_local, settle_buckets
 from train_service.learning.sharding import put_optimizer_state, put_weights, whole_optimizer_state, whole_weights
+from train_service.learning.sharding_units import units_of
 from train_service.learning.step_parts import Part, diverged, parts_of
 from train_service.learning.training_steps import build_training_step
 from train_service.learning.trial_step import TrialStep
@@ -51,11 +52,13 @@ class Learner:
         self._ranks = ranks
         self._steps_per_epoch = steps_per_epoch
         self._total_steps = total_steps
+        sharded = spec.placement.parallel == FSDP and ranks.world_size > 1
+        units = units_of(spec.model, model_input.shape) if sharded else None
         torch.manual_seed(spec.seed)
         self.model = build_model(spec.model, "spec.model").to(ranks.device)
-        if spec.placement.parallel == FSDP:
+        if sharded:
             # Before the optimizer, which must hold the shards.
-            ranks.wrap(self.model, FSDP)
+            ranks.wrap(self.model, FSDP, units=units)
         self._wrapped = self.model
         self._loss = build_loss(spec.loss)
         self._training_step = build_training_step(spec.training_step)
