@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,18 +12,31 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load as load_safetensors
 from torch import nn
 
 from shared.errors import InvalidArgument
+from shared.storage import ObjectStore
 from tests.support.example import install_example
 from tests.unit.train_service.in_ranks import in_ranks
-from tests.unit.train_service.learners import INPUT, SPEC, WIDTH
+from tests.unit.train_service.learners import INPUT, SPEC, WIDTH, commit_table
 from tests.unit.train_service.sharded_models import install_models, model_spec, what_shards_learn
-from train_service.domain.spec import FSDP, Placement
+from tests.unit.train_service.worker.test_loop import (
+    config_of,
+    entries,
+    events,
+    lose_and_begin,
+    new_job,
+    run_of,
+    saved,
+)
+from train_service.domain.spec import FSDP, OptimizerSpec, Placement
 from train_service.jobs.model_check import check_model
 from train_service.learning.ranks import Ranks
 from train_service.learning.sharding import put_some_weights, put_weights, shard
 from train_service.learning.sharding_units import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, find_units, units_of
+from train_service.records.events import EventKind
+from train_service.worker.loop import LoopConfig, Run
 
 
 @pytest.fixture
@@ -160,3 +174,36 @@ def test_a_model_that_cannot_be_sharded_is_refused_before_a_job_is_made_naming_t
     assert "scale" in told
     assert "use DDP" in told
     check_model(replace(SPEC, model=model_spec("scalar")), INPUT)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("builder", ["tied-tokens", "transformer"])
+def test_a_run_of_two_shards_is_resumed_from_its_checkpoint_by_one_worker(
+    builder: str, store: ObjectStore, sites: list[str], tmp_path: Path
+) -> None:
+    commit_table(store)
+    momentum = OptimizerSpec(name="SGD", learning_rate=0.05, kwargs={"momentum": 0.9})
+    whole = replace(SPEC, model=model_spec(builder), optimizer=momentum, num_workers=2, lanes=24, epochs=2)
+    sharded = replace(whole, placement=Placement(parallel=FSDP))
+    for name in ("trainingJobs/whole", "trainingJobs/shards"):
+        new_job(store, name)
+    run_of(store, "trainingJobs/whole", spec=whole).run()
+
+    in_ranks(2, run_shards, tmp_path, sites, config_of(store, "trainingJobs/shards", spec=replace(sharded, epochs=1)))
+    lose_and_begin(store, "trainingJobs/shards")
+    run_of(store, "trainingJobs/shards", attempt=2, spec=sharded).run()
+
+    ours, theirs = (entries(store, name) for name in ("trainingJobs/shards", "trainingJobs/whole"))
+    assert sorted(ours) == sorted(theirs)
+    for step, entry in ours.items():
+        weights, expected = (load_safetensors(saved(store, one)[0]) for one in (entry, theirs[step]))
+        torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-4)
+    assert [event.payload["step"] for event in events(store, "trainingJobs/shards", EventKind.ATTEMPT_STARTED)] == [
+        0,
+        min(ours),
+    ]
+
+
+def run_shards(ranks: Ranks, sites: list[str], config: LoopConfig) -> None:
+    sys.path[:0] = sites
+    Run(config, ranks).run()
