@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from millrace_client.connection import Millrace, connect
 
@@ -45,6 +46,11 @@ def address_options(function: Function) -> Function:
 def connected(values: dict[str, Any]) -> Millrace:
     """A client for the addresses that `address_options` put into a command's keyword arguments."""
     return connect(data=values["data_address"], train=values["train_address"], inference=values["inference_address"])
+
+
+def was_given(option: str) -> bool:
+    """Whether the option of that name, as it is handed on, was given to the command that runs."""
+    return click.get_current_context().get_parameter_source(option) is not ParameterSource.DEFAULT
 
 
 def full_name(collection: str, name: str) -> str:
