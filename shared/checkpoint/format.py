@@ -20,9 +20,12 @@ from shared.dataset_version.manifest import Column
 from shared.errors import DataLoss
 from shared.model_spec import ModelSpec
 from shared.storage import ObjectMissing, ObjectStore
+from shared.target_scaling import TargetScaling
 from shared.transforms import Pipeline, Schema, schema_of_columns
 
 FORMAT = "millrace.checkpoint/3"
+# Of a model whose target was scaled: a release that knows nothing of that would answer in the wrong unit.
+FORMAT_SCALED = "millrace.checkpoint/3-scaled-target"
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 MANIFEST = "manifest.json"
@@ -64,6 +67,8 @@ class CheckpointContent:
     transforms: Sequence[dict[str, Any]]
     input_column: str
     class_names: Sequence[str] = ()
+    # Of a regression; None where the model's outputs are in the target's own unit.
+    target_scaling: TargetScaling | None = None
     # Where the first weights came from, and the digest of its manifest; empty where they were drawn.
     initial_checkpoint: str = ""
     initial_checkpoint_sha256: str = ""
@@ -86,7 +91,7 @@ class CheckpointContent:
 
     def as_manifest(self) -> dict[str, Any]:
         return {
-            "format": FORMAT,
+            "format": FORMAT if self.target_scaling is None else FORMAT_SCALED,
             "training_job": self.training_job,
             "dataset_version": self.dataset_version,
             "dataset_manifest_sha256": self.dataset_manifest_sha256,
@@ -99,6 +104,7 @@ class CheckpointContent:
             "transforms": list(self.transforms),
             "input_column": self.input_column,
             "class_names": list(self.class_names),
+            **({} if self.target_scaling is None else {"target_scaling": self.target_scaling.as_config()}),
             "initial_checkpoint": self.initial_checkpoint,
             "initial_checkpoint_sha256": self.initial_checkpoint_sha256,
             "coverage": [asdict(part) for part in self.coverage],
@@ -113,6 +119,7 @@ class CheckpointContent:
             **{key: manifest.get(key, "") for key in ("initial_checkpoint", "initial_checkpoint_sha256")},
             class_names=tuple(manifest.get("class_names", ())),
             model=ModelSpec.from_config(manifest["model"]),
+            target_scaling=TargetScaling.from_config(manifest.get("target_scaling")),
             ingested=[Column(**column) for column in manifest["ingested"]],
             coverage=tuple(CoveragePart(**part) for part in manifest["coverage"]),
             nan_counts=manifest.get("nan_counts"),
@@ -172,9 +179,10 @@ def load_checkpoint(store: ObjectStore, folder: str, manifest_sha256: str) -> Ch
     if sha256(encoded) != manifest_sha256:
         raise _lost(folder, MANIFEST, "does not have the digest that its job's log names")
     manifest = json.loads(encoded)
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in (FORMAT, FORMAT_SCALED):
         raise DataLoss(
-            f"{folder}/{MANIFEST} has the format {manifest.get('format')!r}; this release reads {FORMAT!r}",
+            f"{folder}/{MANIFEST} has the format {manifest.get('format')!r}; this release reads "
+            f"{FORMAT!r} and {FORMAT_SCALED!r}",
             reason=OTHER_FORMAT,
             metadata={"file": f"{folder}/{MANIFEST}"},
         )

@@ -18,6 +18,7 @@ from shared.checkpoint import CheckpointContent
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.model_spec import REGRESSION
 from shared.models.building import build_model, load_weights
+from shared.models.scaled_target import undo_scaling
 
 Outputs = list[NDArray[np.generic]]
 
@@ -36,6 +37,7 @@ class LoadedModel:
         self.module.to(device)
         self._device = device
         self._task = content.model.task
+        self._target_scaling = content.target_scaling
         self._layout = torch.contiguous_format
 
     def channels_last(self) -> LoadedModel:
@@ -49,12 +51,15 @@ class LoadedModel:
 
     def __call__(self, prepared: NDArray[np.generic]) -> Outputs:
         """Of the model's input for B rows, float32 (B, *shape): logits (B, classes) float32, probabilities (B, classes)
-        float32 and label (B,) int64 of a classifier, values (B, numbers) float32 of a regression."""
+        float32 and label (B,) int64 of a classifier, values (B, numbers) float32 of a regression, in the unit of its
+        target however that was scaled in training."""
         # torch wants memory that it may write to; rows that came by wire lie in memory that it may not.
         inputs = torch.from_numpy(np.require(prepared, np.float32, ["C", "W"]))
         with torch.inference_mode():
             given = self.module(inputs.to(self._device, memory_format=self._layout))
-            outputs = (given,) if self._task == REGRESSION else (given, given.softmax(dim=1), given.argmax(dim=1))
+            if self._task == REGRESSION:
+                return [undo_scaling(self._target_scaling, given).cpu().numpy()]
+            outputs = (given, given.softmax(dim=1), given.argmax(dim=1))
         return [output.cpu().numpy() for output in outputs]
 
 

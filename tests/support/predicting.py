@@ -28,6 +28,7 @@ from shared.jobs.transitions import begin_attempt
 from shared.model_spec import CLASSIFICATION, ModelSpec
 from shared.models import build_model
 from shared.storage import ObjectStore
+from shared.target_scaling import TargetScaling
 from tests.support.transforming import SOURCE, create_job, run_here
 from tests.support.versions import columns_of
 
@@ -66,6 +67,7 @@ def write(
     class_names: Sequence[str] = CLASS_NAMES,
     weights: bytes | None = None,
     nan_counts: Mapping[str, int] | None = None,
+    target_scaling: TargetScaling | None = None,
 ) -> CheckpointEntry:
     """Commits a checkpoint with seeded weights, or with these bytes for them."""
     job = name.partition("/checkpoints/")[0]
@@ -85,6 +87,7 @@ def write(
         input_column=input_column,
         class_names=class_names if model.task == CLASSIFICATION else (),
         nan_counts=nan_counts,
+        target_scaling=target_scaling,
     )
     folder = f"{registry.data_folder}/{name.rpartition('/')[2]}-{uuid.uuid4().hex[:8]}"
     files = {WEIGHTS: seeded(model) if weights is None else weights}

@@ -13,11 +13,13 @@ from shared.checkpoint.format import WEIGHTS
 from shared.checkpoint.resolving import NAME_PATTERN
 from shared.errors import DataLoss, FailedPrecondition, NotFound, invalid_field
 from shared.storage import ObjectMissing, ObjectStore
+from shared.target_scaling import NONE, TargetScaling
 
 if TYPE_CHECKING:
     from torch import nn
 
     from shared.model_spec import ModelSpec
+    from train_service.domain.spec import TrainingSpec
 
 FIELD = "spec.initial_checkpoint"
 SHOWN = 8
@@ -68,6 +70,21 @@ def check_fits(store: ObjectStore, entry: CheckpointEntry, model: ModelSpec) -> 
     found = fit(shapes, weight_shapes(store, entry))
     if not found.taken:
         raise invalid_field(FIELD, entry.name, f"no weights of it fit a {model.builder}; use one of the same model")
+
+
+def check_scaling(store: ObjectStore, entry: CheckpointEntry, spec: TrainingSpec) -> None:
+    """Raises `InvalidArgument` where the model's last layer would begin in the unit of a scaled target, and the run's
+    target is not scaled."""
+    if spec.target_scaling == NONE and kept_scaling(store, entry, spec.model) is not None:
+        remedy = f"the target of {entry.name} was scaled, and its last layer answers so; use TARGET_SCALING_STANDARD"
+        raise invalid_field("spec.target_scaling", spec.target_scaling, remedy)
+
+
+def kept_scaling(store: ObjectStore, entry: CheckpointEntry, model: ModelSpec) -> TargetScaling | None:
+    """That of the checkpoint's target, in which its last layer learnt; None where there is none, or where the layer
+    starts anew, for it has another number of outputs."""
+    scaling = load_checkpoint(store, entry.folder, entry.manifest_sha256).content.target_scaling
+    return scaling if scaling is not None and len(scaling.mean) == model.num_classes else None
 
 
 def weight_shapes(store: ObjectStore, entry: CheckpointEntry) -> dict[str, tuple[int, ...]]:

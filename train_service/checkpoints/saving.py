@@ -14,9 +14,10 @@ from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegi
 from shared.dataset_version import DatasetVersion
 from shared.errors import STORE_OUTAGES, DataLoss, Internal
 from shared.storage import ObjectStore
+from shared.target_scaling import STANDARD
 from train_service.checkpoints.checkpoint_clock import CheckpointClock
 from train_service.checkpoints.coverage import ConsumedRows, CoverageChain, gather, orphans
-from train_service.checkpoints.fine_tuning import load_initial
+from train_service.checkpoints.fine_tuning import kept_scaling, load_initial
 from train_service.checkpoints.snapshots import CheckpointWriter, Restored, as_message, newest_good, restore
 from train_service.domain.spec import TrainingSpec
 from train_service.learning.learner import Learner
@@ -106,6 +107,7 @@ class Checkpointing:
         restored = patient(lambda: self._restored(entry), "the checkpoint to resume from")
         history = restored.state.pop("history")
         self._learner.load(restored.weights, restored.state)
+        self._learner.target_scaling = restored.content.target_scaling
         self._initial = (restored.content.initial_checkpoint, restored.content.initial_checkpoint_sha256)
         self._chain = CoverageChain(self._store, self._lineage.job_name, restored.content.coverage)
         logger.info("resuming from %s at step %d", entry.name, entry.step)
@@ -186,6 +188,12 @@ class Checkpointing:
     def _begin_from(self, name: str) -> None:
         entry, fit = patient(lambda: load_initial(self._store, name, self._learner.model), "the initial checkpoint")
         self._initial = (entry.name, entry.manifest_sha256)
+        if self._lineage.spec.target_scaling == STANDARD:
+            kept = patient(lambda: kept_scaling(self._store, entry, self._lineage.spec.model), "the initial checkpoint")
+            self._learner.target_scaling = kept
+            if kept is None and self._reporter is not None:
+                text = f"{entry.name} has no scaling of this target: it is learnt anew, and the last layer must follow"
+                _warning(self._reporter)(text)
         if self._reporter is not None and fit.left_out():
             _warning(self._reporter)(f"of {entry.name} not everything fits: {fit.left_out()}")
 
@@ -210,6 +218,7 @@ class Checkpointing:
             transforms=[*lineage.version.manifest.transforms, lineage.preprocessing.config],
             input_column=spec.input_column,
             class_names=class_names(spec, lineage.version),
+            target_scaling=self._learner.target_scaling,
             initial_checkpoint=self._initial[0],
             initial_checkpoint_sha256=self._initial[1],
             coverage=self._chain.append(consumed),

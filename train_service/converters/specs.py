@@ -11,6 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from millrace.train.v1 import resources_pb2
 from shared.errors import invalid_field
 from shared.model_spec import ModelSpec
+from shared.target_scaling import NONE
 from shared.transforms import Pipeline
 from train_service.domain.slices import default_lanes
 from train_service.domain.spec import (
@@ -66,6 +67,7 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
         ),
         metrics=tuple(spec.metrics) or (("mae",) if task == REGRESSION else ("accuracy",)),
         optimizer=_optimizer(spec.optimizer) if spec.HasField("optimizer") else OptimizerSpec(),
+        target_scaling=_name(resources_pb2.TrainingSpec.TargetScaling, spec.target_scaling, "TARGET_SCALING_", NONE),
         training_step=spec.training_step,
         precision=_name(resources_pb2.TrainingSpec.Precision, spec.precision, "PRECISION_", FLOAT32),
         accumulation_steps=spec.accumulation_steps or 1,
@@ -110,6 +112,7 @@ def spec_to_proto(spec: TrainingSpec) -> resources_pb2.TrainingSpec:
             schedule=f"SCHEDULE_{spec.optimizer.schedule}",
             scheduler=spec.optimizer.scheduler,
         ),
+        target_scaling=f"TARGET_SCALING_{spec.target_scaling}",
         training_step=spec.training_step,
         precision=f"PRECISION_{spec.precision}",
         accumulation_steps=spec.accumulation_steps,

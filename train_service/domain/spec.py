@@ -10,6 +10,7 @@ from shared.checkpoint.ranking import Ranking
 from shared.model_spec import CLASSIFICATION as CLASSIFICATION
 from shared.model_spec import REGRESSION as REGRESSION
 from shared.model_spec import ModelSpec
+from shared.target_scaling import NONE
 from train_service.domain.order import WINDOW_ROWS
 from train_service.domain.schedule import CONSTANT
 
@@ -89,6 +90,8 @@ class TrainingSpec:
     # The JSON form of `millrace.common.v1.Transform`.
     transform: dict[str, Any] = field(default_factory=dict)
     task: str = CLASSIFICATION
+    # Of TASK_REGRESSION: what the model learns is the target, or that scaled.
+    target_scaling: str = NONE
     model: ModelSpec
     initial_checkpoint: str = ""
     loss: LossSpec = field(default_factory=lambda: LossSpec(name="cross_entropy"))

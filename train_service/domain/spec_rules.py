@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from shared.errors import invalid_fields
+from shared.target_scaling import NONE, STANDARD
 from train_service.domain.schedule import CONSTANT, COSINE_WITH_WARMUP
 from train_service.domain.sizing import ACCELERATOR, GRAIN
 from train_service.domain.slices import FEWEST_ROWS_PER_RANK, fewest_rows_of_a_rank, shapes_of_steps, steps_per_epoch
@@ -107,6 +108,13 @@ def _of_the_model(spec: TrainingSpec) -> list[Rule]:
             "loss.name",
             loss.name,
             "it tells classes; use mse, l1 or huber for TASK_REGRESSION",
+        ),
+        _one_of("target_scaling", spec.target_scaling, (NONE, STANDARD), "TARGET_SCALING_"),
+        (
+            not classes or spec.target_scaling == NONE,
+            "target_scaling",
+            spec.target_scaling,
+            "classes have no scale; leave it out, or use TASK_REGRESSION",
         ),
         _one_of("precision", spec.precision, (FLOAT32, BFLOAT16, FLOAT16), "PRECISION_"),
         (1 <= spec.accumulation_steps <= 1024, "accumulation_steps", spec.accumulation_steps, "use 1 to 1,024"),

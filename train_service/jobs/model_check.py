@@ -11,6 +11,7 @@ from shared.errors import InvalidArgument, ResourceExhausted, first_line, invali
 from shared.models import build_model, import_builder
 from shared.transforms import TensorSpec
 from train_service.domain.spec import FLOAT16, FSDP, REGRESSION, TrainingSpec, default_best_metric
+from train_service.jobs.sharding_check import check_sharding
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,6 +31,8 @@ def check_model(spec: TrainingSpec, model_input: TensorSpec, total_steps: int = 
     _check_names(spec)
     _check_parallel(spec)
     model = _check_outputs(spec, model_input)
+    if spec.placement.parallel == FSDP:
+        check_sharding(spec.model, model_input.shape)
     build_training_step(spec.training_step)
     _check_loss(spec)
     check_optimizer(spec.optimizer, [tuple(one.shape) for one in model.parameters()], total_steps)

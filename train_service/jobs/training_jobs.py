@@ -25,7 +25,7 @@ from shared.jobs.transitions import take_up
 from shared.requests import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 from train_service.attempt.endings import tell_lost
-from train_service.checkpoints.fine_tuning import FIELD, check_fits, check_name
+from train_service.checkpoints.fine_tuning import FIELD, check_fits, check_name, check_scaling
 from train_service.domain.slices import FEWEST_LANES, default_lanes
 from train_service.domain.spec import TrainingSpec
 from train_service.jobs.cluster_memory import ClusterMemory, check_ever_fits
@@ -238,6 +238,7 @@ class TrainingJobs:
         check_name(spec.initial_checkpoint)
         entry = resolve(self._store, FIELD, spec.initial_checkpoint)
         check_fits(self._store, entry, spec.model)
+        check_scaling(self._store, entry, spec)
         return replace(spec, initial_checkpoint=entry.name)
 
     def check_ever_fits(self, spec: TrainingSpec) -> None:

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from shared.models.scaled_target import scale_target, undo_scaling
+from shared.target_scaling import TargetScaling
 from train_service.domain.spec import REGRESSION
 from train_service.learning.losses import Loss
 from train_service.learning.metrics import Metrics
@@ -28,8 +30,10 @@ def evaluate(
     preprocessing: Preprocessing,
     ranks: Ranks,
     rows_per_call: int = ROWS_PER_CALL,
+    target_scaling: TargetScaling | None = None,
 ) -> tuple[float, dict[str, float], int]:
-    """Mean loss, the metrics, and the number of rows, over the whole split on every rank. Augmentations do not act."""
+    """Mean loss, the metrics, and the number of rows, over the whole split on every rank. Augmentations do not act.
+    The loss is that of the scaled target, the metrics are in the target's own unit."""
     rows = sum(cache.row_groups)
     # Stretches, not strides: a rank reads whole row groups.
     first, end = (rows * part // ranks.world_size for part in (ranks.rank, ranks.rank + 1))
@@ -49,9 +53,10 @@ def evaluate(
                 labels = labels.reshape(len(labels), -1)
             outputs = model(torch.from_numpy(preprocessing(batch)).to(ranks.device))
             if len(positions):
-                total = loss.total(outputs, labels).item()
+                total = loss.total(outputs, scale_target(target_scaling, labels)).item()
+                values = undo_scaling(target_scaling, outputs)
                 sums += torch.cat(
-                    [torch.tensor([total, len(positions)], dtype=torch.float64), metrics.sums(outputs, labels).cpu()]
+                    [torch.tensor([total, len(positions)], dtype=torch.float64), metrics.sums(values, labels).cpu()]
                 )
     sums = ranks.add(sums).summed()
     total, seen = sums[:2].tolist()

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from shared.errors import FailedPrecondition, first_line
 from shared.models import build_model
+from shared.models.scaled_target import scale_target, undo_scaling
+from shared.target_scaling import TargetScaling
 from shared.transforms import TensorSpec
 from train_service.domain.early_stopping import should_stop
 from train_service.domain.schedule import learning_rate
@@ -27,6 +29,7 @@ from train_service.learning.metrics import MOST_SUMS_OF_A_STEP, Metrics
 from train_service.learning.optimizers import build_optimizer, build_scheduler
 from train_service.learning.ranks import Ranks, gradients_kept_local, settle_buckets
 from train_service.learning.sharding import put_optimizer_state, put_weights, whole_optimizer_state, whole_weights
+from train_service.learning.sharding_units import units_of
 from train_service.learning.step_parts import Part, diverged, parts_of
 from train_service.learning.training_steps import build_training_step
 from train_service.learning.trial_step import TrialStep
@@ -51,11 +54,13 @@ class Learner:
         self._ranks = ranks
         self._steps_per_epoch = steps_per_epoch
         self._total_steps = total_steps
+        sharded = spec.placement.parallel == FSDP and ranks.world_size > 1
+        units = units_of(spec.model, model_input.shape) if sharded else None
         torch.manual_seed(spec.seed)
         self.model = build_model(spec.model, "spec.model").to(ranks.device)
-        if spec.placement.parallel == FSDP:
+        if sharded:
             # Before the optimizer, which must hold the shards.
-            ranks.wrap(self.model, FSDP)
+            ranks.wrap(self.model, FSDP, units=units)
         self._wrapped = self.model
         self._loss = build_loss(spec.loss)
         self._training_step = build_training_step(spec.training_step)
@@ -64,6 +69,8 @@ class Learner:
         self._scheduler = build_scheduler(spec.optimizer, self._optimizer, total_steps)
         self._scaler = torch.amp.GradScaler(ranks.device.type, enabled=spec.precision == FLOAT16)
         self._learning_rate = math.nan
+        # Of a regression, before the first step; None: the model learns the target as it is.
+        self.target_scaling: TargetScaling | None = None
         self._trial = TrialStep(spec, model_input.shape, self.model, self._training_step, self._loss, ranks.device)
         wraps = ranks.world_size > 1 and spec.placement.parallel != FSDP
         self._some_unused = wraps and self._trial.leaves_some_unused(ranks, self._autocast)
@@ -108,7 +115,7 @@ class Learner:
             with gradients_kept_local(self._wrapped, number < len(parts)):
                 part_loss, outputs = self._backward(batch, part)
             loss += part_loss
-            metrics += self._metrics.sums(outputs, part.labels).cpu()
+            metrics += self._metrics.sums(undo_scaling(self.target_scaling, outputs), part.labels).cpu()
         self._update(batch.step)
         return [loss, float(len(batch.row_ids)), *metrics.tolist()]
 
@@ -120,13 +127,21 @@ class Learner:
     def evaluate(self, cache: RowCache, preprocessing: Preprocessing) -> tuple[dict[str, float], int]:
         """`validation_loss` and `validation_` of each metric, over a whole split on every rank, and its rows.
 
-        In float32 whatever the precision, as the model is served.
+        In float32 whatever the precision, as the model is served; the metrics in the target's own unit, as it is
+        served, too, and the loss in that of the scaled target.
         """
         # What is measured is what is saved, and rank 0 saves.
         self._ranks.share_buffers(self.model)
         metrics = Metrics(self._spec, self._ranks.device)
         loss, measured, rows = evaluate(
-            self.model, self._loss, metrics, cache, preprocessing, self._ranks, self._rows_per_call()
+            self.model,
+            self._loss,
+            metrics,
+            cache,
+            preprocessing,
+            self._ranks,
+            self._rows_per_call(),
+            self.target_scaling,
         )
         return {"validation_loss": loss, **{f"validation_{name}": one for name, one in measured.items()}}, rows
 
@@ -191,13 +206,14 @@ class Learner:
             self.load_state(state)
 
     def _backward(self, batch: Batch, part: Part) -> tuple[float, Tensor]:
-        """Adds the part's gradients. Returns its summed loss, and its outputs."""
+        """Adds the part's gradients. Returns its summed loss, and the model's outputs, both scaled as the target is."""
+        labels = scale_target(self.target_scaling, part.labels)
         with self._autocast():
-            loss_sum, outputs = self._training_step(self._wrapped, part.inputs, part.labels, self._loss)
+            loss_sum, outputs = self._training_step(self._wrapped, part.inputs, labels, self._loss)
         outputs = outputs.detach()
         loss = loss_sum.item()
         if not math.isfinite(loss):
-            raise diverged(batch, part, self._loss(outputs, part.labels), loss, self._ranks.rank)
+            raise diverged(batch, part, self._loss(outputs, labels), loss, self._ranks.rank)
         scaled = loss_sum * loss_scale(self._ranks.world_size, batch.step_rows)
         self._scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
         return loss, outputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,16 +25,18 @@ class Ranks:
         self.world_size = world_size
         self.device = device
 
-    def wrap(self, model: nn.Module, parallel: str = DDP, *, some_unused: bool = False) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, parallel: str = DDP, *, some_unused: bool = False, units: Sequence[str] | None = None
+    ) -> nn.Module:
         """The model with its gradients averaged over ranks in backward. With FSDP it is `model` itself, its parameters
-        and gradients sharded over the ranks, layer by layer; build its optimizer after that.
+        and gradients sharded over the ranks by `units`, see `shard`; build its optimizer after that.
 
         `some_unused`, the same on all ranks: a step may leave parameters without a gradient. Else DDP, which then looks
         for them in each pass, would wait for theirs; FSDP does not mind."""
         if self.world_size == 1:
             return model
         if parallel == FSDP:
-            return shard(model, self.device.type, self.world_size)
+            return shard(model, self.device.type, self.world_size, units)
         return DistributedDataParallel(
             model,
             device_ids=[self.device] if self.device.type == "cuda" else None,

@@ -6,19 +6,24 @@ What torch needs for it takes longer to import than torch itself, so that happen
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shared.errors import first_line
 from shared.models import load_weights
 from train_service.domain.spec import FSDP
+from train_service.learning.sharding_units import find_units
 
 
-def shard(model: nn.Module, device_type: str, world_size: int) -> nn.Module:
-    """The model itself, its parameters and gradients sharded layer by layer; build its optimizer after that.
+def shard(model: nn.Module, device_type: str, world_size: int, units: Iterable[str] | None = None) -> nn.Module:
+    """The model itself, its parameters and gradients sharded unit by unit; build its optimizer after that. `units` are
+    those of `find_units`; without them, those that it finds without calling the model.
+
+    Raises `ShardingError` naming the module that cannot be sharded.
 
     Activations and dropouts no longer act in place, which computes the same: what a sharded layer is given is a view of
     a function of torch's own, and torch refuses to change that.
@@ -30,12 +35,21 @@ def shard(model: nn.Module, device_type: str, world_size: int) -> nn.Module:
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]
     mesh = init_device_mesh(device_type, (world_size,))
-    for layer in model.children():
-        if next(layer.parameters(), None) is not None:
-            fully_shard(layer, mesh=mesh)
-    sharded: Any = fully_shard(model, mesh=mesh)
-    assert isinstance(sharded, nn.Module)
-    return sharded
+    for name in [*(find_units(model) if units is None else units), ""]:
+        try:
+            fully_shard(model.get_submodule(name), mesh=mesh)
+        except (ValueError, NotImplementedError, AssertionError) as error:  # by torch, of a parameter that it names
+            raise ShardingError(name, first_line(error)) from error
+    return model
+
+
+class ShardingError(ValueError):
+    """torch cannot shard the module of that name; `""` is the model itself."""
+
+    def __init__(self, module: str, problem: str) -> None:
+        super().__init__(f"FSDP cannot shard {module or 'the model'}: {problem}")
+        self.module = module
+        self.problem = problem
 
 
 def sharded(model: nn.Module) -> bool:
@@ -58,10 +72,10 @@ def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Whole weights on every rank, in any order."""
     if not sharded(model):
         return load_weights(model, weights)
-    from torch.distributed.checkpoint import state_dict
-
-    state_dict.set_model_state_dict(model, _in_one_order(weights), options=_whole())
-    return None
+    if weights.keys() != (there := model.state_dict().keys()):
+        wrong = ", ".join(sorted(weights.keys() ^ there))
+        raise RuntimeError(f"the weights are not those of the model: {wrong}")
+    return put_some_weights(model, weights)
 
 
 def put_some_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -73,7 +87,11 @@ def put_some_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         return
     from torch.distributed.checkpoint import state_dict
 
-    state_dict.set_model_state_dict(model, _in_one_order(weights), options=_whole(strict=False))
+    # torch finds a tensor that the model has at several places by the first of their names alone.
+    names = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    first = set(names.values())
+    once = {name: tensor for name, tensor in weights.items() if name in first}
+    state_dict.set_model_state_dict(model, _in_one_order(once), options=_whole(strict=False))
 
 
 def whole_optimizer_state(

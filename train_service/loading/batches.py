@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shared.dataset_version import DatasetVersion, VersionReader
 from shared.dataset_version.footers import Footers
@@ -30,9 +30,15 @@ class Batches:
         self._store = store
         self._version = version
 
-    def cache(self, split: str, touched: Callable[[], None] = lambda: None) -> RowCache:
-        """`touched` is called whenever rows are asked for."""
-        spec, columns = self._spec, self.preprocessing.columns
+    def labels(self, touched: Callable[[], None] = lambda: None) -> RowCache:
+        """The labels of the train split, without any other column."""
+        return self.cache(self._spec.train_split, touched, columns=[])
+
+    def cache(
+        self, split: str, touched: Callable[[], None] = lambda: None, *, columns: Sequence[str] | None = None
+    ) -> RowCache:
+        """`touched` is called whenever rows are asked for; `columns` are those that the transform reads."""
+        spec, columns = self._spec, self.preprocessing.columns if columns is None else columns
         reader = VersionReader(self._store, self._version, Footers(FOOTER_BYTES))
         cache = RowCache(
             reader,

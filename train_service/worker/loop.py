@@ -13,6 +13,7 @@ from shared.dataset_version import load_version
 from shared.dataset_version.ingested_statistics import ingested_nan_counts
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
+from shared.target_scaling import STANDARD
 from shared.telemetry import identity
 from train_service.checkpoints.saving import Checkpointing, History, Lineage
 from train_service.domain.spec import RAY_DATA, TrainingSpec
@@ -20,6 +21,7 @@ from train_service.domain.watchdog import Phase
 from train_service.learning.determinism import compute_deterministically
 from train_service.learning.learner import Learner
 from train_service.learning.ranks import Ranks
+from train_service.learning.target import fit_target_scaling
 from train_service.loading.batches import Batches
 from train_service.loading.loader import Batch, Loader
 from train_service.patience import patient
@@ -118,11 +120,20 @@ class Run:
             # Left first: a checkpoint under way is committed and told however the run ends.
             saving = stack.enter_context(self._checkpointing(reporter))
             first_step, self._history = saving.begin()
+            self._scale_target()
             log = None
             if reporter is not None:
                 log = stack.enter_context(MetricsLog(self._store, config.job_name, config.attempt, first_step))
             if not self._learner.should_stop(self._history):
                 self._train(first_step, saving, reporter, log)
+
+    def _scale_target(self) -> None:
+        """A run that goes on, or that starts from a checkpoint whose target was scaled, has its scaling by now."""
+        if self._spec.target_scaling == STANDARD and self._learner.target_scaling is None:
+            labels = self._batches.labels(self._pulse.tick)
+            outputs = self._spec.model.num_classes
+            self._learner.target_scaling = fit_target_scaling(labels, outputs, self._ranks)
+            logger.info("the target is scaled by %s", self._learner.target_scaling)
 
     def _train(self, first_step: int, saving: Checkpointing, reporter: Reporter | None, log: MetricsLog | None) -> None:
         self._pulse.at(first_step, Phase.STARTING)

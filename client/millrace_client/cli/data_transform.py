@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
-from google.protobuf import json_format
 
-from millrace.common.v1 import transform_pb2
 from millrace.data.v1 import data_service_pb2, resources_pb2
 from millrace_client.cli.checks import check_options, checks_of
-from millrace_client.cli.exits import PlainCommand
 from millrace_client.cli.options import address_options, connected, full_name, json_option
 from millrace_client.cli.output import console, print_json
 from millrace_client.cli.show import print_version
 from millrace_client.cli.split_rules import RULES, split_options, split_rule
+from millrace_client.cli.step_options import OF_VERSIONS, OrderedCommand, step_options, steps_of
 from millrace_client.cli.version_waiting import AS_LONG_AS_IT_TAKES_S, waiting
 from millrace_client.operations import Operation
 
@@ -24,13 +20,9 @@ Version = resources_pb2.DatasetVersion
 Metadata = data_service_pb2.TransformVersionMetadata
 
 
-@click.command(cls=PlainCommand)
+@click.command(cls=OrderedCommand)
 @click.argument("source")
-@click.option(
-    "--steps",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help='JSON of a Transform: {"steps": [{"column": "age", "standardize": {}}, …]}.',
-)
+@step_options(OF_VERSIONS)
 @click.option("--dataset", default="", help="Where the new version goes. Default: the dataset of SOURCE.")
 @split_options
 @click.option("--fit-split", default="", help="Where steps learn. Default: train.")
@@ -40,18 +32,27 @@ Metadata = data_service_pb2.TransformVersionMetadata
 @json_option
 def transform(
     source: str,
-    steps: Path | None,
     dataset: str,
     fit_split: str,
     version_id: str,
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Make a new version out of SOURCE (datasets/d/versions/v): new splits, other columns, or both."""
-    pipeline = _steps(steps) if steps else []
+    """Make a new version out of SOURCE (datasets/d/versions/v): new splits, other columns, or both.
+
+    The order of the options is that of the steps, and steps of a file come where --steps stands. What steps learn they
+    learn on the training split.
+
+    \b
+    millrace data transform datasets/titanic/versions/v1 --drop name --filter 'fare < 500' \\
+      --fill-nulls age=median --standardize age,fare --one-hot sex,class \\
+      --concat features=age,fare,sex,class --split train=0.8,test=0.2
+    """
+    pipeline = steps_of(values, OF_VERSIONS)
     rule, checks = split_rule(values), checks_of(values)
     if not pipeline and rule is None:
-        raise click.UsageError(f"say what to do: --steps FILE.json, {', '.join(RULES[:-1])} or {RULES[-1]}")
+        splits = f"{', '.join(RULES[:-1])} or {RULES[-1]}"
+        raise click.UsageError(f"say what to do: a step, e.g. --standardize COLUMN, --steps FILE.json, {splits}")
     with connected(values) as millrace:
         operation = millrace.data.transform_version(
             source,
@@ -81,10 +82,3 @@ def _wait(operation: Operation[Version]) -> Version:
             line.update(f"{doing} … {rows}{again}")
 
         return operation.wait(AS_LONG_AS_IT_TAKES_S, on_progress=tell)
-
-
-def _steps(file: Path) -> Sequence[transform_pb2.TransformStep]:
-    try:
-        return json_format.Parse(file.read_bytes(), transform_pb2.Transform()).steps
-    except (json_format.ParseError, UnicodeDecodeError) as error:
-        raise click.BadParameter(f"{file} is no Transform: {error}", param_hint="--steps") from None

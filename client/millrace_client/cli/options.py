@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from millrace_client.connection import Millrace, connect
 
@@ -53,6 +54,11 @@ def connected(values: dict[str, Any]) -> Millrace:
         inference=values["inference_address"],
         reconnect_for_s=RECONNECT_FOR_S,
     )
+
+
+def was_given(option: str) -> bool:
+    """Whether the option of that name, as it is handed on, was given to the command that runs."""
+    return click.get_current_context().get_parameter_source(option) is not ParameterSource.DEFAULT
 
 
 def full_name(collection: str, name: str) -> str:

@@ -13,8 +13,14 @@ from millrace_client import specs
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-RULES = ("--split-hash", "--split-ratio", "--split-column", "--split-time")
+RULES = ("--split", "--split-hash", "--split-ratio", "--split-column", "--split-time")
 OPTIONS = (
+    click.option(
+        "--split",
+        default="",
+        metavar="SPLIT=WEIGHT,…",
+        help="Split at random, e.g. train=0.8,test=0.2: --split-ratio with its shares in one.",
+    ),
     click.option("--split-hash", default="", metavar="COLUMN,…", help="Split by a stable hash of these columns."),
     click.option("--split-ratio", is_flag=True, help="Split at random."),
     click.option("--split-column", default="", metavar="COLUMN", help="Split by a column of split names."),
@@ -40,11 +46,14 @@ def split_options(function: Function) -> Function:
 
 def split_rule(values: dict[str, Any]) -> data_service_pb2.SplitRule | None:
     """Takes the splits' options out of `values`; None where no rule is among them."""
-    by_hash, at_random, by_column, by_time = (values.pop(name[2:].replace("-", "_")) for name in RULES)
+    in_one, by_hash, at_random, by_column, by_time = (values.pop(name[2:].replace("-", "_")) for name in RULES)
     shares, seed, before, rest = (values.pop(name) for name in ("shares", "seed", "before", "rest"))
-    if sum((bool(by_hash), at_random, bool(by_column), bool(by_time))) > 1:
+    if sum((bool(in_one), bool(by_hash), at_random, bool(by_column), bool(by_time))) > 1:
         raise click.UsageError(f"use one of {', '.join(RULES)}")
-    weights = dict(_share(text) for text in shares)
+    if in_one and shares:
+        raise click.UsageError("--split has its shares itself; leave --share out, or use --split-ratio")
+    weights = dict([_share(text, "--split") for text in in_one.split(",")] if in_one else map(_share, shares))
+    at_random = at_random or bool(in_one)
     if bool(weights) != bool(by_hash or at_random):
         raise click.UsageError("--split-hash and --split-ratio need --share SPLIT=WEIGHT, e.g. --share train=0.9")
     if not bool(by_time) == bool(before) == bool(rest):
@@ -60,12 +69,12 @@ def split_rule(values: dict[str, Any]) -> data_service_pb2.SplitRule | None:
     return specs.column_split(by_column) if by_column else None
 
 
-def _share(text: str) -> tuple[str, float]:
+def _share(text: str, option: str = "--share") -> tuple[str, float]:
     split, _, weight = text.partition("=")
     try:
         return split, float(weight)
     except ValueError:
-        raise click.BadParameter(f"{text!r}: use SPLIT=WEIGHT, e.g. train=0.9", param_hint="--share") from None
+        raise click.BadParameter(f"{text!r}: use SPLIT=WEIGHT, e.g. train=0.9", param_hint=option) from None
 
 
 def _periods(texts: Sequence[str]) -> dict[str, datetime]:

@@ -11,8 +11,9 @@ from millrace.train.v1 import resources_pb2
 from millrace_client.cli.exits import CommandFailed, PlainCommand
 from millrace_client.cli.options import address_options, connected, full_name, json_option
 from millrace_client.cli.output import console, new_table, print_json, state_text
+from millrace_client.cli.step_options import OrderedCommand
 from millrace_client.cli.train_records import coverage, export, logs, metrics, report
-from millrace_client.cli.train_specs import read_message, spec_of, spec_options
+from millrace_client.cli.train_specs import read_message, refuse_beside_file, spec_of, spec_options
 from millrace_client.cli.train_sweeps import sweep, sweeps
 from millrace_client.cli.train_wishes import cancel, delete, resume, suspend
 from millrace_client.connection import Millrace
@@ -31,7 +32,7 @@ for command in (cancel, suspend, resume, delete, coverage, metrics, logs, report
     train.add_command(command)
 
 
-@train.command(cls=PlainCommand)
+@train.command(cls=OrderedCommand)
 @click.argument("job")
 @click.option(
     "--spec",
@@ -44,7 +45,20 @@ for command in (cancel, suspend, resume, delete, coverage, metrics, logs, report
 @address_options
 @json_option
 def create(job: str, spec_file: Path | None, then_watch: bool, as_json: bool, **values: Any) -> None:
-    """Start the training job JOB (an id)."""
+    """Start the training job JOB (an id).
+
+    Steps are options, too, in their order; --transform has more in a file, at its place among them. Without any, images
+    go through --to-float and --normalize.
+
+    \b
+    millrace train create photos --dataset-version datasets/photos/versions/v2 --in-channels 3 --num-classes 2 \\
+      --random-flip 0.5 --to-float --normalize 0.485,0.456,0.406:0.229,0.224,0.225 --optimizer-arg weight_decay=0.01
+    millrace train create fares --dataset-version datasets/taxis/versions/v2 --task regression --label-column fare \\
+      --concat features=distance,tolls --model mlp --model-arg hidden=[64,32] --in-channels 2 --num-classes 1 \\
+      --target-scaling standard --metrics mae,r2 --best-metric validation_mae --patience 3
+    """
+    if spec_file:
+        refuse_beside_file()
     spec = read_message(spec_file, resources_pb2.TrainingSpec()) if spec_file else spec_of(values)
     with connected(values) as millrace:
         made = millrace.train.create_training_job(job.removeprefix("trainingJobs/"), spec)

@@ -11,24 +11,79 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from millrace.train.v1 import resources_pb2
+from millrace_client.cli.options import was_given
+from millrace_client.cli.step_options import OF_TRAINING, kwargs_of, step_options, steps_of
 from millrace_client.specs import optimizer, training_spec
 from millrace_client.steps import normalize, to_float
 
+# Of `train create --transform`: in that of versions it is `--steps`.
+TRANSFORM = "--transform"
+MLP = "mlp"
+# What a command with `--spec` takes besides: it says nothing of the specification.
+BESIDE_FILE = ("spec_file", "then_watch", "as_json", "data_address", "train_address", "inference_address")
 Function = TypeVar("Function", bound=Callable[..., Any])
 Read = TypeVar("Read", bound=Message)
 
 OPTIONS = (
     click.option("--dataset-version", metavar="NAME", help="datasets/d/versions/v"),
-    click.option("--model", default="torchvision.resnet18", show_default=True, help="A builder of torchvision.models."),
-    click.option("--in-channels", default=1, show_default=True),
-    click.option("--num-classes", default=10, show_default=True),
-    click.option("--mean", default=0.1307, show_default=True, help="Of the pixels 0..1, to normalise by."),
+    click.option("--train-split", default="", metavar="SPLIT", help="Default: train."),
+    click.option("--validation-split", default="", metavar="SPLIT", help="Default: validation, where there is one."),
+    click.option("--input-column", default="", metavar="COLUMN", help="Default: image, or what --concat makes."),
+    click.option("--label-column", default="", metavar="COLUMN", help="Default: label."),
+    click.option("--task", type=click.Choice(["classification", "regression"]), default="classification"),
+    click.option(
+        "--target-scaling",
+        type=click.Choice(["none", "standard"]),
+        default="none",
+        help="Of a regression: learn (target - mean) / deviation; answers are in the target's own unit.",
+    ),
+    click.option(
+        "--model",
+        default="torchvision.resnet18",
+        show_default=True,
+        help="A builder of torchvision.models, mlp, or one of an installed package.",
+    ),
+    click.option("--model-arg", multiple=True, metavar="NAME=VALUE", help="Of the builder, e.g. hidden=[64,32]."),
+    click.option("--in-channels", default=1, show_default=True, help="Of an mlp the width of its input."),
+    click.option("--num-classes", default=10, show_default=True, help="Of a regression the numbers that it gives."),
+    click.option("--initial-checkpoint", default="", metavar="NAME", help="Start from its weights."),
+    click.option(
+        "--mean",
+        default=0.1307,
+        show_default=True,
+        help="Of the pixels 0..1, to normalise by, where no step is given and the model is no mlp.",
+    ),
     click.option("--std", default=0.3081, show_default=True),
+    click.option("--loss", default="", metavar="NAME", help="cross_entropy, mse, l1, huber, or an installed one."),
+    click.option("--loss-arg", multiple=True, metavar="NAME=VALUE", help="Of the loss, e.g. delta=2."),
+    click.option("--label-smoothing", default=0.0, help="Of cross_entropy, 0 to below 1."),
+    click.option("--metrics", default="", metavar="NAME,…", help="Besides the loss, e.g. f1,auroc or mae,r2."),
     click.option("--optimizer", "optimizer_name", default="AdamW", show_default=True),
+    click.option("--optimizer-arg", multiple=True, metavar="NAME=VALUE", help="Of the optimizer, e.g. momentum=0.9."),
     click.option("--learning-rate", default=0.002, show_default=True),
     click.option("--cosine/--constant", default=True, show_default=True, help="How the learning rate moves."),
     click.option("--epochs", default=3, show_default=True),
     click.option("--batch-size", default=128, show_default=True, help="Rows of a step over all workers."),
+    click.option("--precision", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32"),
+    click.option("--accumulation-steps", default=0, help="Parts in which a worker computes its rows of a step."),
+    click.option("--max-gradient-norm", default=0.0, help="Default: gradients are not clipped."),
+    click.option("--compile", is_flag=True, help="Compile the model with torch.compile."),
+    click.option("--checkpoint-every-steps", default=0, metavar="N", help="Besides that at the end of each epoch."),
+    click.option("--keep-newest", default=0, metavar="N", help="Checkpoints that are kept. Default: all."),
+    click.option("--keep-best", default=0, metavar="N", help="Besides them the best ones. Default: 1."),
+    click.option(
+        "--best-metric",
+        default="",
+        metavar="NAME",
+        help="Default: validation_accuracy; of a regression validation_loss.",
+    ),
+    click.option("--patience", default=0, metavar="EPOCHS", help="End where --best-metric gets no better for so long."),
+    click.option("--min-delta", default=0.0, help="With --patience: what counts as better."),
+    click.option("--parallel", type=click.Choice(["ddp", "fsdp"]), default="ddp", help="fsdp shards the model."),
+    click.option("--ingest", type=click.Choice(["threads", "ray-data"]), default="threads", help="Who prepares rows."),
+    click.option("--min-workers", default=0, help="The fewest to go on with. Default: --workers."),
+    click.option("--cpus", default=0.0, help="Of each worker. Default: 1."),
+    click.option("--gpus", type=float, help="Of each worker. Default: 1 where the cluster has enough."),
     click.option("--workers", default=2, show_default=True, help="0: local mode, without Ray Train, to debug."),
     click.option("--threads", default=1, show_default=True, help="CPU threads of each worker."),
     click.option("--seed", default=0, show_default=True),
@@ -40,19 +95,46 @@ def spec_options(function: Function) -> Function:
     """The options that `spec_of` reads."""
     for option in reversed(OPTIONS):
         function = option(function)
-    return function
+    return step_options(OF_TRAINING, TRANSFORM)(function)
 
 
 def spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
+    """Without a step the rows are pixels, but for an mlp."""
     if not values["dataset_version"]:
         raise click.UsageError("name --dataset-version datasets/d/versions/v (or give --spec)")
+    steps = steps_of(values, OF_TRAINING, TRANSFORM)
+    if steps and (unused := [name for name in ("mean", "std") if was_given(name)]):
+        raise click.UsageError(f"--{unused[0]} is for pixels without other steps; use --normalize MEAN:STD")
+    if not steps and values["model"] != MLP:
+        steps = [to_float(), normalize(values["mean"], values["std"])]
+    made = [step.concat.into for step in steps if step.HasField("concat")]
     return training_spec(
         values["dataset_version"],
+        train_split=values["train_split"],
+        validation_split=values["validation_split"],
+        input_column=values["input_column"] or (made[-1] if made else ""),
+        label_column=values["label_column"],
+        task=f"TASK_{values['task'].upper()}",
+        target_scaling=f"TARGET_SCALING_{values['target_scaling'].upper()}",
         model=values["model"],
+        model_kwargs=kwargs_of(values["model_arg"], "--model-arg"),
         in_channels=values["in_channels"],
         num_classes=values["num_classes"],
-        transform=[to_float(), normalize(values["mean"], values["std"])],
-        optimizer=optimizer(values["optimizer_name"], values["learning_rate"], cosine=values["cosine"]),
+        initial_checkpoint=values["initial_checkpoint"],
+        transform=steps,
+        loss=_loss(values),
+        metrics=[name for name in values["metrics"].split(",") if name],
+        optimizer=_optimizer(values),
+        precision=f"PRECISION_{values['precision'].upper()}",
+        accumulation_steps=values["accumulation_steps"],
+        max_gradient_norm=values["max_gradient_norm"],
+        compile=values["compile"],
+        checkpoint_every_steps=values["checkpoint_every_steps"],
+        checkpoints=_checkpoints(values),
+        early_stopping=_early_stopping(values),
+        placement=_placement(values),
+        ingest=f"INGEST_{values['ingest'].upper().replace('-', '_')}",
+        min_workers=values["min_workers"],
         epochs=values["epochs"],
         global_batch_size=values["batch_size"],
         num_workers=values["workers"],
@@ -60,6 +142,45 @@ def spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
         seed=values["seed"],
         allow_non_finite=values["allow_non_finite"],
     )
+
+
+def _loss(values: dict[str, Any]) -> resources_pb2.Loss:
+    loss = resources_pb2.Loss(name=values["loss"], label_smoothing=values["label_smoothing"])
+    loss.kwargs.update(kwargs_of(values["loss_arg"], "--loss-arg"))
+    return loss
+
+
+def _optimizer(values: dict[str, Any]) -> resources_pb2.Optimizer:
+    made = optimizer(values["optimizer_name"], values["learning_rate"], cosine=values["cosine"])
+    made.kwargs.update(kwargs_of(values["optimizer_arg"], "--optimizer-arg"))
+    return made
+
+
+def _checkpoints(values: dict[str, Any]) -> resources_pb2.CheckpointPolicy:
+    names = ("keep_newest", "keep_best", "best_metric")
+    return resources_pb2.CheckpointPolicy(**{name: values[name] for name in names})
+
+
+def _early_stopping(values: dict[str, Any]) -> resources_pb2.EarlyStopping | None:
+    if values["patience"]:
+        return resources_pb2.EarlyStopping(patience=values["patience"], min_delta=values["min_delta"])
+    if was_given("min_delta"):
+        raise click.UsageError("--min-delta needs --patience EPOCHS")
+    return None
+
+
+def _placement(values: dict[str, Any]) -> resources_pb2.Placement:
+    return resources_pb2.Placement(
+        parallel=values["parallel"].upper(), cpus_per_worker=values["cpus"], gpus_per_worker=values["gpus"]
+    )
+
+
+def refuse_beside_file() -> None:
+    """Raises `UsageError` for an option that says what the file of `--spec` says."""
+    context = click.get_current_context()
+    for one in context.command.params:
+        if isinstance(one, click.Option) and one.name not in BESIDE_FILE and was_given(one.name or ""):
+            raise click.UsageError(f"--spec has the whole specification; leave {one.opts[0]} out, or --spec")
 
 
 def read_message(path: Path, message: Read) -> Read:

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 from google.protobuf import json_format
 
 from millrace.train.v1 import resources_pb2, sweep_pb2
 from millrace_client import sweeps as domains
 from millrace_client.cli.exits import CommandFailed, PlainCommand
-from millrace_client.cli.options import address_options, connected, full_name, json_option
+from millrace_client.cli.options import address_options, connected, full_name, json_option, was_given
 from millrace_client.cli.output import console, new_table, print_json, state_text
-from millrace_client.cli.train_specs import read_message, spec_of, spec_options
+from millrace_client.cli.step_options import OrderedCommand
+from millrace_client.cli.train_specs import read_message, refuse_beside_file, spec_of, spec_options
 from millrace_client.connection import Millrace
 
 Sweep = sweep_pb2.Sweep
@@ -27,7 +27,7 @@ RANGES: dict[str, Callable[[str, str], sweep_pb2.Domain]] = {
 }
 
 
-@click.command(cls=PlainCommand)
+@click.command(cls=OrderedCommand)
 @click.argument("sweep")
 @click.option(
     "--spec",
@@ -56,6 +56,8 @@ def sweep(sweep: str, spec_file: Path | None, then_watch: bool, as_json: bool, *
 
     FIELD is a path such as optimizer.learning_rate, global_batch_size or model.kwargs.dropout.
     """
+    if spec_file:
+        refuse_beside_file()
     spec = read_message(spec_file, sweep_pb2.SweepSpec()) if spec_file else _spec(values)
     with connected(values) as millrace:
         made = millrace.train.create_sweep(sweep.removeprefix("sweeps/"), spec)
@@ -176,7 +178,7 @@ def _spec(values: dict[str, Any]) -> sweep_pb2.SweepSpec:
     if values["asha"]:
         made = domains.asha(grace_period=values["grace_period"], reduction_factor=values["reduction_factor"])
         scheduler = {"asha": made}
-    elif extra := [name for name in ("grace_period", "reduction_factor") if _was_given(name)]:
+    elif extra := [name for name in ("grace_period", "reduction_factor") if was_given(name)]:
         raise click.UsageError(f"--{extra[0].replace('_', '-')} is a parameter of --asha, which is not there")
     return domains.sweep_spec(
         spec_of(values),
@@ -192,10 +194,6 @@ def _spec(values: dict[str, Any]) -> sweep_pb2.SweepSpec:
 def _check_new(path: str, parameters: Collection[str], option: str) -> None:
     if path in parameters:
         raise click.BadParameter(f"{path} has a domain already; name each field once", param_hint=option)
-
-
-def _was_given(option: str) -> bool:
-    return click.get_current_context().get_parameter_source(option) is not ParameterSource.DEFAULT
 
 
 def _cut(text: str, at: str, option: str) -> tuple[str, str]:

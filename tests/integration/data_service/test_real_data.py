@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
 import shutil
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from click.testing import CliRunner
+from google.protobuf import json_format
 from PIL import Image
 
 from millrace.common.v1 import transform_pb2
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1.resources_pb2 import DatasetVersion
 from millrace_client import hash_split, steps
+from millrace_client.cli import millrace
 from tests.integration.data_service.client import DataClient, imported
 from tests.integration.data_service.conftest import DataStack
 from tests.support.real_data import real_data
@@ -83,6 +87,28 @@ def test_the_penguins_are_made_ready_for_training(stack: DataStack, client: Data
     wanted = ((masses - learnt.mean) / learnt.deviation).astype(np.float32)
     found = np.concatenate([features["train"][:, 0], features["test"][:, 0]])
     assert sorted(found.tolist()) == sorted(wanted.tolist())
+
+
+def test_the_penguins_are_made_ready_by_options_of_the_command(
+    stack: DataStack, client: DataClient, dataset: str
+) -> None:
+    version, rows = tabular(stack, dataset, "penguins.csv")
+    options = ["--filter", "sex is not None", "--fill-nulls", "body_mass_g=median", "--standardize", "body_mass_g"]
+    options += ["--one-hot", "island,sex", "--ordinal-encode", "species", "--cast", "bill_length_mm=double"]
+    options += ["--concat", "features=body_mass_g,bill_length_mm,island,sex", "--select", "features,species"]
+    options += ["--split", "train=0.8,test=0.2", "--json", "--data-address", stack.service.address]
+
+    result = CliRunner().invoke(millrace, ["data", "transform", version.name, *options])
+
+    assert result.exit_code == 0, result.output
+    made = json_format.ParseDict(json.loads(result.stdout), DatasetVersion())
+    assert {split.name for split in made.splits} == {"train", "test"}
+    assert sum(split.row_count for split in made.splits) == sum(row["sex"] not in ("", "NA") for row in rows)
+    columns = {column.name: column for column in made.columns}
+    assert list(columns) == ["features", "species"]
+    assert list(columns["features"].shape) == [1 + 1 + 3 + 2]
+    features = client.read(made.name, split="train").column("features").combine_chunks().to_numpy_ndarray()
+    np.testing.assert_allclose(features[:, 0].mean(), 0, atol=1e-6)
 
 
 def test_the_taxi_rides_come_back_and_are_cut_by_time(stack: DataStack, client: DataClient, dataset: str) -> None:

@@ -60,3 +60,20 @@ def plain(model: nn.Module, inputs: Tensor, labels: Tensor, loss: Loss) -> tuple
     """What Millrace does without a step of one's own; told as a mean."""
     outputs = model(inputs)
     return loss(outputs, labels).mean(), outputs
+
+
+class Transformer(nn.Module):
+    """An encoder over the numbers of a row, each a token: (rows, in_channels) in, (rows, num_classes) out."""
+
+    def __init__(self, in_channels: int, num_classes: int, *, width: int = 8, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(1, width)
+        self.positions = nn.Parameter(torch.zeros(in_channels, width))
+        layer = nn.TransformerEncoderLayer(width, nhead=2, dim_feedforward=2 * width, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        tokens = self.embedding(inputs[:, :, None]) + self.positions
+        outputs: Tensor = self.head(self.encoder(tokens).mean(1))
+        return outputs

@@ -30,6 +30,7 @@ from shared.model_spec import REGRESSION, ModelSpec
 from shared.models.loaded import LoadedModel
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
+from shared.target_scaling import TargetScaling
 from shared.transforms import schema_of_columns
 from shared.transforms.steps import decoding
 from tests.support.predicting import (
@@ -220,6 +221,19 @@ def test_a_regression_gives_its_numbers(store: ObjectStore, numbers: int) -> Non
     assert list(rows) == ["id", "prediction", "_row_id"]
     (values,) = served(store, entry, "test", TEST)
     np.testing.assert_allclose(np.array(rows["prediction"]).reshape(values.shape), values, atol=CLOSE)
+
+
+@pytest.mark.usefixtures("tables")
+def test_a_target_that_was_scaled_in_training_is_predicted_in_its_own_unit_as_a_deployment_answers(
+    store: ObjectStore,
+) -> None:
+    model = ModelSpec(builder="mlp", in_channels=3, num_classes=1, task=REGRESSION)
+    (learnt,) = served(store, write(store, model=model), "test", TEST)
+    entry = write(store, model=model, target_scaling=TargetScaling(mean=(500.0,), deviation=(20.0,)))
+    (values,) = served(store, entry, "test", TEST)
+    rows = rows_of(store, done(predict_here(store, columns=["id"])))["test"]
+    np.testing.assert_allclose(values, learnt * 20 + 500, rtol=1e-5)
+    np.testing.assert_allclose(np.array(rows["prediction"]).reshape(values.shape), values, rtol=1e-5)
 
 
 STRICT: list[dict[str, Any]] = [

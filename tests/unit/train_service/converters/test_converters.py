@@ -60,6 +60,7 @@ def whole_spec() -> res.TrainingSpec:
         initial_checkpoint="trainingJobs/j/checkpoints/step-00000001",
         loss=res.Loss(name="huber"),
         precision=res.TrainingSpec.PRECISION_BFLOAT16,
+        target_scaling=res.TrainingSpec.TARGET_SCALING_STANDARD,
         accumulation_steps=2,
         max_gradient_norm=1.5,
         compile=True,

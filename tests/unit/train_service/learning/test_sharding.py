@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load as load_safetensors
 from torch import nn
 
+from shared.errors import InvalidArgument
+from shared.storage import ObjectStore
+from tests.support.example import install_example
 from tests.unit.train_service.in_ranks import in_ranks
+from tests.unit.train_service.learners import INPUT, SPEC, WIDTH, commit_table
+from tests.unit.train_service.sharded_models import install_models, model_spec, what_shards_learn
+from tests.unit.train_service.worker.test_loop import (
+    config_of,
+    entries,
+    events,
+    lose_and_begin,
+    new_job,
+    run_of,
+    saved,
+)
+from train_service.domain.spec import FSDP, OptimizerSpec, Placement
+from train_service.jobs.model_check import check_model
 from train_service.learning.ranks import Ranks
 from train_service.learning.sharding import put_some_weights, put_weights, shard
+from train_service.learning.sharding_units import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, find_units, units_of
+from train_service.records.events import EventKind
+from train_service.worker.loop import LoopConfig, Run
 
 
 @pytest.fixture
@@ -62,3 +84,126 @@ def put_in_own_order(ranks: Ranks) -> bool:
     put_some_weights(model, weights)
     shards: Any = model.named_parameters()
     return all(torch.equal(shard.full_tensor(), weights[name]) for name, shard in shards)
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Folders with the models of `sharded_models` and of the example package."""
+    return [
+        str(install_models(tmp_path_factory.mktemp("models") / "site")),
+        str(install_example(tmp_path_factory.mktemp("example"))),
+    ]
+
+
+@pytest.fixture
+def installed(sites: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for site in sites:
+        monkeypatch.syspath_prepend(site)
+
+
+@pytest.mark.parametrize(
+    "builder", ["blocks", "nested", "tied-tokens", "borrowed", "shared-block", "small-maxvit", "transformer"]
+)
+def test_shards_of_any_model_learn_what_whole_models_do_and_are_resumed_on_other_numbers_of_ranks(
+    builder: str, sites: list[str], tmp_path: Path
+) -> None:
+    first, second = in_ranks(2, what_shards_learn, tmp_path, sites, builder)
+
+    for run in ("sharded", "resumed"):
+        torch.testing.assert_close(first[run], first["whole"], rtol=1e-4, atol=1e-5)
+    if builder != "small-maxvit":  # BatchNorm sees the rows of a rank
+        for run in ("from one", "to one"):
+            torch.testing.assert_close(first[run], first["whole"], rtol=1e-3, atol=1e-4)
+    for rank in (first, second):
+        torch.testing.assert_close(rank["sharded answers"], rank["whole answers"], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("builder", "units"),
+    [
+        ("blocks", ["blocks.0", "blocks.1", "blocks.2"]),
+        ("nested", ["0", "1.0", "1.1.1", "2.1"]),
+        # Of the two that share their weights neither is one.
+        ("tied-tokens", ["body.1.0", "layers.0"]),
+        ("borrowed", ["blocks.0"]),
+        ("shared-block", []),
+        ("transformer", ["encoder.layers.0", "encoder.layers.1"]),
+    ],
+)
+def test_units_are_the_blocks_whose_parameters_nobody_else_uses(builder: str, units: list[str]) -> None:
+    assert units_of(model_spec(builder), (WIDTH,)) == units
+
+
+def test_beside_blocks_large_children_are_units_and_what_is_too_large_is_searched_within() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            width = SMALLEST_UNIT_BYTES // 4
+            self.small, self.large = nn.Linear(width - 8, 1, bias=False), nn.Linear(width, 1)
+            self.huge = nn.ModuleList([Within(LARGEST_UNIT_BYTES // 4)])
+
+    class Within(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.one, self.other, self.rest = nn.Linear(width, 1), nn.Linear(width, 1), nn.Linear(8, 8)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return inputs
+
+    with torch.device("meta"):
+        model = Model()
+
+    assert find_units(model) == ["large", "huge.0.one", "huge.0.other", "huge.0"]
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("builder", ["blocks", "tied-tokens", "borrowed", "transformer"])
+def test_a_job_may_shard_a_model_of_any_shape(builder: str) -> None:
+    check_model(replace(SPEC, model=model_spec(builder), placement=Placement(parallel=FSDP)), INPUT)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_model_that_cannot_be_sharded_is_refused_before_a_job_is_made_naming_the_module_and_the_remedy() -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        check_model(replace(SPEC, model=model_spec("scalar"), placement=Placement(parallel=FSDP)), INPUT)
+
+    ((field, told),) = refused.value.fields
+    assert field == "spec.placement.parallel"
+    assert "blocks.0" in told
+    assert "scale" in told
+    assert "use DDP" in told
+    check_model(replace(SPEC, model=model_spec("scalar")), INPUT)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("builder", ["tied-tokens", "transformer"])
+def test_a_run_of_two_shards_is_resumed_from_its_checkpoint_by_one_worker(
+    builder: str, store: ObjectStore, sites: list[str], tmp_path: Path
+) -> None:
+    commit_table(store)
+    momentum = OptimizerSpec(name="SGD", learning_rate=0.05, kwargs={"momentum": 0.9})
+    whole = replace(SPEC, model=model_spec(builder), optimizer=momentum, num_workers=2, lanes=24, epochs=2)
+    sharded = replace(whole, placement=Placement(parallel=FSDP))
+    for name in ("trainingJobs/whole", "trainingJobs/shards"):
+        new_job(store, name)
+    run_of(store, "trainingJobs/whole", spec=whole).run()
+
+    in_ranks(2, run_shards, tmp_path, sites, config_of(store, "trainingJobs/shards", spec=replace(sharded, epochs=1)))
+    lose_and_begin(store, "trainingJobs/shards")
+    run_of(store, "trainingJobs/shards", attempt=2, spec=sharded).run()
+
+    ours, theirs = (entries(store, name) for name in ("trainingJobs/shards", "trainingJobs/whole"))
+    assert sorted(ours) == sorted(theirs)
+    for step, entry in ours.items():
+        weights, expected = (load_safetensors(saved(store, one)[0]) for one in (entry, theirs[step]))
+        torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-4)
+    assert [event.payload["step"] for event in events(store, "trainingJobs/shards", EventKind.ATTEMPT_STARTED)] == [
+        0,
+        min(ours),
+    ]
+
+
+def run_shards(ranks: Ranks, sites: list[str], config: LoopConfig) -> None:
+    sys.path[:0] = sites
+    Run(config, ranks).run()

@@ -84,7 +84,7 @@ class TrainingJob(_message.Message):
     def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., spec: _Optional[_Union[TrainingSpec, _Mapping]] = ..., state: _Optional[_Union[TrainingJob.State, str]] = ..., attempt: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., latest_checkpoint: _Optional[str] = ..., best_checkpoint: _Optional[str] = ..., etag: _Optional[str] = ..., failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., waiting_for: _Optional[str] = ..., sweep: _Optional[str] = ..., sweep_parameters: _Optional[_Mapping[str, _struct_pb2.Value]] = ...) -> None: ...
 
 class TrainingSpec(_message.Message):
-    __slots__ = ("dataset_version", "train_split", "validation_split", "input_column", "label_column", "transform", "model", "optimizer", "epochs", "global_batch_size", "seed", "num_workers", "threads_per_worker", "checkpoint_every_steps", "max_failures", "lanes", "task", "min_workers", "checkpoints", "max_preemptions", "initial_checkpoint", "loss", "precision", "accumulation_steps", "max_gradient_norm", "compile", "early_stopping", "metrics", "placement", "ingest", "training_step", "allow_non_finite")
+    __slots__ = ("dataset_version", "train_split", "validation_split", "input_column", "label_column", "transform", "model", "optimizer", "epochs", "global_batch_size", "seed", "num_workers", "threads_per_worker", "checkpoint_every_steps", "max_failures", "lanes", "task", "min_workers", "checkpoints", "max_preemptions", "initial_checkpoint", "loss", "precision", "accumulation_steps", "max_gradient_norm", "compile", "early_stopping", "metrics", "placement", "ingest", "training_step", "allow_non_finite", "target_scaling")
     class Task(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         TASK_UNSPECIFIED: _ClassVar[TrainingSpec.Task]
@@ -93,6 +93,14 @@ class TrainingSpec(_message.Message):
     TASK_UNSPECIFIED: TrainingSpec.Task
     TASK_CLASSIFICATION: TrainingSpec.Task
     TASK_REGRESSION: TrainingSpec.Task
+    class TargetScaling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        TARGET_SCALING_UNSPECIFIED: _ClassVar[TrainingSpec.TargetScaling]
+        TARGET_SCALING_NONE: _ClassVar[TrainingSpec.TargetScaling]
+        TARGET_SCALING_STANDARD: _ClassVar[TrainingSpec.TargetScaling]
+    TARGET_SCALING_UNSPECIFIED: TrainingSpec.TargetScaling
+    TARGET_SCALING_NONE: TrainingSpec.TargetScaling
+    TARGET_SCALING_STANDARD: TrainingSpec.TargetScaling
     class Precision(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PRECISION_UNSPECIFIED: _ClassVar[TrainingSpec.Precision]
@@ -143,6 +151,7 @@ class TrainingSpec(_message.Message):
     INGEST_FIELD_NUMBER: _ClassVar[int]
     TRAINING_STEP_FIELD_NUMBER: _ClassVar[int]
     ALLOW_NON_FINITE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_SCALING_FIELD_NUMBER: _ClassVar[int]
     dataset_version: str
     train_split: str
     validation_split: str
@@ -175,7 +184,8 @@ class TrainingSpec(_message.Message):
     ingest: TrainingSpec.Ingest
     training_step: str
     allow_non_finite: bool
-    def __init__(self, dataset_version: _Optional[str] = ..., train_split: _Optional[str] = ..., validation_split: _Optional[str] = ..., input_column: _Optional[str] = ..., label_column: _Optional[str] = ..., transform: _Optional[_Union[_transform_pb2.Transform, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., epochs: _Optional[int] = ..., global_batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., num_workers: _Optional[int] = ..., threads_per_worker: _Optional[int] = ..., checkpoint_every_steps: _Optional[int] = ..., max_failures: _Optional[int] = ..., lanes: _Optional[int] = ..., task: _Optional[_Union[TrainingSpec.Task, str]] = ..., min_workers: _Optional[int] = ..., checkpoints: _Optional[_Union[CheckpointPolicy, _Mapping]] = ..., max_preemptions: _Optional[int] = ..., initial_checkpoint: _Optional[str] = ..., loss: _Optional[_Union[Loss, _Mapping]] = ..., precision: _Optional[_Union[TrainingSpec.Precision, str]] = ..., accumulation_steps: _Optional[int] = ..., max_gradient_norm: _Optional[float] = ..., compile: _Optional[bool] = ..., early_stopping: _Optional[_Union[EarlyStopping, _Mapping]] = ..., metrics: _Optional[_Iterable[str]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., ingest: _Optional[_Union[TrainingSpec.Ingest, str]] = ..., training_step: _Optional[str] = ..., allow_non_finite: _Optional[bool] = ...) -> None: ...
+    target_scaling: TrainingSpec.TargetScaling
+    def __init__(self, dataset_version: _Optional[str] = ..., train_split: _Optional[str] = ..., validation_split: _Optional[str] = ..., input_column: _Optional[str] = ..., label_column: _Optional[str] = ..., transform: _Optional[_Union[_transform_pb2.Transform, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., epochs: _Optional[int] = ..., global_batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., num_workers: _Optional[int] = ..., threads_per_worker: _Optional[int] = ..., checkpoint_every_steps: _Optional[int] = ..., max_failures: _Optional[int] = ..., lanes: _Optional[int] = ..., task: _Optional[_Union[TrainingSpec.Task, str]] = ..., min_workers: _Optional[int] = ..., checkpoints: _Optional[_Union[CheckpointPolicy, _Mapping]] = ..., max_preemptions: _Optional[int] = ..., initial_checkpoint: _Optional[str] = ..., loss: _Optional[_Union[Loss, _Mapping]] = ..., precision: _Optional[_Union[TrainingSpec.Precision, str]] = ..., accumulation_steps: _Optional[int] = ..., max_gradient_norm: _Optional[float] = ..., compile: _Optional[bool] = ..., early_stopping: _Optional[_Union[EarlyStopping, _Mapping]] = ..., metrics: _Optional[_Iterable[str]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., ingest: _Optional[_Union[TrainingSpec.Ingest, str]] = ..., training_step: _Optional[str] = ..., allow_non_finite: _Optional[bool] = ..., target_scaling: _Optional[_Union[TrainingSpec.TargetScaling, str]] = ...) -> None: ...
 
 class CheckpointPolicy(_message.Message):
     __slots__ = ("every", "keep_newest", "keep_best", "best_metric", "order")
