@@ -17,6 +17,7 @@ from functools import reduce
 from typing import Any
 
 from shared.dataset_version.manifest import Column
+from shared.durable import fields_of
 from shared.errors import DataLoss
 from shared.model_spec import ModelSpec
 from shared.storage import ObjectMissing, ObjectStore
@@ -109,8 +110,8 @@ class CheckpointContent:
             **{key: manifest.get(key, "") for key in ("initial_checkpoint", "initial_checkpoint_sha256")},
             class_names=tuple(manifest.get("class_names", ())),
             model=ModelSpec.from_config(manifest["model"]),
-            ingested=[Column(**column) for column in manifest["ingested"]],
-            coverage=tuple(CoveragePart(**part) for part in manifest["coverage"]),
+            ingested=[Column(**fields_of(Column, column)) for column in manifest["ingested"]],
+            coverage=tuple(CoveragePart(**fields_of(CoveragePart, part)) for part in manifest["coverage"]),
         )
 
 

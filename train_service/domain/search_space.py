@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shared.durable import fields_of
 from train_service.domain.schedule import CONSTANT, COSINE_WITH_WARMUP
 from train_service.domain.spec import BFLOAT16, FLOAT16, FLOAT32
 
@@ -37,7 +38,7 @@ class Domain:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Domain:
-        return cls(**{**config, "values": tuple(config["values"])})
+        return cls(**{**fields_of(cls, config), "values": tuple(config["values"])})
 
 
 def number_of_trials(space: Mapping[str, Domain], num_samples: int) -> int:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from shared.checkpoint.ranking import Ranking
+from shared.durable import fields_of
 from shared.errors import InvalidArgument, MillraceError, invalid_field, invalid_fields
 from train_service.domain import search_space, spec_rules
 from train_service.domain.search_space import GRID, Domain, Parameters, Problem
@@ -77,10 +78,10 @@ class SweepSpec:
     def from_config(cls, config: Mapping[str, Any]) -> SweepSpec:
         return cls(
             **{
-                **config,
+                **fields_of(cls, config),
                 "base": TrainingSpec.from_config(config["base"]),
                 "parameters": {path: Domain.from_config(one) for path, one in config["parameters"].items()},
-                "asha": Asha(**config["asha"]) if config["asha"] else None,
+                "asha": Asha(**fields_of(Asha, config["asha"])) if config["asha"] else None,
             }
         )
 
