@@ -31,7 +31,7 @@ from train_service.learning.ranks import Ranks
 from train_service.records import metrics_log
 from train_service.records.events import Event, EventKind, EventLog
 from train_service.records.metrics_reading import metrics_page
-from train_service.records.reporting import PREEMPT, TRAIN_KIND
+from train_service.records.reporting import PREEMPT, SUSPEND, TRAIN_KIND
 from train_service.worker.loop import LoopConfig, Run, Stopped, run_name
 from train_service.worker.pulse import Pulse
 
@@ -279,6 +279,25 @@ def test_an_attempts_own_wish_stops_a_run_in_the_same_way(store: ObjectStore) ->
         2
     ]  # the sum of a step is taken up after the next
     assert pulse.total_steps == STEPS
+
+
+def test_a_suspended_run_ends_only_once_its_checkpoint_is_durable(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, pulse, commit = "trainingJobs/a", Pulse(0), CheckpointRegistry.commit
+    new_job(store, name)
+    pulse.wish = SUSPEND
+
+    def overtaken(registry: CheckpointRegistry, entry: CheckpointEntry) -> None:
+        CheckpointRegistry(store, name).fence(2)
+        commit(registry, entry)
+
+    monkeypatch.setattr(CheckpointRegistry, "commit", overtaken)
+    # Who does not wait for the checkpoint takes the run for suspended.
+    with pytest.raises(StaleAttempt):
+        Run(config_of(store, name, spec=replace(SPEC, checkpoint_every_steps=0)), ALONE, pulse).run()
+
+    assert entries(store, name) == {}
 
 
 def test_an_attempt_that_was_overtaken_stops_and_commits_nothing_more(store: ObjectStore) -> None:
