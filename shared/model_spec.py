@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from shared.durable import fields_of
+
 CLASSIFICATION, REGRESSION = "CLASSIFICATION", "REGRESSION"
 
 
@@ -28,4 +30,4 @@ class ModelSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:
-        return cls(**config)
+        return cls(**fields_of(cls, config))

@@ -14,9 +14,9 @@ from ray.core.generated import gcs_pb2
 
 from shared.jobs.actor import NOT_BESIDE_A_SERVICE
 from shared.jobs.nodes import staying_nodes
-from train_service.domain.bundles import INGEST_CPUS, besides_ingest, bundle_of
+from train_service.domain.bundles import INGEST_CPUS, besides_ingest, bundle_of, device_of_attempt, device_of_run
 from train_service.domain.sizing import GRAIN, Resources, what_is_missing, workers_that_fit
-from train_service.domain.spec import RAY_DATA, TrainingSpec
+from train_service.domain.spec import CPU, GPU, RAY_DATA, TrainingSpec
 
 ROLE_LABEL = "millrace.role"
 # What Ray calls the CPUs that a placement group holds on a node; those of its bundles have a number besides.
@@ -42,6 +42,10 @@ class Size:
     @property
     def use_gpu(self) -> bool:
         return self.bundle.get("GPU", 0.0) > 0
+
+    @property
+    def device(self) -> str:
+        return GPU if self.use_gpu else CPU
 
     def held(self, workers: Mapping[str, int]) -> dict[str, Resources]:
         """By node id what such workers hold, of whom there are so many on each."""
@@ -71,17 +75,28 @@ def totals() -> list[Resources]:
     return [node["Resources"] for node in nodes if node["Alive"] and _takes_workers(node)]
 
 
+def devices_of(spec: TrainingSpec, run: str, nodes: Sequence[Node]) -> tuple[str, str]:
+    """GPU or CPU, of the run and of its next attempt on these nodes; `run` is what the first attempt chose, empty
+    before that."""
+    if spec.local:
+        return CPU, CPU
+    totals = [node.total for node in nodes]
+    run = run or device_of_run(spec, totals)
+    return run, device_of_attempt(spec, run, totals)
+
+
 def size_now(
     spec: TrainingSpec,
+    device: str,
     beside: Callable[[], int] = lambda: 0,
     own: Mapping[str, Resources] | None = None,
     more_than: int = 0,
 ) -> Size:
-    """The most workers for which there is room, 0 where not even the fewest fit. `beside` tells for how many other jobs
-    Ray Data prepares rows; it is asked only where there is room for more than `more_than` without them. `own` is
-    what the caller's workers hold, by node id: they would make room for others."""
+    """The most workers on `device` for which there is room, 0 where not even the fewest fit. `beside` tells for how
+    many other jobs Ray Data prepares rows; it is asked only where there is room for more than `more_than` without them.
+    `own` is what the caller's workers hold, by node id: they would make room for others."""
     nodes = usable_nodes()
-    bundle = bundle_of(spec, [node.total for node in nodes])
+    bundle = bundle_of(spec, device)
     free = [_with_own(node, (own or {}).get(node.node_id, {})) for node in nodes]
 
     def fits(ingests: int) -> int:
@@ -96,21 +111,24 @@ def size_now(
     return Size(workers, bundle)
 
 
-def lacking(spec: TrainingSpec, beside: Callable[[], int] = lambda: 0) -> str:
-    """What the cluster lacks for the fewest workers of a run; empty where they fit. `beside` as for `size_now`."""
+def lacking(
+    spec: TrainingSpec, device: str, beside: Callable[[], int] = lambda: 0, nodes: Sequence[Node] | None = None
+) -> str:
+    """What the cluster lacks for the fewest workers of a run on `device`; empty where they fit. `beside` as for
+    `size_now`; `nodes` where the caller has just asked for the `usable_nodes`."""
     if spec.local:
         return ""
-    nodes = usable_nodes()
-    missing = _missing(spec, nodes, _ingests(spec))
+    nodes = usable_nodes() if nodes is None else nodes
+    missing = _missing(spec, device, nodes, _ingests(spec))
     if not missing and (others := beside()):
-        missing = _missing(spec, nodes, _ingests(spec) + others, others - _not_running(others))
+        missing = _missing(spec, device, nodes, _ingests(spec) + others, others - _not_running(others))
     return missing
 
 
-def _missing(spec: TrainingSpec, nodes: Sequence[Node], ingests: int, running: int = 0) -> str:
+def _missing(spec: TrainingSpec, device: str, nodes: Sequence[Node], ingests: int, running: int = 0) -> str:
     """`ingests`: for how many jobs Ray Data prepares rows once this one has begun; for `running` of them it does just
     now, so that what is free is free besides."""
-    bundle = bundle_of(spec, [node.total for node in nodes])
+    bundle = bundle_of(spec, device)
     free = besides_ingest([node.free for node in nodes], ingests - running)
     total = besides_ingest([node.total for node in nodes], ingests)
     strategy, fewest = spec.placement.strategy, spec.fewest_workers
@@ -150,11 +168,11 @@ def cpus_of_tasks() -> float:
     return max(held, 0.0)  # Ray tells the parts one after the other
 
 
-def is_settling(spec: TrainingSpec) -> bool:
-    """Whether there would be room for more workers if the nodes were empty: somebody, maybe the attempt that has just
-    ended, still holds it."""
+def is_settling(spec: TrainingSpec, device: str) -> bool:
+    """Whether there would be room for more workers on `device` if the nodes were empty: somebody, maybe the attempt
+    that has just ended, still holds it."""
     nodes = usable_nodes()
-    bundle = bundle_of(spec, [node.total for node in nodes])
+    bundle = bundle_of(spec, device)
 
     def fits(resources: list[Resources]) -> int:
         return workers_that_fit(resources, bundle, spec.placement.strategy, 1, spec.num_workers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
+from typing import Any
 
 from shared.jobs import JobRecord, JobState
 from shared.jobs.reconciler import JobKind, run_reconciler
@@ -13,9 +14,10 @@ from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging
 from train_service.attempt.endings import tell_lost
 from train_service.attempt.ingest_room import IngestRoom
-from train_service.domain.spec import RAY_DATA, TrainingSpec
+from train_service.domain.devices import RUN_DEVICE, attempt_device, with_devices
+from train_service.domain.spec import CPU, GPU, RAY_DATA, TrainingSpec
 from train_service.jobs.cluster_memory import ClusterMemory
-from train_service.placement import is_settling, lacking, totals
+from train_service.placement import devices_of, is_settling, lacking, totals, usable_nodes
 from train_service.records.reporting import TRAIN_KIND
 from train_service.sweeps.trials import SWEEP_KIND, end_trials
 
@@ -25,20 +27,45 @@ SWEEP_ENTRY = "train_service.sweeps.attempt:run"
 # An attempt that has ended gives its room back within moments; who begins before gets fewer workers than there are.
 SETTLED_WITHIN_S = 5.0
 CLUSTER_LOOK_EVERY_S = 5.0
+# A node that restarts, or is silent for a moment, is no reason to change to CPUs, which costs two restarts.
+FALLBACK_AFTER_S = 15.0
 
 
 def lacks(room: IngestRoom, job: JobRecord) -> str:
     """What the cluster lacks for the fewest workers that the job may go on with."""
     spec = TrainingSpec.from_config(job.spec["training"])
-    if missing := lacking(spec, partial(room.beside, job.name)):
-        return missing
+    if spec.local:
+        return ""
+    nodes = usable_nodes()
+    run, device = devices_of(spec, job.choices.get(RUN_DEVICE, ""), nodes)
+    leaves_gpus = device == CPU and attempt_device(job.choices) == GPU
+    if leaves_gpus and time.time() - job.update_time < FALLBACK_AFTER_S:
+        missing = lacking(spec, run, nodes=nodes)
+        return f"{missing}; it goes on on CPUs once they were gone for {FALLBACK_AFTER_S:g} s"
+    if missing := lacking(spec, device, partial(room.beside, job.name), nodes):
+        return missing + _why_gpus(spec, job, device)
     ended_now = job.state is JobState.RECOVERING and time.time() - job.update_time < SETTLED_WITHIN_S
-    waits = ended_now and not spec.local and is_settling(spec)
-    if waits:
+    if ended_now and is_settling(spec, device):
         return "the workers of the last attempt to end"
-    if spec.ingest == RAY_DATA and not spec.local:
+    if spec.ingest == RAY_DATA:
         room.begins(job.name)  # for those that are looked at behind it
     return ""
+
+
+def choose(job: JobRecord) -> dict[str, Any]:
+    """What the log keeps of the devices: those of the run, for all its attempts, and of the attempt that begins."""
+    spec = TrainingSpec.from_config(job.spec["training"])
+    nodes = [] if spec.local else usable_nodes()
+    run, device = devices_of(spec, job.choices.get(RUN_DEVICE, ""), nodes)
+    return with_devices(job.choices, run, device)
+
+
+def _why_gpus(spec: TrainingSpec, job: JobRecord, device: str) -> str:
+    """Why nobody but a GPU will do, where the specification does not say so."""
+    began_on_gpus = device == GPU and job.choices.get(RUN_DEVICE) == GPU
+    if not began_on_gpus or spec.placement.gpus_per_worker is not None:
+        return ""
+    return "; the run began on GPUs, and goes on on CPUs only with placement.allow_cpu_fallback"
 
 
 class ClusterWatch:
@@ -68,6 +95,7 @@ def training(store: ObjectStore, prepare: str = "") -> JobKind:
         entry=ENTRY,
         prepare=prepare,
         lacks=partial(lacks, room),
+        choose=choose,
         lost=tell_lost,
         spare_beside_work=True,
         looks=looks,

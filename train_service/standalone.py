@@ -29,13 +29,15 @@ from shared.custom_transforms import allowed_functions
 from shared.errors import FailedPrecondition, MillraceError, Unavailable
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.jobs.attempt import run_attempt
+from shared.names import check_id
 from shared.settings import SettingsError, StoreSettings, store_settings
 from shared.storage import open_store
 from shared.telemetry import configure_logging
-from train_service.attempt.endings import result_of, told
+from train_service.attempt.endings import result_of, tell_device, told
 from train_service.converters.specs import spec_from_proto
-from train_service.domain.spec import THREADS, TrainingSpec
-from train_service.jobs.training_jobs import TrainingJobs
+from train_service.domain.devices import RUN_DEVICE
+from train_service.domain.spec import CPU, GPU, THREADS, TrainingSpec
+from train_service.jobs.training_jobs import COLLECTION, TrainingJobs
 from train_service.learning.ranks import Ranks
 from train_service.records.event_lines import EventPrinter
 from train_service.records.reporting import TRAIN_KIND
@@ -69,11 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         store = store_settings(os.environ)
         spec = _read_spec(given.spec)
-        _check(spec, launch)
+        device = _device(spec, launch, _device_of_run(store, given.job))
     except (SettingsError, MillraceError, OSError, UnicodeDecodeError, json_format.ParseError) as error:
         print(f"{RUNNER}: {error}", file=sys.stderr)
         return 2
-    ranks = _joined(spec, launch)
+    ranks = _joined(spec, launch, device)
     try:
         return _run(ranks, store, given.job, spec)
     finally:
@@ -88,7 +90,7 @@ def _run(ranks: Ranks, store: StoreSettings, job_id: str, spec: TrainingSpec) ->
     code = 0
     if ranks.rank == 0:
         try:
-            job = TrainingJobs(open_store(store)).run_here(job_id, spec, RUNNER)
+            job = TrainingJobs(open_store(store)).run_here(job_id, spec, RUNNER, _kind(ranks.device))
         except MillraceError as error:
             print(f"{RUNNER}: {error.message}", file=sys.stderr)
             code = 2
@@ -127,6 +129,7 @@ def _attempt(job: JobRecord, config: LoopConfig, ranks: Ranks) -> None:
         return told(context, lambda: trained(context))
 
     def trained(context: AttemptContext) -> dict[str, Any]:
+        tell_device(context)
         try:
             train_loop(config, ranks)
         except KeyboardInterrupt:
@@ -158,9 +161,9 @@ def _config(store: StoreSettings, job: JobRecord | None) -> LoopConfig | None:
     return LoopConfig(store=store, job_name=job.name, attempt=job.attempt, spec=spec)
 
 
-def _joined(spec: TrainingSpec, launch: Launch) -> Ranks:
+def _joined(spec: TrainingSpec, launch: Launch, kind: str) -> Ranks:
     """With the process group that torchrun's environment describes; a rank alone needs none."""
-    cuda = _on_gpu(spec)
+    cuda = kind == GPU
     device = torch.device("cuda", launch.local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -170,25 +173,38 @@ def _joined(spec: TrainingSpec, launch: Launch) -> Ranks:
     return Ranks(launch.rank, launch.world_size, device)
 
 
-def _on_gpu(spec: TrainingSpec) -> bool:
-    placement = spec.placement
-    wanted = placement.backend != "gloo" and placement.gpus_per_worker != 0 and not spec.local
-    return wanted and torch.cuda.is_available()
+def _device_of_run(store: StoreSettings, job_id: str) -> str:
+    """What an earlier attempt at the job chose; empty where there was none."""
+    check_id("job", job_id)
+    job = Jobs(open_store(store), TRAIN_KIND).find(f"{COLLECTION}/{job_id}")
+    return str(job.choices.get(RUN_DEVICE, "")) if job is not None else ""
 
 
-def _check(spec: TrainingSpec, launch: Launch) -> None:
-    """Raises `FailedPrecondition`."""
+def _device(spec: TrainingSpec, launch: Launch, of_run: str) -> str:
+    """GPU or CPU, for an attempt at a run that is on `of_run`. Raises `FailedPrecondition`."""
     if launch.world_size > spec.most_ranks:
         raise FailedPrecondition(
             f"spec.num_workers is {spec.num_workers} and there are {launch.world_size} ranks; start fewer, or raise it"
         )
-    if _on_gpu(spec) and launch.local_rank >= torch.cuda.device_count():
+    placement = spec.placement
+    wanted = placement.backend != "gloo" and placement.gpus_per_worker != 0 and not spec.local
+    cuda = torch.cuda.is_available() and (of_run == GPU or (wanted and of_run != CPU))
+    if of_run == GPU and not cuda and not placement.allow_cpu_fallback:
+        raise FailedPrecondition(
+            "the run began on GPUs, and torch finds none here; start it where there are some, or use another id"
+        )
+    if cuda and launch.local_rank >= torch.cuda.device_count():
         raise FailedPrecondition(
             f"rank {launch.rank} would be number {launch.local_rank + 1} on this machine, which has "
             f"{torch.cuda.device_count()} GPUs; start fewer ranks, or set placement.gpus_per_worker to 0"
         )
     if spec.ingest != THREADS:
         raise FailedPrecondition(f"spec.ingest is {spec.ingest}, which needs a Ray cluster; use INGEST_THREADS")
+    return GPU if cuda else CPU
+
+
+def _kind(device: torch.device) -> str:
+    return GPU if device.type == "cuda" else CPU
 
 
 def _read_spec(path: Path) -> TrainingSpec:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from data_service.domain.retention import Retention, check_retention
+from shared.durable import Durable, as_state, fields_of
 from shared.errors import invalid_field, invalid_fields
 from shared.names import ID, ID_REMEDY
 
@@ -16,7 +17,7 @@ UPDATABLE = ("display_name", "description", "retention")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dataset:
+class Dataset(Durable):
     """`create_time` is in seconds since the epoch; `request_id` is that of the call that made it, or empty."""
 
     name: str
@@ -36,11 +37,13 @@ class Dataset:
         return str(self.generation)
 
     def as_state(self) -> dict[str, Any]:
-        return asdict(self)
+        state: dict[str, Any] = as_state(self)
+        return state
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Dataset:
-        return cls(**{**state, "retention": Retention(**state.get("retention", {}))})
+        retention = Retention(**fields_of(Retention, state.get("retention", {})))
+        return cls(**{**fields_of(cls, state), "retention": retention})
 
 
 def changed(dataset: Dataset, changes: Mapping[str, Any]) -> Dataset:

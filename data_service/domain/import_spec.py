@@ -11,6 +11,7 @@ from typing import Any
 from data_service.domain.arrow_types import TypeRefused, parse_type
 from data_service.domain.uris import UriRefused, check_allowed, parse_uri
 from shared.dataset_version.column_names import MAX_COLUMNS, name_problem, repeated
+from shared.durable import fields_of
 from shared.errors import invalid_fields
 from shared.names import ID, SPLIT, SPLIT_REMEDY
 
@@ -53,7 +54,7 @@ class Source:
             split=record["split"],
             format=record["format"],
             uris=dict(record["uris"]),
-            csv=None if options is None else CsvOptions(**options),
+            csv=None if options is None else CsvOptions(**fields_of(CsvOptions, options)),
         )
 
 
@@ -133,11 +134,11 @@ class ImportSpec:
         base = record.get("base")
         return cls(
             sources=[Source.from_record(source) for source in record["sources"]],
-            hold_outs=[HoldOut(**hold_out) for hold_out in record["hold_outs"]],
-            column_types=[ColumnType(**one) for one in record.get("column_types", [])],
-            bad_rows=BadRows(**record.get("bad_rows", {})),
+            hold_outs=[HoldOut(**fields_of(HoldOut, hold_out)) for hold_out in record["hold_outs"]],
+            column_types=[ColumnType(**fields_of(ColumnType, one)) for one in record.get("column_types", [])],
+            bad_rows=BadRows(**fields_of(BadRows, record.get("bad_rows", {}))),
             checks=list(record.get("checks", [])),
-            base=None if base is None else Base(**base),
+            base=None if base is None else Base(**fields_of(Base, base)),
             # An import that was asked for before there was a choice ends as it began.
             partitioning=record.get("partitioning", "none"),
             nan_as_null=record.get("nan_as_null", False),

@@ -11,6 +11,7 @@ from data_service.domain.import_spec import BadRows, bad_rows_problems
 from data_service.domain.split_rules import Problem
 from data_service.domain.transform_spec import SOURCE_PATTERN, repeated_problems
 from shared.dataset_version.column_names import name_problem
+from shared.durable import fields_of
 from shared.errors import MillraceError, invalid_fields
 from shared.names import parse
 
@@ -67,7 +68,8 @@ class PredictSpec:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> PredictSpec:
         parts = {"checkpoint": CheckpointRef, "bad_rows": BadRows, "workers": Workers}
-        return cls(**{**record, **{name: part(**record[name]) for name, part in parts.items()}})
+        read = {name: part(**fields_of(part, record[name])) for name, part in parts.items()}
+        return cls(**{**fields_of(cls, record), **read})
 
 
 def check(spec: PredictSpec) -> None:

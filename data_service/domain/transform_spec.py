@@ -19,6 +19,7 @@ from data_service.domain.split_rules import (
     TimeSplit,
 )
 from shared.dataset_version.column_names import MAX_COLUMNS, repeated
+from shared.durable import fields_of
 from shared.errors import MillraceError, invalid_fields
 from shared.names import SPLIT, SPLIT_REMEDY, parse
 
@@ -172,13 +173,17 @@ def _rule_from(record: Mapping[str, Any] | None) -> SplitRule | UnsetSplit | Non
         case "hash":
             return HashSplit(
                 key_columns=record["key_columns"],
-                shares=[Share(**share) for share in record["shares"]],
+                shares=[Share(**fields_of(Share, share)) for share in record["shares"]],
                 seed=record["seed"],
             )
         case "column":
             return ColumnSplit(column=record["column"])
         case "time":
-            return TimeSplit(column=record["column"], periods=[Period(**period) for period in record["periods"]])
+            return TimeSplit(
+                column=record["column"], periods=[Period(**fields_of(Period, period)) for period in record["periods"]]
+            )
         case "ratio":
-            return RatioSplit(shares=[Share(**share) for share in record["shares"]], seed=record["seed"])
+            return RatioSplit(
+                shares=[Share(**fields_of(Share, share)) for share in record["shares"]], seed=record["seed"]
+            )
     return UnsetSplit()

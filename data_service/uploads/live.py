@@ -7,6 +7,7 @@ import json
 import time
 from dataclasses import asdict, dataclass, replace
 
+from shared.durable import fields_of
 from shared.storage import ObjectMissing, ObjectStore
 
 FOLDER = "live/upload"
@@ -44,7 +45,7 @@ class LiveUploads:
     def read(self, key: str) -> LiveUpload | None:
         """None where another sweep was faster."""
         try:
-            return LiveUpload(**json.loads(self._store.get(key)))
+            return LiveUpload(**fields_of(LiveUpload, json.loads(self._store.get(key))))
         except ObjectMissing:
             return None
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shared import names
+from shared.durable import Durable, as_state, fields_of
 from shared.errors import Unavailable, not_found
 from shared.log import ResourceLog
 from shared.log.resource_log import Record, State
@@ -26,7 +27,7 @@ class UploadState(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UploadRecord:
+class UploadRecord(Durable):
     """The whole state of an upload after one transition. Times are seconds since the epoch."""
 
     name: str
@@ -50,11 +51,12 @@ class UploadRecord:
     sha256: str = ""
 
     def as_state(self) -> dict[str, Any]:
-        return asdict(self)
+        state: dict[str, Any] = as_state(self)
+        return state
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> UploadRecord:
-        return cls(**{**state, "state": UploadState(state["state"])})
+        return cls(**{**fields_of(cls, state), "state": UploadState(state["state"])})
 
     @property
     def chunks_prefix(self) -> str:

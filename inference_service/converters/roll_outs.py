@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -24,6 +22,7 @@ from inference_service.domain.version_policy import Kept, VersionPolicy, latest_
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import roll_out_pb2
 from shared import names
+from shared.durable import known_of
 from shared.errors import check_count, invalid_field
 from shared.grpc_errors import status_proto_from_record
 from shared.requests import body_digest
@@ -72,7 +71,7 @@ def roll_out_to_proto(roll_out: RollOut) -> roll_out_pb2.RollOut:
         message.end_time.CopyFrom(timestamp(roll_out.end_time))
     if roll_out.compared is not None:
         seen = roll_out.compared
-        message.compared.CopyFrom(roll_out_pb2.Compared(**asdict(seen)))
+        message.compared.CopyFrom(roll_out_pb2.Compared(**known_of(seen)))
     if roll_out.error is not None:
         message.error.CopyFrom(status_proto_from_record(roll_out.error))
     return message
@@ -134,7 +133,7 @@ def _plan_to_proto(plan: Plan) -> roll_out_pb2.RollOutSpec:
     if limits.max_p99_s is not None:
         message.limits.max_p99_latency.CopyFrom(_duration(limits.max_p99_s))
     if plan.comparison is not None:
-        message.comparison.CopyFrom(roll_out_pb2.Comparison(**asdict(plan.comparison)))
+        message.comparison.CopyFrom(roll_out_pb2.Comparison(**known_of(plan.comparison)))
     return message
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -12,6 +12,7 @@ from inference_service.domain.scaling import MAX_REPLICAS, Autoscaling, Scale, a
 from inference_service.domain.signature import Signature
 from inference_service.domain.traffic import HeaderRoute, Shadow
 from inference_service.domain.version_policy import LATEST, VersionPolicy
+from shared.durable import Durable, as_state, fields_of
 from shared.errors import Cancelled, Conflict, MillraceError, invalid_fields, not_found
 
 MAX_THREADS = 256
@@ -45,7 +46,7 @@ LIVE = frozenset({State.LOADING, State.READY})  # these have an application in R
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec:
+class Spec(Durable):
     """`checkpoint` is as the client named it, a job or a checkpoint; everything else has its default filled in. With
     `autoscaling` `num_replicas` are the fewest; of a replica whose `cpus_per_replica` are None, its threads count."""
 
@@ -76,7 +77,7 @@ class Spec:
         policy = record.get("version_policy")
         return Spec(
             **{
-                **record,
+                **fields_of(Spec, record),
                 "version_policy": VersionPolicy.from_record(policy) if policy else LATEST,
                 "autoscaling": Autoscaling.from_record(record.get("autoscaling")),
             }
@@ -154,7 +155,7 @@ class Creation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelVersion:
+class ModelVersion(Durable):
     """One checkpoint under one number. `folder` is where its files lie; `weight` its share of the traffic that names no
     version; `dataset_version` and `signature` are known once a replica has loaded it. From `retired_at` on, in seconds
     since the epoch, it gets no traffic any more; it answers what it has, and goes."""
@@ -171,7 +172,7 @@ class ModelVersion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deployment:
+class Deployment(Durable):
     """`generation` counts the wishes of clients and is the etag; times are seconds since the epoch. `versions` are all
     that are loaded or are to be, in the order of their numbers; `numbers_used` is the last one given."""
 
@@ -205,26 +206,30 @@ class Deployment:
         return any(version.signature for version in self.versions)
 
     def as_record(self) -> dict[str, Any]:
-        return asdict(self)
+        record: dict[str, Any] = as_state(self)
+        return record
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> Deployment:
         versions = tuple(
             ModelVersion(
-                **{**version, "signature": version["signature"] and Signature.from_record(version["signature"])}
+                **{
+                    **fields_of(ModelVersion, version),
+                    "signature": version["signature"] and Signature.from_record(version["signature"]),
+                }
             )
             for version in record["versions"]
         )
         roll_out, shadow = record.get("roll_out"), record.get("shadow")
         return Deployment(
             **{
-                **record,
+                **fields_of(Deployment, record),
                 "spec": Spec.from_record(record["spec"]),
                 "state": State(record["state"]),
                 "versions": versions,
                 "roll_out": RollOut.from_record(roll_out) if roll_out else None,
-                "routes": tuple(HeaderRoute(**route) for route in record.get("routes", ())),
-                "shadow": Shadow(**shadow) if shadow else None,
+                "routes": tuple(HeaderRoute(**fields_of(HeaderRoute, route)) for route in record.get("routes", ())),
+                "shadow": Shadow(**fields_of(Shadow, shadow)) if shadow else None,
             }
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from shared.durable import Durable, fields_of
 from shared.errors import MillraceError, invalid_fields
 from shared.names import SPLIT, SPLIT_REMEDY
 
@@ -38,7 +39,7 @@ UNDER_WAY = frozenset({RollOutState.LOADING, RollOutState.COMPARING, RollOutStat
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(Durable):
     """For `interval_s` the new version has `percent` of the requests that name no version."""
 
     percent: int
@@ -49,7 +50,7 @@ DEFAULT_STEPS = tuple(Step(percent, 60.0) for percent in (5, 25, 50, 100))
 
 
 @dataclass(frozen=True, kw_only=True)
-class RollOutLimits:
+class RollOutLimits(Durable):
     """None is no limit. They hold once there are `min_requests` in the last `window_s`; the ratio is to the old one."""
 
     max_error_share: float | None = None
@@ -60,7 +61,7 @@ class RollOutLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(Durable):
     """On the first `max_rows` of a split, before any traffic moves: the share of the rows whose labels must agree with
     the old version's, and by how much outputs may differ. None is no limit."""
 
@@ -72,7 +73,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Compared:
+class Compared(Durable):
     """What a comparison found; `agreement` is None where the model gives no label. Both versions refuse `refused` rows,
     which are no part of the `rows` that were compared; `refused_by_one` are, as different as can be."""
 
@@ -84,7 +85,7 @@ class Compared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Durable):
     """`checkpoint` is as the client named it, a job or a checkpoint; everything else has its default filled in."""
 
     checkpoint: str
@@ -95,7 +96,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RollOut:
+class RollOut(Durable):
     """`before` are the weights by number to go back to; `step` is the place of the present one, or of the last. Times
     are seconds since the epoch, 0 for what has not happened."""
 
@@ -132,16 +133,16 @@ class RollOut:
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> RollOut:
         plan = dict(record["plan"])
-        plan["steps"] = tuple(Step(**step) for step in plan["steps"])
-        plan["limits"] = RollOutLimits(**plan["limits"])
+        plan["steps"] = tuple(Step(**fields_of(Step, step)) for step in plan["steps"])
+        plan["limits"] = RollOutLimits(**fields_of(RollOutLimits, plan["limits"]))
         comparison, compared = plan.get("comparison"), record.get("compared")
-        plan["comparison"] = Comparison(**comparison) if comparison else None
+        plan["comparison"] = Comparison(**fields_of(Comparison, comparison)) if comparison else None
         return RollOut(
             **{
-                **record,
-                "plan": Plan(**plan),
+                **fields_of(RollOut, record),
+                "plan": Plan(**fields_of(Plan, plan)),
                 "state": RollOutState(record["state"]),
-                "compared": Compared(**compared) if compared else None,
+                "compared": Compared(**fields_of(Compared, compared)) if compared else None,
             }
         )
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shared.durable import Durable, fields_of
+
 MAX_REPLICAS = 64
 MAX_CPUS = 256.0
 MIN_SHARE = 0.01
@@ -19,7 +21,7 @@ Problem = tuple[str, object, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Autoscaling:
+class Autoscaling(Durable):
     """Between `min_replicas` and `max_replicas`: one for each `rows_per_replica` of the rows that wait or are at work.
     There are more, or fewer, once those that there are have been too few, or too many, for so long."""
 
@@ -34,7 +36,7 @@ class Autoscaling:
 
     @staticmethod
     def from_record(record: Mapping[str, Any] | None) -> Autoscaling | None:
-        return Autoscaling(**record) if record else None
+        return Autoscaling(**fields_of(Autoscaling, record)) if record else None
 
 
 def autoscaling_problems(wanted: Autoscaling) -> list[Problem]:

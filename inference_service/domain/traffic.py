@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from inference_service.domain.request_parameters import Parameters
 from inference_service.domain.version_policy import VersionPolicy
+from shared.durable import Durable
 from shared.errors import invalid_field, invalid_fields
 
 MAX_WEIGHT = 1000
@@ -22,7 +23,7 @@ MAX_HEADERS = 16_384
 
 
 @dataclass(frozen=True)
-class HeaderRoute:
+class HeaderRoute(Durable):
     """A request that names no version and whose `header`, in small letters, is exactly `value` goes to `version`."""
 
     header: str
@@ -31,7 +32,7 @@ class HeaderRoute:
 
 
 @dataclass(frozen=True)
-class Shadow:
+class Shadow(Durable):
     """`version` gets copies of `percent` of the requests; nobody gets its answers."""
 
     version: str

@@ -17,6 +17,7 @@ from functools import reduce
 from typing import Any
 
 from shared.dataset_version.manifest import Column
+from shared.durable import fields_of
 from shared.errors import DataLoss
 from shared.model_spec import ModelSpec
 from shared.storage import ObjectMissing, ObjectStore
@@ -120,8 +121,8 @@ class CheckpointContent:
             class_names=tuple(manifest.get("class_names", ())),
             model=ModelSpec.from_config(manifest["model"]),
             target_scaling=TargetScaling.from_config(manifest.get("target_scaling")),
-            ingested=[Column(**column) for column in manifest["ingested"]],
-            coverage=tuple(CoveragePart(**part) for part in manifest["coverage"]),
+            ingested=[Column(**fields_of(Column, column)) for column in manifest["ingested"]],
+            coverage=tuple(CoveragePart(**fields_of(CoveragePart, part)) for part in manifest["coverage"]),
             nan_counts=manifest.get("nan_counts"),
         )
 

@@ -10,18 +10,19 @@ by anybody, so what a process leaves half-way the next one finishes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shared.checkpoint.ranking import DEFAULT_RANKING, Ranking
+from shared.durable import Durable, as_state, fields_of
 from shared.log import Record, ResourceLog
 from shared.storage import ObjectStore
 from shared.user_markers import live_users as live_users
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointEntry:
+class CheckpointEntry(Durable):
     """`name` is `trainingJobs/{j}/checkpoints/{c}`; `create_time` in seconds since the epoch; `final`: it is of the
     run's last step."""
 
@@ -36,9 +37,17 @@ class CheckpointEntry:
     metrics: dict[str, float] = field(default_factory=dict)
     final: bool = False
 
+    def as_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = as_state(self)
+        return state
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> CheckpointEntry:
+        return cls(**fields_of(cls, state))
+
 
 @dataclass(frozen=True)
-class Retiring:
+class Retiring(Durable):
     """No longer named. `condemned`: nobody used it, and its files go."""
 
     entry: CheckpointEntry
@@ -46,7 +55,7 @@ class Retiring:
 
 
 @dataclass(frozen=True)
-class RegistryState:
+class RegistryState(Durable):
     """`attempt` is the one that it is open for; 0 before the first."""
 
     checkpoints: tuple[CheckpointEntry, ...] = ()
@@ -55,23 +64,25 @@ class RegistryState:
     attempt: int = 0
 
     def as_record(self) -> dict[str, Any]:
-        return {
-            "checkpoints": [asdict(one) for one in self.checkpoints],
-            "retiring": [asdict(one) for one in self.retiring],
-            "ranking": asdict(self.ranking),
-        }
+        state: dict[str, Any] = as_state(self)
+        del state["attempt"]  # the log's own
+        return {**state, "checkpoints": list(state["checkpoints"]), "retiring": list(state["retiring"])}
 
     @classmethod
     def from_record(cls, record: Record | None) -> RegistryState:
         if record is None:
             return cls()
         return cls(
-            tuple(CheckpointEntry(**one) for one in record.state["checkpoints"]),
-            tuple(
-                Retiring(CheckpointEntry(**one["entry"]), one["condemned"]) for one in record.state.get("retiring", ())
-            ),
-            Ranking(**record.state.get("ranking", {})),
-            record.attempt,
+            **{
+                **fields_of(cls, record.state),
+                "checkpoints": tuple(CheckpointEntry.from_state(one) for one in record.state["checkpoints"]),
+                "retiring": tuple(
+                    Retiring(**{**fields_of(Retiring, one), "entry": CheckpointEntry.from_state(one["entry"])})
+                    for one in record.state.get("retiring", ())
+                ),
+                "ranking": Ranking(**fields_of(Ranking, record.state.get("ranking", {}))),
+                "attempt": record.attempt,
+            }
         )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from shared.durable import fields_of
 from shared.errors import DataLoss
 
 FORMAT = "millrace.dataset-version/2"
@@ -136,15 +137,15 @@ class Manifest:
         if record["format"] != FORMAT:
             raise DataLoss(f"the manifest has the format {record['format']!r}; this program reads {FORMAT!r}")
         return cls(
-            columns=[Column(**column) for column in record["columns"]],
-            splits=[Split(**split) for split in record["splits"]],
-            files=[DataFile(**file) for file in record["files"]],
-            parents=[Parent(**parent) for parent in record["parents"]],
-            ingested=[Column(**column) for column in record["ingested"]],
+            columns=[Column(**fields_of(Column, column)) for column in record["columns"]],
+            splits=[Split(**fields_of(Split, split)) for split in record["splits"]],
+            files=[DataFile(**fields_of(DataFile, file)) for file in record["files"]],
+            parents=[Parent(**fields_of(Parent, parent)) for parent in record["parents"]],
+            ingested=[Column(**fields_of(Column, column)) for column in record["ingested"]],
             transforms=record["transforms"],
-            attachments=[Attachment(**attachment) for attachment in record["attachments"]],
+            attachments=[Attachment(**fields_of(Attachment, attachment)) for attachment in record["attachments"]],
             quarantined_row_count=record["quarantined_row_count"],
-            prediction=Prediction(**record["prediction"]) if "prediction" in record else None,
+            prediction=Prediction(**fields_of(Prediction, record["prediction"])) if "prediction" in record else None,
         )
 
 

@@ -121,6 +121,9 @@ class AttemptContext:
                 return
             except MillraceError as error:
                 logger.warning("the wish stays as last read: %s", error.message)
+            except Exception:
+                # Were this thread to end, nobody could stop the attempt any more.
+                logger.exception("the wish stays as last read")
 
 
 Entry = Callable[[AttemptContext], dict[str, Any]]

@@ -46,7 +46,8 @@ class JobKind:
     """`entry` is `module:function`, the jobs' entry function, importable on Ray's nodes. With `prepare`, a function
     named likewise, an actor that has called it waits for the next attempt; it holds a process's memory, and no
     processor. `lacks` tells what the cluster lacks for a job's next attempt, and no attempt begins until that is
-    nothing. `lost` is told of each attempt whose process is gone, at least once, before its job is; where it
+    nothing. `choose` gives the `choices` of the job that is about to begin an attempt, which the log keeps with its
+    beginning. `lost` is told of each attempt whose process is gone, at least once, before its job is; where it
     knows better why that was, it takes the note of a node that leaves away. `ended` is told
     of each job that is final, at least once, whoever wrote its end; where it raises, again at the next look. With
     `spare_beside_work` the prepared actor is there while an attempt is at work, too: for jobs that run long and should
@@ -57,6 +58,7 @@ class JobKind:
     entry: str
     prepare: str = ""
     lacks: Callable[[JobRecord], str] = lambda _: ""
+    choose: Callable[[JobRecord], dict[str, Any]] = lambda job: job.choices
     lost: Callable[[ObjectStore, JobRecord], None] = lambda _, __: None
     ended: Callable[[ObjectStore, JobRecord], None] = lambda _, __: None
     spare_beside_work: bool = False
@@ -168,13 +170,14 @@ class Reconciler:
         spare = self._spare.take() if self._spare else None
         name = spare[0] if spare else new_actor_name(self._kind.name)
         start = _Start(name)
+        choices = self._kind.choose(job)
         begun: JobRecord | None = None
 
         def decide(newest: JobRecord) -> JobRecord:
             nonlocal begun
             # A cancel, or another reconciler, may have come between.
             unchanged = (newest.state, newest.attempt) == (job.state, job.attempt)
-            begun = begin_attempt(newest, time.time(), name) if unchanged else None
+            begun = begin_attempt(newest, time.time(), name, choices) if unchanged else None
             return begun or newest
 
         # Noted before the log is asked: it may have begun the attempt though its answer never comes.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
+from shared.durable import Durable, as_state, fields_of
 from shared.errors import Conflict
 
 
@@ -43,7 +44,7 @@ LIVE = (JobState.PENDING, JobState.RUNNING, JobState.RECOVERING, JobState.CANCEL
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobRecord:
+class JobRecord(Durable):
     """The whole state of a job after one transition. Times are seconds since the epoch."""
 
     uid: str
@@ -74,6 +75,8 @@ class JobRecord:
     generation: int = 1
     # `MillraceError.as_record` of what ended or last disturbed it.
     error: dict[str, Any] | None = None
+    # What its attempts chose for those after them, by names that the kind of job gives; it stays for the job's life.
+    choices: dict[str, Any] = field(default_factory=dict)
     # What the attempt that succeeded committed.
     result: dict[str, Any] = field(default_factory=dict)
     # While DELETING: the state to go back to where the deletion is refused.
@@ -96,14 +99,15 @@ class JobRecord:
         return self.attempt - self.first_attempt + 1
 
     def as_state(self) -> dict[str, Any]:
-        return asdict(self)
+        state: dict[str, Any] = as_state(self)
+        return state
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> JobRecord:
         deleted_from = state.get("deleted_from")
         return cls(
             **{
-                **state,
+                **fields_of(cls, state),
                 "state": JobState(state["state"]),
                 "deleted_from": JobState(deleted_from) if deleted_from else None,
             }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +15,18 @@ PREEMPTED, RESIZED, NO_ROOM = "PREEMPTED", "RESIZED", "NO_ROOM"
 MOST_WAIT_S = 60.0
 
 
-def begin_attempt(job: JobRecord, now: float, actor: str = "") -> JobRecord:
-    """PENDING, RECOVERING → RUNNING under the next attempt number, in the Ray actor of that name."""
+def begin_attempt(job: JobRecord, now: float, actor: str = "", choices: Mapping[str, Any] | None = None) -> JobRecord:
+    """PENDING, RECOVERING → RUNNING under the next attempt number, in the Ray actor of that name. `choices`, where they
+    are given, replace those of the job."""
     _expect(job, JobState.PENDING, JobState.RECOVERING)
-    return replace(job, state=JobState.RUNNING, attempt=job.attempt + 1, actor=actor, update_time=now)
+    chosen = job.choices if choices is None else dict(choices)
+    return replace(job, state=JobState.RUNNING, attempt=job.attempt + 1, actor=actor, choices=chosen, update_time=now)
 
 
-def take_up(job: JobRecord, now: float) -> JobRecord:
+def take_up(job: JobRecord, now: float, choices: Mapping[str, Any] | None = None) -> JobRecord:
     """A job with a `runner`, in any state but the last ones → RUNNING under the next attempt number, with nothing
-    counted against it. An attempt that may still be at work is overtaken by it. One that SUCCEEDED stays as it is."""
+    counted against it; `choices` as for `begin_attempt`. An attempt that may still be at work is overtaken by it. One
+    that SUCCEEDED stays as it is."""
     if job.state is JobState.SUCCEEDED:
         return job
     if not job.runner:
@@ -32,6 +36,7 @@ def take_up(job: JobRecord, now: float) -> JobRecord:
         job,
         state=JobState.RUNNING,
         attempt=job.attempt + 1,
+        choices=job.choices if choices is None else dict(choices),
         failures=0,
         preemptions=0,
         waits=0,

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shared.durable import fields_of
 from shared.storage import ObjectExists, ObjectMissing, ObjectStore
 
 State = dict[str, Any]
@@ -47,7 +48,7 @@ class ResourceLog:
     def read(self, number: int) -> Record | None:
         """The record with that number; None where it has not been written."""
         try:
-            return Record(**json.loads(self._store.get(self._key(number))))
+            return Record(**fields_of(Record, json.loads(self._store.get(self._key(number)))))
         except ObjectMissing:
             return None
 

@@ -101,11 +101,11 @@ class RayHead(RayNode):
 
 
 @contextmanager
-def ray_node(head: RayHead, name: str, *, num_cpus: int = 1) -> Iterator[RayNode]:
+def ray_node(head: RayHead, name: str, *, num_cpus: int = 1, num_gpus: int = 0) -> Iterator[RayNode]:
     """Runs a further node of the head's cluster, with a session of its own; killable by itself."""
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     try:
-        node = _start_node(folder, head, name, num_cpus)
+        node = _start_node(folder, head, name, num_cpus, num_gpus)
         try:
             yield node
         finally:
@@ -161,12 +161,13 @@ def _start(folder: Path, resources: Mapping[str, int], port: int | None, environ
     return RayHead(pid, folder, f"{HOST}:{port}", f"http://{HOST}:{dashboard_port}")
 
 
-def _start_node(folder: Path, head: RayHead, name: str, num_cpus: int) -> RayNode:
+def _start_node(folder: Path, head: RayHead, name: str, num_cpus: int, num_gpus: int) -> RayNode:
     (agent_port,) = free_ports(1)
     options = {
         "address": head.address,
         "node-ip-address": HOST,
         "num-cpus": num_cpus,
+        "num-gpus": num_gpus,
         "labels": f"name={name}",
         "dashboard-agent-listen-port": agent_port,
     }

@@ -1,4 +1,5 @@
-"""Each end of an attempt is an event, written by the attempt itself or, should its process have died, for it."""
+"""Each end of an attempt is an event, written by the attempt itself or, should its process have died, for it; so is
+each change of its device."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.jobs.transitions import NO_ROOM, PREEMPTED, RESIZED
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
-from train_service.domain.spec import TrainingSpec
+from train_service.domain.devices import ATTEMPT_DEVICE, DEVICE_BEFORE
+from train_service.domain.spec import GPU, TrainingSpec
 from train_service.patience import patient
 from train_service.records.events import EventKind, EventLog
 from train_service.records.reporting import TRAIN_KIND
@@ -109,6 +111,26 @@ def tell_lost(store: ObjectStore, job: JobRecord) -> None:
     of_itself = PREEMPTION if leaving else FAILURE
     cause = {JobState.CANCELLING: CANCELLED, JobState.SUSPENDING: SUSPENDED}.get(job.state, of_itself)
     _tell(store, job.name, job.attempt, cause, "the process of the attempt ended", ())
+
+
+def tell_device(context: AttemptContext) -> None:
+    """Tells that the attempt is on another kind of device than the one before it, where it is."""
+    choices = context.job.choices
+    before = choices.get(DEVICE_BEFORE)
+    if not before:
+        return
+    now = choices[ATTEMPT_DEVICE]
+    text = (
+        "the GPUs of the run are back"
+        if now == GPU
+        else "there are no GPUs for the run, and placement.allow_cpu_fallback lets it go on without"
+    )
+    payload = {"before": f"DEVICE_{before}", "device": f"DEVICE_{now}", "text": text}
+    log = EventLog(context.store, context.job.name)
+    patient(
+        lambda: log.append(context.attempt, EventKind.DEVICE_CHANGED, payload, f"device-{context.attempt}"),
+        "the change of the device",
+    )
 
 
 def _tell(store: ObjectStore, name: str, attempt: int, cause: str, text: str, ranks: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
 
@@ -22,8 +23,10 @@ from train_service.attempt.ingest_room import ingest_beside
 from train_service.attempt.node_access import end_hard
 from train_service.attempt.pulses import Heard, Pulses
 from train_service.attempt.ray_run import WARM_WORKERS
+from train_service.domain.devices import RUN_DEVICE
+from train_service.domain.sizing import Resources
 from train_service.domain.slices import most_rows_of_a_rank
-from train_service.domain.spec import TrainingSpec
+from train_service.domain.spec import CPU, GPU, TrainingSpec
 from train_service.domain.watchdog import culprits, hung, limit_s, silent_ranks
 from train_service.patience import patient
 from train_service.placement import Size, size_now
@@ -108,7 +111,7 @@ class Supervision:
             self._look_for_drains(ranks)
         if self._leaving and not self._noted:
             self._note_leaving()
-        if self.cause is None and self._size is not None and self._workers < self._spec.num_workers:
+        if self.cause is None and self._size is not None and self._may_change(self._size):
             self._look_for_room(self._size, ranks)
         if self.cause is None:
             self._keep_warm(ranks)
@@ -190,6 +193,13 @@ class Supervision:
         except STORE_OUTAGES as error:
             logger.warning("%s; what is known of a node is noted later", error.message)
 
+    def _may_change(self, own: Size) -> bool:
+        return self._workers < self._spec.num_workers or self._waits_for_gpus(own)
+
+    def _waits_for_gpus(self, own: Size) -> bool:
+        """Whether the run is on CPUs only until its GPUs are back."""
+        return own.device == CPU and self._context.job.choices.get(RUN_DEVICE) == GPU
+
     def _look_for_room(self, own: Size, ranks: list[Heard]) -> None:
         now = time.monotonic()
         if now - self._looked_for_room < GROWTH_LOOK_EVERY_S or len(ranks) < self._workers:
@@ -197,20 +207,31 @@ class Supervision:
         self._looked_for_room = now
         beside = partial(ingest_beside, self._context.store, self._context.job.name)
         held = own.held(Counter(one.node_id for one in ranks))
-        size = size_now(self._spec, beside, held, own.workers)
-        # Workers of another kind, as with GPUs that have come, are no more or fewer of these.
-        grows = size.bundle == own.bundle and size.workers > own.workers
-        if not grows or not self._is_faster(size.workers) or not self._pays():
+        size = self._better_size(own, held, beside)
+        if size is None or not self._pays():
             self._room_since = None
             return
         self._room_since = self._room_since or now
         if now - self._room_since >= ROOM_STABLE_S:
+            moves = size.device != own.device
             self.cause = Unavailable(
-                f"there is room for {size.workers} workers instead of {self._workers}", reason=RESIZED
+                f"there is room for {size.workers} workers {f'on {GPU}s' if moves else f'instead of {self._workers}'}",
+                reason=RESIZED,
             )
             logger.info("%s", self.cause.message)
             self._asked = RESIZE
             self._pulses.ask_to_stop(RESIZE)
+
+    def _better_size(self, own: Size, held: Mapping[str, Resources], beside: Callable[[], int]) -> Size | None:
+        """For which there is room: with its GPUs where the run waits for them, else more workers that are faster."""
+        if self._waits_for_gpus(own):
+            size = size_now(self._spec, GPU, beside, held)
+            if size.workers:
+                return size
+        if self._workers >= self._spec.num_workers:
+            return None
+        size = size_now(self._spec, own.device, beside, held, own.workers)
+        return size if size.workers > own.workers and self._is_faster(size.workers) else None
 
     def _keep_warm(self, ranks: list[Heard]) -> None:
         """Sees to it that processes wait for the next attempt where the workers of this one are."""

@@ -23,15 +23,16 @@ from shared.errors import Cancelled, MillraceError, Unavailable
 from shared.jobs import AttemptContext
 from shared.jobs.transitions import NO_ROOM, RESIZED
 from shared.log import StaleAttempt
-from train_service.attempt.endings import result_of, told
+from train_service.attempt.endings import result_of, tell_device, told
 from train_service.attempt.ingest_room import ingest_beside
 from train_service.attempt.pulses import Pulses
 from train_service.attempt.ray_run import RayRun, room_was_taken
 from train_service.attempt.supervision import Supervision
+from train_service.domain.devices import attempt_device
 from train_service.domain.spec import TrainingSpec
 from train_service.learning.ranks import Ranks
 from train_service.patience import patient
-from train_service.placement import Size, lacking, size_now
+from train_service.placement import Size, devices_of, lacking, size_now, usable_nodes
 from train_service.records.logs import OWN_PROCESS, LogShipper
 from train_service.worker.loop import LoopConfig, train_loop
 
@@ -60,6 +61,7 @@ def run(context: AttemptContext) -> dict[str, Any]:
 
 def _run(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
     size = None if spec.local else _size(context, spec)
+    tell_device(context)
     with Pulses(ray.util.get_node_ip_address()) as pulses:  # type: ignore[no-untyped-call]
         config = LoopConfig(
             store=context.store.settings,
@@ -77,14 +79,17 @@ def _run(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
 
 
 def _size(context: AttemptContext, spec: TrainingSpec) -> Size:
+    # Of a job that an earlier release began: as at a first attempt.
+    device = attempt_device(context.job.choices) or devices_of(spec, "", usable_nodes())[1]
+
     def beside() -> int:
         return patient(lambda: ingest_beside(context.store, context.job.name), "the other jobs")
 
     give_up_at = time.monotonic() + ROOM_WITHIN_S
-    while not (size := size_now(spec, beside)).workers:
+    while not (size := size_now(spec, device, beside)).workers:
         if time.monotonic() > give_up_at:
             # Not a failure: the reconciler waits for room before it begins the next attempt.
-            raise Unavailable(f"room was taken: {lacking(spec, beside)}", reason=NO_ROOM)
+            raise Unavailable(f"room was taken: {lacking(spec, device, beside)}", reason=NO_ROOM)
         time.sleep(0.2)
     return size
 

@@ -32,13 +32,16 @@ logger = logging.getLogger(__name__)
 PART_ROWS = 1 << 20
 
 _RUNS = pa.run_end_encoded(pa.int32(), pa.int64())
-# One run for each step of each rank.
-SCHEMA = pa.schema([("step", _RUNS), ("epoch", _RUNS), ("rank", _RUNS), ("row_id", pa.int64())])
+# One run for each step of each rank. `skipped` is 1 for the rows of a step that the loss scaler skipped; a file without
+# such rows, as all of earlier releases, has no such column.
+SKIPPED = "skipped"
+SCHEMA = pa.schema([("step", _RUNS), ("epoch", _RUNS), ("rank", _RUNS), ("row_id", pa.int64()), (SKIPPED, _RUNS)])
 
 
 @dataclass(frozen=True)
 class Taken:
-    """One rank's notes: `steps` is (n, 3) of step, epoch and number of rows; `row_ids` are those rows, in order."""
+    """One rank's notes: `steps` is (n, 4) of step, epoch, number of rows and whether it was skipped; `row_ids` are
+    those rows, in order."""
 
     steps: Ints
     row_ids: Ints
@@ -48,17 +51,18 @@ class ConsumedRows:
     """One rank's notes since the last checkpoint. Not shared between threads."""
 
     def __init__(self) -> None:
-        self._steps: list[tuple[int, int, int]] = []
+        self._steps: list[tuple[int, int, int, int]] = []
         self._row_ids: list[Ints] = []
 
-    def add(self, step: int, epoch: int, row_ids: Ints) -> None:
-        """Notes the rows of the batch that went into `step` (from 0); call it once the optimiser has stepped."""
-        self._steps.append((step, epoch, len(row_ids)))
+    def add(self, step: int, epoch: int, row_ids: Ints, *, skipped: bool = False) -> None:
+        """Notes the rows of the batch that went into `step` (from 0); call it once the optimiser has stepped or, where
+        the step is `skipped`, was kept from it."""
+        self._steps.append((step, epoch, len(row_ids), int(skipped)))
         self._row_ids.append(row_ids)
 
     def take(self) -> Taken:
         """What was noted since the last call, which is then forgotten."""
-        steps = np.asarray(self._steps, np.int64).reshape(-1, 3)
+        steps = np.asarray(self._steps, np.int64).reshape(-1, 4)
         row_ids = np.concatenate([np.empty(0, np.int64), *self._row_ids])
         self._steps, self._row_ids = [], []
         return Taken(steps, row_ids)
@@ -75,14 +79,14 @@ def gather(ranks: Ranks, taken: Taken) -> pa.Table | None:
 
 
 def _table(everyone: Sequence[Ints]) -> pa.Table:
-    runs: list[tuple[int, int, int, Ints]] = []
+    runs: list[tuple[int, int, int, int, Ints]] = []
     for rank, flat in enumerate(everyone):
         count = int(flat[0])
-        steps, row_ids = flat[1 : 1 + 3 * count].reshape(-1, 3), flat[1 + 3 * count :]
+        steps, row_ids = flat[1 : 1 + 4 * count].reshape(-1, 4), flat[1 + 4 * count :]
         ends = np.cumsum(steps[:, 2])
-        for (step, epoch, rows), end in zip(steps.tolist(), ends.tolist(), strict=True):
+        for (step, epoch, rows, skipped), end in zip(steps.tolist(), ends.tolist(), strict=True):
             if rows:  # a run of none is no run for Arrow
-                runs.append((step, rank, epoch, row_ids[end - rows : end]))
+                runs.append((step, rank, epoch, skipped, row_ids[end - rows : end]))
     runs.sort(key=lambda run: run[:2])
     ends = np.cumsum([len(rows) for *_, rows in runs]).astype(np.int32)
 
@@ -91,9 +95,10 @@ def _table(everyone: Sequence[Ints]) -> pa.Table:
 
     columns = [
         column([step for step, *_ in runs]),
-        column([epoch for _, _, epoch, _ in runs]),
+        column([epoch for _, _, epoch, *_ in runs]),
         column([rank for _, rank, *_ in runs]),
         pa.array(np.concatenate([np.empty(0, np.int64), *(rows for *_, rows in runs)])),
+        column([skipped for *_, skipped, _ in runs]),
     ]
     return pa.Table.from_arrays(columns, schema=SCHEMA)
 
@@ -163,30 +168,59 @@ class CoverageChain:
 
 
 def encode(table: pa.Table) -> bytes:
+    """`table` is of `SCHEMA`."""
     sink = io.BytesIO()
-    with pa.ipc.new_file(sink, SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+    if not _has_skipped(table):
+        table = table.drop_columns(SKIPPED)
+    with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
         writer.write_table(table)
     return sink.getvalue()
 
 
 def read_part(store: ObjectStore, part: CoveragePart) -> pa.Table:
-    """Raises `DataLoss` when it is missing or not what the manifest names."""
+    """A table of `SCHEMA`. Raises `DataLoss` when it is missing or not what the manifest names."""
     try:
         data = store.get(part.path)
     except ObjectMissing:
         raise DataLoss(f"{part.path} is missing", metadata={"file": part.path}) from None
     if sha256(data) != part.sha256:
         raise DataLoss(f"{part.path} does not have the digest that its manifest names", metadata={"file": part.path})
-    return pa.ipc.open_file(data).read_all()
+    table = pa.ipc.open_file(data).read_all()
+    if SKIPPED in table.column_names:
+        return table
+    rows = pa.array([table.num_rows] if table.num_rows else [], pa.int32())
+    nothing = pa.RunEndEncodedArray.from_arrays(rows, pa.array([0] * len(rows), pa.int64()), _RUNS)
+    return table.append_column(SCHEMA.field(SKIPPED), nothing).combine_chunks()
 
 
 def row_ids_of(table: pa.Table, epoch: int) -> Ints:
-    """The rows consumed in `epoch`, in the order of steps."""
-    chosen = []
+    """The rows that are in the weights since `epoch`, in the order of steps."""
+    return _row_ids(table, epoch, 0)[0]
+
+
+def skipped_of(table: pa.Table, epoch: int) -> tuple[Ints, set[int]]:
+    """The rows of the steps of `epoch` that the loss scaler skipped, and these steps."""
+    return _row_ids(table, epoch, 1) if _has_skipped(table) else (np.empty(0, np.int64), set())
+
+
+def _has_skipped(table: pa.Table) -> bool:
+    return any(max(chunk.values.to_pylist(), default=0) for chunk in table.column(SKIPPED).chunks)
+
+
+def _row_ids(table: pa.Table, epoch: int, skipped: int) -> tuple[Ints, set[int]]:
+    chosen, steps = [], set[int]()
     for batch in table.to_batches():
-        mine = pc.run_end_decode(batch.column("epoch")).to_numpy(zero_copy_only=False) == epoch
+        mine = _decoded(batch, "epoch") == epoch
+        mine &= _decoded(batch, SKIPPED) == skipped
         chosen.append(batch.column("row_id").to_numpy()[mine])
-    return np.concatenate([np.empty(0, np.int64), *chosen])
+        if skipped:
+            steps.update(np.unique(_decoded(batch, "step")[mine]).tolist())
+    return np.concatenate([np.empty(0, np.int64), *chosen]), steps
+
+
+def _decoded(batch: pa.RecordBatch, column: str) -> Ints:
+    values: Ints = pc.run_end_decode(batch.column(column)).to_numpy(zero_copy_only=False)
+    return values
 
 
 def orphans(

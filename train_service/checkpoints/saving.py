@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry
@@ -103,7 +103,7 @@ class Checkpointing:
             if self._lineage.spec.initial_checkpoint:
                 self._begin_from(self._lineage.spec.initial_checkpoint)
             return 0, []
-        entry = CheckpointEntry(**chosen)
+        entry = CheckpointEntry.from_state(chosen)
         restored = patient(lambda: self._restored(entry), "the checkpoint to resume from")
         history = restored.state.pop("history")
         self._learner.load(restored.weights, restored.state)
@@ -120,9 +120,9 @@ class Checkpointing:
             # Rank 0 has just found it whole; the next attempt looks, and chooses, again.
             raise Internal(f"{entry.name} was read damaged: {error.message}", reason="READ_DAMAGED") from error
 
-    def note(self, batch: Batch) -> None:
-        """The optimiser has stepped: the batch's rows are in the weights."""
-        self._consumed.add(batch.step, batch.epoch, batch.row_ids)
+    def note(self, batch: Batch, *, skipped: bool = False) -> None:
+        """The optimiser has stepped: the batch's rows are in the weights. Where the step was `skipped` they are not."""
+        self._consumed.add(batch.step, batch.epoch, batch.row_ids, skipped=skipped)
 
     def take(
         self, step: int, metrics: dict[str, float], history: History, log: MetricsLog | None, *, final: bool
@@ -164,7 +164,7 @@ class Checkpointing:
             return newest_good(self._store, entries, _warning(reporter), damaged)
 
         def told(entry: CheckpointEntry) -> None:
-            reporter.tell(EventKind.CHECKPOINT_COMMITTED, **asdict(entry))
+            reporter.tell(EventKind.CHECKPOINT_COMMITTED, **entry.as_state())
 
         entry = patient(newest, "the newest checkpoint")
         self._writer = CheckpointWriter(

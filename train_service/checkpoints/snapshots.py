@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import safetensors.torch
@@ -202,4 +202,4 @@ def restore(store: ObjectStore, entry: CheckpointEntry) -> Restored:
 
 def as_message(entry: CheckpointEntry | None) -> dict[str, Any] | None:
     """For sending the choice to the other ranks."""
-    return asdict(entry) if entry else None
+    return entry.as_state() if entry else None

@@ -14,6 +14,7 @@ from shared.checkpoint.registry import best, latest
 from shared.grpc_errors import status_proto_from_record
 from shared.jobs import JobRecord, JobState
 from train_service.converters.specs import spec_to_proto
+from train_service.domain.devices import attempt_device
 from train_service.domain.spec import TrainingSpec
 from train_service.jobs.training_jobs import JobView
 from train_service.records.events import Event, EventKind
@@ -38,6 +39,7 @@ def job_to_proto(view: JobView) -> resources_pb2.TrainingJob:
         failures=record.failures,
         preemptions=record.preemptions,
         waiting_for=view.waiting_for,
+        device=f"DEVICE_{attempt_device(record.choices) or 'UNSPECIFIED'}",
     )
     if trial := record.spec.get("trial"):
         job.sweep = trial["sweep"]
@@ -72,11 +74,13 @@ def event_to_proto(event: Event) -> train_service_pb2.TrainingEvent:
         case EventKind.VALIDATED:
             message.validated.CopyFrom(train_service_pb2.Validated(**event.payload))
         case EventKind.CHECKPOINT_COMMITTED:
-            message.checkpoint_committed.CopyFrom(checkpoint_to_proto(CheckpointEntry(**event.payload)))
+            message.checkpoint_committed.CopyFrom(checkpoint_to_proto(CheckpointEntry.from_state(event.payload)))
         case EventKind.WARNING:
             message.warning = event.payload["text"]
         case EventKind.ATTEMPT_ENDED:
             message.attempt_ended.CopyFrom(train_service_pb2.AttemptEnded(**event.payload))
+        case EventKind.DEVICE_CHANGED:
+            message.device_changed.CopyFrom(train_service_pb2.DeviceChanged(**event.payload))
     return message
 
 

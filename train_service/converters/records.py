@@ -18,6 +18,7 @@ def coverage_to_proto(coverage: Coverage) -> pb.Coverage:
         epoch=coverage.epoch,
         checkpoint=coverage.checkpoint,
         epoch_done=coverage.epoch_done,
+        skipped_steps=coverage.skipped_steps,
         **asdict(coverage.counts),
     )
 

@@ -186,6 +186,7 @@ def _placement(placement: resources_pb2.Placement) -> Placement:
     return Placement(
         cpus_per_worker=placement.cpus_per_worker or 1.0,
         gpus_per_worker=placement.gpus_per_worker if placement.HasField("gpus_per_worker") else None,
+        allow_cpu_fallback=placement.allow_cpu_fallback,
         resources_per_worker=dict(placement.resources_per_worker),
         accelerator_type=placement.accelerator_type,
         strategy=placement.strategy or "PACK",
@@ -199,6 +200,7 @@ def _placement_to_proto(placement: Placement) -> resources_pb2.Placement:
     return resources_pb2.Placement(
         cpus_per_worker=placement.cpus_per_worker,
         gpus_per_worker=placement.gpus_per_worker,
+        allow_cpu_fallback=placement.allow_cpu_fallback,
         resources_per_worker=placement.resources_per_worker,
         accelerator_type=placement.accelerator_type,
         strategy=placement.strategy,

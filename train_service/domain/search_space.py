@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shared.durable import fields_of
 from train_service.domain.schedule import CONSTANT, COSINE_WITH_WARMUP
 from train_service.domain.spec import BFLOAT16, FLOAT16, FLOAT32
 
@@ -20,6 +22,8 @@ MAX_PARAMETERS = 32
 # Whole numbers up to here are exact as JSON has them.
 MAX_WHOLE = 2**53
 MANTISSA_BITS = 53
+
+_NONE_LEFT = object()
 
 # What is wrong: the path of a field, its value, the remedy.
 Problem = tuple[str, object, str]
@@ -37,7 +41,7 @@ class Domain:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Domain:
-        return cls(**{**config, "values": tuple(config["values"])})
+        return cls(**{**fields_of(cls, config), "values": tuple(config["values"])})
 
 
 def number_of_trials(space: Mapping[str, Domain], num_samples: int) -> int:
@@ -58,21 +62,29 @@ def parameters_of(space: Mapping[str, Domain], seed: int, number: int) -> Parame
     return dict(sorted(parameters.items()))
 
 
-def probes(space: Mapping[str, Domain], seed: int) -> list[Parameters]:
+def probes(space: Mapping[str, Domain], seed: int) -> Iterator[Parameters]:
     """Trials that stand for all: the first one, and it with each listed value and each end of a range in turn. Of a
     list of numbers the least and the greatest will do. One of each parameter comes first, then another of each, and
     so on: who tries but some tries some of each."""
     first = parameters_of(space, seed, 0)
-    by_path: list[list[Parameters]] = []
-    for path in sorted(space):
-        domain = space[path]
-        values: Sequence[Any] = (domain.low, domain.high)
-        if domain.kind in LISTED:
-            values = domain.values
-            if all(_is_number(value) for value in values):
-                values = (min(values), max(values))
-        by_path.append([{**first, path: value} for value in values if value != first[path]])
-    return [first, *(one for turn in itertools.zip_longest(*by_path) for one in turn if one is not None)]
+    yield first
+    by_path = {path: _worth_trying(space[path]) for path in sorted(space)}
+    for turn in itertools.zip_longest(*by_path.values(), fillvalue=_NONE_LEFT):
+        for path, value in zip(by_path, turn, strict=True):
+            if value is not _NONE_LEFT and value != first[path]:
+                yield {**first, path: value}
+
+
+def _worth_trying(domain: Domain) -> Sequence[Any]:
+    if domain.kind not in LISTED:
+        return domain.low, domain.high
+    values = domain.values
+    return (min(values), max(values)) if all(_is_number(value) for value in values) else values
+
+
+def is_plain_field(path: str) -> bool:
+    """Whether it is a field of the specification itself, not an argument among others that are passed on."""
+    return path in _FIELDS
 
 
 def problems(space: Mapping[str, Domain]) -> list[Problem]:
@@ -83,22 +95,34 @@ def problems(space: Mapping[str, Domain]) -> list[Problem]:
 
 
 def repetitions(space: Mapping[str, Domain]) -> list[Problem]:
-    """Values that a grid has twice. Compares each with all before it: to be asked of grids that are not too large."""
-    return [
-        (f"parameters[{path}].{GRID}.values[{index}]", value, "it is there twice; give each value once")
-        for path, domain in sorted(space.items())
-        if domain.kind == GRID
-        for index, value in enumerate(domain.values)
-        if any(_same(value, before) for before in domain.values[:index])
-    ]
+    """Values that a grid has twice."""
+    found = []
+    for path, domain in sorted(space.items()):
+        seen = set[str]()
+        for index, value in enumerate(domain.values if domain.kind == GRID else ()):
+            text = json.dumps(value, sort_keys=True)
+            if text in seen:
+                where = f"parameters[{path}].{GRID}.values[{index}]"
+                found.append((where, value, "it is there twice; give each value once"))
+            seen.add(text)
+    return found
 
 
-def set_in(config: dict[str, Any], path: str, value: Any) -> None:
-    """Sets what a sweepable `path` means in the plain form of a training specification."""
-    *parents, last = path.split(".", 2 if ".kwargs." in path or ".scheduler_kwargs." in path else -1)
-    for parent in parents:
-        config = config[parent]
-    config[last] = value
+def with_values(config: Mapping[str, Any], parameters: Parameters) -> dict[str, Any]:
+    """The plain form of a training specification with what these sweepable paths mean. Only the parts that change are
+    copied."""
+    whole = dict(config)
+    own: dict[tuple[str, ...], dict[str, Any]] = {}
+    for path, value in parameters.items():
+        *parents, last = path.split(".", 2 if ".kwargs." in path or ".scheduler_kwargs." in path else -1)
+        part = whole
+        for depth, parent in enumerate(parents, start=1):
+            place = tuple(parents[:depth])
+            if place not in own:
+                own[place] = part[parent] = dict(part[parent])
+            part = own[place]
+        part[last] = value
+    return whole
 
 
 def kind_of(path: str) -> Callable[[Any], str] | None:
@@ -167,10 +191,6 @@ def _uniform(seed: int, number: int, path: str) -> float:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _same(one: Any, other: Any) -> bool:
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _number(value: Any) -> str:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shared.checkpoint.ranking import Ranking
+from shared.durable import fields_of
 from shared.model_spec import CLASSIFICATION as CLASSIFICATION
 from shared.model_spec import REGRESSION as REGRESSION
 from shared.model_spec import ModelSpec
@@ -17,6 +18,8 @@ from train_service.domain.schedule import CONSTANT
 FLOAT32, BFLOAT16, FLOAT16 = "FLOAT32", "BFLOAT16", "FLOAT16"
 THREADS, RAY_DATA = "THREADS", "RAY_DATA"
 DDP, FSDP = "DDP", "FSDP"
+# What workers compute on.
+CPU, GPU = "CPU", "GPU"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +70,10 @@ class EarlyStopping:
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     cpus_per_worker: float = 1.0
-    # None: one where the backend is nccl or the cluster has as many as workers, else none.
+    # None: one where the backend is nccl or the cluster has as many as workers at the first attempt, else none.
     gpus_per_worker: float | None = None
+    # Whether a run on GPUs may go on on CPUs while the cluster lacks them.
+    allow_cpu_fallback: bool = False
     resources_per_worker: dict[str, float] = field(default_factory=dict)
     accelerator_type: str = ""
     strategy: str = "PACK"
@@ -146,13 +151,13 @@ class TrainingSpec:
         stopping = config["early_stopping"]
         return cls(
             **{
-                **config,
+                **fields_of(cls, config),
                 "model": ModelSpec.from_config(config["model"]),
-                "loss": LossSpec(**config["loss"]),
+                "loss": LossSpec(**fields_of(LossSpec, config["loss"])),
                 "metrics": tuple(config["metrics"]),
-                "optimizer": OptimizerSpec(**config["optimizer"]),
-                "placement": Placement(**config["placement"]),
-                "checkpoints": CheckpointPolicy(**config["checkpoints"]),
-                "early_stopping": EarlyStopping(**stopping) if stopping else None,
+                "optimizer": OptimizerSpec(**fields_of(OptimizerSpec, config["optimizer"])),
+                "placement": Placement(**fields_of(Placement, config["placement"])),
+                "checkpoints": CheckpointPolicy(**fields_of(CheckpointPolicy, config["checkpoints"])),
+                "early_stopping": EarlyStopping(**fields_of(EarlyStopping, stopping)) if stopping else None,
             }
         )

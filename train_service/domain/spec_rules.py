@@ -204,6 +204,12 @@ def _of_placement(spec: TrainingSpec) -> list[Rule]:
             f"it needs a whole GPU for each worker, and placement.gpus_per_worker is {gpus}; use gloo, or 1 or more",
         ),
         (
+            placement.backend != "nccl" or not placement.allow_cpu_fallback,
+            "placement.backend",
+            placement.backend,
+            "nccl needs GPUs, and placement.allow_cpu_fallback is for CPUs; leave one of both out",
+        ),
+        (
             1 <= placement.timeout_s <= 86_400,
             "placement.timeout",
             placement.timeout_s,
@@ -237,6 +243,7 @@ def _of_local_mode(spec: TrainingSpec) -> list[Rule]:
         (not placement.accelerator_type, "placement.accelerator_type", placement.accelerator_type, remedy),
         (not placement.resources_per_worker, "placement.resources_per_worker", placement.resources_per_worker, remedy),
         (placement.backend != "nccl", "placement.backend", placement.backend, remedy),
+        (not placement.allow_cpu_fallback, "placement.allow_cpu_fallback", True, remedy),
     ]
 
 

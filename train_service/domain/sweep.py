@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import chain
 from typing import Any, TypeVar
 
 from shared.checkpoint.ranking import Ranking
+from shared.durable import fields_of
 from shared.errors import InvalidArgument, MillraceError, invalid_field, invalid_fields
 from train_service.domain import search_space, spec_rules
 from train_service.domain.search_space import GRID, Domain, Parameters, Problem
@@ -58,10 +60,11 @@ class SweepSpec:
 
     def training_of(self, parameters: Parameters) -> TrainingSpec:
         """The specification of the trial that has these parameters."""
-        config = copy.deepcopy(self.base.as_config())
-        for path, value in parameters.items():
-            search_space.set_in(config, path, value)
-        return TrainingSpec.from_config(config)
+        return TrainingSpec.from_config(search_space.with_values(self._base_config, parameters))
+
+    @cached_property
+    def _base_config(self) -> dict[str, Any]:
+        return self.base.as_config()
 
     @property
     def most_epochs(self) -> int:
@@ -77,10 +80,10 @@ class SweepSpec:
     def from_config(cls, config: Mapping[str, Any]) -> SweepSpec:
         return cls(
             **{
-                **config,
+                **fields_of(cls, config),
                 "base": TrainingSpec.from_config(config["base"]),
                 "parameters": {path: Domain.from_config(one) for path, one in config["parameters"].items()},
-                "asha": Asha(**config["asha"]) if config["asha"] else None,
+                "asha": Asha(**fields_of(Asha, config["asha"])) if config["asha"] else None,
             }
         )
 
@@ -105,10 +108,24 @@ def check(spec: SweepSpec) -> None:
     if spec.num_samples > 1 and all(one.kind == GRID for one in spec.parameters.values()):
         remedy = "a grid alone gives the same trials again; leave it out, or let each trial draw its seed"
         raise invalid_field("spec.num_samples", spec.num_samples, remedy)
-    for number in range(count):
-        with_trial_named(spec_rules.check, spec, spec.parameters_of(number))
-    for parameters in search_space.probes(spec.parameters, spec.seed):
-        with_trial_named(spec_rules.check, spec, parameters)
+    _check_rules(spec, count)
+
+
+def _check_rules(spec: SweepSpec, count: int) -> None:
+    """The rules for plain fields, for all of `count` trials and for those that stand for the rest.
+
+    The rules do not look into arguments that are passed on, whose values may be many and large: those of the first
+    trial will do.
+    """
+    plain = {path: one for path, one in spec.parameters.items() if search_space.is_plain_field(path)}
+    first = spec.parameters_of(0)
+    passed_on = replace(spec, base=spec.training_of({path: one for path, one in first.items() if path not in plain}))
+    trials = (spec.parameters_of(number) for number in range(count))
+    for parameters in chain(trials, search_space.probes(plain, spec.seed)):
+        try:
+            spec_rules.check(passed_on.training_of({path: parameters[path] for path in plain}))
+        except MillraceError as error:
+            raise renamed(error, {**first, **parameters}) from None
 
 
 def with_trial_named(check_trial: Callable[[TrainingSpec], T], spec: SweepSpec, parameters: Parameters) -> T:

@@ -17,7 +17,7 @@ from typing import Any
 from shared.cluster_max import VARIABLE
 from shared.errors import FailedPrecondition
 from shared.storage import ObjectMissing, ObjectStore
-from train_service.domain.bundles import beyond, bundle_of, lasts, never_fits
+from train_service.domain.bundles import beyond, first_bundle, lasts, never_fits
 from train_service.domain.sizing import Resources, told
 from train_service.domain.spec import TrainingSpec
 
@@ -76,10 +76,10 @@ def check_ever_fits(spec: TrainingSpec, memory: ClusterMemory, most: Mapping[str
         fields, has = never_fits(spec, clusters)
         known = f"the cluster has {has} in all"
         remedy = f"ask for less; of a cluster that grows, its operator sets {VARIABLE}"
-        bundle = bundle_of(spec, clusters[-1] if clusters else [])
+        bundle = first_bundle(spec, clusters[-1] if clusters else [])
     else:
         fields, known = beyond(spec, most), f"the cluster never has more than {told(most)}"
-        remedy, bundle = "ask for less", bundle_of(spec, [])
+        remedy, bundle = "ask for less", first_bundle(spec, [])
     if fields:
         number = spec.fewest_workers
         wanted = f"{number} worker{'' if number == 1 else 's'} of {told(bundle)} can never be placed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shared import names
@@ -13,8 +14,9 @@ from shared.dataset_version.manifest import Split
 from shared.errors import DataLoss, FailedPrecondition, NotFound, OutOfRange, invalid_field, not_found
 from shared.jobs import JobRecord, Jobs
 from shared.storage import ObjectStore
-from train_service.checkpoints.coverage import read_part, row_ids_of
+from train_service.checkpoints.coverage import read_part, row_ids_of, skipped_of
 from train_service.domain.coverage import Counts, count_rows
+from train_service.domain.order import Ints
 from train_service.domain.slices import steps_per_epoch
 from train_service.domain.spec import TrainingSpec
 from train_service.records.log_reading import LogReader, find_logs
@@ -34,6 +36,8 @@ class Coverage:
     checkpoint: str
     counts: Counts
     epoch_done: bool
+    # Of the epoch, by the loss scaler.
+    skipped_steps: int = 0
 
 
 class RunRecords:
@@ -72,13 +76,20 @@ class RunRecords:
         steps = steps_per_epoch(split.row_count, spec.global_batch_size)
         begin, end = epoch * steps, (epoch + 1) * steps
         parts = load_checkpoint(self._store, entry.folder, entry.manifest_sha256).content.coverage if entry else ()
-        consumed = (
-            row_ids_of(read_part(self._store, part), epoch)
-            for part in parts
-            if part.first_step < end and part.end_step > begin
-        )
+        skipped: list[Ints] = []
+        skipped_steps: set[int] = set()
+
+        def consumed() -> Iterator[Ints]:
+            for part in parts:
+                if part.first_step < end and part.end_step > begin:
+                    table = read_part(self._store, part)
+                    rows, steps = skipped_of(table, epoch)
+                    skipped.append(rows)
+                    skipped_steps.update(steps)
+                    yield row_ids_of(table, epoch)
+
         try:
-            counts = count_rows(consumed, split.first_row_id, split.row_count)
+            counts = count_rows(consumed(), split.first_row_id, split.row_count, skipped_parts=skipped)
         except ValueError as error:
             raise DataLoss(f"the record of what {name} consumed is wrong: {error}", reason="WRONG_ROW_IDS") from None
         return Coverage(
@@ -87,6 +98,7 @@ class RunRecords:
             checkpoint=entry.name if entry else "",
             counts=counts,
             epoch_done=entry is not None and entry.step >= end,
+            skipped_steps=len(skipped_steps),
         )
 
     def metrics(self, name: str, after_step: int, page_size: int, page_token: str) -> tuple[list[MetricPoint], str]:

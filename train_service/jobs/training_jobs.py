@@ -26,6 +26,7 @@ from shared.requests import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 from train_service.attempt.endings import tell_lost
 from train_service.checkpoints.fine_tuning import FIELD, check_fits, check_name, check_scaling
+from train_service.domain.devices import RUN_DEVICE, with_devices
 from train_service.domain.slices import FEWEST_LANES, default_lanes
 from train_service.domain.spec import TrainingSpec
 from train_service.jobs.cluster_memory import ClusterMemory, check_ever_fits
@@ -90,9 +91,10 @@ class TrainingJobs:
                 self.check_ever_fits(spec)
             return self._view(first or self.make(job, spec))
 
-    def run_here(self, job_id: str, spec: TrainingSpec, runner: str) -> JobRecord:
+    def run_here(self, job_id: str, spec: TrainingSpec, runner: str, device: str) -> JobRecord:
         """The job with an attempt begun that the caller must run, as its `runner`; made where there is none of that
-        name. One that SUCCEEDED is returned as it is. An attempt that is still at work on it is overtaken.
+        name. One that SUCCEEDED is returned as it is. An attempt that is still at work on it is overtaken. `device` is
+        GPU or CPU, what the attempt is on.
 
         Raises as `create` does, and `FailedPrecondition` for a job that the service runs, or that is being deleted.
         """
@@ -112,7 +114,8 @@ class TrainingJobs:
             problem = "another process has begun it just now" if newest.attempt != job.attempt else ""
             if not problem:
                 try:
-                    return take_up(newest, time.time())
+                    run = newest.choices.get(RUN_DEVICE, device)
+                    return take_up(newest, time.time(), with_devices(newest.choices, run, device))
                 except ValueError as error:
                     problem = str(error)
             raise FailedPrecondition(

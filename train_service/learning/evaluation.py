@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -16,10 +18,39 @@ from train_service.learning.metrics import Metrics
 from train_service.learning.ranks import Ranks
 from train_service.loading.preprocessing import Preprocessing
 from train_service.loading.row_cache import RowCache
+from train_service.loading.rows import Array, Rows
 
 ROWS_PER_CALL = 256
 # The rows of so many calls are on their way.
 AHEAD_CALLS = 8
+# Rows are prepared in parts that take about as long.
+SIGN_EVERY_S = 1.0
+
+
+class _Preparing:
+    """Prepares rows a few at a time, with a sign of life after each few; of quick ones it takes all at once.
+
+    Where Ray's tasks prepare training rows, one thread may need longer for a call's than a rank may stand still.
+    """
+
+    def __init__(self, preprocessing: Preprocessing, touched: Callable[[], None]) -> None:
+        self._preprocessing = preprocessing
+        self._touched = touched
+        self._rows_at_once = 1
+
+    def __call__(self, rows: Rows) -> Array:
+        """The model's input of these rows (B, *shape)."""
+        parts = []
+        begin, end = 0, len(rows.row_ids)
+        while begin < end:
+            few = min(end, begin + self._rows_at_once)
+            began = time.monotonic()
+            parts.append(self._preprocessing(rows.slice(begin, few)))
+            self._touched()
+            is_quick = time.monotonic() - began < SIGN_EVERY_S
+            self._rows_at_once = min(self._rows_at_once * 2, ROWS_PER_CALL) if is_quick else max(1, (few - begin) // 2)
+            begin = few
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def evaluate(
@@ -41,6 +72,7 @@ def evaluate(
     most_rows = math.ceil(rows / ranks.world_size)
     calls = math.ceil(most_rows / rows_per_call)
     sums = torch.zeros(2 + metrics.width, dtype=torch.float64)
+    prepare = _Preparing(preprocessing, cache.touched)
     model.eval()
     with torch.no_grad():
         for start in range(first, first + calls * rows_per_call, rows_per_call):
@@ -51,7 +83,7 @@ def evaluate(
             labels = torch.from_numpy(batch.labels).to(ranks.device)
             if metrics.task == REGRESSION:
                 labels = labels.reshape(len(labels), -1)
-            outputs = model(torch.from_numpy(preprocessing(batch)).to(ranks.device))
+            outputs = model(torch.from_numpy(prepare(batch)).to(ranks.device))
             if len(positions):
                 total = loss.total(outputs, scale_target(target_scaling, labels)).item()
                 values = undo_scaling(target_scaling, outputs)

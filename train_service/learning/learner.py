@@ -68,6 +68,10 @@ class Learner:
         self._optimizer = build_optimizer(spec.optimizer, self.model, fused=_may_be_fused(spec))
         self._scheduler = build_scheduler(spec.optimizer, self._optimizer, total_steps)
         self._scaler = torch.amp.GradScaler(ranks.device.type, enabled=spec.precision == FLOAT16)
+        # The scaler leaves the optimizer alone in a step whose gradients overflow.
+        self._stepped = True
+        self._optimizer.register_step_post_hook(lambda *_: self._note_update())
+        self._skipped_steps = 0
         self._learning_rate = math.nan
         # Of a regression, before the first step; None: the model learns the target as it is.
         self.target_scaling: TargetScaling | None = None
@@ -159,6 +163,16 @@ class Learner:
         """That of the last step, not of the next; not a number before the first one."""
         return self._learning_rate
 
+    @property
+    def skipped(self) -> bool:
+        """Whether the loss scaler skipped the last step: it changed no weight, on any rank. Only with FLOAT16."""
+        return not self._stepped
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps of the run so far were, in this attempt and in those that led to it."""
+        return self._skipped_steps
+
     def weights(self, touched: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
         """Whole weights and buffers on rank 0, not a copy, and nothing elsewhere; with FSDP every rank must call it.
         `touched` is called with each tensor, as a sign that it gets on.
@@ -189,6 +203,7 @@ class Learner:
             state["scheduler"] = self._scheduler.state_dict()
         if self._scaler.is_enabled():
             state["scaler"] = self._scaler.state_dict()
+            state["skipped_steps"] = self._skipped_steps
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -198,6 +213,7 @@ class Learner:
             self._scheduler.load_state_dict(state["scheduler"])
         if self._scaler.is_enabled():
             self._scaler.load_state_dict(state["scaler"])
+            self._skipped_steps = int(state.get("skipped_steps", 0))  # earlier releases did not count them
 
     def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Any] | None = None) -> None:
         """Whole weights, and the state unless these are for a new run; before `prepare`, on every rank."""
@@ -229,10 +245,15 @@ class Learner:
         if spec.max_gradient_norm:
             self._scaler.unscale_(self._optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), spec.max_gradient_norm)
+        self._stepped = False
         self._scaler.step(self._optimizer)
         self._scaler.update()
+        self._skipped_steps += int(self.skipped)
         if self._scheduler is not None:
             self._scheduler.step()
+
+    def _note_update(self) -> None:
+        self._stepped = True
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._spec.precision == FLOAT32:

@@ -36,6 +36,8 @@ def line_of(event: Event) -> str:
             return f"warning: {payload['text']}"
         case EventKind.ATTEMPT_ENDED:
             return f"attempt {event.attempt} ended: {payload['text']}"
+        case EventKind.DEVICE_CHANGED:
+            return f"on {payload['device'].removeprefix('DEVICE_')}s from here on: {payload['text']}"
 
 
 class EventPrinter:

@@ -24,6 +24,7 @@ class EventKind(enum.StrEnum):
     CHECKPOINT_COMMITTED = "checkpoint_committed"
     WARNING = "warning"
     ATTEMPT_ENDED = "attempt_ended"
+    DEVICE_CHANGED = "device_changed"
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,10 @@ class Part:
     last: int
 
 
+# Of a step, in a token: as many as an int64 has at most.
+MAX_DIGITS = 19
+
+
 def metrics_page(
     store: ObjectStore, job: str, after_step: int, page_size: int, page_token: str
 ) -> tuple[list[MetricPoint], str]:
@@ -37,7 +41,7 @@ def metrics_page(
         raise invalid_field("after_step", after_step, "use 0 or more")
     size = paging.checked_size(page_size, DEFAULT_POINTS, MAX_POINTS)
     last_sent = paging.key_of(page_token)
-    if last_sent and not last_sent.isdecimal():
+    if last_sent and not (last_sent.isdecimal() and len(last_sent) <= MAX_DIGITS):
         raise invalid_field("page_token", page_token, "send a next_page_token as it came, or none")
     points = _points(store, job, max(after_step, int(last_sent or 0)), size + 1)
     taken = points[:size]

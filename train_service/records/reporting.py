@@ -107,6 +107,10 @@ class Reporter:
             except MillraceError as error:
                 logger.warning("the wish stays as last read: %s", error.message)
                 continue
+            except Exception:
+                # Were this thread to end, nobody could stop the run any more.
+                logger.exception("the wish stays as last read")
+                continue
             if job is None or job.first_attempt > self._attempt:
                 self._gone = True
                 self._stop_reason = STALE

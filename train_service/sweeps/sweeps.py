@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from dataclasses import dataclass, replace
 
 from shared import names, paging
-from shared.errors import AlreadyExists, FailedPrecondition, NotFound, already_exists, invalid_field
+from shared.errors import AlreadyExists, DeadlineExceeded, FailedPrecondition, NotFound, already_exists, invalid_field
 from shared.jobs import JobRecord, Jobs
 from shared.requests import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
@@ -46,8 +48,18 @@ class Sweeps:
         self._deletions = deletions
         self._jobs = Jobs(store, SWEEP_KIND)
 
-    def create(self, sweep_id: str, spec: SweepSpec, request_id: str, digest: str, validate_only: bool) -> SweepView:
-        """The sweep is durable when this returns. Raises what the RPC's comment says; `digest` is the body's."""
+    def create(
+        self,
+        sweep_id: str,
+        spec: SweepSpec,
+        request_id: str,
+        digest: str,
+        validate_only: bool,
+        within_s: float = math.inf,
+    ) -> SweepView:
+        """The sweep is durable when this returns. Raises what the RPC's comment says; `digest` is the body's. Nobody
+        waits for the answer after `within_s`: `DeadlineExceeded` where its trials are not all checked by then."""
+        give_up_at = time.monotonic() + within_s
         names.check_id("sweep_id", sweep_id)
         if len(sweep_id) > MAX_SWEEP_ID:
             remedy = f"its trials' ids add a number, and may have 63 characters; use at most {MAX_SWEEP_ID}"
@@ -55,7 +67,7 @@ class Sweeps:
         request_id = names.check_request_id("request_id", request_id)
         if not validate_only and (first := self._first_answer(request_id, digest)):
             return self._view(first)
-        spec = self._checked(spec)
+        spec = self._checked(spec, give_up_at)
         now, name = time.time(), f"{COLLECTION}/{sweep_id}"
         record = JobRecord(
             uid=uid_of(request_id, name),
@@ -98,11 +110,17 @@ class Sweeps:
         self._deletions.finish_soon(name)
         return view
 
-    def _checked(self, spec: SweepSpec) -> SweepSpec:
+    def _checked(self, spec: SweepSpec, give_up_at: float) -> SweepSpec:
         """With the defaults that depend on the version."""
         sweep.check(spec)
-        probes = search_space.probes(spec.parameters, spec.seed)[:MAX_CHECKED_WITH_MODEL]
-        checked = [sweep.with_trial_named(self._training.checked, spec, parameters) for parameters in probes]
+        checked = []
+        for parameters in itertools.islice(search_space.probes(spec.parameters, spec.seed), MAX_CHECKED_WITH_MODEL):
+            if time.monotonic() > give_up_at:
+                raise DeadlineExceeded(
+                    f"{len(checked)} trials of the sweep were checked in time; allow more, or list fewer values",
+                    reason="SWEEP_NOT_CHECKED",
+                )
+            checked.append(sweep.with_trial_named(self._training.checked, spec, parameters))
         base = replace(
             spec.base,
             validation_split=checked[0].validation_split,

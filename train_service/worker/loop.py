@@ -16,7 +16,7 @@ from shared.storage import ObjectStore, open_store
 from shared.target_scaling import STANDARD
 from shared.telemetry import identity
 from train_service.checkpoints.saving import Checkpointing, History, Lineage
-from train_service.domain.spec import RAY_DATA, TrainingSpec
+from train_service.domain.spec import FLOAT16, RAY_DATA, TrainingSpec
 from train_service.domain.watchdog import Phase
 from train_service.learning.determinism import compute_deterministically
 from train_service.learning.learner import Learner
@@ -149,7 +149,7 @@ class Run:
                     break
                 waited_s = time.monotonic() - began
                 local = self._learner.step(batch)
-                saving.note(batch)
+                saving.note(batch, skipped=self._learner.skipped)
                 stop = GO_ON
                 if pending is not None:
                     report = pending.result()
@@ -220,7 +220,11 @@ class Run:
         return metrics
 
     def _taken(self, batch: Batch, stalled_s: float) -> StepTaken:
-        return StepTaken(batch.step + 1, batch.epoch, self._learner.learning_rate, stalled_s, self._gpu.values())
+        learner = self._learner
+        skipped = learner.skipped_steps if self._spec.precision == FLOAT16 else None
+        return StepTaken(
+            batch.step + 1, batch.epoch, learner.learning_rate, stalled_s, self._gpu.values(), skipped_steps=skipped
+        )
 
     def _checkpointing(self, reporter: Reporter | None) -> Checkpointing:
         nan_counts = None

@@ -28,6 +28,8 @@ class StepTaken:
     checkpoint_stall_s: float
     # Other values to keep of it, by name.
     others: dict[str, float]
+    # Of the run so far, by the loss scaler; None where there is none.
+    skipped_steps: int | None = None
 
 
 class ProgressMeter:
@@ -73,6 +75,7 @@ class ProgressMeter:
                 "rows_per_second": report.sums[1] / max(seconds, 1e-9),
                 "data_wait_s": report.data_wait_s,
                 "checkpoint_stall_s": taken.checkpoint_stall_s,
+                **({} if taken.skipped_steps is None else {"skipped_steps": float(taken.skipped_steps)}),
                 **taken.others,
             }
             self._log.add(taken.step, taken.epoch, {name: one for name, one in values.items() if math.isfinite(one)})
@@ -93,6 +96,7 @@ class ProgressMeter:
             data_wait_share=min(1.0, self._data_wait_s / seconds),
             checkpoint_stall_share=min(1.0, self._checkpoint_stall_s / seconds),
             metrics=others,
+            skipped_steps=taken.skipped_steps or 0,
         )
         self._sums = []
         self._data_wait_s = self._checkpoint_stall_s = 0.0

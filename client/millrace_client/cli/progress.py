@@ -115,6 +115,9 @@ class TrainingView:
             self._checkpoints += 1
         elif kind == "warning":
             self._line(f"[yellow]warning:[/] {escape(event.warning)}")
+        elif kind == "device_changed":
+            device = resources_pb2.Device.Name(event.device_changed.device).removeprefix("DEVICE_")
+            self._line(f"[yellow]attempt {event.attempt} is on {device}s:[/] {escape(event.device_changed.text)}")
 
     def _on_attempt(self, number: int, started: train_service_pb2.AttemptStarted) -> None:
         """The first beginning is no news, but for the number of workers that it found."""
@@ -141,6 +144,8 @@ class TrainingView:
         told = ", ".join(f"{share:.0%} {what}" for share, what in waits if share >= LEAST_SHARE)
         if told:
             numbers += f"  waits {told}"
+        if now.skipped_steps:
+            numbers += f"  {now.skipped_steps} steps skipped by the loss scaler"
         if self._checkpoints:
             numbers += f"  {self._checkpoints} checkpoints"
         epoch = f"epoch {min(now.epoch + 1, self._epochs)}/{self._epochs}"

@@ -25,7 +25,8 @@ MAX_SHOWN_IDS = 10
 def coverage(job: str, epoch: int | None, checkpoint: str, as_json: bool, **values: Any) -> None:
     """Show how often each row of JOB's training split was consumed, by epoch.
 
-    Exit code 1 where a row was consumed twice in an epoch, or left out of one that is over.
+    Exit code 1 where a row was consumed twice in an epoch, or left out of one that is over. Rows of steps that the loss
+    scaler of a FLOAT16 run skipped are counted by themselves, and are no such fault.
     """
     name = full_name("trainingJobs", job)
     if checkpoint and "/" not in checkpoint:
@@ -36,10 +37,12 @@ def coverage(job: str, epoch: int | None, checkpoint: str, as_json: bool, **valu
     if as_json:
         print_json({"coverage": found})
     else:
-        numbers = ("rows", "seen once", "missing", "repeated")
+        skips = any(one.skipped_steps for one in found)
+        numbers = ("rows", "seen once", "missing", "repeated", *(("skipped", "skipped steps") if skips else ()))
         table = new_table("epoch", "", *numbers, numbers=("epoch", *numbers))
         for one in found:
-            counts = (one.row_count, one.seen_once, one.missing, one.repeated)
+            counts = [one.row_count, one.seen_once, one.missing, one.repeated]
+            counts += [one.skipped, one.skipped_steps] if skips else []
             table.add_row(str(one.epoch), "done" if one.epoch_done else "at work", *(f"{count:,}" for count in counts))
         console().print(table)
         for one in found:
@@ -68,6 +71,7 @@ def _print_ids(one: pb.Coverage) -> None:
     for what, ids, count in (
         ("repeated", one.repeated_row_ids, one.repeated),
         ("missing", one.missing_row_ids if one.epoch_done else (), one.missing),
+        ("skipped", one.skipped_row_ids, one.skipped),
     ):
         if ids:
             shown = ", ".join(map(str, ids[:MAX_SHOWN_IDS])) + (", …" if count > MAX_SHOWN_IDS else "")

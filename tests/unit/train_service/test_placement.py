@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from shared.errors import Unavailable
-from shared.jobs import JobRecord, Jobs
+from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import begin_attempt, lose_attempt
 from shared.storage import ObjectStore
 from tests.unit.train_service.domain.test_spec import GOOD
 from train_service import placement, reconciler
-from train_service.attempt.ingest_room import ingest_beside
-from train_service.domain.spec import RAY_DATA, THREADS, TrainingSpec
+from train_service.attempt.ingest_room import IngestRoom, ingest_beside
+from train_service.domain.spec import CPU, GPU, RAY_DATA, THREADS, Placement, TrainingSpec
 from train_service.placement import Node, Size, lacking, size_now
 from train_service.records.reporting import TRAIN_KIND
 
@@ -23,7 +23,8 @@ B = "trainingJobs/b"
 
 
 def cluster(monkeypatch: pytest.MonkeyPatch, *nodes: Node, tasks_hold: float = 0.0) -> None:
-    monkeypatch.setattr(placement, "usable_nodes", lambda: list(nodes))
+    for module in (placement, reconciler):
+        monkeypatch.setattr(module, "usable_nodes", lambda: list(nodes))
     monkeypatch.setattr(placement, "cpus_of_tasks", lambda: tasks_hold, raising=False)
 
 
@@ -60,16 +61,16 @@ def test_the_cpu_that_prepares_another_jobs_rows_is_not_for_workers(
     def beside() -> int:
         return ingest_beside(store, B)
 
-    assert lacking(workers(2), beside).endswith("besides 1 CPU that prepares rows")
-    assert lacking(workers(1, ingest=RAY_DATA), beside).endswith("besides 2 CPU that prepare rows")
-    assert lacking(workers(1), beside) == ""
-    assert size_now(workers(2, fewest=1), beside).workers == 1
-    assert size_now(workers(2), beside).workers == 0
+    assert lacking(workers(2), CPU, beside).endswith("besides 1 CPU that prepares rows")
+    assert lacking(workers(1, ingest=RAY_DATA), CPU, beside).endswith("besides 2 CPU that prepare rows")
+    assert lacking(workers(1), CPU, beside) == ""
+    assert size_now(workers(2, fewest=1), CPU, beside).workers == 1
+    assert size_now(workers(2), CPU, beside).workers == 0
     assert ingest_beside(store, "trainingJobs/a") == 0, "its own is counted by itself"
 
     jobs.transition("trainingJobs/a", lambda job: lose_attempt(job, Unavailable("lost"), time.time()), attempt=1)
-    assert lacking(workers(2), beside) == ""
-    assert size_now(workers(2), beside).workers == 2
+    assert lacking(workers(2), CPU, beside) == ""
+    assert size_now(workers(2), CPU, beside).workers == 2
 
 
 def test_other_jobs_are_looked_up_only_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,8 +79,8 @@ def test_other_jobs_are_looked_up_only_where_there_is_room(monkeypatch: pytest.M
     def never() -> int:
         raise AssertionError
 
-    assert lacking(workers(2), never)
-    assert size_now(workers(2), never).workers == 0
+    assert lacking(workers(2), CPU, never)
+    assert size_now(workers(2), CPU, never).workers == 0
 
 
 def test_the_jobs_at_work_are_read_once_for_all_that_wait(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,17 +138,17 @@ def test_a_cpu_on_which_another_jobs_task_runs_is_not_asked_for_twice(
         return ingest_beside(store, B)
 
     cluster(monkeypatch, node("n", {"CPU": 1.0}, {"CPU": 3.0}), tasks_hold=1.0)
-    assert lacking(workers(1), beside) == ""
-    assert size_now(workers(2, fewest=1), beside).workers == 1
-    assert "has 1 CPU free" in lacking(workers(2), beside)
+    assert lacking(workers(1), CPU, beside) == ""
+    assert size_now(workers(2, fewest=1), CPU, beside).workers == 1
+    assert "has 1 CPU free" in lacking(workers(2), CPU, beside)
     # Its own job's worker and task, when it looks for room for a second worker.
     own = Size(1, {"CPU": 1.0}).held({"n": 1})
-    assert size_now(workers(2, fewest=1, ingest=RAY_DATA), own=own).workers == 2
+    assert size_now(workers(2, fewest=1, ingest=RAY_DATA), CPU, own=own).workers == 2
 
     cluster(monkeypatch, node("n", {"CPU": 2.0}, {"CPU": 3.0}))
-    assert lacking(workers(1), beside) == ""
-    assert "has 1 CPU free" in lacking(workers(2), beside)
-    assert size_now(workers(3, fewest=1, ingest=RAY_DATA), own=own).workers == 2
+    assert lacking(workers(1), CPU, beside) == ""
+    assert "has 1 CPU free" in lacking(workers(2), CPU, beside)
+    assert size_now(workers(3, fewest=1, ingest=RAY_DATA), CPU, own=own).workers == 2
 
 
 def test_workers_that_run_make_room_for_what_they_hold_and_not_for_what_the_next_would() -> None:
@@ -156,10 +157,130 @@ def test_workers_that_run_make_room_for_what_they_hold_and_not_for_what_the_next
     assert size.held({"a": 1, "b": 1}) == {"a": {"CPU": 1.0}, "b": {"CPU": 1.0}}
 
 
-def test_a_node_with_a_gpu_does_not_make_gpus_of_workers_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two workers of one CPU each; then a node with a GPU comes, and the next attempt would ask for GPUs."""
+def test_workers_on_cpus_have_room_on_a_node_with_a_gpu_and_ask_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers of one CPU each; then a node with a GPU comes, which changes nothing of what the run asks for."""
     both = [node(name, {"CPU": 0.0}, {"CPU": 1.0}) for name in "ab"]
     cluster(monkeypatch, *both, node("c", {"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}))
-    size = size_now(workers(3, fewest=1), own=Size(2, {"CPU": 1.0}).held({"a": 1, "b": 1}))
+    size = size_now(workers(3, fewest=1), CPU, own=Size(2, {"CPU": 1.0}).held({"a": 1, "b": 1}))
 
-    assert size == Size(1, {"CPU": 1.0, "GPU": 1.0})
+    assert size == Size(3, {"CPU": 1.0})
+
+
+HEAD = node("head", {"CPU": 16.0}, {"CPU": 16.0})
+GPUS = node("gpus", {"CPU": 96.0, "GPU": 8.0}, {"CPU": 96.0, "GPU": 8.0})
+BUSY = node("gpus", {"CPU": 96.0, "GPU": 0.0}, {"CPU": 96.0, "GPU": 8.0})
+
+
+def a_job(spec: TrainingSpec, waited_s: float = 0.0, **choices: str) -> JobRecord:
+    """One that waits for its next attempt."""
+    now = time.time()
+    return JobRecord(
+        uid="u",
+        name=B,
+        spec={"training": spec.as_config()},
+        create_time=now,
+        update_time=now - waited_s,
+        state=JobState.RECOVERING if choices else JobState.PENDING,
+        attempt=1 if choices else 0,
+        choices=choices,
+    )
+
+
+def lacks(store: ObjectStore, job: JobRecord) -> str:
+    return reconciler.lacks(IngestRoom(store), job)
+
+
+def on_gpus(fallback: bool, number: int = 8, **placed: object) -> TrainingSpec:
+    return replace(workers(number), placement=Placement(allow_cpu_fallback=fallback, **placed))  # type: ignore[arg-type]
+
+
+def test_a_run_that_began_on_gpus_waits_for_them_when_their_node_is_lost_and_says_so(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster(monkeypatch, HEAD, GPUS)
+    spec = on_gpus(False)
+    first = a_job(spec)
+    assert lacks(store, first) == ""
+    chosen = reconciler.choose(first)
+    assert (chosen["device"], chosen["attempt_device"]) == (GPU, GPU)
+
+    cluster(monkeypatch, HEAD)
+    job = a_job(spec, 3600.0, **chosen)
+
+    assert "8 workers of 1 CPU and 1 GPU: the cluster has" in lacks(store, job)
+    assert "the run began on GPUs" in lacks(store, job)
+    assert "placement.allow_cpu_fallback" in lacks(store, job)
+    assert reconciler.choose(job) == chosen
+    cluster(monkeypatch, HEAD, GPUS)
+    assert lacks(store, job) == ""
+
+
+def test_a_run_that_began_on_cpus_stays_on_them_when_gpus_come(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster(monkeypatch, HEAD)
+    chosen = reconciler.choose(a_job(on_gpus(True)))
+    assert (chosen["device"], chosen["attempt_device"]) == (CPU, CPU)
+
+    cluster(monkeypatch, HEAD, GPUS)
+
+    assert reconciler.choose(a_job(on_gpus(True), 0.0, **chosen)) == chosen
+    assert lacks(store, a_job(on_gpus(True), 3600.0, **chosen)) == ""
+
+
+def test_a_run_that_may_goes_on_on_cpus_once_its_gpus_are_gone_for_a_while_and_back_when_they_are_there(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = on_gpus(True)
+    chosen = {"device": GPU, "attempt_device": GPU}
+    cluster(monkeypatch, HEAD)
+    assert "it goes on on CPUs once" in lacks(store, a_job(spec, 1.0, **chosen))
+
+    job = a_job(spec, reconciler.FALLBACK_AFTER_S + 1.0, **chosen)
+    assert lacks(store, job) == ""
+    fallen = reconciler.choose(job)
+    assert fallen == {"device": GPU, "attempt_device": CPU, "device_before": GPU}
+    # Lost once more on CPUs, it need not wait for GPUs again.
+    assert "gone for" not in lacks(store, a_job(spec, 1.0, **fallen))
+    assert "device_before" not in reconciler.choose(a_job(spec, 1.0, **fallen))
+
+    cluster(monkeypatch, HEAD, GPUS)
+    back = reconciler.choose(a_job(spec, 1.0, **fallen))
+    assert back == {"device": GPU, "attempt_device": GPU, "device_before": CPU}
+
+
+def test_gpus_that_others_hold_are_waited_for_though_the_run_may_go_on_on_cpus(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster(monkeypatch, HEAD, BUSY)
+    job = a_job(on_gpus(True), 3600.0, device=GPU, attempt_device=GPU)
+
+    assert "0 GPU free" in lacks(store, job)
+    assert reconciler.choose(job)["attempt_device"] == GPU
+
+
+def test_an_elastic_run_keeps_to_the_gpus_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = node("gpus", {"CPU": 96.0, "GPU": 3.0}, {"CPU": 96.0, "GPU": 3.0})
+    cluster(monkeypatch, HEAD, left)
+    spec = replace(on_gpus(True), min_workers=2)
+
+    chosen = reconciler.choose(a_job(spec, 3600.0, device=GPU, attempt_device=GPU))
+
+    assert chosen["attempt_device"] == GPU
+    assert size_now(spec, GPU) == Size(3, {"CPU": 1.0, "GPU": 1.0})
+
+
+def test_on_cpus_the_type_of_the_gpus_is_not_asked_for(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster(monkeypatch, HEAD)
+    spec = on_gpus(True, accelerator_type="A100", gpus_per_worker=1.0)
+
+    assert lacks(store, a_job(spec)) == ""
+    assert reconciler.choose(a_job(spec)) == {"device": GPU, "attempt_device": CPU, "device_before": GPU}
+    assert size_now(spec, CPU).bundle == {"CPU": 1.0}
+
+
+def test_the_local_mode_is_on_the_cpu_and_asks_for_no_node(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster(monkeypatch)
+
+    assert lacks(store, a_job(workers(0))) == ""
+    assert reconciler.choose(a_job(workers(0))) == {"device": CPU, "attempt_device": CPU}

@@ -30,7 +30,7 @@ from tests.unit.train_service.worker.test_loop import SPEC, STEPS, config_of, en
 from train_service import standalone
 from train_service.converters.specs import spec_from_proto, spec_to_proto
 from train_service.domain.slices import default_lanes
-from train_service.domain.spec import Placement, TrainingSpec
+from train_service.domain.spec import CPU, GPU, Placement, TrainingSpec
 from train_service.jobs.run_records import RunRecords
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.learning.ranks import Ranks
@@ -205,31 +205,31 @@ def test_a_run_goes_on_though_the_checkpoint_that_it_began_from_is_gone(store: O
     new_job(store, OTHER)
     run_of(store, OTHER, spec=SPEC).run()
     spec = replace(SPEC, initial_checkpoint=entries(store, OTHER)[STEPS].name)
-    begun = TrainingJobs(store).run_here("debug", spec, standalone.RUNNER)
+    begun = TrainingJobs(store).run_here("debug", spec, standalone.RUNNER, CPU)
     run_of(store, JOB, spec=TrainingSpec.from_config(begun.spec["training"])).run()
     for info in list(store.list(OTHER)):
         store.delete(info.key)
 
-    again = TrainingJobs(store).run_here("debug", spec, standalone.RUNNER)
+    again = TrainingJobs(store).run_here("debug", spec, standalone.RUNNER, CPU)
 
     assert (again.uid, again.attempt) == (begun.uid, 2)
     final = replace(spec, initial_checkpoint=f"{OTHER}/checkpoints/final")
-    assert TrainingJobs(store).run_here("debug", final, standalone.RUNNER).attempt == 3
+    assert TrainingJobs(store).run_here("debug", final, standalone.RUNNER, CPU).attempt == 3
     for other in ("", f"{OTHER}/checkpoints/step-00000002", "trainingJobs/third/checkpoints/final"):
         with pytest.raises(AlreadyExists, match="another spec"):
-            TrainingJobs(store).run_here("debug", replace(spec, initial_checkpoint=other), standalone.RUNNER)
+            TrainingJobs(store).run_here("debug", replace(spec, initial_checkpoint=other), standalone.RUNNER, CPU)
 
 
 def test_a_run_that_began_with_the_lanes_of_an_earlier_release_goes_on_with_them(store: ObjectStore) -> None:
     spec = replace(SPEC, num_workers=5, lanes=24)
-    begun = TrainingJobs(store).run_here("debug", spec, standalone.RUNNER)
+    begun = TrainingJobs(store).run_here("debug", spec, standalone.RUNNER, CPU)
 
-    again = TrainingJobs(store).run_here("debug", replace(spec, lanes=default_lanes(5)), standalone.RUNNER)
+    again = TrainingJobs(store).run_here("debug", replace(spec, lanes=default_lanes(5)), standalone.RUNNER, CPU)
 
     assert (again.uid, again.attempt) == (begun.uid, 2)
     assert again.spec["training"]["lanes"] == 24
     with pytest.raises(AlreadyExists, match="another spec"):
-        TrainingJobs(store).run_here("debug", replace(spec, lanes=48), standalone.RUNNER)
+        TrainingJobs(store).run_here("debug", replace(spec, lanes=48), standalone.RUNNER, CPU)
 
 
 @pytest.mark.parametrize(
@@ -242,10 +242,35 @@ def test_ranks_use_gpus_unless_the_specification_says_otherwise(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     spec = replace(SPEC, num_workers=2, placement=Placement(**placement))
 
-    assert standalone._on_gpu(spec) is cuda
+    assert standalone._device(spec, standalone.Launch(), "") == (GPU if cuda else CPU)
     if cuda:
         with pytest.raises(FailedPrecondition, match="which has 1 GPUs; start fewer ranks"):
-            standalone._check(spec, standalone.Launch(rank=1, world_size=2, local_rank=1))
+            standalone._device(spec, standalone.Launch(rank=1, world_size=2, local_rank=1), "")
+
+
+def test_a_run_stays_on_the_kind_of_device_that_it_began_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = standalone.Launch()
+    may_fall = replace(SPEC, placement=Placement(allow_cpu_fallback=True))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(FailedPrecondition, match="the run began on GPUs, and torch finds none here"):
+        standalone._device(SPEC, alone, GPU)
+    assert standalone._device(may_fall, alone, GPU) == CPU
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert standalone._device(SPEC, alone, CPU) == CPU
+    assert standalone._device(may_fall, alone, GPU) == GPU
+
+
+def test_the_log_of_a_run_keeps_what_it_began_on(store: ObjectStore) -> None:
+    jobs, spec = TrainingJobs(store), replace(SPEC, placement=Placement(allow_cpu_fallback=True))
+    jobs.run_here("debug", spec, standalone.RUNNER, GPU)
+    assert standalone._device_of_run(store.settings, "debug") == GPU
+
+    again = jobs.run_here("debug", spec, standalone.RUNNER, CPU)
+
+    assert again.choices == {"device": GPU, "attempt_device": CPU, "device_before": GPU}
+    assert standalone._device_of_run(store.settings, "debug") == GPU
 
 
 def test_no_ray_is_needed() -> None:

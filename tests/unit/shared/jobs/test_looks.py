@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import NoReturn
 
 import pytest
 
 from shared.errors import Unavailable
-from shared.jobs import JobRecord, Jobs
+from shared.jobs import JobRecord, Jobs, JobState, reconciler
 from shared.jobs.reconciler import JobKind, Reconciler
 from shared.settings import ServiceSettings
 from shared.storage import ObjectStore
@@ -35,3 +36,24 @@ def test_jobs_are_looked_at_though_what_is_done_at_each_look_fails(
 
     assert Jobs(store, KIND).live() == []
     assert str(error) in caplog.text
+
+
+def test_an_attempt_whose_actor_is_missed_now_and_then_but_never_twice_in_a_row_is_not_lost(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's word is given here."""
+    jobs, there = Jobs(store, KIND), {"a"}
+    job = JobRecord(uid="u", name=JOB, spec={}, create_time=0, update_time=0)
+    jobs.create(JOB, replace(job, state=JobState.RUNNING, attempt=1, actor="a"))
+    monkeypatch.setattr(reconciler, "find_actor", lambda name: name if name in there else None)
+    looking = Reconciler(ServiceSettings(listen="", store=store.settings), JobKind(name=KIND, entry="no:entry"))
+
+    for _ in range(2 * reconciler.LOOKS_BEFORE_LOST):
+        there ^= {"a"}  # gone, there, gone, there
+        looking.reconcile()
+        assert jobs.get(JOB, JOB).state is JobState.RUNNING
+
+    there.clear()
+    for _ in range(reconciler.LOOKS_BEFORE_LOST):
+        looking.reconcile()
+    assert jobs.get(JOB, JOB).state is JobState.RECOVERING

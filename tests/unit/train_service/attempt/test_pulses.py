@@ -60,6 +60,19 @@ def test_the_attempt_hears_where_a_rank_is_and_that_it_left(pulses: Pulses) -> N
     assert not pulses.heard()[0].lost
 
 
+def test_how_long_a_rank_has_stood_still_is_told_in_seconds(pulses: Pulses) -> None:
+    with Pulse(0, pulses.address) as pulse:
+        pulse.at(3, Phase.TRAINING)
+        pulse._moved -= 100.0
+        wait_until(lambda: any(one.step == 3 for one in pulses.heard()), "the rank to be heard")
+        (heard,) = pulses.at_work()
+
+        # A busy machine may add to it; milliseconds would be a thousand times as much, or as little.
+        assert 100.0 <= heard.state(time.monotonic()).still_s < 10_000.0
+        assert hung([heard.state(time.monotonic())], 30.0) == [0]
+        assert hung([heard.state(time.monotonic())], 10_000.0) == []
+
+
 def test_a_wish_reaches_the_rank_and_the_highest_stays(pulses: Pulses) -> None:
     with Pulse(0, pulses.address) as pulse:
         wait_until(lambda: bool(pulses.at_work()), "the rank to be heard")

@@ -111,19 +111,36 @@ def test_a_node_that_goes_before_workers_have_made_way_for_another_size_counts_a
         wait_until(lambda: pulse.wish == PREEMPT, "the wish")
 
 
-def test_workers_are_not_exchanged_for_others_of_another_kind(
-    context: AttemptContext, pulses: Pulses, going: set[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("of_run", "moves"), [("GPU", True), ("CPU", False)])
+def test_a_run_moves_from_cpus_to_gpus_only_where_they_are_its_own_that_are_back(
+    store: ObjectStore,
+    pulses: Pulses,
+    going: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    of_run: str,
+    moves: bool,
 ) -> None:
     assert not going
+    new_job(store, JOB)
+    jobs = Jobs(store, TRAIN_KIND)
+    jobs.transition(JOB, lambda job: replace(job, choices={"device": of_run, "attempt_device": "CPU"}))
+    context = AttemptContext(store, jobs, JOB, jobs.get(JOB, JOB))
     monkeypatch.setattr(supervision, "ROOM_STABLE_S", 0.0)
-    monkeypatch.setattr(supervision, "size_now", lambda *_: Size(2, {"CPU": 1.0, "GPU": 1.0}))
+    monkeypatch.setattr(
+        supervision,
+        "size_now",
+        lambda _, device, *__: Size(2, {"CPU": 1.0, **({"GPU": 1.0} if device == "GPU" else {})}),
+    )
     monkeypatch.setattr(Supervision, "_pays", lambda _: True)
-    looking = Supervision(context, replace(SPEC, num_workers=2), pulses, Size(1, {"CPU": 1.0}))
-    with Pulse(0, pulses.address, "n0"):
-        wait_until(lambda: bool(pulses.at_work()), "the rank to be heard")
+    looking = Supervision(context, replace(SPEC, num_workers=2), pulses, Size(2, {"CPU": 1.0}))
+    with Pulse(0, pulses.address, "n0") as first, Pulse(1, pulses.address, "n0"):
+        wait_until(lambda: len(pulses.at_work()) == 2, "the ranks to be heard")
         looking._look()
+        if moves:
+            wait_until(lambda: first.wish == RESIZE, "the wish to take a checkpoint and end")
 
-    assert looking.cause is None
+    assert (looking.cause is not None) is moves
+    assert not moves or (looking.cause is not None and "on GPUs" in looking.cause.message)
 
 
 @pytest.mark.parametrize(("room", "grows"), [(3, False), (4, True)])

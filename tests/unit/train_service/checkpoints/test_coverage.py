@@ -66,7 +66,7 @@ def test_rank_0_gets_what_every_rank_consumed_in_the_order_of_steps(world_size: 
     rows, nothing = answers[0]
     assert nothing == 0
     assert rows == [
-        {"step": step, "epoch": step // 2, "rank": rank, "row_id": 1000 * step + 100 * rank + row}
+        {"step": step, "epoch": step // 2, "rank": rank, "row_id": 1000 * step + 100 * rank + row, "skipped": 0}
         for step in range(3)
         for rank in range(world_size)
         for row in range(2 * rank)

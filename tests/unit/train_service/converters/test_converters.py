@@ -271,6 +271,7 @@ PAYLOADS: dict[EventKind, dict[str, Any]] = {
     EventKind.ATTEMPT_ENDED: {"cause": "CAUSE_HUNG", "text": "rank 1 stood still", "ranks": [1]},
     EventKind.CHECKPOINT_COMMITTED: entry(3).__dict__,
     EventKind.WARNING: {"text": "mended"},
+    EventKind.DEVICE_CHANGED: {"before": "DEVICE_GPU", "device": "DEVICE_CPU", "text": "no GPUs"},
 }
 
 

@@ -33,6 +33,15 @@ def test_every_row_is_counted_as_by_hand(first: int, rows: int, parts: list[list
     assert counts.repeated_row_ids == repeated[:most]
 
 
+def test_rows_of_skipped_steps_are_counted_by_themselves_unless_another_step_consumed_them() -> None:
+    ids = [np.asarray(part, np.int64) for part in ([10, 11, 12, 12], [12, 13, 14])]
+
+    counts = count_rows([ids[0]], 10, 8, skipped_parts=[ids[1]])
+
+    assert (counts.seen_once, counts.repeated, counts.missing, counts.skipped) == (2, 1, 3, 2)
+    assert (counts.skipped_row_ids, counts.missing_row_ids) == ([13, 14], [15, 16, 17])
+
+
 @pytest.mark.parametrize("stranger", [9, 20])
 def test_a_row_of_another_split_is_refused_by_its_id(stranger: int) -> None:
     with pytest.raises(ValueError, match=f"row {stranger} is not among the rows 10 to 19"):

@@ -23,7 +23,7 @@ from train_service.domain.search_space import (
     probes,
     problems,
     repetitions,
-    set_in,
+    with_values,
 )
 from train_service.domain.spec import TrainingSpec
 
@@ -111,7 +111,7 @@ def test_probes_have_each_listed_value_and_both_ends_of_each_range() -> None:
         BATCH: listed(CHOICE, 32, 512, 64),
         RATE: ranged(LOG_UNIFORM, 1e-4, 1e-1),
     }
-    tried = probes(space, 3)
+    tried = list(probes(space, 3))
     assert {one[NAME] for one in tried} == {"SGD", "AdamW", "Adam"}
     assert {32, 512} <= {one[BATCH] for one in tried}
     assert {1e-4, 1e-1} <= {one[RATE] for one in tried}
@@ -182,10 +182,11 @@ def test_integers_of_one_number_are_fine() -> None:
     ],
 )
 def test_a_path_sets_its_field_and_nothing_else(path: str, where: tuple[str, ...]) -> None:
-    config, untouched = GOOD.as_config(), GOOD.as_config()
+    given, untouched = GOOD.as_config(), GOOD.as_config()
 
-    set_in(config, path, "it")
+    config = with_values(given, {path: "it"})
 
+    assert given == untouched
     *parents, last = where
     inner, other = config, untouched
     for parent in parents:

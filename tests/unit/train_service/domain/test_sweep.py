@@ -10,6 +10,7 @@ import pytest
 
 from shared.errors import FailedPrecondition, InvalidArgument, invalid_field
 from shared.model_spec import ModelSpec
+from train_service.domain import spec_rules
 from train_service.domain.search_space import CHOICE, GRID, LOG_UNIFORM, Domain
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.sweep import Asha, SweepSpec, check, trial_id, with_trial_named
@@ -46,6 +47,38 @@ def test_a_trial_is_the_base_with_its_parameters(sweep: SweepSpec) -> None:
     expected = replace(sweep.base.optimizer, learning_rate=0.5, name="SGD")
     assert trial == replace(sweep.base, optimizer=expected)
     assert sweep.trial_count == 6
+
+
+def test_the_rules_are_asked_no_more_often_for_more_values_that_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[TrainingSpec] = []
+
+    def counted(spec: TrainingSpec) -> None:
+        asked.append(spec)
+        check_rules(spec)
+
+    check_rules = spec_rules.check
+    monkeypatch.setattr(spec_rules, "check", counted)
+    counts = []
+    for number in (2, 1000):
+        names = Domain(kind=CHOICE, values=tuple(f"x{value}" for value in range(number)))
+        parameters = {f"optimizer.kwargs.p{index}": names for index in range(32)}
+        asked.clear()
+        check(SweepSpec(base=GOOD, parameters=parameters, num_samples=2))
+        counts.append(len(asked))
+
+    assert counts[0] == counts[1]
+    assert set(asked[0].optimizer.kwargs) == {f"p{index}" for index in range(32)}
+
+
+def test_a_trial_copies_nothing_of_the_base_that_it_does_not_change() -> None:
+    model = replace(GOOD.model, kwargs={"hidden": [1] * 1000})
+    swept = SweepSpec(base=replace(GOOD, model=model), parameters={})
+    rate, dropout = swept.training_of({RATE: 0.5}), swept.training_of({"model.kwargs.dropout": 0.1})
+
+    assert rate.model.kwargs is swept.training_of({}).model.kwargs
+    assert dropout.model.kwargs == {**model.kwargs, "dropout": 0.1}
+    assert dropout.model.kwargs["hidden"] is rate.model.kwargs["hidden"]
+    assert rate.model.kwargs == model.kwargs, "another trial's own is not in it"
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,8 +41,10 @@ from tests.unit.train_service.learners import (
     what_ranks_learn,
 )
 from train_service.domain.spec import BFLOAT16, FLOAT16, EarlyStopping, LossSpec, OptimizerSpec, TrainingSpec
+from train_service.learning import evaluation
 from train_service.learning.learner import seed_generators
 from train_service.learning.ranks import Ranks
+from train_service.loading.rows import Array, Rows
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -409,3 +413,24 @@ def test_a_run_in_half_precision_that_began_with_another_kernel_goes_on() -> Non
     rest.prepare()
     rest.step(batch(step=4))
     assert_same(rest.weights(), trained(spec, range(5)).weights())
+
+
+def test_a_validation_gives_a_sign_of_life_after_each_row_that_takes_long_to_prepare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = learner(SPEC)
+    cache, preprocessing = validation(SPEC, table_store(tmp_path))
+    quick = made.evaluate(cache, preprocessing)
+    row_s, now, signs = 10.0, [0.0], [0.0]
+    monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    cache.touched = lambda: signs.append(now[0])
+
+    def slow(rows: Rows) -> Array:
+        now[0] += row_s * len(rows.row_ids)
+        return preprocessing(rows)
+
+    slowly = made.evaluate(cache, slow)  # type: ignore[arg-type]
+
+    assert now[0] >= row_s * slowly[1]
+    assert max(after - before for before, after in itertools.pairwise(signs)) == row_s
+    assert slowly == quick

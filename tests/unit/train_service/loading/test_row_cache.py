@@ -178,6 +178,17 @@ def test_nulls_stay_nulls_in_columns_that_a_transform_reads(store: ObjectStore) 
     assert rows.batch()["x"].to_pylist() == numbers[::-1]
 
 
+def test_what_has_left_makes_room_for_as_many_row_groups_as_before(committed: Committed) -> None:
+    reader = CountingReader(committed.store, committed.name)
+    two_groups = 2 * 256 * (28 * 28 + 8 + 8)
+    cache = RowCache(reader, "train", ["image"], "label", 10, two_groups)
+
+    for group in (0, 1, 2, 1):
+        cache.rows(np.asarray([256 * group], np.int64))
+
+    assert reader.reads == {0: 1, 1: 1, 2: 1}
+
+
 def test_row_groups_leave_when_there_is_no_room_for_them(committed: Committed) -> None:
     cache = committed.cache(capacity=1)
 

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from shared.errors import InvalidArgument, NotFound
+from shared.paging import token_of
 from shared.storage import ObjectMissing, ObjectStore
 from tests.support.flaky_store import FlakyStore
 from tests.support.training_records import JOB, make_job
@@ -214,3 +215,9 @@ def test_what_cannot_be_asked_is_refused_by_its_field(records: RunRecords) -> No
             records.metrics(JOB, after_step, size, token)
     with pytest.raises(NotFound):
         records.metrics("trainingJobs/none", 0, 0, "")
+
+
+@pytest.mark.parametrize("token", ["9" * 5000, "9" * 20, "-1", "1.5", "x"])
+def test_a_token_that_no_page_gave_is_refused(store: ObjectStore, token: str) -> None:
+    with pytest.raises(InvalidArgument, match="page_token"):
+        metrics_reading.metrics_page(store, "trainingJobs/a", 0, 10, token_of(token))

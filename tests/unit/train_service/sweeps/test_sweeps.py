@@ -11,7 +11,15 @@ import pytest
 
 from shared.checkpoint.users import using
 from shared.dataset_version.users import live_users as version_users
-from shared.errors import AlreadyExists, Conflict, FailedPrecondition, InvalidArgument, MillraceError, NotFound
+from shared.errors import (
+    AlreadyExists,
+    Conflict,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    MillraceError,
+    NotFound,
+)
 from shared.jobs import Jobs, JobState
 from shared.jobs.reconciler import JobKind, Reconciler
 from shared.settings import ServiceSettings
@@ -104,6 +112,24 @@ def test_checking_only_tells_the_trials_and_leaves_nothing(place: Place) -> None
     assert view.trials is not None
     assert [one.parameters for one in view.trials] == [{RATE: 0.1}, {RATE: 0.2}]
     assert keys(place) == before
+
+
+@pytest.mark.parametrize("validate_only", [True, False])
+def test_checks_of_trials_end_with_the_calls_deadline_and_leave_nothing(place: Place, validate_only: bool) -> None:
+    before = keys(place)
+
+    with pytest.raises(DeadlineExceeded, match="0 trials of the sweep were checked in time"):
+        place.sweeps.create("s", SPEC, "", "digest", validate_only, within_s=-1.0)
+
+    assert keys(place) == before
+
+
+def test_a_trials_job_has_the_budgets_of_the_base(place: Place) -> None:
+    place.create(replace(SPEC, base=replace(BASE, max_failures=5, max_preemptions=7)))
+
+    job = place.trials().make(0)
+
+    assert (job.max_failures, job.max_preemptions) == (5, 7)
 
 
 def test_a_sweep_whose_trials_name_is_taken_is_refused_and_leaves_nothing(place: Place) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import safetensors.torch
@@ -24,12 +25,13 @@ from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION
 from tests.unit.train_service.learners import NUMBERS, commit_table
 from train_service.checkpoints.coverage import orphans
-from train_service.domain.spec import REGRESSION, EarlyStopping, OptimizerSpec, TrainingSpec
+from train_service.domain.spec import FLOAT16, REGRESSION, EarlyStopping, OptimizerSpec, TrainingSpec
+from train_service.jobs.run_records import RunRecords
 from train_service.learning.ranks import Ranks
 from train_service.records import metrics_log
 from train_service.records.events import Event, EventKind, EventLog
 from train_service.records.metrics_reading import metrics_page
-from train_service.records.reporting import PREEMPT, TRAIN_KIND
+from train_service.records.reporting import PREEMPT, SUSPEND, TRAIN_KIND
 from train_service.worker.loop import LoopConfig, Run, Stopped, run_name
 from train_service.worker.pulse import Pulse
 
@@ -53,9 +55,9 @@ def small_version(store: ObjectStore) -> None:
     commit_version(store, VERSION, {"train": striped_digits(100), "validation": striped_digits(20, 1)})
 
 
-def new_job(store: ObjectStore, name: str) -> None:
-    now = time.time()
-    job = JobRecord(uid=name.rpartition("/")[2], name=name, spec={}, create_time=now, update_time=now)
+def new_job(store: ObjectStore, name: str, spec: TrainingSpec | None = None) -> None:
+    now, config = time.time(), {"training": spec.as_config()} if spec else {}
+    job = JobRecord(uid=name.rpartition("/")[2], name=name, spec=config, create_time=now, update_time=now)
     Jobs(store, TRAIN_KIND).create(name, job)
     begin(store, name)
 
@@ -130,6 +132,60 @@ def test_a_run_resumed_at_any_checkpoint_ends_with_bit_for_bit_the_same_weights_
             assert saved(store, resumed[one]) == saved(store, whole[one]), one
         (started,) = events(store, name, EventKind.ATTEMPT_STARTED)
         assert (started.payload["step"], started.attempt) == (step, 2)
+
+
+def test_steps_that_the_loss_scaler_skips_are_counted_and_their_rows_are_not_consumed(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So large that the gradients of the first steps overflow.
+    scaler = partial(torch.amp.GradScaler, init_scale=2.0**40, backoff_factor=2.0**-10)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    spec = replace(SPEC, precision=FLOAT16, checkpoint_every_steps=1)
+    new_job(store, "trainingJobs/whole", spec)
+    run_of(store, "trainingJobs/whole", spec=spec).run()
+    whole = entries(store, "trainingJobs/whole")
+
+    weights = {step: safetensors.torch.load(saved(store, entry)[0]) for step, entry in whole.items()}
+    trained = [name for name in weights[1] if "running_" not in name and "num_batches" not in name]
+    unchanged = {
+        step for step in range(2, STEPS + 1) if all(weights[step][one].equal(weights[step - 1][one]) for one in trained)
+    }
+    points, _ = metrics_page(store, "trainingJobs/whole", 0, 100, "")
+    told = [int(point.values["skipped_steps"]) for point in points]
+    skipped = {
+        point.step for point, before in zip(points, [0, *told], strict=False) if point.values["skipped_steps"] > before
+    }
+    assert skipped - {1} == unchanged
+    assert 0 < len(skipped) == told[-1] < STEPS
+
+    def counted(name: str) -> list[tuple[int, int, int, int, int]]:
+        found = [RunRecords(store).coverage(name, epoch, "") for epoch in range(2)]
+        assert all(
+            one.counts.seen_once + one.counts.missing + one.counts.repeated + one.counts.skipped == 100 for one in found
+        )
+        return [
+            (one.counts.seen_once, one.counts.missing, one.counts.repeated, one.counts.skipped, one.skipped_steps)
+            for one in found
+        ]
+
+    of_epochs = [sum(1 for step in skipped if (step - 1) // 5 == epoch) for epoch in range(2)]
+    expected = [(100 - 20 * steps, 0, 0, 20 * steps, steps) for steps in of_epochs]
+    assert counted("trainingJobs/whole") == expected
+    progress = events(store, "trainingJobs/whole", EventKind.PROGRESS)
+    assert progress[-1].payload["skipped_steps"] == len(skipped)
+
+    # As if the run had died just after the first skipped steps.
+    new_job(store, "trainingJobs/again", spec)
+    registry = CheckpointRegistry(store, "trainingJobs/again")
+    registry.commit(replace(whole[2], name="trainingJobs/again/checkpoints/step-00000002", attempt=1))
+    lose_and_begin(store, "trainingJobs/again")
+    run_of(store, "trainingJobs/again", attempt=2, spec=spec).run()
+
+    resumed = entries(store, "trainingJobs/again")
+    assert saved(store, resumed[STEPS]) == saved(store, whole[STEPS])
+    assert counted("trainingJobs/again") == expected
+    points, _ = metrics_page(store, "trainingJobs/again", 0, 100, "")
+    assert [int(point.values["skipped_steps"]) for point in points] == told[2:]
 
 
 def test_resuming_a_run_that_was_done_does_nothing_more(store: ObjectStore) -> None:
@@ -223,6 +279,25 @@ def test_an_attempts_own_wish_stops_a_run_in_the_same_way(store: ObjectStore) ->
         2
     ]  # the sum of a step is taken up after the next
     assert pulse.total_steps == STEPS
+
+
+def test_a_suspended_run_ends_only_once_its_checkpoint_is_durable(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, pulse, commit = "trainingJobs/a", Pulse(0), CheckpointRegistry.commit
+    new_job(store, name)
+    pulse.wish = SUSPEND
+
+    def overtaken(registry: CheckpointRegistry, entry: CheckpointEntry) -> None:
+        CheckpointRegistry(store, name).fence(2)
+        commit(registry, entry)
+
+    monkeypatch.setattr(CheckpointRegistry, "commit", overtaken)
+    # Who does not wait for the checkpoint takes the run for suspended.
+    with pytest.raises(StaleAttempt):
+        Run(config_of(store, name, spec=replace(SPEC, checkpoint_every_steps=0)), ALONE, pulse).run()
+
+    assert entries(store, name) == {}
 
 
 def test_an_attempt_that_was_overtaken_stops_and_commits_nothing_more(store: ObjectStore) -> None:

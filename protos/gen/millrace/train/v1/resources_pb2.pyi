@@ -14,8 +14,17 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Device(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DEVICE_UNSPECIFIED: _ClassVar[Device]
+    DEVICE_CPU: _ClassVar[Device]
+    DEVICE_GPU: _ClassVar[Device]
+DEVICE_UNSPECIFIED: Device
+DEVICE_CPU: Device
+DEVICE_GPU: Device
+
 class TrainingJob(_message.Message):
-    __slots__ = ("name", "uid", "spec", "state", "attempt", "create_time", "update_time", "error", "progress", "latest_checkpoint", "best_checkpoint", "etag", "failures", "preemptions", "waiting_for", "sweep", "sweep_parameters")
+    __slots__ = ("name", "uid", "spec", "state", "attempt", "create_time", "update_time", "error", "progress", "latest_checkpoint", "best_checkpoint", "etag", "failures", "preemptions", "waiting_for", "device", "sweep", "sweep_parameters")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[TrainingJob.State]
@@ -62,6 +71,7 @@ class TrainingJob(_message.Message):
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     SWEEP_FIELD_NUMBER: _ClassVar[int]
     SWEEP_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     name: str
@@ -79,9 +89,10 @@ class TrainingJob(_message.Message):
     failures: int
     preemptions: int
     waiting_for: str
+    device: Device
     sweep: str
     sweep_parameters: _containers.MessageMap[str, _struct_pb2.Value]
-    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., spec: _Optional[_Union[TrainingSpec, _Mapping]] = ..., state: _Optional[_Union[TrainingJob.State, str]] = ..., attempt: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., latest_checkpoint: _Optional[str] = ..., best_checkpoint: _Optional[str] = ..., etag: _Optional[str] = ..., failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., waiting_for: _Optional[str] = ..., sweep: _Optional[str] = ..., sweep_parameters: _Optional[_Mapping[str, _struct_pb2.Value]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., spec: _Optional[_Union[TrainingSpec, _Mapping]] = ..., state: _Optional[_Union[TrainingJob.State, str]] = ..., attempt: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., latest_checkpoint: _Optional[str] = ..., best_checkpoint: _Optional[str] = ..., etag: _Optional[str] = ..., failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., waiting_for: _Optional[str] = ..., device: _Optional[_Union[Device, str]] = ..., sweep: _Optional[str] = ..., sweep_parameters: _Optional[_Mapping[str, _struct_pb2.Value]] = ...) -> None: ...
 
 class TrainingSpec(_message.Message):
     __slots__ = ("dataset_version", "train_split", "validation_split", "input_column", "label_column", "transform", "model", "optimizer", "epochs", "global_batch_size", "seed", "num_workers", "threads_per_worker", "checkpoint_every_steps", "max_failures", "lanes", "task", "min_workers", "checkpoints", "max_preemptions", "initial_checkpoint", "loss", "precision", "accumulation_steps", "max_gradient_norm", "compile", "early_stopping", "metrics", "placement", "ingest", "training_step", "allow_non_finite", "target_scaling")
@@ -230,7 +241,7 @@ class EarlyStopping(_message.Message):
     def __init__(self, metric: _Optional[str] = ..., patience: _Optional[int] = ..., min_delta: _Optional[float] = ...) -> None: ...
 
 class Placement(_message.Message):
-    __slots__ = ("cpus_per_worker", "gpus_per_worker", "resources_per_worker", "accelerator_type", "strategy", "parallel", "backend", "timeout")
+    __slots__ = ("cpus_per_worker", "gpus_per_worker", "resources_per_worker", "accelerator_type", "strategy", "parallel", "backend", "timeout", "allow_cpu_fallback")
     class ResourcesPerWorkerEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +257,7 @@ class Placement(_message.Message):
     PARALLEL_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_CPU_FALLBACK_FIELD_NUMBER: _ClassVar[int]
     cpus_per_worker: float
     gpus_per_worker: float
     resources_per_worker: _containers.ScalarMap[str, float]
@@ -254,7 +266,8 @@ class Placement(_message.Message):
     parallel: str
     backend: str
     timeout: _duration_pb2.Duration
-    def __init__(self, cpus_per_worker: _Optional[float] = ..., gpus_per_worker: _Optional[float] = ..., resources_per_worker: _Optional[_Mapping[str, float]] = ..., accelerator_type: _Optional[str] = ..., strategy: _Optional[str] = ..., parallel: _Optional[str] = ..., backend: _Optional[str] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    allow_cpu_fallback: bool
+    def __init__(self, cpus_per_worker: _Optional[float] = ..., gpus_per_worker: _Optional[float] = ..., resources_per_worker: _Optional[_Mapping[str, float]] = ..., accelerator_type: _Optional[str] = ..., strategy: _Optional[str] = ..., parallel: _Optional[str] = ..., backend: _Optional[str] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., allow_cpu_fallback: _Optional[bool] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("builder", "kwargs", "in_channels", "num_classes")
@@ -293,7 +306,7 @@ class Optimizer(_message.Message):
     def __init__(self, name: _Optional[str] = ..., learning_rate: _Optional[float] = ..., kwargs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., schedule: _Optional[_Union[Optimizer.Schedule, str]] = ..., scheduler: _Optional[str] = ..., scheduler_kwargs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("step", "total_steps", "epoch", "loss", "accuracy", "rows_per_second", "seconds_left", "data_wait_share", "checkpoint_stall_share", "metrics")
+    __slots__ = ("step", "total_steps", "epoch", "loss", "accuracy", "rows_per_second", "seconds_left", "data_wait_share", "checkpoint_stall_share", "metrics", "skipped_steps")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -311,6 +324,7 @@ class Progress(_message.Message):
     DATA_WAIT_SHARE_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_STALL_SHARE_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_STEPS_FIELD_NUMBER: _ClassVar[int]
     step: int
     total_steps: int
     epoch: int
@@ -321,7 +335,8 @@ class Progress(_message.Message):
     data_wait_share: float
     checkpoint_stall_share: float
     metrics: _containers.ScalarMap[str, float]
-    def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., epoch: _Optional[int] = ..., loss: _Optional[float] = ..., accuracy: _Optional[float] = ..., rows_per_second: _Optional[float] = ..., seconds_left: _Optional[float] = ..., data_wait_share: _Optional[float] = ..., checkpoint_stall_share: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    skipped_steps: int
+    def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., epoch: _Optional[int] = ..., loss: _Optional[float] = ..., accuracy: _Optional[float] = ..., rows_per_second: _Optional[float] = ..., seconds_left: _Optional[float] = ..., data_wait_share: _Optional[float] = ..., checkpoint_stall_share: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., skipped_steps: _Optional[int] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
     __slots__ = ("name", "step", "epoch", "metrics", "size_bytes", "manifest_sha256", "create_time", "attempt")

@@ -71,7 +71,7 @@ class WatchTrainingJobResponse(_message.Message):
     def __init__(self, job: _Optional[_Union[_resources_pb2.TrainingJob, _Mapping]] = ..., event: _Optional[_Union[TrainingEvent, _Mapping]] = ...) -> None: ...
 
 class TrainingEvent(_message.Message):
-    __slots__ = ("sequence", "time", "attempt", "attempt_started", "progress", "validated", "checkpoint_committed", "warning", "attempt_ended")
+    __slots__ = ("sequence", "time", "attempt", "attempt_started", "progress", "validated", "checkpoint_committed", "warning", "attempt_ended", "device_changed")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,7 @@ class TrainingEvent(_message.Message):
     CHECKPOINT_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     WARNING_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_ENDED_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_CHANGED_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     time: _timestamp_pb2.Timestamp
     attempt: int
@@ -90,7 +91,8 @@ class TrainingEvent(_message.Message):
     checkpoint_committed: _resources_pb2.Checkpoint
     warning: str
     attempt_ended: AttemptEnded
-    def __init__(self, sequence: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., attempt: _Optional[int] = ..., attempt_started: _Optional[_Union[AttemptStarted, _Mapping]] = ..., progress: _Optional[_Union[_resources_pb2.Progress, _Mapping]] = ..., validated: _Optional[_Union[Validated, _Mapping]] = ..., checkpoint_committed: _Optional[_Union[_resources_pb2.Checkpoint, _Mapping]] = ..., warning: _Optional[str] = ..., attempt_ended: _Optional[_Union[AttemptEnded, _Mapping]] = ...) -> None: ...
+    device_changed: DeviceChanged
+    def __init__(self, sequence: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., attempt: _Optional[int] = ..., attempt_started: _Optional[_Union[AttemptStarted, _Mapping]] = ..., progress: _Optional[_Union[_resources_pb2.Progress, _Mapping]] = ..., validated: _Optional[_Union[Validated, _Mapping]] = ..., checkpoint_committed: _Optional[_Union[_resources_pb2.Checkpoint, _Mapping]] = ..., warning: _Optional[str] = ..., attempt_ended: _Optional[_Union[AttemptEnded, _Mapping]] = ..., device_changed: _Optional[_Union[DeviceChanged, _Mapping]] = ...) -> None: ...
 
 class AttemptStarted(_message.Message):
     __slots__ = ("num_workers", "step", "checkpoint")
@@ -101,6 +103,16 @@ class AttemptStarted(_message.Message):
     step: int
     checkpoint: str
     def __init__(self, num_workers: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint: _Optional[str] = ...) -> None: ...
+
+class DeviceChanged(_message.Message):
+    __slots__ = ("before", "device", "text")
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    before: _resources_pb2.Device
+    device: _resources_pb2.Device
+    text: str
+    def __init__(self, before: _Optional[_Union[_resources_pb2.Device, str]] = ..., device: _Optional[_Union[_resources_pb2.Device, str]] = ..., text: _Optional[str] = ...) -> None: ...
 
 class AttemptEnded(_message.Message):
     __slots__ = ("cause", "text", "ranks")
@@ -186,7 +198,7 @@ class GetCoverageRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., checkpoint: _Optional[str] = ...) -> None: ...
 
 class Coverage(_message.Message):
-    __slots__ = ("training_job", "epoch", "checkpoint", "row_count", "seen_once", "missing", "repeated", "missing_row_ids", "repeated_row_ids", "epoch_done")
+    __slots__ = ("training_job", "epoch", "checkpoint", "row_count", "seen_once", "missing", "repeated", "missing_row_ids", "repeated_row_ids", "epoch_done", "skipped", "skipped_row_ids", "skipped_steps")
     TRAINING_JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -197,6 +209,9 @@ class Coverage(_message.Message):
     MISSING_ROW_IDS_FIELD_NUMBER: _ClassVar[int]
     REPEATED_ROW_IDS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_DONE_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_ROW_IDS_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_STEPS_FIELD_NUMBER: _ClassVar[int]
     training_job: str
     epoch: int
     checkpoint: str
@@ -207,7 +222,10 @@ class Coverage(_message.Message):
     missing_row_ids: _containers.RepeatedScalarFieldContainer[int]
     repeated_row_ids: _containers.RepeatedScalarFieldContainer[int]
     epoch_done: bool
-    def __init__(self, training_job: _Optional[str] = ..., epoch: _Optional[int] = ..., checkpoint: _Optional[str] = ..., row_count: _Optional[int] = ..., seen_once: _Optional[int] = ..., missing: _Optional[int] = ..., repeated: _Optional[int] = ..., missing_row_ids: _Optional[_Iterable[int]] = ..., repeated_row_ids: _Optional[_Iterable[int]] = ..., epoch_done: _Optional[bool] = ...) -> None: ...
+    skipped: int
+    skipped_row_ids: _containers.RepeatedScalarFieldContainer[int]
+    skipped_steps: int
+    def __init__(self, training_job: _Optional[str] = ..., epoch: _Optional[int] = ..., checkpoint: _Optional[str] = ..., row_count: _Optional[int] = ..., seen_once: _Optional[int] = ..., missing: _Optional[int] = ..., repeated: _Optional[int] = ..., missing_row_ids: _Optional[_Iterable[int]] = ..., repeated_row_ids: _Optional[_Iterable[int]] = ..., epoch_done: _Optional[bool] = ..., skipped: _Optional[int] = ..., skipped_row_ids: _Optional[_Iterable[int]] = ..., skipped_steps: _Optional[int] = ...) -> None: ...
 
 class ListMetricsRequest(_message.Message):
     __slots__ = ("name", "after_step", "page_size", "page_token")

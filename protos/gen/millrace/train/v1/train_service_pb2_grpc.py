@@ -251,8 +251,8 @@ class TrainServiceServicer:
         metric that no trial reports; or a trial would be refused as CreateTrainingJob refuses), NOT_FOUND (the version, or
         the initial checkpoint), FAILED_PRECONDITION (the version is not ACTIVE; the initial checkpoint is damaged, or its job
         has none yet or is being deleted; the cluster can never hold the fewest workers of a trial), DATA_LOSS (the version's
-        manifest is damaged) and ALREADY_EXISTS (the id is taken, a training job has the name of a trial, or `request_id` was
-        used with another body).
+        manifest is damaged), ALREADY_EXISTS (the id is taken, a training job has the name of a trial, or `request_id` was
+        used with another body) and DEADLINE_EXCEEDED (not all was checked in time; nothing is made).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,112 @@
+"""What a later release added to a record stays in it, though this one neither knows nor needs it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_service.domain.dataset import Dataset
+from data_service.uploads.record import UploadRecord
+from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry
+from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
+from tests.support.waiting import wait_until
+from train_service.records.reporting import CANCEL, TRAIN_KIND, Reporter
+
+JOB = "trainingJobs/j"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    return open_store(StoreSettings(url=tmp_path.as_uri()))
+
+
+def a_job(**changes: Any) -> JobRecord:
+    return JobRecord(uid="u", name=JOB, spec={"x": 1}, create_time=1.0, update_time=1.0, **changes)
+
+
+@pytest.mark.parametrize(
+    ("record", "read"),
+    [
+        (a_job(), JobRecord.from_state),
+        (Dataset(name="datasets/d", uid="u", display_name="", description="", create_time=1.0), Dataset.from_state),
+        (UploadRecord(name="datasets/d/uploads/u", uid="u", create_time=1.0, update_time=1.0), UploadRecord.from_state),
+    ],
+)
+def test_a_field_of_a_later_release_is_read_over_and_written_back_unchanged(
+    record: Any, read: Callable[[dict[str, Any]], Any]
+) -> None:
+    state = json.loads(json.dumps({**record.as_state(), "colour": {"of": ["a", "later", "release"]}}))
+
+    written = replace(read(state), uid="v").as_state()
+
+    assert json.loads(json.dumps(written)) == {**state, "uid": "v"}
+    assert "unknown" not in written
+
+
+def later(store: ObjectStore, prefix: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Has the newest record of a log as a later release would write it."""
+    key = max(info.key for info in store.list(prefix))
+    record = json.loads(store.get(key))
+    record["colour"] = "red"
+    change(record["state"])
+    store.put(key, json.dumps(record).encode())
+
+
+def test_entries_of_checkpoints_keep_what_a_later_release_wrote_when_another_is_added(store: ObjectStore) -> None:
+    def entry(step: int) -> CheckpointEntry:
+        name = f"{JOB}/checkpoints/step-{step}"
+        return CheckpointEntry(
+            name=name, folder=name, manifest_sha256="", step=step, epoch=0, attempt=1, size_bytes=1, create_time=1.0
+        )
+
+    registry = CheckpointRegistry(store, JOB)
+    registry.fence(1)
+    registry.commit(entry(1))
+    prefix = f"{JOB}/checkpoints/log"
+    later(store, prefix, lambda state: state.update(shape="round"))
+    later(store, prefix, lambda state: state["checkpoints"][0].update(colour="red"))
+
+    CheckpointRegistry(store, JOB).commit(entry(2))
+
+    state = json.loads(store.get(max(info.key for info in store.list(prefix))))["state"]
+    assert state["shape"] == "round"
+    assert [one.get("colour") for one in state["checkpoints"]] == ["red", None]
+
+
+def test_wishes_in_a_later_releases_record_are_still_heard_by_attempts_at_work(store: ObjectStore) -> None:
+    jobs = Jobs(store, TRAIN_KIND)
+    job = jobs.create(JOB, a_job(state=JobState.RUNNING, attempt=1))
+    context = AttemptContext(store, jobs, JOB, job)
+    with Reporter(store, JOB, 1) as reporter, context.watching_wishes():
+        jobs.cancel(JOB, JOB)
+        later(store, f"{JOB}/log", lambda state: state.update(colour="red"))
+        wait_until(lambda: reporter.stop_reason == CANCEL, "the rank to hear it")
+        wait_until(lambda: context._newest.state is JobState.CANCELLING, "the attempt to hear it")
+
+
+def test_a_record_that_cannot_be_read_for_a_while_does_not_end_the_threads_that_watch(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = Jobs(store, TRAIN_KIND)
+    job = jobs.create(JOB, a_job(state=JobState.RUNNING, attempt=1))
+    context = AttemptContext(store, jobs, JOB, job)
+    find, failed = Jobs.find, list[str]()
+
+    def fails(_: Jobs, folder: str) -> JobRecord | None:
+        failed.append(folder)
+        raise TypeError("another form")
+
+    monkeypatch.setattr(Jobs, "find", fails)
+    with Reporter(store, JOB, 1) as reporter, context.watching_wishes():
+        wait_until(lambda: len(failed) >= 4, "both threads to look twice")
+        monkeypatch.setattr(Jobs, "find", find)
+        jobs.cancel(JOB, JOB)
+        wait_until(lambda: reporter.stop_reason == CANCEL, "the rank to hear it")
+        wait_until(lambda: context._newest.state is JobState.CANCELLING, "the attempt to hear it")
