@@ -58,6 +58,9 @@ logger = logging.getLogger("inference_service")
 
 # Of these, more may come than can be read.
 BEHIND_DOOR = ("/inference.GRPCInferenceService/ModelInfer",)
+# Twice the rows that a model's queue has room for by default: calls of one row each can fill it. Bytes of requests have
+# a bound of their own, `HeldBytes`.
+MAX_CALLS = 8192
 
 
 async def run(settings: InferenceSettings, store: ObjectStore, siblings: Siblings) -> int:
@@ -115,6 +118,7 @@ async def run(settings: InferenceSettings, store: ObjectStore, siblings: Sibling
                     stop=stop,
                     shared_port=siblings.are_there,
                     door=Door(BEHIND_DOOR, dispatcher.turned_away),
+                    max_calls=MAX_CALLS,
                 )
             for task in background:
                 task.cancel()
