@@ -89,7 +89,7 @@ def test_a_call_that_its_client_gives_up_before_its_message_was_sent_makes_room(
             await call.wait_for_connection()
             call.cancel()
             # The server hears of it some time later, and refuses until then.
-            while await kit.data.GetDataset(REQUEST_MESSAGE, timeout=30).code() is not grpc.StatusCode.OK:
+            while await kit.data.GetDataset(REQUEST_MESSAGE, timeout=30).code() is not grpc.StatusCode.OK:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     with_kit(scenario, max_calls=1)
