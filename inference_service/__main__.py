@@ -43,13 +43,13 @@ from inference_service.reconciling.reconciler import Reconciler
 from inference_service.reconciling.roll_outs import RollOuts
 from inference_service.settings import InferenceSettings, metrics_of, settings_from
 from inference_service.sibling_reports import SiblingReports
+from inference_service.store_check import StoreCheck
 from millrace.inference.v1 import deployment_service_pb2, deployment_service_pb2_grpc
 from shared.errors import MillraceError
 from shared.grpc_server import Door, Health, serve
 from shared.operations import OperationsServicer
 from shared.settings import SettingsError
-from shared.storage import ObjectStore, open_store, probe
-from shared.storage.opening import ensure_bucket
+from shared.storage import ObjectStore, open_store
 from shared.storage.probe import StoreRefused
 from shared.telemetry import configure_logging
 from shared.tracing import configure_tracing, tracing
@@ -58,9 +58,12 @@ logger = logging.getLogger("inference_service")
 
 # Of these, more may come than can be read.
 BEHIND_DOOR = ("/inference.GRPCInferenceService/ModelInfer",)
+# Twice the rows that a model's queue has room for by default: calls of one row each can fill it. Bytes of requests have
+# a bound of their own, `HeldBytes`.
+MAX_CALLS = 8192
 
 
-async def run(settings: InferenceSettings, store: ObjectStore, siblings: Siblings) -> int:
+async def run(settings: InferenceSettings, store: ObjectStore, check: StoreCheck, siblings: Siblings) -> int:
     """Serves until told to stop. Returns the process's exit status."""
     deployments = Deployments(store)
     operations = DeploymentOperations(store, deployments)
@@ -98,12 +101,25 @@ async def run(settings: InferenceSettings, store: ObjectStore, siblings: Sibling
             operations_pb2.DESCRIPTOR.services_by_name["Operations"].full_name,
         ]
 
+    refused = False
+
+    async def finish_check() -> None:
+        nonlocal refused
+        try:
+            await check.finish()
+        except StoreRefused as error:
+            logger.error("%s; ending", error)
+            refused = True
+            stop.set()
+
     await health.set(False)  # until Ray is joined
     with metrics_served(settings.metrics_listen, models):
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(part.run()) for part in (front, LoadReports(applications, models), reports)]
             if siblings.leads:
                 background.append(tasks.create_task(roll_outs.run()))
+            if not check.passed:
+                background.append(tasks.create_task(finish_check()))
             if siblings.are_there:
                 background.append(tasks.create_task(_stop_without_parent(stop)))
             if await _first_of(reports.turn_to_listen(), stop.wait()):
@@ -115,10 +131,11 @@ async def run(settings: InferenceSettings, store: ObjectStore, siblings: Sibling
                     stop=stop,
                     shared_port=siblings.are_there,
                     door=Door(BEHIND_DOOR, dispatcher.turned_away),
+                    max_calls=MAX_CALLS,
                 )
             for task in background:
                 task.cancel()
-    return front.exit_status
+    return REFUSED if refused else front.exit_status
 
 
 async def _stop_without_parent(stop: asyncio.Event) -> None:
@@ -142,14 +159,14 @@ def main() -> None:
     try:
         settings = settings_from(os.environ)
         configure_logging("inference", settings.service.log_level)
-        ensure_bucket(settings.service.store)
-        store = open_store(settings.service.store)
-        probe(store)
+        check = StoreCheck(settings.service.store)
+        check.begin()
         if settings.fronts > 1 and len(sys.argv) == 1:
             listen = settings.service.listen
             sys.exit(asyncio.run(run_fronts("inference_service", listen, settings.fronts, settings.metrics_listen)))
         configure_tracing("inference", os.environ)
         give_back_large_buffers()
+        store = open_store(settings.service.store)
         siblings = Siblings()
         if len(sys.argv) > 1:
             number, folder = sys.argv[1:]
@@ -159,7 +176,7 @@ def main() -> None:
         gc.collect()
         gc.freeze()
         # Neither asyncio.run nor sys.exit: both would wait for threads that wait for a Ray that is gone.
-        status = asyncio.new_event_loop().run_until_complete(run(settings, store, siblings))
+        status = asyncio.new_event_loop().run_until_complete(run(settings, store, check, siblings))
     except (SettingsError, StoreRefused, MillraceError) as error:
         print(f"inference_service: {error}", file=sys.stderr)
         sys.exit(REFUSED)

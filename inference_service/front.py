@@ -11,11 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from inference_service.batching.models import Models
 from inference_service.reconciling.ray_serve import ServeApplications
 from inference_service.reconciling.reconciler import RayLost, Reconciler
+from inference_service.reconciling.serve_calls import to_serve_thread
 from inference_service.settings import InferenceSettings
 from shared.grpc_server import Health
 
@@ -24,6 +27,9 @@ logger = logging.getLogger(__name__)
 EXIT_RAY_LOST = 75  # EX_TEMPFAIL of sysexits.h
 LOOK_FOR_RAY_EVERY_S = 0.5
 CONNECT_WITHIN_S = 60.0
+# Not asyncio's connections: they resolve a host name in the event loop's threads, which may all wait for the store; then
+# Ray would seem to be gone.
+WATCHING = ThreadPoolExecutor(4, thread_name_prefix="watching-ray")
 
 
 class Front:
@@ -70,7 +76,7 @@ class Front:
             await asyncio.sleep(LOOK_FOR_RAY_EVERY_S)
         try:
             async with asyncio.timeout(CONNECT_WITHIN_S):
-                await asyncio.to_thread(self._applications.connect, self._address)
+                await to_serve_thread(self._applications.connect, self._address)
         except Exception as error:  # Ray's client raises half a dozen kinds here
             raise RayLost(f"joining failed: {error!r}") from error
         # Ray's library put handlers of its own over ours, which print a stack as if SIGTERM were a crash.
@@ -95,10 +101,13 @@ class Front:
 
 async def _listens(address: str) -> bool:
     host, _, port = address.rpartition(":")
+
+    def connect() -> None:
+        socket.create_connection((host, int(port)), LOOK_FOR_RAY_EVERY_S).close()
+
     try:
         async with asyncio.timeout(LOOK_FOR_RAY_EVERY_S):
-            _, writer = await asyncio.open_connection(host, int(port))
+            await asyncio.get_running_loop().run_in_executor(WATCHING, connect)
     except (OSError, TimeoutError):
         return False
-    writer.close()
     return True

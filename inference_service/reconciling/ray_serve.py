@@ -26,6 +26,7 @@ from ray.exceptions import (
     RayTaskError,
     WorkerCrashedError,
 )
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.serve._private.common import ReplicaState
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation
 from ray.serve.exceptions import DeploymentUnavailableError
@@ -35,6 +36,7 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 from inference_service.domain.load import Load
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.scaling import Autoscaling, Scale
+from inference_service.reconciling.serve_calls import to_serve_thread
 from inference_service.replica.autoscaling import by_rows
 from inference_service.replica.replica import Loaded, ModelReplica, ReplicaSpec
 from inference_service.sockets.local_replicas import LocalReplicas, ReplicaLost
@@ -88,6 +90,7 @@ class ServeApplications:
     def __init__(self, store_url: str, *, replica_sockets: bool) -> None:
         self._replica_sockets = replica_sockets
         self._prefix = f"millrace-{hashlib.sha256(store_url.encode()).hexdigest()[:8]}-"
+        self._kept_at = f"{self._prefix}deployments"
         self._models: dict[str, ServeModel] = {}
         # Ray's name for the session of the cluster that was joined.
         self._cluster = ""
@@ -147,6 +150,16 @@ class ServeApplications:
         """Another process deletes it."""
         self._models.pop(name, None)
 
+    def keep(self, data: bytes) -> None:
+        """Has Ray's head keep these bytes, over earlier ones, for whoever joins it with the same store. They go with
+        the head, as all replicas do."""
+        _internal_kv_put(self._kept_at, data, overwrite=True, namespace=NAMESPACE)
+
+    def kept(self) -> bytes | None:
+        """What `keep` was given last, by any process; None where there is nothing."""
+        data: bytes | None = _internal_kv_get(self._kept_at, namespace=NAMESPACE)
+        return data
+
     def delete(self, name: str) -> None:
         """Returns when it is gone; no error if it was not there."""
         self.forget(name)
@@ -160,7 +173,7 @@ class ServeApplications:
 
         Raises what kept one from loading it, and `Unavailable` while fewer are known.
         """
-        handle: DeploymentHandle[Any] = await asyncio.to_thread(serve.get_app_handle, self._prefix + name)
+        handle: DeploymentHandle[Any] = await to_serve_thread(serve.get_app_handle, self._prefix + name)
         # By default a handle has a thread with a loop of its own, which opens grpc.aio channels. All loops that do so
         # are woken by each event of any of them, those of our own server too: it cost a seventh of the front's time.
         if not handle.is_initialized:  # Serve keeps those that it has made
@@ -170,7 +183,7 @@ class ServeApplications:
                 await handle.describe.remote()
         # In a thread: there each replica has its time, and one that hangs is one exception among the answers.
         asked = handle.broadcast("describe")
-        answers = await asyncio.to_thread(asked.results, timeout_s=ANSWER_WITHIN_S, return_exceptions=True)
+        answers = await to_serve_thread(asked.results, timeout_s=ANSWER_WITHIN_S, return_exceptions=True)
         loaded = [one for one in answers if isinstance(one, Loaded)]
         if len(loaded) < replicas:
             failures = [_cause(one) for one in answers if isinstance(one, Exception)]

@@ -3,11 +3,15 @@
 So a restarted service finds its replicas, a new Ray head gets all deployments back, and an application that no log
 names goes; while a log cannot be read, those that it may name stay. Of several front processes the first does so; the
 others take over what there is, and let go of what goes.
+
+What the logs say is also kept in Ray, for as long as the replicas themselves are: a process that starts while the store
+does not answer serves what runs by that, and changes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -16,15 +20,15 @@ from inference_service.batching.models import Models
 from inference_service.deployments.cluster import Cluster
 from inference_service.deployments.registry import Deployments
 from inference_service.domain.applications import application_name, uid_of
-from inference_service.domain.deployment import LIVE, Deployment, State
+from inference_service.domain.deployment import LIVE, Deployment, ModelVersion, State
 from inference_service.fronts.siblings import Siblings
 from inference_service.reconciling.loading import Loading
 from inference_service.reconciling.marking import Marking
-from inference_service.reconciling.ray_serve import ServeApplications
+from inference_service.reconciling.ray_serve import Application, ServeApplications
 from inference_service.reconciling.removing import Removing
 from inference_service.reconciling.serve_calls import ServeSilent, call_serve
 from inference_service.settings import InferenceSettings
-from shared.errors import DataLoss, MillraceError
+from shared.errors import STORE_OUTAGES, DataLoss, MillraceError
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +59,9 @@ class Reconciler:
         self._changed = asyncio.Event()
         # The deployments whose logs could not be read the last time.
         self._unreadable: set[str] = set()
+        # Whether this process has read the logs at least once, and what of them Ray keeps by now.
+        self._has_read = False
+        self._kept: list[Deployment] = []
 
     def holds(self) -> list[str]:
         """The applications that this process may still send a batch to."""
@@ -84,6 +91,10 @@ class Reconciler:
                 if first:
                     await on_first()
                     first = False
+                # Last: what is served is served whether or not it can be marked. Whoever wished for a version has
+                # marked its checkpoint already.
+                if self._siblings.leads:
+                    await self._marking.mark(self._models.deployments())
             # The store, which does not answer or is full: Ray, which was asked before, has nothing to do with it, and
             # what is served goes on being served.
             except MillraceError as error:
@@ -106,6 +117,9 @@ class Reconciler:
         self._cluster.note(await call_serve(self._applications.nodes))
         self._models.scaled({name: one.replicas for name, one in running.items()})
         unreadable = await self._read_logs()
+        if unreadable is None:
+            await self._attach_kept(running)
+            return
         # What was written since they were read may name more.
         deployments = self._models.deployments()
         wanted = {
@@ -115,8 +129,6 @@ class Reconciler:
             for version in deployment.versions
         }
         self._take_away(running.keys() - wanted.keys(), deployments, unreadable)
-        if self._siblings.leads:
-            await self._marking.mark(deployments)
         self._loading.forget_all_but(wanted)
         going = self._siblings.going()
         for name in going.intersection(wanted, self._models.attached()):
@@ -124,19 +136,67 @@ class Reconciler:
         for name, (deployment, version) in wanted.items():
             if name in going or name in self._removing.under_way:  # it was unloaded, and is wanted again
                 continue
-            try:
-                await self._loading.step(name, deployment, version, running.get(name))
-            except Exception as error:  # one that cannot be helped now must not hold up the others
-                logger.warning("%s: %r; trying again", deployment.name, error)
+            await self._step(name, deployment, version, running.get(name))
+        await self._keep(deployments)
 
-    async def _read_logs(self) -> Collection[str]:
-        """Has `models` take over what they say. Returns the deployments whose logs cannot be read."""
+    async def _step(
+        self, name: str, deployment: Deployment, version: ModelVersion, application: Application | None
+    ) -> None:
+        try:
+            await self._loading.step(name, deployment, version, application)
+        except Exception as error:  # one that cannot be helped now must not hold up the others
+            logger.warning("%s: %r; trying again", deployment.name, error)
+
+    async def _attach_kept(self, running: Mapping[str, Application]) -> None:
+        """Sends requests to what runs of the deployments that Ray kept; nothing is started or taken away by that."""
+        for deployment in self._models.deployments():
+            for version in deployment.versions if deployment.state in LIVE else ():
+                name = application_name(deployment, version)
+                if version.signature is not None and name in running and self._models.find_batcher(name) is None:
+                    await self._step(name, deployment, version, running[name])
+
+    async def _keep(self, deployments: list[Deployment]) -> None:
+        """Has Ray keep what the logs say, where that is new."""
+        if not self._siblings.leads or deployments == self._kept:
+            return
+        try:
+            await call_serve(lambda: self._applications.keep(_to_json(deployments)))
+            self._kept = deployments
+        except ServeSilent as error:
+            logger.warning("Ray does not keep what is deployed, for starts without the store: %s", error)
+
+    async def _read_logs(self) -> Collection[str] | None:
+        """Has `models` take over what they say. Returns the deployments whose logs cannot be read; None where the store
+        has answered this process never yet, and `models` has what Ray kept.
+
+        Raises what the store raises, then only where Ray kept nothing.
+        """
         self._models.begin_reading()
-        read, unreadable = await asyncio.to_thread(self._deployments.all)
+        try:
+            read, unreadable = await asyncio.to_thread(self._deployments.all)
+        except STORE_OUTAGES as outage:
+            if self._has_read or not await self._take_over_kept(outage):
+                raise
+            return None
+        self._has_read = True
         self._tell_of_unreadable(unreadable)
         # One that can no longer be read is served as it was when it could.
         self._models.replace([*read, *(one for one in self._models.deployments() if one.name in unreadable)])
         return unreadable
+
+    async def _take_over_kept(self, outage: MillraceError) -> bool:
+        """Has `models` take over what Ray kept. Returns whether it kept anything."""
+        data = await call_serve(self._applications.kept)
+        if data is None:
+            return False
+        try:
+            kept = [Deployment.from_record(record) for record in json.loads(data)]
+        except (ValueError, TypeError, KeyError) as error:  # another release wrote it
+            logger.warning("what Ray keeps of the deployments cannot be read: %r", error)
+            return False
+        logger.warning("%s; serving the %d deployments that Ray keeps", outage.message, len(kept))
+        self._models.replace(kept)
+        return True
 
     def _tell_of_unreadable(self, unreadable: Mapping[str, DataLoss]) -> None:
         for name in unreadable.keys() - self._unreadable:
@@ -166,3 +226,7 @@ class Reconciler:
                 await self._changed.wait()
         except TimeoutError:
             return
+
+
+def _to_json(deployments: list[Deployment]) -> bytes:
+    return json.dumps([one.as_record() for one in deployments]).encode()

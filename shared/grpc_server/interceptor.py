@@ -145,7 +145,7 @@ def _behind(door: Door, unary: Callable[[Any, Context], Awaitable[Any]]) -> Call
         if door.turns_away(context.time_remaining()):
             context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
             context.set_details(door.details)
-            request_id = _request_id(dict(context.invocation_metadata() or ()).get(REQUEST_ID))
+            request_id = request_id_of(dict(context.invocation_metadata() or ()).get(REQUEST_ID))
             context.set_trailing_metadata(((REQUEST_ID, request_id), (STATUS, door.status)))
             return None
         in_vain = False
@@ -192,7 +192,7 @@ async def _call(context: Context, method: str, *, aborts: bool) -> AsyncIterator
     """
     started = time.perf_counter()
     metadata = context.invocation_metadata() or ()
-    request_id = _request_id(dict(metadata).get(REQUEST_ID))
+    request_id = request_id_of(dict(metadata).get(REQUEST_ID))
     context.set_trailing_metadata(((REQUEST_ID, request_id),))
     span = tracing().call(method, metadata)
     with identity(request_id=request_id, method=method, **(span.ids if span is not None else {})):
@@ -234,7 +234,8 @@ async def _call(context: Context, method: str, *, aborts: bool) -> AsyncIterator
             context.set_trailing_metadata(trailers)
 
 
-def _request_id(given: str | bytes | None) -> str:
+def request_id_of(given: str | bytes | None) -> str:
+    """What a call is known by: the id that its client gave it, or a new one where that is none."""
     if isinstance(given, str) and re.fullmatch(r"[A-Za-z0-9._-]{1,64}", given):
         return given
     return os.urandom(16).hex()

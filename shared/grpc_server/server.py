@@ -7,7 +7,7 @@ import logging
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import cast
+from typing import Any, cast
 
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -15,14 +15,22 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
+from shared.grpc_server.call_limit import CallLimit
 from shared.grpc_server.door import Door
 from shared.grpc_server.interceptor import DEFAULT_DEADLINE_S, CallInterceptor
-from shared.grpc_server.registering import Registering
+from shared.grpc_server.registering import Handler, Registering
 
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-MAX_CONCURRENT_CALLS = 2048
+# Of all services but health, which has as many of its own: a busy server is no dead one.
+MAX_CALLS = 2048
+MAX_HEALTH_CALLS = 1024
+# Calls that wait in gRPC's core until the event loop takes them. Above it, core refuses them as CANCELLED and without
+# details, so the limit of calls must come first. Each takes at most its flow-control window, 64 KiB at first.
+MAX_PENDING_CALLS = 16 * 1024
+# All tasks of calls, refused ones among them. It is reached only by clients that take no answers.
+MAX_CALL_TASKS = 16 * 1024
 # Blocking calls of the object store run in threads; each waits mostly for the network.
 BLOCKING_THREADS = 32
 GRACE_S = 5.0
@@ -57,35 +65,39 @@ async def serve(
     default_deadline_s: float = DEFAULT_DEADLINE_S,
     shared_port: bool = False,
     door: Door | None = None,
+    max_calls: int = MAX_CALLS,
 ) -> None:
     """Serves on `listen` (host:port) until SIGTERM, SIGINT or `stop`, then drains for at most `grace_s` seconds.
 
     `register` adds servicers to the server and returns their full names for reflection. With `ready=False` the caller
     says through `health` when it serves. With `shared_port` others that say so may serve on the same one, and the
-    kernel shares out the connections. Raises `RuntimeError` where the port cannot be bound.
+    kernel shares out the connections. Calls above `max_calls`, health checks aside, are refused unread as
+    RESOURCE_EXHAUSTED with `RetryInfo`. Raises `RuntimeError` where the port cannot be bound.
     """
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(BLOCKING_THREADS, thread_name_prefix="blocking"))
     health = health or Health()
     stop = stop or asyncio.Event()
     server = aio.server(
-        maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
+        maximum_concurrent_rpcs=MAX_CALL_TASKS,
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.keepalive_time_ms", round(KEEPALIVE_EVERY_S * 1000)),
             # Not grpc.keepalive_timeout_ms: a peer whose kernel still acknowledges is given up by this one alone.
             ("grpc.http2.ping_timeout_ms", round(KEEPALIVE_WITHIN_S * 1000)),
+            ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+            ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
             # Two services by mistake on one port would each get half of the calls.
             ("grpc.so_reuseport", int(shared_port)),
         ],
     )
-    names = list(register(CallInterceptor(default_deadline_s, door).around(server)))
+    limited = CallLimit(max_calls).around(server)
+    names = list(register(CallInterceptor(default_deadline_s, door).around(limited)))
     # Health and reflection come from grpc itself and keep their own manners.
-    foreign = cast(aio.Server, Registering(server))
-    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, foreign)
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, cast(aio.Server, Registering(server, _limit_alone)))
     reflected = ReflectionServicer((*names, "grpc.health.v1.Health", reflection.SERVICE_NAME))
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, foreign)  # type: ignore[no-untyped-call]
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, limited)  # type: ignore[no-untyped-call]
     server.add_insecure_port(listen)
     watching = None
     if door is not None:
@@ -106,3 +118,8 @@ async def serve(
     if watching is not None:
         watching.cancel()
     await server.stop(grace_s)
+
+
+def _limit_alone(handler: Any, _: str) -> Handler:
+    """With a limit of its own for each method: who watches health takes nothing from those who check it."""
+    return CallLimit(MAX_HEALTH_CALLS).wrap(handler)

@@ -18,7 +18,7 @@ from millrace.data.v1 import data_service_pb2, resources_pb2
 from millrace_client.calls import RETRIES
 from shared.errors import ResourceExhausted, Unavailable
 from shared.grpc_server import Door, message_bytes
-from shared.grpc_server.interceptor import _request_id
+from shared.grpc_server.interceptor import request_id_of
 from shared.grpc_server.server import MAX_MESSAGE_BYTES
 from tests.support.garbage import uncollected
 from tests.support.grpc_kit import (
@@ -113,7 +113,7 @@ def test_a_missing_or_hostile_request_id_is_replaced(given: str | None) -> None:
 def test_a_request_id_with_line_breaks_never_reaches_the_log(caplog: pytest.LogCaptureFixture) -> None:
     # Python's own client refuses to send this; other clients may not: so the function itself.
     for given in ("a\nb", "a\r\nforged: line", "ok\n", b"bytes", "x" * 10_000):
-        assert re.fullmatch(r"[0-9a-f]{32}", _request_id(given))
+        assert re.fullmatch(r"[0-9a-f]{32}", request_id_of(given))
     assert "forged" not in caplog.text
 
 

@@ -33,6 +33,7 @@ class Running:
         self.forgotten: list[str] = []
         self.is_well = True
         self.trouble: Exception | None = None
+        self.data: bytes | None = None
 
     def start(self, *names: str) -> None:
         """These are up, and no others."""
@@ -51,6 +52,12 @@ class Running:
 
     def forget(self, name: str) -> None:
         self.forgotten.append(name)
+
+    def keep(self, data: bytes) -> None:
+        self.data = data
+
+    def kept(self) -> bytes | None:
+        return self.data
 
     def nodes(self) -> dict[str, dict[str, float]]:
         return {"a": {"CPU": 8.0}}

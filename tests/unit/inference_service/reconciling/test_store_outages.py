@@ -1,0 +1,186 @@
+"""A frontend that starts while the store is full or silent serves what runs; a silent store is no silent Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from inference_service.deployments.registry import Deployments
+from inference_service.domain.applications import application_name
+from inference_service.reconciling import serve_calls
+from inference_service.reconciling.reconciler import Reconciler
+from shared.errors import ResourceExhausted, Unavailable
+from shared.storage import ObjectStore
+from tests.support.flaky_store import FlakyStore
+from tests.support.inference_server import deployment, until
+from tests.unit.inference_service.reconciled import Running, reconciling
+
+FULL = ResourceExhausted("the object store is full", reason="STORE_FULL")
+
+
+Scenario = Callable[[asyncio.Event, asyncio.Task[None]], Awaitable[None]]
+
+
+async def started(reconciler: Reconciler, scenario: Scenario) -> None:
+    """The scenario gets what is set once the frontend is ready."""
+    ready = asyncio.Event()
+
+    async def on_first() -> None:
+        ready.set()
+
+    running = asyncio.create_task(reconciler.run(on_first))
+    try:
+        await scenario(ready, running)
+    finally:
+        running.cancel()
+
+
+def test_a_frontend_that_starts_while_the_store_is_full_serves_what_runs_and_marks_it_later(store: ObjectStore) -> None:
+    flaky = FlakyStore(store)
+    deployments = Deployments(flaky)
+    one = deployments.create(deployment())
+    flaky.error = FULL
+
+    async def main() -> None:
+        reconciler, models, _ = reconciling(deployments, one)
+
+        async def scenario(ready: asyncio.Event, _: asyncio.Task[None]) -> None:
+            await asyncio.wait_for(ready.wait(), 20)
+            assert models.is_ready("m", "")
+            await until(lambda: flaky.refused > 2, "it tries to mark what it serves")
+            flaky.come_back()
+            before = flaky.puts
+            await until(lambda: flaky.puts > before, "it marks what it serves")
+
+        await started(reconciler, scenario)
+
+    asyncio.run(main())
+
+
+class SilentStore:
+    """Stands for what `deployments` reads while `is_silent`."""
+
+    def __init__(self, deployments: Deployments, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_silent = False
+        self.asked = 0
+        read = deployments.all
+
+        def read_or_raise() -> object:
+            self.asked += 1
+            if self.is_silent:
+                raise Unavailable("the object store does not answer")
+            return read()
+
+        monkeypatch.setattr(deployments, "all", read_or_raise)
+
+
+def _first_front(deployments: Deployments, running: Running) -> None:
+    """One that read the logs while the store answered."""
+    one = deployments.get("deployments/m")
+    asyncio.run(reconciling(deployments, one, running=running)[0].reconcile())
+
+
+def test_a_frontend_that_starts_while_the_store_is_silent_serves_what_runs_as_ray_kept_it(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployments = Deployments(store)
+    one, other = deployments.create(deployment()), deployments.create(deployment("other"))
+    stray = f"{'0' * 32}-v1"
+    running = Running(*(application_name(each, each.versions[0]) for each in (one, other)))
+    _first_front(deployments, running)
+    deployments.delete("deployments/other", "", 2.0)
+    silent = SilentStore(deployments, monkeypatch)
+    silent.is_silent = True
+    running.start(application_name(one, one.versions[0]), stray)
+
+    async def main() -> None:
+        reconciler, models, _ = reconciling(deployments, one, running=running)
+
+        async def scenario(ready: asyncio.Event, _: asyncio.Task[None]) -> None:
+            await asyncio.wait_for(ready.wait(), 20)
+            assert models.is_ready("m", "")
+            asked = silent.asked
+            await until(lambda: silent.asked > asked + 2, "it asks the store again and again")
+            assert not models.is_ready("other", "")
+            assert (running.deployed, running.deleted) == ({}, [])
+            silent.is_silent = False
+            await until(lambda: stray in running.deleted, "what no log names goes")
+            assert models.is_ready("m", "")
+
+        await started(reconciler, scenario)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kept", [None, b"[{", b'[{"colour": "red"}]'])
+def test_a_frontend_that_knows_of_nothing_goes_on_asking_the_store_and_is_not_ready(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, kept: bytes | None
+) -> None:
+    deployments = Deployments(store)
+    one = deployments.create(deployment())
+    silent = SilentStore(deployments, monkeypatch)
+    silent.is_silent = True
+
+    async def main() -> None:
+        reconciler, models, running = reconciling(deployments, one)
+        running.data = kept
+
+        async def scenario(ready: asyncio.Event, task: asyncio.Task[None]) -> None:
+            await until(lambda: silent.asked > 3 or task.done(), "it asks again and again")
+            assert not ready.is_set()
+            silent.is_silent = False
+            await asyncio.wait_for(ready.wait(), 20)
+            assert models.is_ready("m", "")
+
+        await started(reconciler, scenario)
+
+    asyncio.run(main())
+
+
+def test_what_ray_keeps_is_written_again_only_where_it_is_new(store: ObjectStore) -> None:
+    deployments = Deployments(store)
+    one = deployments.create(deployment())
+
+    async def main() -> None:
+        reconciler, _, running = reconciling(deployments, one)
+        await reconciler.reconcile()
+        writes = [running.kept()]
+        running.data = None
+        await reconciler.reconcile()
+        writes.append(running.kept())
+        deployments.create(deployment("other"))
+        await reconciler.reconcile()
+        writes.append(running.kept())
+        assert [one is not None and one.count(b'"name": "deployments/') for one in writes] == [1, False, 2]
+
+    asyncio.run(main())
+
+
+def test_threads_that_all_wait_for_the_store_are_not_taken_for_a_silent_ray(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_calls, "SERVE_WITHIN_S", 0.5)
+    deployments = Deployments(store)
+    one = deployments.create(deployment())
+    answers = threading.Event()
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+        reconciler, models, _ = reconciling(deployments, one)
+
+        async def scenario(ready: asyncio.Event, task: asyncio.Task[None]) -> None:
+            await asyncio.wait_for(ready.wait(), 20)
+            held = [asyncio.create_task(asyncio.to_thread(answers.wait)) for _ in range(8)]
+            await asyncio.wait({task}, timeout=2)  # four times the time that Serve has for an answer
+            answers.set()
+            assert not task.done()
+            await asyncio.gather(*held)
+            assert models.is_ready("m", "")
+
+        await started(reconciler, scenario)
+
+    asyncio.run(main())
