@@ -1,7 +1,7 @@
 """A contact sheet: the images of some rows in a grid, each with its label, as one PNG.
 
 Images are uint8 tensors of shape (H, W) or (H, W, C), float tensors of shape (C, H, W) or (H, W, C), or the bytes of
-encoded images. C is 1 or 3.
+encoded images, of the formats that an import takes. C is 1 or 3.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pyarrow.types as kinds
 from PIL import Image, ImageDraw, ImageOps
 
 from shared.arrow_values import value_shown
+from shared.image_formats import FORMATS
 
 LABEL = "label"
 COLUMNS = 10
@@ -31,6 +32,11 @@ GAP_PX = 6
 MAX_CAPTION = 14
 # A file may claim to be larger than memory: none of more pixels than this is decoded.
 MAX_DECODED_PX = 50_000_000
+# Of one sheet, so that it takes seconds, whatever the rows hold: values whose headers are read, and pixels that are
+# decoded. Of a JPEG an eighth counts, for no more is worked out of one that is shrunk while it is decoded.
+MAX_HEADERS = 20_000
+MAX_SHEET_PX = 200_000_000
+JPEG_SHARE = 8
 _BACKGROUND, _NO_IMAGE, _INK = "white", (225, 225, 225), "black"
 
 Pixels = npt.NDArray[np.uint8]
@@ -44,18 +50,53 @@ class Tile:
     caption: str
 
 
+class _Work:
+    """What is left of the work that one sheet may take."""
+
+    def __init__(self) -> None:
+        self._headers = MAX_HEADERS
+        self._pixels = MAX_SHEET_PX
+
+    def opened(self, data: bytes) -> Image.Image | None:
+        """Read as far as its header; None where it is no image, or too large a one, or too many were opened."""
+        if not self._headers:
+            return None
+        self._headers -= 1
+        try:
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+        except Exception:
+            return None
+        return image if image.width * image.height <= MAX_DECODED_PX else None
+
+    def decoded(self, data: bytes | None) -> Pixels | None:
+        image = None if data is None else self.opened(data)
+        if image is None:
+            return None
+        cost = image.width * image.height // (JPEG_SHARE if image.format == "JPEG" else 1)
+        if cost > self._pixels:
+            return None
+        self._pixels -= cost
+        try:
+            image.draft("RGB", (2 * CELL_PX, 2 * CELL_PX))  # JPEG then decodes at a fraction of its size
+            image.thumbnail((CELL_PX, CELL_PX))
+            return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+        except Exception:  # truncated, or damaged behind its header: the decoders raise nearly everything then
+            return None
+
+
 def contact_sheet(tables: Mapping[str, pa.Table], value_names: Mapping[str, Sequence[str]] | None = None) -> bytes:
     """A PNG of the first image columns of these rows, a block for each of them and each split; empty where no column is
     an image.
 
     Captions are the values of the column `label`, by their `value_names` where there are some. Depends on the rows
-    alone.
+    alone: images beyond the work that one sheet may take are not drawn, the first ones are.
     """
+    work = _Work()
     names = next(iter(tables.values())).schema.names
-    images = (name for name in names if _is_image([table.column(name) for table in tables.values()]))
+    images = (name for name in names if _is_image([table.column(name) for table in tables.values()], work))
     drawn = list(islice(images, MAX_IMAGE_COLUMNS))
     sections = [
-        (split if len(drawn) == 1 else f"{split}, {name}", _tiles(table, name, value_names or {}))
+        (split if len(drawn) == 1 else f"{split}, {name}", _tiles(table, name, value_names or {}, work))
         for name in drawn
         for split, table in tables.items()
     ]
@@ -97,21 +138,21 @@ def draw(sections: Sequence[tuple[str, Sequence[Tile]]]) -> bytes:
     return buffer.getvalue()
 
 
-def _is_image(columns: Sequence[pa.ChunkedArray]) -> bool:
+def _is_image(columns: Sequence[pa.ChunkedArray], work: _Work) -> bool:
     arrow_type = columns[0].type
     if isinstance(arrow_type, pa.FixedShapeTensorType):
         return is_drawable(str(arrow_type.value_type), arrow_type.shape)
     if not (kinds.is_binary(arrow_type) or kinds.is_large_binary(arrow_type)):
         return False
-    return any(_opened(value.as_py()) is not None for column in columns for value in column if value.is_valid)
+    return any(work.opened(value.as_py()) is not None for column in columns for value in column if value.is_valid)
 
 
-def _tiles(table: pa.Table, column: str, value_names: Mapping[str, Sequence[str]]) -> list[Tile]:
+def _tiles(table: pa.Table, column: str, value_names: Mapping[str, Sequence[str]], work: _Work) -> list[Tile]:
     values = table.column(column)
     if isinstance(values.type, pa.FixedShapeTensorType):
         images: list[npt.NDArray[Any] | None] = [value.to_numpy() for value in values]
     else:
-        images = [_decoded(value.as_py()) for value in values]
+        images = [work.decoded(value.as_py()) for value in values]
     captions = [""] * table.num_rows
     if LABEL in table.schema.names:
         captions = [_caption(value, value_names.get(LABEL, ())) for value in table.column(LABEL)]
@@ -136,27 +177,6 @@ def _pixels(tensor: npt.NDArray[Any]) -> Pixels:
         values = (values - least) / (most - least) if most > least else np.full_like(values, 0.5)
     pixels: Pixels = np.round(values * 255).astype(np.uint8)
     return pixels
-
-
-def _decoded(data: bytes | None) -> Pixels | None:
-    image = None if data is None else _opened(data)
-    if image is None:
-        return None
-    try:
-        image.draft("RGB", (2 * CELL_PX, 2 * CELL_PX))  # JPEG then decodes at a fraction of its size
-        image.thumbnail((CELL_PX, CELL_PX))
-        return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
-    except Exception:  # truncated, or damaged behind its header: the decoders raise nearly everything then
-        return None
-
-
-def _opened(data: bytes) -> Image.Image | None:
-    """Read as far as its header; None where it is no image, or too large a one."""
-    try:
-        image = Image.open(io.BytesIO(data))
-    except Exception:
-        return None
-    return image if image.width * image.height <= MAX_DECODED_PX else None
 
 
 def _fit(pixels: Pixels) -> Image.Image:

@@ -4,11 +4,15 @@ The types that are inferred: bool (`true`, `false` in any case) < int64 < double
 zone) < string. Text is never trimmed. A whole number that int64 does not hold, or that a double would change, keeps the
 column from being numbers: its digits are not to be lost. So does one with zeros or a plus in front (`007`, `+49`), and
 a fraction with such zeros: postcodes, ids and telephone numbers are text. `-0` is a double, which keeps its sign.
+
+A fraction of more digits than a double has (17) is one all the same where the double gives all of them back, as what
+was printed of a double does: 0.1 with 20 decimals is 0.10000000000000000555. Where it does not, as of amounts and of pi
+to 20 decimals, the column stays string; `column_types` may ask for a decimal, or for a double, which rounds.
 """
 
 from __future__ import annotations
 
-from decimal import Decimal
+from decimal import MAX_PREC, Context, Decimal
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +25,8 @@ from shared.temporal_texts import times_of_day
 
 INFERRED = (pa.bool_(), pa.int64(), pa.float64(), pa.timestamp("us"))
 EXACT_IN_DOUBLE = 2**53
+# A double gives back any 15 digits; what is written of one without loss has 17 at most.
+SAFE_DIGITS, WRITTEN_DIGITS = 15, 17
 
 
 def from_text(texts: pa.Array, target: pa.DataType) -> pa.Array:
@@ -134,7 +140,34 @@ def _exact_in_double(integers: pa.Array) -> bool:
 def _fit_doubles(texts: pa.Array) -> bool:
     values = _floats(texts, pa.float64())
     wholes = _large_wholes(texts, values)
-    return all(abs(_whole(text)) <= EXACT_IN_DOUBLE for text in wholes.to_pylist())
+    if not all(abs(_whole(text)) <= EXACT_IN_DOUBLE for text in wholes.to_pylist()):
+        return False
+    return all(map(_gives_back, _long_fractions(texts, values).to_pylist()))
+
+
+def _long_fractions(texts: pa.Array, values: pa.Array) -> pa.Array:
+    """Those of the texts, all of them numbers, whose digits a double may not give back. Of fractions beyond 2**53 a
+    double has no more than 15 for sure, and of those there are few."""
+    large = pc.greater_equal(pc.abs(values), float(EXACT_IN_DOUBLE))
+    # From the first digit that counts, less a point: of nearly all texts that is enough, without an expression.
+    counted = pc.utf8_ltrim(texts, "+-0.")
+    points = pc.match_substring(counted, ".").cast(pa.int32())
+    long = pc.or_(large, pc.greater(pc.subtract(pc.binary_length(counted), points), WRITTEN_DIGITS))
+    if not pc.any(long).as_py():
+        return texts.slice(0, 0)
+    found, values, large = texts.filter(long), values.filter(long), large.filter(long)
+    count = pc.utf8_length(pc.utf8_trim(pc.replace_substring_regex(found, r"[eE].*$|[.+-]", ""), "0"))
+    too_many = pc.or_(pc.greater(count, WRITTEN_DIGITS), pc.and_(large, pc.greater(count, SAFE_DIGITS)))
+    # Whole numbers are judged by themselves, and infinities have no digits.
+    is_fraction = pc.and_(pc.match_substring_regex(found, "[.eE]"), pc.is_finite(values))
+    return found.filter(pc.and_(too_many, is_fraction))
+
+
+def _gives_back(text: str) -> bool:
+    """Whether the nearest double, written with as many digits, is the text's number."""
+    number = Decimal(text)
+    digits = len(number.normalize(Context(prec=MAX_PREC)).as_tuple().digits)
+    return Decimal(f"{float(text):.{digits - 1}e}") == number
 
 
 def _floats(texts: pa.Array, target: pa.DataType) -> pa.Array:

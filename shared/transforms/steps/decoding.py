@@ -17,13 +17,13 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from millrace.common.v1 import transform_pb2
 from shared.errors import first_line
+from shared.image_formats import FORMATS
 from shared.transforms.batch import Array, Column, RaggedImages
 from shared.transforms.problems import RowProblem, StepError
 from shared.transforms.randomness import StepKeys
 from shared.transforms.schema import ColumnType, ScalarType, Schema, TensorType
 from shared.transforms.steps.step import ColumnStep, Step, scalar
 
-FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP")
 # As many or more are refused before any is decoded: a few bytes may claim far more memory than there is.
 PIXEL_LIMIT = 100_000_000
 

@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pyarrow as pa
 import pytest
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from data_service.domain import contact_sheet as contact_sheet_module
 from data_service.domain.contact_sheet import CELL_PX, COLUMNS, GAP_PX, Tile, contact_sheet, draw, is_drawable
@@ -107,6 +107,38 @@ def test_float_tensors_are_drawn_as_they_are_or_rescaled(shape: tuple[int, ...])
 
 def test_a_constant_float_image_outside_0_to_1_is_drawn() -> None:
     assert contact_sheet({"t": pa.table({"x": tensor_array(np.full((1, 1, 4, 4), -2.0, np.float32))})})
+
+
+def test_a_format_that_no_import_takes_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow would run Ghostscript on it."""
+    run: list[object] = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *given, **_: run.append(given))
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n%%EndComments\n{} loop\n%%EOF\n"
+    assert contact_sheet({"train": pa.table({"blob": [eps]})}) == b""
+    beside = pa.table({"blob": [encoded((8, 8), "PNG"), eps]})
+    assert opened(contact_sheet({"train": beside}))
+    assert run == []
+
+
+def reds(sheet: bytes) -> int:
+    """How many tiles of red images are drawn."""
+    pixels = np.asarray(opened(sheet).convert("RGB")).astype(int)
+    return int((pixels[..., 0] - pixels[..., 2] > 200).sum()) // (80 * 80)
+
+
+def test_images_beyond_the_pixels_that_a_sheet_may_decode_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contact_sheet_module, "MAX_SHEET_PX", 250)
+    files = [encoded((10, 10), "PNG")] * 3
+    assert reds(contact_sheet({"t": pa.table({"x": files})})) == 2
+    photos = [encoded((10, 10), "JPEG")] * 3
+    assert reds(contact_sheet({"t": pa.table({"x": photos})})) == 3, "of which an eighth counts"
+
+
+def test_values_beyond_those_that_a_sheet_may_open_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contact_sheet_module, "MAX_HEADERS", 5)
+    no_images = {f"bytes{number}": [b"abc", b"def"] for number in range(3)}
+    assert contact_sheet({"t": pa.table({**no_images, "x": [encoded((10, 10), "PNG")] * 2})}) == b""
+    assert reds(contact_sheet({"t": pa.table({"x": [encoded((10, 10), "PNG")] * 9})})) == 4
 
 
 def test_a_file_that_claims_too_many_pixels_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from data_service.domain.import_spec import (
     check,
 )
 from millrace.data.v1.data_service_pb2 import ImportSource, ImportVersionRequest, ParquetSource
+from millrace.data.v1 import data_service_pb2
 from shared.errors import InvalidArgument
 from tests.support.cpu_time import cpu_at_most
 
@@ -46,6 +47,13 @@ def test_imported_splits_come_first_in_the_order_of_their_sources() -> None:
 
 def test_a_spec_survives_the_log() -> None:
     assert ImportSpec.from_record(json.loads(json.dumps(SPEC.as_record()))) == SPEC
+
+
+def test_a_request_says_whether_nan_is_null() -> None:
+    for asked in (False, True):
+        spec = import_spec_from(data_service_pb2.ImportVersionRequest(nan_as_null=asked))
+        assert spec.nan_as_null is asked
+        assert ImportSpec.from_record(json.loads(json.dumps(spec.as_record()))).nan_as_null is asked
 
 
 def test_a_spec_of_an_older_log_keeps_nan() -> None:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from data_service.domain import line_blocks
 from data_service.domain.csv_records import CsvReader
 from data_service.domain.import_spec import CsvOptions
+from data_service.domain.text_values import InferredType
 from data_service.sources import csv_rows
 from shared.errors import InvalidArgument
 from tests.support.import_sources import Quarantine, opened, source_of, table_of, whole
@@ -78,12 +79,37 @@ def test_types_are_inferred_from_all_rows_of_all_files(tmp_path: Path) -> None:
         (["-0", "1"], pa.float64()),
         (["1.50", "1e3", "0.5", "-0.25", "0e5", "+1.5"], pa.float64()),
         (["2024-01-01", "0024-01-01"], pa.timestamp("us")),
+        (["3.14159265358979323846", "1.5"], pa.string()),
+        (["12345678901234567.89"], pa.string()),
+        (["1234567890123456789.5"], pa.string()),
+        (["9007199254740993.0"], pa.string()),
+        (["-0.1234567890123456789e-7"], pa.string()),
+        (["9007199254740993e0"], pa.string()),
+        (["0.1000000000000000055511151231257827", "0.10000000000000000555", "-0.100000000000000006"], pa.float64()),
+        (["0.10000000000000000000000000", "150000000000000000000000.0", "1e300", "1e-400"], pa.float64()),
+        (["0.6931471805599453", "5e-324", "1.7976931348623157e308", "-2.2250738585072014e-308"], pa.float64()),
+        (["2.225073858507201383e-308", f"0.{300 * '0'}1"], pa.float64()),
     ],
 )
 def test_no_value_is_changed_by_the_type_that_is_inferred(tmp_path: Path, values: list[str], inferred: object) -> None:
     table, bad = read(tmp_path, "x,y\n" + "".join(f"{value},1\n" for value in values))
     assert table.schema.field("x").type == inferred
     assert not bad.rows
+
+
+@given(st.lists(st.floats(-1e308, 1e308), min_size=1, max_size=9), st.integers(0, 40))
+def test_what_was_printed_of_doubles_is_read_as_doubles_however_many_digits(values: list[float], digits: int) -> None:
+    for texts in ([repr(value) for value in values], [f"{value:.{digits}e}" for value in values]):
+        inferred = InferredType()
+        inferred.update(pa.array([*texts, "0.5"]))
+        assert inferred.type == pa.float64()
+
+
+def test_a_fraction_of_many_digits_is_rounded_where_a_double_is_asked_for_and_kept_by_a_decimal(tmp_path: Path) -> None:
+    content = "x\n3.14159265358979323846\n"
+    assert read(tmp_path, content, types={"x": "double"})[0]["x"].to_pylist() == [3.141592653589793]
+    table, _ = read(tmp_path, content, types={"x": "decimal128(38, 20)"})
+    assert table["x"].cast(pa.string()).to_pylist() == ["3.14159265358979323846"]
 
 
 def test_zeros_in_front_are_kept_wherever_in_the_file_they_come_unless_a_number_is_asked_for(tmp_path: Path) -> None:
