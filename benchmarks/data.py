@@ -28,6 +28,7 @@ from benchmarks.data_memory import PeakMemory
 from benchmarks.data_report import Rates, report
 from benchmarks.data_rows import mnist_folder
 from benchmarks.resting import come_to_rest
+from benchmarks.signals import exit_on_signals
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from shared.storage.opening import ensure_bucket
@@ -76,6 +77,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     given = parser.parse_args()
+    exit_on_signals()
     if not mnist_folder().is_dir():
         sys.exit(f"bench-data: no {mnist_folder()}; set MNIST_ROOT to a folder that torchvision's MNIST reads")
     rates = _throughput(given) if set(given.only) - {"memory"} else {}

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -31,6 +29,7 @@ from benchmarks.serve_profile import profile
 from benchmarks.serve_report import report, spread
 from benchmarks.serve_statistics import ServiceStatistics
 from benchmarks.serve_swaps import KILLS, ROLL_OUTS, swaps
+from benchmarks.signals import exit_on_signals
 from inference_service.domain.batch_times import buckets
 from millrace_client.load.measured import LATE, OK, Measured
 
@@ -57,8 +56,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=KILLS, help="of the part swaps")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     given = parser.parse_args()
-    # So that all that was started ends, too, when this is ended.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    exit_on_signals()
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="bench-serve-") as scratch, our_place(Path(scratch)) as place:
         _check(place, "millrace", place.address)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import tempfile
 from concurrent.futures import Future
@@ -23,6 +22,7 @@ from benchmarks.serve_memory import Held, ProcessMemory
 from benchmarks.serve_place import serving
 from benchmarks.serve_soak_clients import EXPECTED, Counted, soak
 from benchmarks.serve_statistics import metric
+from benchmarks.signals import exit_on_signals
 from tests.support.ray_head import RayHead
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import wait_until
@@ -45,8 +45,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    # So that all that was started ends, too, when this is ended.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    exit_on_signals()
     with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
         found = _soaked(Path(scratch), given.minutes * 60, given.seed)
     for kind, statuses in found["requests"].items():

@@ -27,6 +27,7 @@ from torchvision import datasets
 from benchmarks import train_loader, train_recovery, train_steps
 from benchmarks.data_rows import mnist_arrays, mnist_folder
 from benchmarks.resting import come_to_rest
+from benchmarks.signals import exit_on_signals
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.ray_head import RayHead, ray_head
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     given = parser.parse_args()
+    exit_on_signals()
     if not mnist_folder().is_dir():
         sys.exit(f"bench-train: no {mnist_folder()}; set MNIST_ROOT to a folder that torchvision's MNIST reads")
     torch.set_num_threads(1)

@@ -1,4 +1,8 @@
-"""A Ray head of the test's own, started by itself on free loopback ports, with its own folder and session."""
+"""A Ray head of the test's own, started by itself on free loopback ports, with its own folder and session.
+
+`python -m tests.support.ray_head FOLDER` is its guard: it ends the head of that folder once its own input ends, which
+the kernel sees to when whoever started the head is killed.
+"""
 
 from __future__ import annotations
 
@@ -126,14 +130,43 @@ def ray_head(
     `environ` besides ours. The dashboard is kept, since Ray Train's cleaner asks it."""
     # Not below pytest's folder: Ray's unix sockets lie in here, and their paths may have 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
-    try:
+    with _guarded(folder) as guard:
         head = _started(folder, {"num-cpus": num_cpus, "num-gpus": num_gpus}, port, environ)
         try:
             yield head
         finally:
             head.kill()
+            guard.kill()  # not needed any more; where the line above was interrupted, it is
+
+
+@contextmanager
+def _guarded(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Gives a process that ends the head of the folder once this one has died or left the body; killed, it does not.
+
+    A second Ctrl-C may come while the clean-up of the first one is under way, and SIGKILL leaves no time for any.
+    """
+    guard = subprocess.Popen(
+        [sys.executable, "-m", __name__, str(folder)],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert guard.stdin is not None
+    try:
+        yield guard
     finally:
+        guard.stdin.close()
+        guard.wait(2 * STOP_TIMEOUT_S)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_all_of(folder: Path) -> None:
+    """Ends the sessions of those that were started with the folder, and takes it away."""
+    option = f"--temp-dir={folder}"
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    for leader in [pid for pid in pids if option in _title(pid).split() and os.getsid(pid) == pid]:
+        RayNode(leader, folder).kill()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _started(folder: Path, resources: Mapping[str, int], port: int | None, environ: Mapping[str, str]) -> RayHead:
@@ -225,3 +258,8 @@ def _title(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return ""
+
+
+if __name__ == "__main__":
+    sys.stdin.read()
+    _end_all_of(Path(sys.argv[1]))

@@ -10,9 +10,9 @@ import pytest
 
 from data_service.uploads import blocks_ahead, ending
 from data_service.uploads.ending import LATE_WRITES_S, UPLOAD_IS_COMING_S, Endings
-from data_service.uploads.expiry import COMMITTED_FOR_S, OPEN_FOR_S
+from data_service.uploads.expiry import COMMITTED_FOR_S, OPEN_FOR_S, has_expired
 from data_service.uploads.live import LiveUploads
-from data_service.uploads.record import UploadState, log_of
+from data_service.uploads.record import UploadRecord, UploadState, log_of
 from data_service.uploads.uploads import Uploads
 from data_service.uploads.users import mark_used
 from shared.dataset_version.version import IMPORT_KIND
@@ -96,10 +96,9 @@ def test_a_sweep_leaves_the_upload_that_its_owner_began_anew_under_the_name_of_a
 ) -> None:
     name = committed(uploads, DATA)
     expired = uploads.get(name).record.uid
-    has_expired = ending.has_expired
 
-    def begin_anew_meanwhile(*given: object) -> bool:
-        answer = has_expired(*given)
+    def begin_anew_meanwhile(store: ObjectStore, record: UploadRecord, now: float) -> bool:
+        answer = has_expired(store, record, now)
         if uploads.get(name).record.uid == expired:
             uploads.abort(name)
             started(uploads)
