@@ -32,6 +32,9 @@ OPTIONS = (
     click.option("--workers", default=2, show_default=True, help="0: local mode, without Ray Train, to debug."),
     click.option("--threads", default=1, show_default=True, help="CPU threads of each worker."),
     click.option("--seed", default=0, show_default=True),
+    click.option(
+        "--allow-cpu-fallback", is_flag=True, help="Go on on CPUs while the cluster has lost the GPUs; else it waits."
+    ),
 )
 
 
@@ -45,7 +48,7 @@ def spec_options(function: Function) -> Function:
 def spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
     if not values["dataset_version"]:
         raise click.UsageError("name --dataset-version datasets/d/versions/v (or give --spec)")
-    return training_spec(
+    spec = training_spec(
         values["dataset_version"],
         model=values["model"],
         in_channels=values["in_channels"],
@@ -58,6 +61,9 @@ def spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
         threads_per_worker=values["threads"],
         seed=values["seed"],
     )
+    if values["allow_cpu_fallback"]:
+        spec.placement.allow_cpu_fallback = True
+    return spec
 
 
 def read_message(path: Path, message: Read) -> Read:
