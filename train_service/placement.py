@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from ray.core.generated import gcs_pb2
 from shared.jobs.actor import NOT_BESIDE_A_SERVICE
 from shared.jobs.nodes import staying_nodes
 from train_service.domain.bundles import INGEST_CPUS, besides_ingest, bundle_of, device_of_attempt, device_of_run
+from train_service.domain.cluster_use import ClusterUse, RayActor, RayGroup, use_of
 from train_service.domain.sizing import GRAIN, Resources, what_is_missing, workers_that_fit
 from train_service.domain.spec import CPU, GPU, RAY_DATA, TrainingSpec
 
@@ -166,6 +168,42 @@ def cpus_of_tasks() -> float:
         if actor.address.node_id.hex() in mine:
             held -= actor.required_resources.get("CPU", 0.0)
     return max(held, 0.0)  # Ray tells the parts one after the other
+
+
+def cluster_use() -> ClusterUse:
+    """Who holds what of all nodes that live, by what Ray knows of its actors and placement groups."""
+    alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    free = free_of_nodes()
+    accessor = ray_state.state._connect_and_get_accessor()
+    tables = map(gcs_pb2.ActorTableData.FromString, accessor.get_actor_table(None, "ALIVE"))  # type: ignore[attr-defined]
+    groups = map(gcs_pb2.PlacementGroupTableData.FromString, accessor.get_placement_group_table())  # type: ignore[attr-defined]
+    return use_of(
+        [node["Resources"] for node in alive],
+        [free.get(node["NodeID"], {}) for node in alive],
+        [
+            RayActor(
+                actor_id=one.actor_id.hex(),
+                name=one.name,
+                process=one.address.worker_id.hex(),
+                owner=one.owner_address.worker_id.hex(),
+                group=one.placement_group_id.hex(),
+                resources=dict(one.required_resources),
+            )
+            for one in tables
+        ],
+        [
+            RayGroup(creator=one.creator_actor_id.hex(), resources=_of_bundles(one))
+            for one in groups
+            if one.state == gcs_pb2.PlacementGroupTableData.CREATED  # type: ignore[attr-defined]
+        ],
+    )
+
+
+def _of_bundles(group: Any) -> dict[str, float]:
+    sums: Counter[str] = Counter()
+    for bundle in group.bundles:
+        sums.update(bundle.unit_resources)
+    return dict(sums)
 
 
 def is_settling(spec: TrainingSpec, device: str) -> bool:

@@ -17,7 +17,7 @@ from train_service.attempt.ingest_room import IngestRoom
 from train_service.domain.devices import RUN_DEVICE, attempt_device, with_devices
 from train_service.domain.spec import CPU, GPU, RAY_DATA, TrainingSpec
 from train_service.jobs.cluster_memory import ClusterMemory
-from train_service.placement import devices_of, is_settling, lacking, totals, usable_nodes
+from train_service.placement import cluster_use, devices_of, is_settling, lacking, totals, usable_nodes
 from train_service.records.reporting import TRAIN_KIND
 from train_service.sweeps.trials import SWEEP_KIND, end_trials
 
@@ -69,7 +69,7 @@ def _why_gpus(spec: TrainingSpec, job: JobRecord, device: str) -> str:
 
 
 class ClusterWatch:
-    """Remembers which nodes there are, for the process that answers clients."""
+    """Remembers which nodes there are, and who holds what of them, for the process that answers clients."""
 
     def __init__(self) -> None:
         self._memory: ClusterMemory | None = None
@@ -80,6 +80,7 @@ class ClusterWatch:
             self._next = time.monotonic() + CLUSTER_LOOK_EVERY_S
             self._memory = self._memory or ClusterMemory(store)
             self._memory.note(totals())
+            self._memory.note_use(cluster_use())
 
 
 def training(store: ObjectStore, prepare: str = "") -> JobKind:

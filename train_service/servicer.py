@@ -12,7 +12,7 @@ from millrace.train.v1 import resources_pb2, train_service_pb2
 from shared.jobs import JobState
 from shared.requests import body_digest
 from train_service.converters.jobs import checkpoint_to_proto, event_to_proto, job_to_proto
-from train_service.converters.records import coverage_to_proto, log_to_proto, point_to_proto
+from train_service.converters.records import coverage_to_proto, log_to_proto, point_to_proto, use_to_proto
 from train_service.converters.specs import spec_from_proto
 from train_service.jobs.run_records import RunRecords
 from train_service.jobs.training_jobs import TrainingJobs
@@ -51,6 +51,9 @@ class TrainServicer(SweepServicerPart):
         return train_service_pb2.ListTrainingJobsResponse(
             training_jobs=[job_to_proto(view) for view in views], next_page_token=token
         )
+
+    async def GetClusterUse(self, request: Any, context: Context) -> train_service_pb2.ClusterUse:
+        return use_to_proto(*await asyncio.to_thread(self._jobs.cluster_use))
 
     async def CancelTrainingJob(self, request: Any, context: Context) -> resources_pb2.TrainingJob:
         return job_to_proto(await asyncio.to_thread(self._jobs.cancel, request.name, request.etag))

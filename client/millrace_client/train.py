@@ -89,6 +89,10 @@ class TrainClient:
         request = pb.DeleteTrainingJobRequest(name=name, etag=etag)
         return self._caller.unary(self._stub.DeleteTrainingJob, request, resources_pb2.TrainingJob)
 
+    def get_cluster_use(self) -> pb.ClusterUse:
+        """Who holds which CPUs and GPUs of the Ray cluster, over all services."""
+        return self._caller.unary(self._stub.GetClusterUse, pb.GetClusterUseRequest(), pb.ClusterUse)
+
     def get_coverage(self, name: str, epoch: int, *, checkpoint: str = "") -> pb.Coverage:
         """How often each row was consumed in `epoch` (from 0), up to `checkpoint` or the newest."""
         request = pb.GetCoverageRequest(name=name, epoch=epoch, checkpoint=checkpoint)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf import json_format
+from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from millrace.train.v1 import resources_pb2, train_service_pb2
@@ -18,6 +19,8 @@ from train_service.domain.devices import attempt_device
 from train_service.domain.spec import TrainingSpec
 from train_service.jobs.training_jobs import JobView
 from train_service.records.events import Event, EventKind
+
+M = TypeVar("M", bound=Message)
 
 
 def job_to_proto(view: JobView) -> resources_pb2.TrainingJob:
@@ -32,7 +35,7 @@ def job_to_proto(view: JobView) -> resources_pb2.TrainingJob:
         attempt=record.attempt,
         create_time=timestamp(record.create_time),
         update_time=timestamp(record.update_time),
-        progress=resources_pb2.Progress(**view.progress) if view.progress else None,
+        progress=_known(resources_pb2.Progress, view.progress) if view.progress else None,
         latest_checkpoint=newest.name if newest else "",
         best_checkpoint=chosen.name if chosen else "",
         etag=etag(record),
@@ -68,20 +71,25 @@ def event_to_proto(event: Event) -> train_service_pb2.TrainingEvent:
     )
     match event.kind:
         case EventKind.ATTEMPT_STARTED:
-            message.attempt_started.CopyFrom(train_service_pb2.AttemptStarted(**event.payload))
+            message.attempt_started.CopyFrom(_known(train_service_pb2.AttemptStarted, event.payload))
         case EventKind.PROGRESS:
-            message.progress.CopyFrom(resources_pb2.Progress(**event.payload))
+            message.progress.CopyFrom(_known(resources_pb2.Progress, event.payload))
         case EventKind.VALIDATED:
-            message.validated.CopyFrom(train_service_pb2.Validated(**event.payload))
+            message.validated.CopyFrom(_known(train_service_pb2.Validated, event.payload))
         case EventKind.CHECKPOINT_COMMITTED:
             message.checkpoint_committed.CopyFrom(checkpoint_to_proto(CheckpointEntry.from_state(event.payload)))
         case EventKind.WARNING:
             message.warning = event.payload["text"]
         case EventKind.ATTEMPT_ENDED:
-            message.attempt_ended.CopyFrom(train_service_pb2.AttemptEnded(**event.payload))
+            message.attempt_ended.CopyFrom(_known(train_service_pb2.AttemptEnded, event.payload))
         case EventKind.DEVICE_CHANGED:
-            message.device_changed.CopyFrom(train_service_pb2.DeviceChanged(**event.payload))
+            message.device_changed.CopyFrom(_known(train_service_pb2.DeviceChanged, event.payload))
     return message
+
+
+def _known(kind: type[M], payload: Mapping[str, Any]) -> M:
+    """The message without what a later release added to it."""
+    return kind(**{name: value for name, value in payload.items() if name in kind.DESCRIPTOR.fields_by_name})
 
 
 def set_values(messages: Any, values: Mapping[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""The clusters that the reconciler has seen lately, for the service's process, which has no connection to Ray.
+"""The clusters that the reconciler has seen lately, and who holds what of the present one, for the service's process,
+which has no connection to Ray.
 
 `clusters/train.json` holds each different set of nodes with the time when it was last seen. A node that is gone for a
 while is part of an earlier set: a job that fits then is let in, and waits.
@@ -12,18 +13,23 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from shared.cluster_max import VARIABLE
 from shared.errors import FailedPrecondition
 from shared.storage import ObjectMissing, ObjectStore
 from train_service.domain.bundles import beyond, first_bundle, lasts, never_fits
+from train_service.domain.cluster_use import ClusterUse
 from train_service.domain.sizing import Resources, told
 from train_service.domain.spec import TrainingSpec
 
 logger = logging.getLogger(__name__)
 
 KEY = "clusters/train.json"
+USE_KEY = "clusters/use.json"
+# Who holds what is written again after so long though nothing changed: so it is known that somebody still looks.
+USE_REFRESHED_S = 60.0
 GIB = 2.0**30
 REMEMBERED_S = 24 * 3600.0
 # A set of nodes that stays is written again only so often.
@@ -39,6 +45,7 @@ class ClusterMemory:
         self._store = store
         self._clock = clock
         self._last: tuple[list[dict[str, float]], float] = ([], 0.0)
+        self._last_use: tuple[ClusterUse | None, float] = (None, 0.0)
 
     def note(self, nodes: Sequence[Resources]) -> None:
         """The totals of all nodes that there are now. Cheap while nothing changes."""
@@ -51,6 +58,23 @@ class ClusterMemory:
         kept = [*_largest(lasting), {"nodes": seen, "seen": now}][-MOST_REMEMBERED:]
         self._store.put(KEY, json.dumps({"clusters": kept}).encode())
         self._last = (seen, now)
+
+    def note_use(self, use: ClusterUse) -> None:
+        """Who holds what now. Cheap while nothing changes."""
+        now = self._clock()
+        last, at = self._last_use
+        if use == last and now - at < USE_REFRESHED_S:
+            return
+        self._store.put(USE_KEY, json.dumps({"time": now, **asdict(use)}).encode())
+        self._last_use = (use, now)
+
+    def use(self) -> tuple[ClusterUse, float]:
+        """Who held what, and when that was seen, in seconds since the epoch; 0 where it never was."""
+        try:
+            state = json.loads(self._store.get(USE_KEY))
+            return ClusterUse.from_state(state), float(state["time"])
+        except ObjectMissing:
+            return ClusterUse(), 0.0
 
     def clusters(self) -> list[list[Resources]]:
         """The sets of nodes of the last day, the newest last."""

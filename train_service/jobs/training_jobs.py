@@ -26,6 +26,7 @@ from shared.requests import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 from train_service.attempt.endings import tell_lost
 from train_service.checkpoints.fine_tuning import FIELD, check_fits, check_name, check_scaling
+from train_service.domain.cluster_use import ClusterUse, kind_of
 from train_service.domain.devices import RUN_DEVICE, with_devices
 from train_service.domain.slices import FEWEST_LANES, default_lanes
 from train_service.domain.spec import TrainingSpec
@@ -148,6 +149,18 @@ class TrainingJobs:
         ids, token = paging.page(self._store.folders(COLLECTION), page_size, page_token)
         found = [self._jobs.find(f"{COLLECTION}/{one}") for one in ids]
         return [self._view(job) for job in found if job], token
+
+    def cluster_use(self) -> tuple[ClusterUse, dict[str, str], float]:
+        """Who holds what of the Ray cluster, the jobs' names by those of their attempts' actors, and when it was seen.
+        Reads the jobs that are live of the kinds that hold something."""
+        use, seen_at = self._clusters.use()
+        names: dict[str, str] = {}
+        for kind in {kind_of(one.attempt) for one in use.holders if one.attempt}:
+            jobs = Jobs(self._store, kind)
+            for live in jobs.live():
+                if (job := jobs.find(live.folder)) is not None and job.actor:
+                    names[job.actor] = job.name
+        return use, names, seen_at
 
     def cancel(self, name: str, etag: str) -> JobView:
         names.parse("name", name, PATTERN)

@@ -64,7 +64,9 @@ class EventPrinter:
             over = self._ended.wait(LOOK_EVERY_S)
             try:
                 for event in self._log.after(self._seen):
-                    print(line_of(event), flush=True)
                     self._seen = event.sequence
+                    print(line_of(event), flush=True)
             except STORE_OUTAGES as error:
                 logger.warning("events are not printed for a moment: %s", error.message)
+            except Exception:
+                logger.exception("an event cannot be printed; the others go on")

@@ -78,4 +78,9 @@ class EventLog:
 
 def _event(record: Record) -> Event:
     state = record.state
-    return Event(record.number, state["time"], record.attempt, EventKind(state["kind"]), state["payload"])
+    try:
+        kind, payload = EventKind(state["kind"]), state["payload"]
+    except ValueError:
+        # Its number is taken, and who follows the events waits for it.
+        kind, payload = EventKind.WARNING, {"text": f"an event that only a later release knows: {state['kind']}"}
+    return Event(record.number, state["time"], record.attempt, kind, payload)

@@ -13,6 +13,7 @@ from shared.jobs import JobRecord, Jobs
 from shared.requests import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 from train_service.domain import search_space, sweep
+from train_service.domain.spec import TrainingSpec
 from train_service.domain.sweep import MAX_SWEEP_ID, SweepSpec
 from train_service.jobs.inputs import using_inputs
 from train_service.jobs.training_jobs import COLLECTION as TRAINING_JOBS
@@ -113,7 +114,7 @@ class Sweeps:
     def _checked(self, spec: SweepSpec, give_up_at: float) -> SweepSpec:
         """With the defaults that depend on the version."""
         sweep.check(spec)
-        checked = []
+        checked: list[TrainingSpec] = []
         for parameters in itertools.islice(search_space.probes(spec.parameters, spec.seed), MAX_CHECKED_WITH_MODEL):
             if time.monotonic() > give_up_at:
                 raise DeadlineExceeded(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import click
 
+from millrace.train.v1.train_service_pb2 import ClusterUse
 from millrace_client.addresses import SERVICES, millrace_home
 from millrace_client.cli.exits import UNAVAILABLE, PlainCommand
 from millrace_client.cli.options import address_options, connected, json_option
-from millrace_client.cli.output import console, new_table, print_json, state_text
+from millrace_client.cli.output import console, duration_text, new_table, print_json, state_text, verbatim
+from millrace_client.connection import Millrace
+from millrace_client.errors import MillraceError
 from millrace_client.stack import launch
 from millrace_client.stack.plan import StackOptions, make_plan
 from millrace_client.stack.ports import answers
@@ -20,6 +24,8 @@ from millrace_client.stack.record import Record
 from millrace_client.stack.supervisor import Supervisor, hold_home, say_with_time
 
 PARTS = ("ray", *SERVICES)
+# The service's reconciler writes who holds what at least each minute.
+STALE_AFTER_S = 90.0
 
 
 @click.command(cls=PlainCommand)
@@ -72,11 +78,13 @@ def down(as_json: bool) -> None:
 @json_option
 @click.pass_context
 def status(ctx: click.Context, /, as_json: bool, **values: Any) -> None:
-    """Show whether each part answers. Exit code 5 where one does not."""
+    """Show whether each part answers, and who holds which CPUs and GPUs. Exit code 5 where a part does not answer."""
     record = launch.running_record(millrace_home())
     with connected(values) as millrace:
         health = {service: millrace.health.check(service) for service in SERVICES}
         addresses = millrace.addresses
+        use = _cluster_use(millrace) if health["train"] == "SERVING" else None
+        names = _deployment_names(millrace, health["inference"]) if use else {}
     rows = [(service, health[service], addresses.of(service), addresses.origins[service]) for service in SERVICES]
     if record is not None:
         ray = "SERVING" if answers(record.ray_address) else "UNREACHABLE"
@@ -88,16 +96,66 @@ def status(ctx: click.Context, /, as_json: bool, **values: Any) -> None:
             for part, state, address, origin in rows
         ]
         stack = _as_document(millrace_home(), record) if record else None
-        print_json({"healthy": healthy, "parts": parts, "stack": stack})
+        document = {"healthy": healthy, "parts": parts, "stack": stack}
+        if use is not None:
+            document["cluster"] = _use_document(use, names)
+        print_json(document)
     else:
         table = new_table("part", "health", "address", "pid", "named by", numbers=("pid",))
         for part, state, address, origin in rows:
             pid = str(record.parts[part].pid) if record and origin == "stack" and part in record.parts else ""
             table.add_row(part, state_text(state), address, pid, origin)
         console().print(table)
+        if use is not None:
+            _print_use(use, names)
         if record is not None:
             console().print(f"Ray's dashboard: {record.dashboard}\nStore: {record.store}")
     ctx.exit(0 if healthy else UNAVAILABLE)
+
+
+def _cluster_use(millrace: Millrace) -> ClusterUse | None:
+    """None where nobody has looked yet, or an earlier release answers, which does not know."""
+    try:
+        use = millrace.train.get_cluster_use()
+    except MillraceError:
+        return None
+    return use if use.HasField("time") else None
+
+
+def _deployment_names(millrace: Millrace, health: str) -> dict[str, str]:
+    """By their uids."""
+    if health != "SERVING":
+        return {}
+    try:
+        return {one.uid: one.name for one in millrace.deployments.list_deployments()}
+    except MillraceError:
+        return {}
+
+
+def _holder(one: ClusterUse.Holder, names: dict[str, str]) -> str:
+    of_deployment = one.deployment_uid and names.get(one.deployment_uid, f"a deployment, {one.deployment_uid}")
+    return one.job or of_deployment or one.description
+
+
+def _use_document(use: ClusterUse, names: dict[str, str]) -> dict[str, Any]:
+    return {
+        "as_of": use.time.ToJsonString(),
+        "nodes": use.nodes,
+        "total": {"cpus": use.cpus, "gpus": use.gpus},
+        "free": {"cpus": use.free_cpus, "gpus": use.free_gpus},
+        "holders": [{"holder": _holder(one, names), "cpus": one.cpus, "gpus": one.gpus} for one in use.holders],
+    }
+
+
+def _print_use(use: ClusterUse, names: dict[str, str]) -> None:
+    table = new_table("of the Ray cluster", "CPUs", "GPUs", numbers=("CPUs", "GPUs"))
+    for one in use.holders:
+        table.add_row(verbatim(_holder(one, names)), f"{one.cpus:g}", f"{one.gpus:g}")
+    table.add_row("free", f"{use.free_cpus:g} of {use.cpus:g}", f"{use.free_gpus:g} of {use.gpus:g}")
+    console().print(table)
+    age_s = time.time() - use.time.ToNanoseconds() / 1e9
+    if age_s > STALE_AFTER_S:
+        console().print(f"[yellow]as of {duration_text(age_s)} ago: nobody has looked since[/]")
 
 
 def start_with_progress(

@@ -10,7 +10,7 @@ import click
 from millrace.train.v1 import resources_pb2
 from millrace_client.cli.exits import CommandFailed, PlainCommand
 from millrace_client.cli.options import address_options, connected, full_name, json_option
-from millrace_client.cli.output import console, new_table, print_json, state_text
+from millrace_client.cli.output import console, new_table, print_json, state_text, verbatim
 from millrace_client.cli.step_options import OrderedCommand
 from millrace_client.cli.train_records import coverage, export, logs, metrics, report
 from millrace_client.cli.train_specs import read_message, refuse_beside_file, spec_of, spec_options
@@ -89,7 +89,7 @@ def watch(job: str, after_sequence: int, as_json: bool, **values: Any) -> None:
 @address_options
 @json_option
 def list_(as_json: bool, **values: Any) -> None:
-    """List training jobs."""
+    """List training jobs, and what those that cannot begin wait for."""
     with connected(values) as millrace:
         jobs = list(millrace.train.list_training_jobs())
     if as_json:
@@ -111,6 +111,9 @@ def list_(as_json: bool, **values: Any) -> None:
                 job.best_checkpoint.rpartition("/")[2],
             )
         console().print(table)
+        for job in jobs:
+            if job.waiting_for:
+                console().print(f"{job.name} [yellow]waits for[/] ", verbatim(job.waiting_for), sep="", soft_wrap=True)
 
 
 def _watch(millrace: Millrace, job: Job, after_sequence: int, as_json: bool) -> None:

@@ -88,6 +88,9 @@ OPTIONS = (
     click.option("--threads", default=1, show_default=True, help="CPU threads of each worker."),
     click.option("--seed", default=0, show_default=True),
     click.option("--allow-non-finite", is_flag=True, help="Train on inputs and labels that are NaN or infinite, too."),
+    click.option(
+        "--allow-cpu-fallback", is_flag=True, help="Go on on CPUs while the cluster has lost the GPUs; else it waits."
+    ),
 )
 
 
@@ -171,7 +174,10 @@ def _early_stopping(values: dict[str, Any]) -> resources_pb2.EarlyStopping | Non
 
 def _placement(values: dict[str, Any]) -> resources_pb2.Placement:
     return resources_pb2.Placement(
-        parallel=values["parallel"].upper(), cpus_per_worker=values["cpus"], gpus_per_worker=values["gpus"]
+        parallel=values["parallel"].upper(),
+        cpus_per_worker=values["cpus"],
+        gpus_per_worker=values["gpus"],
+        allow_cpu_fallback=values["allow_cpu_fallback"],
     )
 
 

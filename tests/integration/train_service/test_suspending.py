@@ -8,12 +8,18 @@ import pytest
 from millrace.train.v1 import train_service_pb2 as pb
 from tests.support.ray_head import RayHead
 from tests.support.refusals import refused
-from tests.support.training import State, TrainStack, commit_digits, digits_spec
+from tests.support.training import State, TrainClient, TrainStack, commit_digits, digits_spec
 from tests.support.waiting import wait_until
 
 WORKER = "ray::RayTrainWorker"
 
 pytestmark = pytest.mark.timeout(900)
+
+
+def held_by(client: TrainClient, job: str) -> float:
+    """How many CPUs of the cluster."""
+    use = client.rpc.GetClusterUse(pb.GetClusterUseRequest(), timeout=30)
+    return float(sum(one.cpus for one in use.holders if one.job == job))
 
 
 @pytest.mark.long
@@ -24,10 +30,12 @@ def test_a_suspended_run_frees_its_workers_and_goes_on_at_the_very_next_step(
     job = client.create(digits_spec(epochs=30))
     watch = client.watch(job.name, within_s=800)
     watch.until("progress")
+    wait_until(lambda: held_by(client, job.name) == 2.0, "its workers' CPUs to be told", within_s=60)
 
     client.suspend(job.name)
     suspended = watch.until_state(State.STATE_SUSPENDED)
     wait_until(lambda: not train_ray.processes(WORKER), "the workers to end", within_s=60)
+    wait_until(lambda: held_by(client, job.name) == 0.0, "its CPUs to be free", within_s=60)
     kept = client.checkpoints(job.name)
     again = client.suspend(job.name)
     with_old_etag = refused(lambda: client.resume(job.name, etag=job.etag))

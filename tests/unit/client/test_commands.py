@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import click
 import grpc
 import pytest
 from click.testing import CliRunner, Result
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from millrace.train.v1 import train_service_pb2 as pb
 from millrace.train.v1 import train_service_pb2_grpc
 from millrace_client.cli import COMMANDS, millrace, options
 from millrace_client.stack import launch
@@ -148,6 +151,77 @@ def test_status_and_down_without_a_stack(home: Path) -> None:
     assert {part["health"] for part in document["parts"]} == {"UNREACHABLE"}
     assert json.loads(run("down", "--json").stdout) == {"stopped": False}
     assert str(home) in run("down").stdout.replace("\n", "")
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_job_may_be_allowed_to_go_on_on_cpus(allowed: bool) -> None:
+    asked: list[Any] = []
+
+    class Creating(train_service_pb2_grpc.TrainServiceServicer):
+        def CreateTrainingJob(self, request: Any, _context: grpc.ServicerContext) -> Job:  # noqa: N802
+            asked.append(request.spec)
+            return Job(name="trainingJobs/j")
+
+    with serving(
+        lambda server: train_service_pb2_grpc.add_TrainServiceServicer_to_server(Creating(), server)
+    ) as address:
+        options = ["--allow-cpu-fallback"] if allowed else []
+        run("train", "create", "j", "--dataset-version", "datasets/d/versions/v", "--train-address", address, *options)
+
+    assert [spec.placement.allow_cpu_fallback for spec in asked] == [allowed]
+    assert [spec.HasField("placement") for spec in asked] == [allowed]
+
+
+class Holding(train_service_pb2_grpc.TrainServiceServicer):
+    """A cluster of four CPUs, of which a job and a deployment hold three, and a job that waits for two."""
+
+    def GetClusterUse(self, _request: Any, _context: grpc.ServicerContext) -> pb.ClusterUse:  # noqa: N802
+        use = pb.ClusterUse(nodes=1, cpus=4.0, free_cpus=1.0)
+        use.time.GetCurrentTime()
+        use.holders.add(job="trainingJobs/a", cpus=1.0)
+        use.holders.add(deployment_uid="u1", cpus=2.0)
+        return use
+
+    def ListTrainingJobs(self, _request: Any, _context: grpc.ServicerContext) -> pb.ListTrainingJobsResponse:  # noqa: N802
+        waiting = Job(name="trainingJobs/b", state=Job.STATE_PENDING, waiting_for="2 workers of 1 CPU: [none] free")
+        return pb.ListTrainingJobsResponse(training_jobs=[Job(name="trainingJobs/a"), waiting])
+
+
+@pytest.fixture
+def holding(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def register(server: grpc.Server) -> None:
+        train_service_pb2_grpc.add_TrainServiceServicer_to_server(Holding(), server)
+        answers = health.HealthServicer()
+        for service in ("", "train", "millrace.train.v1.TrainService"):
+            answers.set(service, health_pb2.HealthCheckResponse.SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(answers, server)
+
+    with serving(register) as address:
+        monkeypatch.setenv("MILLRACE_TRAIN_ADDRESS", address)
+        yield
+
+
+@pytest.mark.usefixtures("holding")
+def test_status_says_who_holds_which_cpus_and_what_is_free() -> None:
+    shown = run("status").stdout
+
+    assert re.search(r"trainingJobs/a +1 +0", shown)
+    assert re.search(r"a deployment, u1 +2 +0", shown), "the service that knows its name does not answer"
+    assert re.search(r"free +1 of 4 +0 of 0", shown)
+    cluster = json.loads(run("status", "--json").stdout)["cluster"]
+    assert cluster["free"] == {"cpus": 1.0, "gpus": 0.0}
+    assert [(one["holder"], one["cpus"]) for one in cluster["holders"]] == [
+        ("trainingJobs/a", 1.0),
+        ("a deployment, u1", 2.0),
+    ]
+
+
+@pytest.mark.usefixtures("holding")
+def test_a_list_of_jobs_says_what_those_that_cannot_begin_wait_for() -> None:
+    shown = run("train", "list").stdout
+
+    assert "trainingJobs/b waits for 2 workers of 1 CPU: [none] free" in shown
+    assert "trainingJobs/a waits" not in shown
 
 
 def test_up_says_when_it_is_running_already(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from data_service.domain.import_spec import (
     Source,
     check,
 )
-from millrace.data.v1.data_service_pb2 import ImportSource, ImportVersionRequest, ParquetSource
 from millrace.data.v1 import data_service_pb2
+from millrace.data.v1.data_service_pb2 import ImportSource, ImportVersionRequest, ParquetSource
 from shared.errors import InvalidArgument
 from tests.support.cpu_time import cpu_at_most
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from millrace.train.v1 import train_service_pb2 as pb
 from shared.checkpoint import CheckpointEntry
 from shared.errors import InvalidArgument, Unavailable
 from shared.jobs import JobRecord, JobState
+from shared.storage import ObjectStore
 from train_service.converters.jobs import (
     checkpoint_to_proto,
     event_to_proto,
@@ -24,7 +27,7 @@ from train_service.converters.specs import spec_from_proto, spec_to_proto
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.spec_rules import check
 from train_service.jobs.training_jobs import JobView
-from train_service.records.events import Event, EventKind
+from train_service.records.events import Event, EventKind, EventLog
 
 
 def whole_spec() -> res.TrainingSpec:
@@ -282,6 +285,30 @@ def test_every_kind_of_event_has_its_field_in_the_contract(kind: EventKind) -> N
     assert told.WhichOneof("event") == kind
     assert (told.sequence, told.attempt, told.time.seconds) == (4, 2, 1)
     assert {field.name for field in pb.TrainingEvent.DESCRIPTOR.oneofs_by_name["event"].fields} == set(EventKind)
+
+
+@pytest.mark.parametrize("kind", list(EventKind))
+def test_what_a_later_release_added_to_an_event_is_read_over(kind: EventKind) -> None:
+    event = Event(sequence=4, time=1.0, attempt=2, kind=kind, payload=PAYLOADS[kind])
+
+    later = replace(event, payload={**PAYLOADS[kind], "colour": "red"})
+
+    assert event_to_proto(later) == event_to_proto(event)
+
+
+def test_an_event_of_a_kind_that_only_a_later_release_knows_keeps_its_place(store: ObjectStore) -> None:
+    log = EventLog(store, "trainingJobs/a")
+    for text in ("one", "two", "three"):
+        log.append(1, EventKind.WARNING, {"text": text})
+    key = sorted(info.key for info in store.list("trainingJobs/a/events/log"))[1]
+    record = json.loads(store.get(key))
+    record["state"]["kind"] = "colour_changed"
+    store.put(key, json.dumps(record).encode())
+
+    told = [event_to_proto(event) for event in EventLog(store, "trainingJobs/a").after(0)]
+
+    assert [one.sequence for one in told] == [1, 2, 3]
+    assert "only a later release knows: colour_changed" in told[1].warning
 
 
 def test_a_custom_step_is_refused_unless_the_operator_allows_its_function() -> None:

@@ -308,6 +308,41 @@ class ListCheckpointsResponse(_message.Message):
     next_page_token: str
     def __init__(self, checkpoints: _Optional[_Iterable[_Union[_resources_pb2.Checkpoint, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
+class GetClusterUseRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ClusterUse(_message.Message):
+    __slots__ = ("time", "nodes", "cpus", "gpus", "free_cpus", "free_gpus", "holders")
+    class Holder(_message.Message):
+        __slots__ = ("job", "deployment_uid", "description", "cpus", "gpus")
+        JOB_FIELD_NUMBER: _ClassVar[int]
+        DEPLOYMENT_UID_FIELD_NUMBER: _ClassVar[int]
+        DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+        CPUS_FIELD_NUMBER: _ClassVar[int]
+        GPUS_FIELD_NUMBER: _ClassVar[int]
+        job: str
+        deployment_uid: str
+        description: str
+        cpus: float
+        gpus: float
+        def __init__(self, job: _Optional[str] = ..., deployment_uid: _Optional[str] = ..., description: _Optional[str] = ..., cpus: _Optional[float] = ..., gpus: _Optional[float] = ...) -> None: ...
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    CPUS_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
+    FREE_CPUS_FIELD_NUMBER: _ClassVar[int]
+    FREE_GPUS_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    time: _timestamp_pb2.Timestamp
+    nodes: int
+    cpus: float
+    gpus: float
+    free_cpus: float
+    free_gpus: float
+    holders: _containers.RepeatedCompositeFieldContainer[ClusterUse.Holder]
+    def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., nodes: _Optional[int] = ..., cpus: _Optional[float] = ..., gpus: _Optional[float] = ..., free_cpus: _Optional[float] = ..., free_gpus: _Optional[float] = ..., holders: _Optional[_Iterable[_Union[ClusterUse.Holder, _Mapping]]] = ...) -> None: ...
+
 class CreateSweepRequest(_message.Message):
     __slots__ = ("sweep_id", "spec", "request_id", "validate_only")
     SWEEP_ID_FIELD_NUMBER: _ClassVar[int]

@@ -100,6 +100,11 @@ class TrainServiceStub:
                 request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.StreamLogsRequest.SerializeToString,
                 response_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.StreamLogsResponse.FromString,
                 _registered_method=True)
+        self.GetClusterUse = channel.unary_unary(
+                '/millrace.train.v1.TrainService/GetClusterUse',
+                request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.GetClusterUseRequest.SerializeToString,
+                response_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ClusterUse.FromString,
+                _registered_method=True)
         self.CreateSweep = channel.unary_unary(
                 '/millrace.train.v1.TrainService/CreateSweep',
                 request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.CreateSweepRequest.SerializeToString,
@@ -243,6 +248,14 @@ class TrainServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetClusterUse(self, request, context):
+        """Who holds which CPUs and GPUs of the Ray cluster, over all services, and what is free: as the service's reconciler,
+        which looks every five seconds, saw it last. It costs the service what it takes to read the jobs that are live.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CreateSweep(self, request, context):
         """The sweep is durable when the call returns. What its trials will be asked for is checked now: of each parameter the
         listed values, or the ends of its range; of more than a hundred such values all are checked by the rules for plain
@@ -352,6 +365,11 @@ def add_TrainServiceServicer_to_server(servicer, server):
                     servicer.StreamLogs,
                     request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.StreamLogsRequest.FromString,
                     response_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.StreamLogsResponse.SerializeToString,
+            ),
+            'GetClusterUse': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetClusterUse,
+                    request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.GetClusterUseRequest.FromString,
+                    response_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ClusterUse.SerializeToString,
             ),
             'CreateSweep': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateSweep,
@@ -707,6 +725,33 @@ class TrainService:
             '/millrace.train.v1.TrainService/StreamLogs',
             millrace_dot_train_dot_v1_dot_train__service__pb2.StreamLogsRequest.SerializeToString,
             millrace_dot_train_dot_v1_dot_train__service__pb2.StreamLogsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetClusterUse(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.train.v1.TrainService/GetClusterUse',
+            millrace_dot_train_dot_v1_dot_train__service__pb2.GetClusterUseRequest.SerializeToString,
+            millrace_dot_train_dot_v1_dot_train__service__pb2.ClusterUse.FromString,
             options,
             channel_credentials,
             insecure,
