@@ -128,3 +128,26 @@ def test_another_job_goes_on_from_its_best_checkpoint(trained: Trained) -> None:
     assert client.get(job.name).state == State.STATE_SUCCEEDED
     (after,) = watch.of("validated")
     assert after.loss == pytest.approx(best, rel=0.05)
+
+
+@pytest.mark.timeout(600)
+def test_a_scaled_target_whose_rows_ray_data_prepares_is_measured_in_its_own_unit(file_stack: TrainStack) -> None:
+    def far(rows: int, seed: int) -> pa.Table:
+        table = plane(rows, seed)
+        scaled = pa.array(table["y"].to_numpy() * 40 + 5000)
+        return table.set_column(2, "y", scaled)
+
+    version = "datasets/far/versions/v1"
+    commit_tables(file_stack.store, {"train": far(ROWS, 1), "validation": far(VALIDATION_ROWS, 2)}, version)
+    spec = spec_of(
+        dataset_version=version, epochs=6, target_scaling="TARGET_SCALING_STANDARD", ingest="INGEST_RAY_DATA"
+    )
+
+    job = file_stack.client.create(spec)
+    watch = file_stack.client.watch(job.name)
+    watch.rest()
+
+    assert file_stack.client.get(job.name).state == State.STATE_SUCCEEDED
+    # The noise alone is 40 / 10 in the target's unit. Unscaled, six epochs do not reach the mean of 5,000.
+    assert 2 < watch.of("validated")[-1].metrics["mae"] < 20
+    assert watch.of("validated")[-1].loss < 0.1
