@@ -30,6 +30,7 @@ from shared.unexpected import hidden
 
 logger = logging.getLogger(__name__)
 
+REMEDY = "; send finite numbers, or have the deployment allow_non_finite"
 _STEP = re.compile(r"steps\[(\d+)\]")
 
 
@@ -94,7 +95,11 @@ class Preprocessing:
         if bad:
             prepared = prepared.copy()  # a request's own lies in memory that is not to be written to
             prepared[list(bad)] = 0
-        return prepared, {**refused, **{row: _of_tensors(one.columns, one.problem) for row, one in bad.items()}}, failed
+        return (
+            prepared,
+            {**refused, **{row: _of_tensors(one.columns, one.problem + REMEDY) for row, one in bad.items()}},
+            failed,
+        )
 
     def _made(self, rows: Rows, moved: Callable[[], None]) -> tuple[Array, dict[int, str], dict[int, MillraceError]]:
         if rows.form == PREPARED:

@@ -84,7 +84,8 @@ class NanReading:
         names = [name for name, _ in columns]
         value = columns[0][1]
         if np.isnan(value) and names[0] in self.unclear:
-            return BadRow(names, "nan may mean null, and the checkpoint does not say whether its training had NaN here")
+            why = "nan may mean null, and the checkpoint does not say whether its training had NaN here"
+            return BadRow(names, f"{why}; make it null where that is meant")
         return BadRow(names, f"{value} is not finite, and no step fills it")
 
 

@@ -11,6 +11,7 @@ import torch
 
 from shared.dataset_version import load_version
 from shared.dataset_version.ingested_statistics import ingested_nan_counts
+from shared.errors import DataLoss
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.target_scaling import STANDARD
@@ -227,12 +228,6 @@ class Run:
         )
 
     def _checkpointing(self, reporter: Reporter | None) -> Checkpointing:
-        nan_counts = None
-        if self._ranks.rank == 0:  # which writes the checkpoints
-            nan_counts = patient(
-                lambda: ingested_nan_counts(self._store, self._version, self._spec.train_split),
-                "the statistics of the training rows",
-            )
         lineage = Lineage(
             job_name=self._config.job_name,
             attempt=self._config.attempt,
@@ -241,9 +236,20 @@ class Run:
             preprocessing=self._preprocessing,
             steps_per_epoch=self._loader.steps_per_epoch,
             total_steps=self._loader.total_steps,
-            nan_counts=nan_counts,
+            nan_counts=self._nan_counts() if self._ranks.rank == 0 else None,  # which writes the checkpoints
         )
         return Checkpointing(self._store, lineage, self._ranks, self._learner, reporter, self._pulse.tick)
+
+    def _nan_counts(self) -> dict[str, int] | None:
+        """Of the training split as it was ingested; None where that cannot be read, which is no reason not to train."""
+        try:
+            return patient(
+                lambda: ingested_nan_counts(self._store, self._version, self._spec.train_split),
+                "the statistics of the training rows",
+            )
+        except DataLoss as error:
+            logger.warning("the checkpoints will not say where the training rows had NaN: %s", error.message)
+            return None
 
     def _build_loader(self) -> Loader:
         spec, ranks = self._spec, self._ranks

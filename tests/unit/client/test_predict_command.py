@@ -18,10 +18,12 @@ import pytest
 from click.testing import CliRunner, Result
 from PIL import Image
 
+from inference import grpc_service_pb2 as oip
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.signature import Signature, TensorSpec
 from millrace.data.v1 import data_service_pb2_grpc
 from millrace_client.cli import millrace
+from millrace_client.cli.predictions import outputs_wanted
 from tests.support.deployment_server import weighed
 from tests.support.fake_servicers import OneVersion
 from tests.support.grpc_answers import serving
@@ -132,6 +134,19 @@ def test_a_table_shows_the_rows_first_columns_and_the_class_s_name(csv: Path) ->
     assert second == [str(csv), "2", "a2", "1", "Chinstrap", "87.5%"]
     assert third[-2:] == ["[Gentoo]", "87.5%"]
     assert "training run" in result.stdout
+
+
+def test_a_server_that_offers_no_names_of_labels_is_asked_for_the_classification_that_has_them() -> None:
+    outputs = [oip.ModelMetadataResponse.TensorMetadata(name=name) for name in ("logits", "probabilities", "label")]
+    older = oip.ModelMetadataResponse(outputs=outputs)
+    assert outputs_wanted(older, ["classification"]) == {"logits": 1, "probabilities": 0, "label": 0}
+    assert outputs_wanted(older, []) == {}
+    label = oip.ModelMetadataResponse.TensorMetadata(name="label_name")
+    assert outputs_wanted(oip.ModelMetadataResponse(outputs=[*outputs, label]), []) == {
+        "label": 0,
+        "label_name": 0,
+        "probabilities": 0,
+    }
 
 
 def test_rows_of_a_parquet_file_reach_the_model_in_its_types_with_their_nulls(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import save
 
 from inference_service.domain.rows import PREPARED, RAW, Rows
-from inference_service.replica.preprocessing import Preprocessing
+from inference_service.replica.preprocessing import REMEDY, Preprocessing
 from inference_service.replica.served_model import ServedModel
 from shared.checkpoint import CheckpointContent, missing_values
 from shared.dataset_version.columns import tensor_field
@@ -120,9 +120,9 @@ def test_what_no_step_fills_is_refused_with_every_row_and_the_others_are_answere
     alone = served.forward(given.slice(4, 5))
 
     assert dict(outputs.refused) == {
-        1: "tensor 'age': inf is not finite, and no step fills it",
-        2: "tensor 'fare': nan is not finite, and no step fills it",
-        3: "tensor 'fare': -inf is not finite, and no step fills it",
+        1: f"tensor 'age': inf is not finite, and no step fills it{REMEDY}",
+        2: f"tensor 'fare': nan is not finite, and no step fills it{REMEDY}",
+        3: f"tensor 'fare': -inf is not finite, and no step fills it{REMEDY}",
     }
     assert not outputs.non_finite
     np.testing.assert_allclose(outputs.arrays[0][4:], alone.arrays[0], atol=1e-6)
@@ -130,7 +130,7 @@ def test_what_no_step_fills_is_refused_with_every_row_and_the_others_are_answere
 
 def test_a_number_too_large_for_the_models_input_is_refused_too() -> None:
     _, refused, _ = Preprocessing(people()).prepare(rows([1e300, 2.0]))
-    assert refused == {0: "tensor 'age', 'fare', 'half': the steps make a NaN or an infinity of this row"}
+    assert refused == {0: f"tensor 'age', 'fare', 'half': the steps make a NaN or an infinity of this row{REMEDY}"}
 
 
 def test_the_prepared_input_is_looked_through_as_well_and_never_written_to() -> None:
@@ -140,8 +140,8 @@ def test_the_prepared_input_is_looked_through_as_well_and_never_written_to() -> 
     prepared, refused, _ = Preprocessing(people()).prepare(Rows(PREPARED, {"x": sent}))
 
     assert refused == {
-        1: "tensor 'x': nan is not finite, and no step fills it",
-        2: "tensor 'x': inf is not finite, and no step fills it",
+        1: f"tensor 'x': nan is not finite, and no step fills it{REMEDY}",
+        2: f"tensor 'x': inf is not finite, and no step fills it{REMEDY}",
     }
     assert prepared.tolist() == [[1, 2, 3], [0, 0, 0], [0, 0, 0]]
 
@@ -184,7 +184,7 @@ def test_pixels_are_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not looked
     _, refused, _ = floats.prepare(Rows(RAW, {"image": np.array([[[1, 2, 3, 4]], [[1, NAN, 3, 4]]], np.float32)}))
     assert looked == [2]
-    assert refused == {1: "tensor 'image': nan is not finite, and no step fills it"}
+    assert refused == {1: f"tensor 'image': nan is not finite, and no step fills it{REMEDY}"}
 
 
 def served_model(said: CheckpointContent, *, allow_non_finite: bool = False) -> ServedModel:

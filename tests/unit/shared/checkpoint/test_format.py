@@ -40,6 +40,16 @@ def test_one_that_was_written_before_classes_had_names_has_none() -> None:
     assert CheckpointContent.from_manifest(manifest).class_names == ()
 
 
+def test_one_that_was_written_before_they_kept_statistics_says_nothing_of_nan() -> None:
+    counted = content(nan_counts={"image": 0})
+    manifest = counted.as_manifest()
+    assert CheckpointContent.from_manifest(manifest) == counted
+
+    del manifest["nan_counts"]
+
+    assert CheckpointContent.from_manifest(manifest).nan_counts is None
+
+
 def test_the_served_pipeline_is_the_trained_one(store: ObjectStore) -> None:
     rows = np.random.default_rng(0).integers(0, 256, (5, 28, 28), np.uint8)
 

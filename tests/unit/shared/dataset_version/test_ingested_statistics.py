@@ -18,6 +18,7 @@ from data_service.domain.split_rules import RatioSplit, Share
 from shared.dataset_version import load_version
 from shared.dataset_version.ingested_statistics import ingested_nan_counts
 from shared.dataset_version.version import IMPORT_KIND
+from shared.errors import DataLoss
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.attempt import run_attempt
 from shared.jobs.transitions import begin_attempt, request_delete
@@ -82,3 +83,10 @@ def test_of_a_version_that_was_deleted_nothing_is_known(store: ObjectStore) -> N
     name = made(store, *FILL)
     Jobs(store, IMPORT_KIND).transition(SOURCE, lambda job: request_delete(job, time.time()))
     assert counts(store, name) == {}
+
+
+def test_a_damaged_report_is_data_loss(store: ObjectStore) -> None:
+    version = load_version(store, SOURCE)
+    store.put(f"{version.folder}/report.json", b"{}")
+    with pytest.raises(DataLoss, match=r"report\.json"):
+        counts(store, SOURCE)

@@ -14,7 +14,7 @@ import torch
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint, resolve
 from shared.checkpoint.format import OPTIMIZER, WEIGHTS
-from shared.errors import FailedPrecondition, Unavailable
+from shared.errors import DataLoss, FailedPrecondition, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt, lose_attempt
 from shared.log import StaleAttempt
@@ -32,6 +32,7 @@ from train_service.records import metrics_log
 from train_service.records.events import Event, EventKind, EventLog
 from train_service.records.metrics_reading import metrics_page
 from train_service.records.reporting import PREEMPT, SUSPEND, TRAIN_KIND
+from train_service.worker import loop
 from train_service.worker.loop import LoopConfig, Run, Stopped, run_name
 from train_service.worker.pulse import Pulse
 
@@ -337,10 +338,26 @@ def test_a_table_of_numbers_is_learnt_and_its_checkpoint_says_so(store: ObjectSt
     assert last.metrics["validation_r2"] > 0.5
     content = load_checkpoint(store, last.folder, last.manifest_sha256).content
     assert (content.model.task, content.model.builder) == (REGRESSION, "mlp")
+    assert content.nan_counts == {}, "the version has no report that would tell"
     measured = events(store, "trainingJobs/a", EventKind.VALIDATED)[-1].payload
     assert measured["metrics"] == {name: last.metrics[f"validation_{name}"] for name in ("mae", "r2")}
     assert measured["loss"] == last.metrics["validation_loss"]
     assert "accuracy" not in measured, "of numbers there is none"
+
+
+def test_a_damaged_report_of_the_version_ends_no_run_and_its_checkpoints_say_nothing_of_nan(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(*_: object) -> dict[str, int]:
+        raise DataLoss("report.json is not what was committed")
+
+    monkeypatch.setattr(loop, "ingested_nan_counts", damaged)
+    commit_table(store)
+    new_job(store, "trainingJobs/a")
+    run_of(store, "trainingJobs/a", spec=replace(NUMBERS, epochs=1, global_batch_size=50)).run()
+
+    last = max(entries(store, "trainingJobs/a").items())[1]
+    assert load_checkpoint(store, last.folder, last.manifest_sha256).content.nan_counts is None
 
 
 def test_a_run_that_gets_no_better_ends_early_and_once_for_all(store: ObjectStore) -> None:
