@@ -51,7 +51,7 @@ from shared.operations import OperationsServicer
 from shared.settings import SettingsError
 from shared.storage import ObjectStore, open_store
 from shared.storage.probe import StoreRefused
-from shared.telemetry import configure_logging
+from shared.telemetry import configure_logging, flush_logs
 from shared.tracing import configure_tracing, tracing
 
 logger = logging.getLogger("inference_service")
@@ -184,7 +184,7 @@ def main() -> None:
         logger.exception("ending: unexpected")
         status = 1
     tracing().close()
-    logging.shutdown()
+    flush_logs()
     os._exit(status)
 
 

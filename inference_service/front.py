@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 EXIT_RAY_LOST = 75  # EX_TEMPFAIL of sysexits.h
 LOOK_FOR_RAY_EVERY_S = 0.5
 CONNECT_WITHIN_S = 60.0
-# Not asyncio's connections: they resolve a host name in the event loop's threads, which may all wait for the store;
-# then Ray would seem to be gone.
+# Not asyncio's connections: they resolve a host name in the event loop's threads. These may all wait for the store, and
+# Ray would seem to be gone.
 WATCHING = ThreadPoolExecutor(4, thread_name_prefix="watching-ray")
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
+from shared.background_logging import BackgroundHandler
+
 # `json.dumps` would make an encoder for each line.
 _encode = json.JSONEncoder(default=str).encode
 _identity: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("identity", default={})  # noqa: B039
@@ -64,7 +66,18 @@ class JsonFormatter(logging.Formatter):
 
 def configure_logging(service: str, level: str, **always: str) -> None:
     """Sends all logs of this process to standard error as JSON lines, each with what is `always` so. Call once, when
-    the process starts."""
-    handler = logging.StreamHandler(sys.stderr)
+    the process starts. Who logs does not wait for whoever reads them, see `BackgroundHandler`; before `os._exit` call
+    `flush_logs`."""
+    handler: logging.Handler
+    try:
+        handler = BackgroundHandler(sys.stderr)
+    except (OSError, ValueError, AttributeError):  # something of Python's stands there, which is no file
+        handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service, **always))
     logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+def flush_logs() -> None:
+    """Waits, for a short time at the most, until what was logged is written."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()

@@ -32,7 +32,7 @@ from shared.jobs.attempt import run_attempt
 from shared.names import check_id
 from shared.settings import SettingsError, StoreSettings, store_settings
 from shared.storage import open_store
-from shared.telemetry import configure_logging
+from shared.telemetry import configure_logging, flush_logs
 from train_service.attempt.endings import result_of, tell_device, told
 from train_service.converters.specs import spec_from_proto
 from train_service.domain.devices import RUN_DEVICE
@@ -223,5 +223,6 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
+    flush_logs()
     # gloo's threads may outlive the interpreter's end and abort the process then.
     os._exit(code)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,15 +27,25 @@ MAX_SHOWN_SHAPE = 8
 
 @dataclass(frozen=True)
 class WireTensor:
-    """One tensor as it came: `raw` its bytes or None, `typed` its non-empty typed fields; `field` is its path in the
-    request, for errors."""
+    """One tensor as it came: `raw` its bytes or None, `typed` its non-empty typed fields, each a repeated field, or
+    already an array of 64-bit integers or of the field's own kind; `field` is its path in the request, for errors.
+    `decoded` is what `decode` makes of it, array or error, where that is known already."""
 
     field: str
     name: str
     datatype: str
     shape: Sequence[int]
     raw: bytes | None
-    typed: Mapping[str, Sequence[Any]]
+    typed: Mapping[str, Sequence[Any] | Array]
+    decoded: Array | InvalidArgument | None = None
+
+
+def decode_ahead(tensor: WireTensor) -> WireTensor:
+    """The same tensor, `decoded`. It raises nothing: whoever decodes the tensor may find something else wrong first."""
+    try:
+        return replace(tensor, decoded=decode(tensor))
+    except InvalidArgument as error:
+        return replace(tensor, decoded=error)
 
 
 def decode(tensor: WireTensor) -> Array:
@@ -45,6 +55,10 @@ def decode(tensor: WireTensor) -> Array:
     unknown datatype, dimensions below zero or overflowing, both contents at once, contents of another kind, too few or
     too many elements, numbers beyond the datatype, and BYTES lengths that do not fit the bytes.
     """
+    if tensor.decoded is not None:
+        if isinstance(tensor.decoded, InvalidArgument):
+            raise tensor.decoded
+        return tensor.decoded
     datatype = DATATYPES.get(tensor.datatype)
     if datatype is None:
         raise _bad(tensor, "datatype", tensor.datatype, f"use one of {', '.join(DATATYPES)}")
@@ -156,13 +170,17 @@ def _decode_typed(tensor: WireTensor, datatype: Datatype, elements: int) -> Arra
     if datatype.name == "BYTES":
         return _objects([bytes(value) for value in values])
     if not datatype.is_integer:
-        return np.fromiter(values, datatype.dtype, elements)
-    wide = np.fromiter(values, "<u8" if datatype.dtype.kind == "u" else "<i8", elements)
+        return _numbers(values, datatype.dtype).astype(datatype.dtype, copy=False)
+    wide = _numbers(values, np.dtype("<u8" if datatype.dtype.kind == "u" else "<i8"))
     limits = np.iinfo(np.dtype(datatype.dtype.str))
     if elements and (wide.min() < limits.min or wide.max() > limits.max):
         outlier = wide.min() if wide.min() < limits.min else wide.max()
         raise _bad(tensor, f"contents.{field}", int(outlier), f"{datatype.name} holds {limits.min} to {limits.max}")
     return wide.astype(datatype.dtype)
+
+
+def _numbers(values: Sequence[Any] | Array, dtype: np.dtype[Any]) -> Array:
+    return values if isinstance(values, np.ndarray) else np.fromiter(values, dtype, len(values))
 
 
 def _objects(items: list[bytes]) -> Array:

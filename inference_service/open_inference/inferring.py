@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from inference import grpc_service_pb2 as pb
@@ -21,11 +22,13 @@ from inference_service.converters.open_inference import (
     streamed_answer,
     streamed_error,
 )
+from inference_service.converters.typed_contents import decode_typed, has_many_elements
 from inference_service.domain.deployment import Deployment
 from inference_service.domain.held_bytes import MemoryFull
 from inference_service.domain.recent import LATE
 from inference_service.domain.request_parameters import RequestedOutput, Wishes, wishes_of
 from inference_service.domain.signature import LABEL_NAME
+from inference_service.domain.tensors import WireTensor
 from inference_service.domain.traffic import headers_of
 from shared.errors import DeadlineExceeded, MillraceError, invalid_field
 from shared.grpc_errors import status_code
@@ -42,6 +45,8 @@ CLASSIFIED_AT_ONCE = 5000
 CONVERTED_AT_ONCE = 256 * 1024
 # Threads of their own: the loop's wait for the store, which may be silent, and answers have nothing to do with it.
 CONVERTING = ThreadPoolExecutor(2, thread_name_prefix="answers")
+# Nor do answers wait for requests.
+DECODING = ThreadPoolExecutor(2, thread_name_prefix="inputs")
 # Of an answer: in a stream it gets some bytes more.
 MAX_ANSWER_BYTES = MAX_MESSAGE_BYTES - 1024
 # What is cancelled so shortly before its time has passed is cancelled because of it: gRPC tells a server the time that
@@ -93,7 +98,11 @@ class Inference:
             wishes = wishes_of(parameters_from_proto(request.parameters))
             inputs, requested = inputs_from_proto(request), outputs_from_proto(request)
             limit_s = _limit(wishes, remaining_s)
-            inferring = self._dispatcher.infer(deployment, version, inputs, requested, limit_s, wishes.priority)
+            infer = partial(self._dispatcher.infer, deployment, version)
+            if has_many_elements(inputs):
+                inferring = _infer_decoded(infer, request, inputs, requested, limit_s, wishes.priority)
+            else:
+                inferring = infer(inputs, requested, limit_s, wishes.priority)
             del inputs  # as in `Dispatcher.infer`
             if limit_s == remaining_s and ends_itself:
                 answer = await inferring
@@ -156,6 +165,25 @@ class Inference:
         finally:
             took_s = time.perf_counter() - began_s
             log_outcome(logger, "a request of a stream", outcome, took_s, why, id=request.id[:MAX_SHOWN_ID])
+
+
+async def _infer_decoded(
+    infer: Callable[..., Awaitable[Answer]],
+    request: pb.ModelInferRequest,
+    inputs: list[WireTensor],
+    requested: Sequence[RequestedOutput],
+    remaining_s: float | None,
+    priority: int,
+) -> Answer:
+    """Decodes large typed contents in a thread, before `infer`, which has so much less time for it. Cancelled before
+    its turn has come, it decodes nothing."""
+    began_s = time.perf_counter()
+    inputs = await asyncio.get_running_loop().run_in_executor(DECODING, decode_typed, request, inputs)
+    if remaining_s is not None:
+        remaining_s = max(remaining_s - (time.perf_counter() - began_s), 0.0)
+    inferring = infer(inputs, requested, remaining_s, priority)
+    del inputs
+    return await inferring
 
 
 async def _message(

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # One batch at work and one on its way, as the batcher counts them.
 BATCHES_EACH = 2
+# What may wait beside them: calls that are given up.
+SMALL_FRAMES_BYTES = 64 * 1024
 SETTLED_NS = 50_000_000
 # A replica that has owed an answer for so long may hang; Serve finds out.
 OWED_S = 5.0
@@ -160,6 +162,8 @@ class _Connection(asyncio.Protocol):
         self._owed_since_s: dict[int, float] = {}
         self._read = bytearray()
         self._is_full = self._is_closing = False
+        # Of a batch, as it was sent.
+        self._largest_bytes = 0
         self.is_lost = False
 
     @property
@@ -180,6 +184,12 @@ class _Connection(asyncio.Protocol):
         encoded = encode(Frame(call, Kind.FORWARD, rows))
         self._waiting[call] = future
         self._owed_since_s[call] = time.monotonic()
+        if len(encoded) > self._largest_bytes:
+            # By itself asyncio calls a connection full where 64 KiB wait to be read, which may be less than a row. One
+            # batch on its way is no sign that the replica does not read.
+            self._largest_bytes = len(encoded)
+            limit = len(encoded) + SMALL_FRAMES_BYTES
+            self._transport.set_write_buffer_limits(high=limit, low=limit)
         self._transport.write(encoded)
         try:
             return await future

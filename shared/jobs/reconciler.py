@@ -26,6 +26,7 @@ from shared.jobs.transitions import PREEMPTED, begin_attempt, confirm_cancel, co
 from shared.log import StaleAttempt
 from shared.settings import ServiceSettings
 from shared.storage import ObjectStore, open_store
+from shared.telemetry import flush_logs
 
 logger = logging.getLogger(__name__)
 
@@ -264,6 +265,7 @@ def end_with_parent() -> threading.Event:
         # Not sys.stdin, whose lock this thread would hold while the interpreter ends, which aborts it.
         while os.read(0, 1024):
             nudged.set()
+        flush_logs()
         os._exit(0)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()

@@ -18,6 +18,7 @@ from shared.errors import STORE_OUTAGES, MillraceError, Unavailable
 from shared.jobs import AttemptContext, warm_workers
 from shared.jobs.nodes import draining_nodes
 from shared.jobs.transitions import PREEMPTED, RESIZED
+from shared.telemetry import flush_logs
 from train_service.attempt.endings import HUNG, tell_end, tell_error
 from train_service.attempt.ingest_room import ingest_beside
 from train_service.attempt.node_access import end_hard
@@ -167,6 +168,7 @@ class Supervision:
             try:
                 patient(lambda: tell_error(self._context, cause), "the end of an attempt", STORE_PATIENCE_S)
             finally:
+                flush_logs()
                 os._exit(1)
 
     def _look_for_drains(self, ranks: list[Heard]) -> None:

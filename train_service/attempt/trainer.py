@@ -23,6 +23,7 @@ from shared.errors import Cancelled, MillraceError, Unavailable
 from shared.jobs import AttemptContext
 from shared.jobs.transitions import NO_ROOM, RESIZED
 from shared.log import StaleAttempt
+from shared.telemetry import flush_logs
 from train_service.attempt.endings import result_of, tell_device, told
 from train_service.attempt.ingest_room import ingest_beside
 from train_service.attempt.pulses import Pulses
@@ -150,6 +151,7 @@ def _ends_when_stopped(context: AttemptContext) -> Iterator[None]:
                 pausing = isinstance(stop, Cancelled) and context.is_suspending
                 if time.monotonic() - asked_at > (PAUSE_WITHIN_S if pausing else STOP_WITHIN_S):
                     logger.warning("the workers did not stop in time; ending the attempt")
+                    flush_logs()
                     os._exit(1)
 
     thread = threading.Thread(target=watch, name="stop", daemon=True)

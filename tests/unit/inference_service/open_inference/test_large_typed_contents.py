@@ -1,0 +1,185 @@
+"""Large typed contents are decoded beside the event loop, to the same arrays and errors as small ones."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from inference import grpc_service_pb2 as oip
+from inference_service.converters import typed_contents
+from inference_service.converters.open_inference import inputs_from_proto
+from inference_service.converters.typed_contents import FEW_ELEMENTS, decode_typed, has_many_elements
+from inference_service.domain.datatypes import DATATYPES
+from inference_service.domain.tensors import decode
+from inference_service.open_inference import inferring
+from shared.errors import InvalidArgument
+from tests.support.grpc_kit import told
+from tests.support.inference_server import CLASSES, Server, ask, deployment, served, until
+
+TYPED = [one for one in DATATYPES.values() if one.contents_field and one.name != "BYTES"]
+MANY = FEW_ELEMENTS + 3
+
+
+def _request(datatype: str, values: Any, field: str = "") -> oip.ModelInferRequest:
+    tensor = oip.ModelInferRequest.InferInputTensor(name="x", datatype=datatype, shape=[len(values)])
+    getattr(tensor.contents, field or DATATYPES[datatype].contents_field).extend(values)
+    return oip.ModelInferRequest.FromString(oip.ModelInferRequest(inputs=[tensor]).SerializeToString())
+
+
+def _numbers(dtype: np.dtype[Any], count: int) -> list[Any]:
+    generator = np.random.default_rng(1)
+    if dtype.kind in "iu":
+        limits = np.iinfo(np.dtype(dtype.str))
+        inside = generator.integers(limits.min, limits.max, count - 2, dtype.str, endpoint=True)
+        return [limits.min, limits.max, *inside.tolist()]
+    found: list[Any] = (
+        generator.random(count) * 2 - 1 if dtype.kind == "f" else generator.random(count) < 0.5
+    ).tolist()
+    return found
+
+
+@pytest.mark.parametrize("datatype", TYPED, ids=lambda one: one.name)
+@pytest.mark.parametrize("count", [2, MANY, 2 * MANY])
+def test_many_numbers_are_those_that_a_few_would_be(datatype: Any, count: int) -> None:
+    request = _request(datatype.name, _numbers(datatype.dtype, count))
+    tensors = inputs_from_proto(request)
+
+    (ahead,) = decode_typed(request, tensors)
+
+    expected = decode(tensors[0])
+    found = decode(ahead)
+    assert found.dtype == expected.dtype == datatype.dtype
+    np.testing.assert_array_equal(found, expected)
+    assert has_many_elements(tensors) == (count > FEW_ELEMENTS)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "values", "field"),
+    [
+        ("UINT8", [0] * MANY + [256], ""),
+        ("INT8", [-129] + [0] * MANY, ""),
+        ("FP32", [1] * MANY, "int_contents"),
+        ("FP16", [1.0] * MANY, "fp32_contents"),
+        ("COLOUR", [1.0] * MANY, "fp32_contents"),
+        ("FP32", [b"x"] * MANY, "bytes_contents"),
+    ],
+)
+def test_what_is_wrong_with_many_numbers_is_told_as_of_a_few(datatype: str, values: list[Any], field: str) -> None:
+    request = _request(datatype, values, field)
+    tensors = inputs_from_proto(request)
+
+    (ahead,) = decode_typed(request, tensors)
+
+    with pytest.raises(InvalidArgument) as expected:
+        decode(tensors[0])
+    with pytest.raises(InvalidArgument) as found:
+        decode(ahead)
+    assert found.value.as_record() == expected.value.as_record()
+
+
+@pytest.mark.parametrize("shape", [[MANY - 1], [MANY, 2], [-1]])
+def test_numbers_that_do_not_fill_their_shape_are_refused(shape: list[int]) -> None:
+    request = _request("FP32", [1.0] * MANY)
+    del request.inputs[0].shape[:]
+    request.inputs[0].shape.extend(shape)
+
+    (ahead,) = decode_typed(request, inputs_from_proto(request))
+
+    with pytest.raises(InvalidArgument, match="tensor 'x'"):
+        decode(ahead)
+
+
+def test_contents_of_two_kinds_are_refused() -> None:
+    request = _request("FP32", [1.0] * MANY)
+    request.inputs[0].contents.bool_contents.append(True)
+
+    (ahead,) = decode_typed(request, inputs_from_proto(request))
+
+    with pytest.raises(InvalidArgument, match="bool_contents"):
+        decode(ahead)
+
+
+ROWS = FEW_ELEMENTS // CLASSES + 1
+
+
+def _deep() -> dict[str, Any]:
+    """Options of a server whose model takes so many rows at once."""
+    one = deployment()
+    return {
+        "one": replace(one, spec=replace(one.spec, max_queued_rows=2 * ROWS)),
+        "max_queued_rows": 2 * ROWS,
+        "max_rows": ROWS,
+    }
+
+
+def _large() -> oip.ModelInferRequest:
+    tensor = oip.ModelInferRequest.InferInputTensor(name="image", datatype="UINT8", shape=[ROWS, CLASSES])
+    tensor.contents.uint_contents.extend([0, 0, 7, 0] * ROWS)
+    return oip.ModelInferRequest(model_name="m", inputs=[tensor])
+
+
+class Held:
+    """Decodes once it may, as it would otherwise."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_go_on = threading.Event()
+        self.begun = 0
+        monkeypatch.setattr(inferring, "decode_typed", self.decode)
+
+    def decode(self, *arguments: Any) -> Any:
+        self.begun += 1
+        assert self.may_go_on.wait(60)
+        return typed_contents.decode_typed(*arguments)
+
+
+def test_other_requests_are_answered_while_one_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+
+    async def scenario(server: Server) -> None:
+        large = server.stub.ModelInfer(_large(), timeout=60)
+        await until(lambda: held.begun == 1, "the large one to be decoded")
+        small = await server.stub.ModelInfer(ask(1), timeout=60)
+        held.may_go_on.set()
+        answer = await large
+
+        assert small.outputs[0].shape == [1, CLASSES]
+        assert answer.outputs[0].shape == [ROWS, CLASSES]
+
+    try:
+        served(scenario, **_deep())
+    finally:
+        held.may_go_on.set()
+
+
+def test_a_request_whose_time_passes_or_whose_client_goes_before_it_is_decoded_reaches_no_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = Held(monkeypatch)
+
+    async def scenario(server: Server) -> None:
+        late = server.stub.ModelInfer(_large(), timeout=0.5)
+        timed = _large()
+        timed.parameters["timeout"].int64_param = 500_000
+        given_up = server.stub.ModelInfer(_large(), timeout=60)
+        await until(lambda: held.begun == 2, "two to be decoded")
+        waiting = server.stub.ModelInfer(timed, timeout=60)
+        given_up.cancel()
+
+        assert (await told(late)).code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert (await told(waiting)).code is grpc.StatusCode.DEADLINE_EXCEEDED
+        held.may_go_on.set()
+        await server.stub.ModelInfer(ask(1), timeout=60)
+        await asyncio.wrap_future(inferring.DECODING.submit(int))
+        assert held.begun == 2
+        assert [len(batch) for batch in server.model.batches] == [1]
+
+    try:
+        served(scenario, **_deep())
+    finally:
+        held.may_go_on.set()
