@@ -170,12 +170,12 @@ class Batcher:
         queued_rows, max_rows = self._queue.rows, self._limits.max_rows
         full_batch_s = self._times.computing_s(max_rows)
         frees_s = self._in_flight.frees_s(now_s)
-        ahead = self._queue.batches_ahead(rows, form, priority)
+        ahead, without_large = self._queue.batches_ahead(rows, form, priority)
         ends_s = starts_s(frees_s, ahead, full_batch_s)
         # An idle model always tries: an estimate that is too high could otherwise never be put right.
         if self._in_flight.batches:
             behind = max(len(self._in_flight.batches) - self._limits.at_work, 0)
-            deviations = self._deviations(now_s, is_next=ahead + behind < len(frees_s))
+            deviations = self._deviations(now_s, is_next=without_large + behind < len(frees_s))
             ends_s = self._ends_s(queued_rows + rows, now_s, ends_s, deviations)
         self._came.add(now_s)
         try:

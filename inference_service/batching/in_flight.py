@@ -79,9 +79,10 @@ class InFlight:
     def send(self, entries: list[Entry]) -> None:
         """One batch, of rows of one form."""
         self.last_rows = sum(entry.waiting.rows for entry in entries)
-        task = self._loop.create_task(self._run(entries))
         # In the replica alone, without the way there and waiting for the one before.
-        self.batches[task] = Batch(self._times.computing_s(self.last_rows), None)
+        batch = Batch(self._times.computing_s(self.last_rows), None)
+        task = self._loop.create_task(self._run(entries, batch))
+        self.batches[task] = batch
         self._begin()
 
         def give_up_if_unwanted(future: asyncio.Future[Sequence[Array]]) -> None:
@@ -107,7 +108,7 @@ class InFlight:
         for batch in self.batches:
             batch.cancel()
 
-    async def _run(self, entries: list[Entry]) -> None:
+    async def _run(self, entries: list[Entry], batch: Batch) -> None:
         rows: Rows | None = None
         try:
             # One request alone is handed on as it came, without a copy.
@@ -117,7 +118,9 @@ class InFlight:
                 outputs = await self._model.forward(rows)
             back_s = self._loop.time()
             if not outputs.sent_again:
-                self._times.learn(len(rows), back_s - started_s, outputs.input_s + outputs.infer_s)
+                # Its wait for the one before is that one's time; it says nothing of how long this one took.
+                begun_s = started_s if batch.begun_s is None else max(started_s, batch.begun_s)
+                self._times.learn(len(rows), back_s - begun_s, outputs.input_s + outputs.infer_s)
             stop = 0
             for entry in entries:
                 start, stop = stop, stop + entry.waiting.rows

@@ -83,16 +83,23 @@ class PriorityQueue:
         first = next(iter(self), None)
         return chain.from_iterable(self._forms[first.waiting.form]) if first is not None else iter(())
 
-    def batches_ahead(self, rows: int, form: str, priority: int) -> int:
-        """How many batches go before the one that has the last of so many rows, if these came now. Of a large request,
-        as many of its rows go before others as those have themselves: its pieces take turns with them."""
+    def batches_ahead(self, rows: int, form: str, priority: int) -> tuple[int, int]:
+        """How many batches go before the one that has the last of so many rows, if these came now, and how many of them
+        would without large requests. As many rows of a large request go before others as those have themselves, in full
+        batches: its pieces take turns with them."""
         ahead = {other: sum(at[:priority]) for other, at in self._rows_at.items()}
+        without_large = self._batches(ahead, rows, form)
+        if not self._large:
+            return without_large, without_large
         turns = math.ceil(rows / self._max_rows) * self._max_rows
         for entry in self._large:
             if entry.level < priority:
                 ahead[entry.waiting.form] = ahead.get(entry.waiting.form, 0) + min(entry.waiting.rows, turns)
-        own = ahead.pop(form, 0) + rows - 1
-        return own // self._max_rows + sum(math.ceil(others / self._max_rows) for others in ahead.values())
+        return self._batches(ahead, rows, form), without_large
+
+    def _batches(self, ahead: dict[str, int], rows: int, form: str) -> int:
+        others = sum(math.ceil(count / self._max_rows) for other, count in ahead.items() if other != form)
+        return others + (ahead.get(form, 0) + rows - 1) // self._max_rows
 
     def put(self, rows: Rows, priority: int, now_s: float, deadline_s: float) -> Entry:
         """A request's rows, any number of them."""
