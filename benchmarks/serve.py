@@ -35,8 +35,8 @@ from millrace_client.load.measured import LATE, OK, Measured
 
 PARTS = ("model", "alone", "overload", "profile", "peers", "swaps")
 IN_FLIGHT = 64
-# Arrivals over what can be sustained, and how long each may take.
-OVERLOAD, OVERLOAD_DEADLINE_S = 2.0, 0.2
+# Arrivals over what can be sustained, with what the figures of each are called, and how long each may take.
+OVERLOADS, OVERLOAD_DEADLINE_S = {2.0: "", 4.0: "_at_4x"}, 0.2
 # What a server above its limit says; anything else is an error.
 REFUSED = ("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
 # A rate is sustained where so many are answered in time; tried are shares of what a closed loop of `IN_FLIGHT` reaches.
@@ -213,32 +213,44 @@ def _alone(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
 
 
 def _overload(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
-    """Arrivals at twice the rate that can be sustained, run in turn with arrivals at that rate itself."""
+    """Arrivals at twice the rate that can be sustained, and at four times, run in turn with arrivals at that rate.
+
+    The clients share the machine with what they measure, so their CPU time is told beside it.
+    """
     rate = _sustainable(place, seconds)
+    clients_cpus: dict[float, list[float]] = {}
 
     def opened(factor: float, seed: int) -> Measured:
-        measured: Measured = place.in_clients(
-            serve_load.opened, place.address, factor * rate, seconds, OVERLOAD_DEADLINE_S, seed
+        measured: Measured
+        measured, cpu_s = place.in_clients(
+            serve_load.opened_counting_cpu, place.address, factor * rate, seconds, OVERLOAD_DEADLINE_S, seed
         )
-        print(f"{factor * rate:,.0f} arrivals/s: {measured.as_dict()}", flush=True)
+        clients_cpus.setdefault(factor, []).append(cpu_s / (seconds + serve_load.WARM_UP_S))
+        print(f"{factor * rate:,.0f} arrivals/s: {measured.as_dict()}, {cpu_s:.2f} s of CPU by clients", flush=True)
         _answered_or_refused(measured)
         return measured
 
-    turns = [(opened(1.0, number), opened(OVERLOAD, number)) for number in range(repeats)]
-    together = Measured(seconds * repeats, 1, [one for _, over in turns for one in over.outcomes])
-    refused = [status for status in together.statuses if status in REFUSED]
-    shares = [over.answered_per_s / sustained.answered_per_s for sustained, over in turns]
-    return {
-        "late_share": round(together.share(LATE), 5),
-        "refusal_p99_ms": together.latency_ms(*refused).get("p99", 0.0),
-        "goodput_share": round(statistics.median(shares), 3),
-        "goodput_share_spread": spread(shares),
+    turns = [{factor: opened(factor, number) for factor in (1.0, *OVERLOADS)} for number in range(repeats)]
+    figures: dict[str, Any] = {
         "sustainable_per_s": round(rate, 1),
-        "sustained_answers_per_s": round(statistics.median(one.answered_per_s for one, _ in turns), 1),
-        "overload_statuses": together.statuses,
-        "overload_latency_ms": {status: together.latency_ms(status) for status in together.statuses},
-        "overload_client_behind_ms": together.behind_ms(),
+        "sustained_answers_per_s": round(statistics.median(turn[1.0].answered_per_s for turn in turns), 1),
+        "sustained_client_cpus": round(statistics.median(clients_cpus[1.0]), 2),
     }
+    for factor, suffix in OVERLOADS.items():
+        together = Measured(seconds * repeats, 1, [one for turn in turns for one in turn[factor].outcomes])
+        refused = [status for status in together.statuses if status in REFUSED]
+        shares = [turn[factor].answered_per_s / turn[1.0].answered_per_s for turn in turns]
+        figures |= {
+            f"late_share{suffix}": round(together.share(LATE), 5),
+            f"refusal_p99_ms{suffix}": together.latency_ms(*refused).get("p99", 0.0),
+            f"goodput_share{suffix}": round(statistics.median(shares), 3),
+            f"goodput_share{suffix}_spread": spread(shares),
+            f"overload_statuses{suffix}": together.statuses,
+            f"overload_latency_ms{suffix}": {status: together.latency_ms(status) for status in together.statuses},
+            f"overload_client_behind_ms{suffix}": together.behind_ms(),
+            f"overload_client_cpus{suffix}": round(statistics.median(clients_cpus[factor]), 2),
+        }
+    return figures
 
 
 def _sustainable(place: Place, seconds: float) -> float:

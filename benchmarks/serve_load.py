@@ -41,6 +41,15 @@ def opened(address: str, rate: float, seconds: float, deadline_s: float, seed: i
     return open_loop(_plan(address, seconds, WARM_UP_S, deadline_s), rate, seed)
 
 
+def opened_counting_cpu(
+    address: str, rate: float, seconds: float, deadline_s: float, seed: int
+) -> tuple[Measured, float]:
+    """The same, and the CPU seconds of all threads of this process, warm-up included."""
+    began_s = time.process_time()
+    measured = opened(address, rate, seconds, deadline_s, seed)
+    return measured, time.process_time() - began_s
+
+
 def closed_until(address: str, in_flight: int, deadline_s: float, stop: Path, within_s: float) -> Measured:
     """Until there is a file `stop`, which is looked for every second."""
     began_s = time.perf_counter()

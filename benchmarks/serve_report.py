@@ -15,7 +15,10 @@ BARS = {
     "p50_vs_model": (2.0, "at most"),
     "late_share": (0.001, "at most"),
     "refusal_p99_ms": (50.0, "at most"),
-    "goodput_share": (0.8, "at least"),
+    "goodput_share": (0.85, "at least"),
+    "late_share_at_4x": (0.001, "at most"),
+    "refusal_p99_ms_at_4x": (50.0, "at most"),
+    "goodput_share_at_4x": (0.85, "at least"),
     "swap_errors": (0, "at most"),
 }
 

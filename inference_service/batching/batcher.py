@@ -7,26 +7,35 @@ whenever rows come, a batch is back, or time has passed, with the clock, the que
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
 from inference_service.batching.in_flight import InFlight, Model
 from inference_service.batching.priority_queue import PriorityQueue, fail
 from inference_service.domain.batch_times import BatchTimes
-from inference_service.domain.batching import Limits, admit, decide, draining, too_late
+from inference_service.domain.batching import Limits, admit, decide, draining, starts_s, too_late
 from inference_service.domain.load import Load, LoadMeter
 from inference_service.domain.request_parameters import DEFAULT_PRIORITY
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.statistics import Statistics
 from shared.errors import DeadlineExceeded, ResourceExhausted
+from shared.grpc_server.door import Decaying
 
 BATCHES_PER_REPLICA = 2  # one at work, one on its way: the replica never waits for the wire
 # A batch is sent so long before its replica is expected to be free: the way there takes some of it, and estimates are
-# wrong by the rest.
-LEAD_S = 0.003
+# wrong by the rest. One that is full gains nothing by waiting, so it is there also where the one before is earlier than
+# expected by so many mean deviations.
+LEAD_S, FULL_LEAD_DEVIATIONS = 0.003, 2.0
+# Rows are let in where they would be in time also if everything took so many mean deviations longer than expected: more
+# where many are refused, between these two shares. Where few are, the queue is a burst's, and whoever waits keeps the
+# model at work after it. Where many are, others come at once, so a long queue gains nothing, and its rows meet every
+# slow spell; but the batch that is next at some replica is to be full.
+LENIENT, STRICT, STRICT_FOR_NEXT = 1.5, 13.0, 4.0
+FEW_REFUSED, MANY_REFUSED = 0.25, 0.35
+# Refusals are remembered for about so long; and so few rows say little.
+REMEMBERED_S, LITTLE = 1.5, 10
 # An answer's way from this process to its client: it counts to the client's deadline, and nobody here sees it.
 WIRE_S = 0.005
 
@@ -40,12 +49,14 @@ class Batcher:
         self._times = times
         self._loop = asyncio.get_running_loop()
         self._queue = PriorityQueue(limits.max_rows)
-        self._in_flight = InFlight(model, times, statistics, self._pump)
+        self._in_flight = InFlight(model, limits.at_work, times, statistics, self._pump)
         # From a batch's return to when those who asked go on: each waits for those before it to be answered.
         self._answering = BatchTimes()
         self._load = LoadMeter(self._loop.time())
         self._timer: asyncio.TimerHandle | None = None
         self._closed: str | None = None
+        # Requests that came, and those of them that were refused for want of capacity.
+        self._came, self._refused = Decaying(REMEMBERED_S), Decaying(REMEMBERED_S)
         self._apart: Batcher | None = None
 
     @property
@@ -53,10 +64,12 @@ class Batcher:
         """Rows that wait to be sent to the model."""
         return self._queue.rows
 
-    async def submit(self, rows: Rows, remaining_s: float | None, priority: int = DEFAULT_PRIORITY) -> Outputs:
+    async def submit(
+        self, rows: Rows, remaining_s: float | None, priority: int = DEFAULT_PRIORITY, *, admitted: bool = False
+    ) -> Outputs:
         """The outputs of these rows, any number of them, in their order; `remaining_s` is the caller's time left, and
         rows of a lower `priority`, 1 to `PRIORITY_LEVELS`, go first, however long others have waited. Of rows that took
-        several batches, the times are those of all of them.
+        several batches, the times are those of all of them. They are `admitted` where `admit` has just let them in.
 
         Raises `ResourceExhausted` (the queue is full, or a batch's images too large), `DeadlineExceeded` (it would come
         too late; no row reached the model, or of several batches the later ones did not), `InvalidArgument` (the model
@@ -67,28 +80,29 @@ class Batcher:
         if self._closed is not None:
             raise draining(self._closed)
         now_s = self._loop.time()
-        deadline_s = now_s + remaining_s if remaining_s is not None else float("inf")
-        self._admit(len(rows), deadline_s, priority, now_s)
-        entries = self._queue.put(rows, priority, now_s, deadline_s)
+        deadline_s = now_s + remaining_s if remaining_s is not None else math.inf
+        if not admitted:
+            self._admit(len(rows), rows.form, deadline_s, priority, now_s)
+        entry = self._queue.put(rows, priority, now_s, deadline_s)
         self._load.add(len(rows), now_s)
         if len(self._in_flight.batches) < self._limits.max_in_flight:
             self._pump()
         try:
-            if len(entries) == 1:
-                answers = [await entries[0].future]
-            else:
-                answers = await asyncio.gather(*(entry.future for entry in entries))
-            back_s = max(entry.back_s for entry in entries)
-            input_s, infer_s = sum(entry.input_s for entry in entries), sum(entry.infer_s for entry in entries)
+            await entry.future
+            arrays, back_s, input_s, infer_s = entry.outputs(), entry.back_s, entry.input_s, entry.infer_s
         finally:
-            self._queue.let_go(entries)
+            self._queue.let_go(entry)
+            del entry  # see `PriorityQueue.let_go`
             self._load.add(-len(rows), self._loop.time())
         self._answering.learn(1, self._loop.time() - back_s)
-        return Outputs(
-            answers[0] if len(answers) == 1 else [np.concatenate(parts) for parts in zip(*answers, strict=True)],
-            input_s=input_s,
-            infer_s=infer_s,
-        )
+        return Outputs(arrays, input_s=input_s, infer_s=infer_s)
+
+    def admit(self, rows: int, form: str, remaining_s: float | None, priority: int = DEFAULT_PRIORITY) -> None:
+        """Raises what `submit` would at once, of so many rows that nobody has read yet."""
+        if self._closed is not None:
+            raise draining(self._closed)
+        now_s = self._loop.time()
+        self._admit(rows, form, now_s + remaining_s if remaining_s is not None else math.inf, priority, now_s)
 
     async def emptied(self) -> None:
         """Returns once none of its own rows wait: what is no request then takes no turn of one that does."""
@@ -111,6 +125,7 @@ class Batcher:
             return
         more = limits.max_in_flight > self._limits.max_in_flight
         self._limits = limits
+        self._in_flight.scale(limits.at_work)
         if self._apart is not None:
             self._apart.scale(replicas)
         if more:
@@ -151,35 +166,49 @@ class Batcher:
         if self._apart is not None:
             self._apart.close(why)
 
-    def _admit(self, rows: int, deadline_s: float, priority: int, now_s: float) -> None:
-        queued_rows = self._queue.rows
+    def _admit(self, rows: int, form: str, deadline_s: float, priority: int, now_s: float) -> None:
+        queued_rows, max_rows = self._queue.rows, self._limits.max_rows
+        full_batch_s = self._times.computing_s(max_rows)
+        frees_s = self._in_flight.frees_s(now_s)
+        ahead, without_large = self._queue.batches_ahead(rows, form, priority)
+        ends_s = starts_s(frees_s, ahead, full_batch_s)
+        # An idle model always tries: an estimate that is too high could otherwise never be put right.
+        if self._in_flight.batches:
+            behind = max(len(self._in_flight.batches) - self._limits.at_work, 0)
+            deviations = self._deviations(now_s, is_next=without_large + behind < len(frees_s))
+            ends_s = self._ends_s(queued_rows + rows, now_s, ends_s, deviations)
+        self._came.add(now_s)
         try:
             admit(
                 rows,
                 deadline_s,
                 queued_rows=queued_rows,
-                rows_ahead=self._queue.rows_ahead(priority),
-                in_flight=len(self._in_flight.batches),
                 now_s=now_s,
-                batch_s=self._batch_s(queued_rows + rows),
-                bound_s=self._bound_s(queued_rows + rows),
+                ends_s=ends_s,
+                drained_s=queued_rows / max_rows * full_batch_s / len(frees_s),
                 limits=self._limits,
             )
         except (ResourceExhausted, DeadlineExceeded):
             # Where a replica of its own would have been too slow as well, more of them are no help.
-            if deadline_s - now_s > self._bound_s(rows):
+            if deadline_s > self._ends_s(rows, now_s, now_s, LENIENT):
                 self._load.refuse(rows)
+                self._refused.add(now_s)
             raise
+
+    def _deviations(self, now_s: float, *, is_next: bool) -> float:
+        """By how many rows that come now would have to be in time, see `LENIENT`."""
+        refused = self._refused.at(now_s) / (self._came.at(now_s) + LITTLE)
+        many = min(max((refused - FEW_REFUSED) / (MANY_REFUSED - FEW_REFUSED), 0.0), 1.0)
+        return LENIENT + many * ((STRICT_FOR_NEXT if is_next else STRICT) - LENIENT)
+
+    def _ends_s(self, rows: int, now_s: float, start_s: float, deviations: float) -> float:
+        """When the answers of a batch of so many rows that a replica begins then have arrived, if all takes so many
+        mean deviations longer than expected."""
+        takes_s = start_s - now_s + self._times.expected_s(self._of_a_batch(rows))
+        return now_s + self._times.at_most_s(takes_s, deviations) + self._answer_s()
 
     def _work(self) -> set[asyncio.Future[Any]]:
         return {*self._in_flight.batches, *(entry.future for entry in self._queue)}
-
-    def _batch_s(self, rows: int) -> float:
-        return self._times.expected_s(self._of_a_batch(rows))
-
-    def _bound_s(self, rows: int) -> float:
-        """Until the answers have arrived, at most."""
-        return self._times.bound_s(self._of_a_batch(rows)) + self._answer_s()
 
     def _answer_s(self) -> float:
         """From a batch's return to its answers' arrival, at most."""
@@ -195,15 +224,19 @@ class Batcher:
             self._timer = None
         while self._queue:
             now_s = self._loop.time()
-            free_s = self._in_flight.free_s(self._limits.at_work)
+            free_s = self._in_flight.frees_s(now_s)[0]
+            queued_rows = self._queue.rows
+            full_s = self._times.computing_s(self._limits.max_rows)
             decision = decide(
-                (entry.waiting for entry in self._queue),
+                (entry.waiting for entry in self._queue.of_next_form()),
                 in_flight=len(self._in_flight.batches),
                 now_s=now_s,
-                batch_s=self._batch_s(self._queue.rows) + self._answer_s(),
-                bound_s=self._bound_s(self._queue.rows),
+                # Less strict than when they came: they have waited, and may well be in time.
+                ends_s=self._ends_s(queued_rows, now_s, free_s, 0.0),
+                bound_s=self._ends_s(queued_rows, now_s, now_s, LENIENT) - now_s,
                 limits=self._limits,
-                free_s=free_s - LEAD_S,
+                due_s=free_s - LEAD_S,
+                full_due_s=free_s - LEAD_S - (self._times.at_most_s(full_s, FULL_LEAD_DEVIATIONS) - full_s),
                 # Where the last batch had many rows, the first of the next ones does not go alone: as many come again,
                 # most often, and one row costs a model a quarter of what 32 do.
                 company=self._in_flight.last_rows // 2,
@@ -213,17 +246,17 @@ class Batcher:
                 if decision.wake_s is not None:
                     self._timer = self._loop.call_at(decision.wake_s, self._pump)
                 return
-            chosen = {i: entry for i, entry in enumerate(islice(self._queue, max(positions) + 1)) if i in positions}
+            first = islice(self._queue.of_next_form(), max(positions) + 1)
+            chosen = {i: entry for i, entry in enumerate(first) if i in positions}
             # A caller that has just been cancelled takes its rows from the queue only when it runs again.
-            gone = [entry for entry in chosen.values() if entry.future.done()]
-            for entry in gone or chosen.values():
-                self._queue.leave(entry)
-            if gone:
+            if gone := [entry for entry in chosen.values() if entry.future.done()]:
+                for entry in gone:
+                    self._queue.leave(entry)
                 continue
             for position in decision.late:
                 late = chosen[position]
+                self._queue.leave(late)
                 self._load.refuse(late.waiting.rows)
-                begun = any(one.sent for one in late.of_request)
-                late.future.set_exception(too_late(late.waiting.deadline_s - now_s, begun=begun))
+                late.future.set_exception(too_late(late.waiting.deadline_s - now_s, begun=bool(late.pieces)))
             if decision.batch:
-                self._in_flight.send([chosen[position] for position in decision.batch], free_s)
+                self._in_flight.send([self._queue.take(chosen[at], rows) for at, rows in decision.batch.items()])

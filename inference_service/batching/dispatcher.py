@@ -55,7 +55,6 @@ class Dispatcher:
         self._models = models
         self._held = held or HeldBytes()
         self._shadowing = Shadowing(self._held)
-        self._asked_last: tuple[Batcher, int] | None = None
 
     async def infer(
         self,
@@ -75,12 +74,18 @@ class Dispatcher:
         signature = signature_of(deployment, version)
         wanted = outputs_wanted(signature, [output.name for output in requested])
         check_classifiable(wanted, requested)
-        rows = rows_of(signature, inputs, deployment.spec.max_queued_rows)
+        batcher = self._models.batcher(deployment, version)
+        # A refusal costs the less, the less of a request was read before: its tensors are not.
+        rows = rows_of(
+            signature,
+            inputs,
+            deployment.spec.max_queued_rows,
+            lambda rows, form: batcher.admit(rows, form, remaining_s, priority),
+        )
         del inputs  # what bytes objects were cut from need not wait with them
         if len(rows) * signature.answer_row_bytes > MAX_OUTPUT_BYTES:
             check_answer_fits(_unclassified(wanted, requested), len(rows), MAX_OUTPUT_BYTES)
         began_s = time.perf_counter()
-        batcher = self._models.batcher(deployment, version)
         try:
             self._held.take(rows.size_bytes)
         except ResourceExhausted:
@@ -89,8 +94,7 @@ class Dispatcher:
         try:
             if deployment.shadow is not None:
                 self._shadow(deployment, version, deployment.shadow, rows, batcher)
-            self._asked_last = batcher, len(rows)
-            outputs = await batcher.submit(rows, remaining_s, priority)
+            outputs = await batcher.submit(rows, remaining_s, priority, admitted=True)
         finally:
             self._held.give_back(rows.size_bytes)
         by_name = {spec.name: array for spec, array in zip(signature.outputs, outputs.arrays, strict=True)}
@@ -107,12 +111,9 @@ class Dispatcher:
         )
 
     def turned_away(self) -> None:
-        """Counts a request that was refused before anybody read for which model it is. Those that scale are told of as
-        many as they get of the others: each is taken for one like the last that was read."""
+        """Counts a request that was refused before anybody read for which model it is. No model is told of it, so none
+        is scaled by it: this process was short of time, and no replica of any model makes up for that."""
         self._models.unchosen.failed(status="RESOURCE_EXHAUSTED", now_s=time.time(), total_s=0.0)
-        if self._asked_last is not None:
-            batcher, rows = self._asked_last
-            batcher.missed(rows)
 
     def _shadow(
         self, deployment: Deployment, version: ModelVersion, shadow: Shadow, rows: Rows, batcher: Batcher

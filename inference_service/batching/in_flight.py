@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from inference_service.batching.priority_queue import Entry, fail
@@ -15,6 +18,9 @@ from inference_service.domain.tensors import Array
 from shared.errors import MillraceError
 from shared.tracing import tracing
 
+# Of the time that a batch has taken, so much is expected to be left of it at the least.
+OVERDUE = 0.25
+
 
 class Model(Protocol):
     """What runs a batch. Cancelling the call gives the batch up."""
@@ -22,34 +28,62 @@ class Model(Protocol):
     async def forward(self, rows: Rows) -> Outputs: ...
 
 
-class InFlight:
-    """Lives on one event loop. `batches` has when each one's replica is expected to be done with it, `last_rows` how
-    many rows the last one had; `ended` is called after each."""
+@dataclass
+class Batch:
+    """That is expected to be computed for `computing_s`, and was begun at `begun_s`: None while a replica has another
+    one before it."""
 
-    def __init__(self, model: Model, times: BatchTimes, statistics: Statistics, ended: Callable[[], None]) -> None:
+    computing_s: float
+    begun_s: float | None
+
+
+class InFlight:
+    """Lives on one event loop. `batches` are in the order in which they were sent, of which so many as there are
+    `replicas` are at work; `last_rows` is how many rows the last one had; `ended` is called after each."""
+
+    def __init__(
+        self, model: Model, replicas: int, times: BatchTimes, statistics: Statistics, ended: Callable[[], None]
+    ) -> None:
         self._model = model
+        self._replicas = replicas
         self._times = times
         self._statistics = statistics
         self._ended = ended
         self._loop = asyncio.get_running_loop()
-        self.batches: dict[asyncio.Task[None], float] = {}
+        self.batches: dict[asyncio.Task[None], Batch] = {}
         self.last_rows = 0
         # What those are told whose batch is given up.
         self.why_given_up = "the batch was given up"
 
-    def free_s(self, at_work: int) -> float:
-        """When the replica that the next batch is for is expected to be free, where `at_work` batches leave none idle;
-        0 where one is idle."""
-        ahead = len(self.batches) - at_work
-        return sorted(self.batches.values())[ahead] if ahead >= 0 else 0.0
+    def scale(self, replicas: int) -> None:
+        self._replicas = replicas
+        self._begin()
 
-    def send(self, entries: list[Entry], free_s: float) -> None:
-        """One batch, to a replica that is expected to be free then."""
+    def frees_s(self, now_s: float) -> list[float]:
+        """When each replica is expected to be free, the soonest first."""
+        frees_s: list[float] = []
+        behind = []
+        for batch in self.batches.values():
+            if batch.begun_s is None or len(frees_s) == self._replicas:
+                behind.append(batch)
+            else:
+                # The longer one takes already, the longer it will still take.
+                at_least_s = now_s + OVERDUE * (now_s - batch.begun_s)
+                frees_s.append(max(batch.begun_s + batch.computing_s, at_least_s))
+        frees_s += [now_s] * (self._replicas - len(frees_s))
+        heapq.heapify(frees_s)
+        for batch in behind:
+            heapq.heapreplace(frees_s, frees_s[0] + batch.computing_s)
+        return sorted(frees_s)
+
+    def send(self, entries: list[Entry]) -> None:
+        """One batch, of rows of one form."""
         self.last_rows = sum(entry.waiting.rows for entry in entries)
         # In the replica alone, without the way there and waiting for the one before.
-        ends_s = max(self._loop.time(), free_s) + self._times.computing_s(self.last_rows)
-        task = self._loop.create_task(self._run(entries))
-        self.batches[task] = ends_s
+        batch = Batch(self._times.computing_s(self.last_rows), None)
+        task = self._loop.create_task(self._run(entries, batch))
+        self.batches[task] = batch
+        self._begin()
 
         def give_up_if_unwanted(future: asyncio.Future[Sequence[Array]]) -> None:
             if future.cancelled() and all(entry.future.done() for entry in entries):
@@ -57,18 +91,24 @@ class InFlight:
 
         def done(_: object) -> None:
             del self.batches[task]
+            self._begin()
             self._ended()
 
         for entry in entries:
-            entry.sent = True
             entry.future.add_done_callback(give_up_if_unwanted)
         task.add_done_callback(done)
+
+    def _begin(self) -> None:
+        """Those that were behind one that is back are at work from now on."""
+        for batch in islice(self.batches.values(), self._replicas):
+            if batch.begun_s is None:
+                batch.begun_s = self._loop.time()
 
     def give_up(self) -> None:
         for batch in self.batches:
             batch.cancel()
 
-    async def _run(self, entries: list[Entry]) -> None:
+    async def _run(self, entries: list[Entry], batch: Batch) -> None:
         rows: Rows | None = None
         try:
             # One request alone is handed on as it came, without a copy.
@@ -78,7 +118,9 @@ class InFlight:
                 outputs = await self._model.forward(rows)
             back_s = self._loop.time()
             if not outputs.sent_again:
-                self._times.learn(len(rows), back_s - started_s, outputs.input_s + outputs.infer_s)
+                # Its wait for the one before is that one's time; it says nothing of how long this one took.
+                begun_s = started_s if batch.begun_s is None else max(started_s, batch.begun_s)
+                self._times.learn(len(rows), back_s - begun_s, outputs.input_s + outputs.infer_s)
             stop = 0
             for entry in entries:
                 start, stop = stop, stop + entry.waiting.rows

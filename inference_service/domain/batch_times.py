@@ -8,6 +8,9 @@ from collections.abc import Mapping
 # Of the newest batch in the moving averages: of the way, and of the deviation; of what computing takes, by how much all
 # sizes are slower than they were, and by how much this size is.
 WEIGHT = 0.2
+# The deviation falls more slowly than it rises, so that a spell in which all take the same is not trusted too soon; and
+# what it is at first, before anybody knows.
+CALMING_WEIGHT, FIRST_DEVIATION = 0.1, 0.25
 PACE_WEIGHT, SHAPE_WEIGHT = 0.15, 0.05
 # Of the mean deviation, as in TCP's estimate of a round trip (Jacobson, 1988), which takes 4.
 DEVIATIONS = 3.0
@@ -29,7 +32,7 @@ class BatchTimes:
         self._shape_s = {bucket(rows): seconds for rows, seconds in (measured_s or {}).items()}
         self._pace = 1.0
         self._way_s: float | None = None
-        self._deviation = 0.0  # relative to what was expected
+        self._deviation = FIRST_DEVIATION  # relative to what was expected
 
     def learn(self, rows: int, seconds: float, computed_s: float | None = None) -> None:
         """Of a batch that was back after `seconds`, of which the model computed for `computed_s`: by default all."""
@@ -42,7 +45,8 @@ class BatchTimes:
             self._shape_s[key] = computed_s / self._pace
         before_s = self._way_s + self._shape_s[key] * self._pace
         deviation = min(abs(seconds - before_s) / before_s, MAX_DEVIATION) if before_s else 0.0
-        self._deviation += WEIGHT * (deviation - self._deviation)
+        weight = WEIGHT if deviation > self._deviation else CALMING_WEIGHT
+        self._deviation += weight * (deviation - self._deviation)
         # The largest size has no larger one to put it right: one hiccup must not make it look too slow to be tried.
         most_s = before_s * (1 + MAX_DEVIATION)
         self._way_s += WEIGHT * (min(way_s, most_s) - self._way_s)
@@ -67,9 +71,13 @@ class BatchTimes:
         shape_s = min((seconds for size, seconds in self._shape_s.items() if size >= wanted > 0), default=0.0)
         return shape_s * self._pace
 
+    def at_most_s(self, seconds: float, deviations: float = DEVIATIONS) -> float:
+        """What is expected to take so long, with so many mean deviations more."""
+        return seconds * (1 + deviations * self._deviation)
+
     def bound_s(self, rows: int) -> float:
-        """What hardly any takes longer than: the same with `DEVIATIONS` mean deviations more."""
-        return self.expected_s(rows) * (1 + DEVIATIONS * self._deviation)
+        """What hardly any batch of so many rows takes longer than, from here and back."""
+        return self.at_most_s(self.expected_s(rows))
 
 
 def bucket(rows: int) -> int:

@@ -8,8 +8,8 @@ flight, never let the model idle while rows wait, fill batches otherwise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from shared.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 
@@ -37,22 +37,24 @@ class Limits:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Rows that stay together in one batch, at most `max_rows`; only rows of one `form` share a batch."""
+    """Rows of one request. They stay together in one batch, unless they are `divisible`: then some may go, and the
+    others wait on. Only rows of one `form` share a batch."""
 
     rows: int
     form: str
     arrived_s: float
     deadline_s: float
     size_bytes: int = 0
+    divisible: bool = False
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Positions in the queue: `late` is to be refused, `batch` to be sent now. `wake_s`: decide again then, if nothing
-    happens before."""
+    """Positions in the queue: `late` is to be refused, `batch` to be sent now, with so many rows of each. `wake_s`:
+    decide again then, if nothing happens before."""
 
     late: tuple[int, ...] = ()
-    batch: tuple[int, ...] = ()
+    batch: Mapping[int, int] = field(default_factory=dict)
     wake_s: float | None = None
 
 
@@ -66,33 +68,32 @@ def admit(
     deadline_s: float,
     *,
     queued_rows: int,
-    rows_ahead: int,
-    in_flight: int,
     now_s: float,
-    batch_s: float,
-    bound_s: float,
+    ends_s: float,
+    drained_s: float,
     limits: Limits,
 ) -> None:
     """Raises `DeadlineExceeded` or `ResourceExhausted` if rows that come now cannot be served.
 
-    `rows_ahead` are those of the rows in the queue that are as urgent, or more; hardly any batch takes longer than
-    `bound_s`. Rows of several batches are answered after the last of these, so the others are ahead of it. What is
-    refused here is refused at once, and what is let in should be answered: so this is the stricter of the two looks at
-    a deadline.
+    `ends_s` is when their answers should have arrived, `drained_s` how long the queue takes. What is refused here is
+    refused at once, and what is let in should be answered: so this is the stricter of the two looks at a deadline.
     """
-    per_batch_s = batch_s / limits.max_in_flight
     if queued_rows + rows > limits.max_queued_rows:
-        full_batches = math.ceil(queued_rows / limits.max_rows)
         raise ResourceExhausted(
             f"{queued_rows} rows wait already and at most {limits.max_queued_rows} may",
             reason="QUEUE_FULL",
             metadata={"queued_rows": str(queued_rows), "max_queued_rows": str(limits.max_queued_rows)},
-            retry_after_s=max(MIN_RETRY_AFTER_S, full_batches * per_batch_s / 2),
+            retry_after_s=max(MIN_RETRY_AFTER_S, drained_s / 2),
         )
-    own_ahead = (rows - 1) // limits.max_rows * limits.max_rows
-    wait_s = (rows_ahead + own_ahead) / limits.max_rows * per_batch_s
-    if _hopeless(deadline_s, now_s + wait_s, in_flight, bound_s):
+    if ends_s >= deadline_s:
         raise too_late(deadline_s - now_s)
+
+
+def starts_s(frees_s: Sequence[float], batches_ahead: int, full_batch_s: float) -> float:
+    """When a replica is expected to begin the batch that has so many others ahead of it in the queue, each of which
+    takes so long; `frees_s` is when each replica is expected to be free, the soonest first."""
+    rounds, place = divmod(batches_ahead, len(frees_s))
+    return frees_s[place] + rounds * full_batch_s
 
 
 def decide(
@@ -100,50 +101,53 @@ def decide(
     *,
     in_flight: int,
     now_s: float,
-    batch_s: float,
+    ends_s: float,
     limits: Limits,
-    free_s: float = 0.0,
+    due_s: float = 0.0,
+    full_due_s: float = 0.0,
     company: int = 0,
     bound_s: float = 0.0,
 ) -> Decision:
-    """What to do with the queue, the most urgent first and the older of two that are as urgent, now.
+    """What to do now with the queue: rows of one form, the most urgent first and the older of two that are as urgent.
 
-    `free_s` is when a batch should be on its way, so that it arrives as a replica becomes free; it gathers until then,
-    however long its rows have waited. `company` are the rows that an idle replica's batch waits for, `max_delay_s` at
-    most, and no longer than leaves `bound_s` to each of its rows. It looks no further than one batch, so its cost does
-    not grow with the queue.
+    A batch that is sent now is expected to be answered at `ends_s`. `due_s` is when one should be on its way, so that
+    it arrives as a replica becomes free, and `full_due_s` the same of a full one. It gathers until then, however long
+    its rows have waited: in front of a busy replica nobody looks at deadlines again, nor would more urgent rows pass
+    it. `company` are the rows that an idle replica's batch waits for, `max_delay_s` at most, and no longer than leaves
+    `bound_s` to each of its rows. It looks no further than one batch, so its cost does not grow with the queue.
     """
     if in_flight >= limits.max_in_flight:
         return Decision()
     late: list[int] = []
-    batch: list[int] = []
-    rows, size_bytes, form, oldest_s, earliest_s, full = 0, 0, "", math.inf, math.inf, False
+    batch: dict[int, int] = {}
+    rows, size_bytes, oldest_s, earliest_s, full = 0, 0.0, math.inf, math.inf, False
+    # An idle model always tries: an estimate that is too high could otherwise never be put right.
+    soonest_s = ends_s if in_flight else now_s
     for position, waiting in enumerate(queue):
-        if _hopeless(waiting.deadline_s, now_s, in_flight, batch_s):
+        if soonest_s >= waiting.deadline_s:
             late.append(position)
             continue
-        if batch and (
-            waiting.form != form
-            or rows + waiting.rows > limits.max_rows
-            or size_bytes + waiting.size_bytes > limits.max_bytes
-        ):
+        taken = _that_fit(waiting, limits.max_rows - rows, limits.max_bytes - size_bytes if batch else math.inf)
+        if not taken:
             full = True
             break
-        batch.append(position)
-        rows, size_bytes, form = rows + waiting.rows, size_bytes + waiting.size_bytes, waiting.form
+        batch[position] = taken
+        rows, size_bytes = rows + taken, size_bytes + waiting.size_bytes * taken / waiting.rows
         oldest_s = min(oldest_s, waiting.arrived_s)
         earliest_s = min(earliest_s, waiting.deadline_s)
-        full = rows >= limits.max_rows
+        full = rows >= limits.max_rows or taken < waiting.rows
         if full:
             break
     # An idle replica takes what there is, where no company is expected: waiting would only add to the latency. A busy
     # one would not take it any earlier.
-    idle = in_flight < limits.at_work
     delayed_s = oldest_s + limits.max_delay_s
-    due_s = min(delayed_s, earliest_s - bound_s) if idle else max(delayed_s, free_s)
-    if batch and not full and not (idle and rows >= company) and due_s > now_s:
-        return Decision(tuple(late), (), due_s)
-    return Decision(tuple(late), tuple(batch), None)
+    if in_flight >= limits.at_work:
+        at_s = full_due_s if full else max(delayed_s, due_s)
+    else:
+        at_s = now_s if full or rows >= company else min(delayed_s, earliest_s - bound_s)
+    if batch and at_s > now_s:
+        return Decision(tuple(late), {}, at_s)
+    return Decision(tuple(late), batch, None)
 
 
 def too_late(remaining_s: float, *, begun: bool = False) -> DeadlineExceeded:
@@ -159,6 +163,10 @@ def draining(why: str) -> Unavailable:
     return Unavailable(why, reason="MODEL_DRAINING", retry_after_s=1.0)
 
 
-def _hopeless(deadline_s: float, start_s: float, in_flight: int, batch_s: float) -> bool:
-    # An idle model always tries: an estimate that is too high could otherwise never be put right.
-    return start_s + (batch_s if in_flight else 0.0) >= deadline_s
+def _that_fit(waiting: Waiting, rows: int, size_bytes: float) -> int:
+    """How many of these rows go into a batch that has room for so many more."""
+    if not waiting.divisible:
+        return waiting.rows if waiting.rows <= rows and waiting.size_bytes <= size_bytes else 0
+    if size_bytes < waiting.size_bytes:
+        rows = min(rows, math.floor(size_bytes * waiting.rows / waiting.size_bytes))
+    return min(rows, waiting.rows)

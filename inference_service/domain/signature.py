@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -120,8 +120,17 @@ def _spec(record: Mapping[str, Any]) -> TensorSpec:
     )
 
 
-def rows_of(signature: Signature, tensors: Sequence[WireTensor], max_rows: int) -> Rows:
-    """The request's input, decoded and fitted to the model; `InvalidArgument` names the tensor that does not fit."""
+def rows_of(
+    signature: Signature,
+    tensors: Sequence[WireTensor],
+    max_rows: int,
+    admit: Callable[[int, str], None] = lambda _rows, _form: None,
+) -> Rows:
+    """The request's input, decoded and fitted to the model; `InvalidArgument` names the tensor that does not fit.
+
+    `admit` is asked with the number of rows and their form once their names and shapes are known to fit, and before
+    they are decoded, which may take much longer; it raises where they are not wanted.
+    """
     wanted = signature.by_name
     flags = signature.null_flags
     given: dict[str, WireTensor] = {}
@@ -134,7 +143,7 @@ def rows_of(signature: Signature, tensors: Sequence[WireTensor], max_rows: int) 
     if not given:
         raise invalid_field("inputs", [], f"tensor {signature.raw[0].name!r} is missing: {_inputs(signature)}")
     if _is_prepared(signature, given):
-        values = _decoded(given, max_rows)
+        values = _decoded(given, max_rows, PREPARED, admit)
         return Rows(PREPARED, values, size_bytes=_size_bytes(given, values))
     for name in wanted:
         if name not in given:
@@ -147,7 +156,7 @@ def rows_of(signature: Signature, tensors: Sequence[WireTensor], max_rows: int) 
             )
         if not spec.fits(tensor.datatype, tensor.shape):
             raise _misfit(signature, spec, tensor)
-    values = _decoded(given, max_rows)
+    values = _decoded(given, max_rows, RAW, admit)
     size_bytes = _size_bytes(given, values)
     nulls = {name.removesuffix(NULLS): values.pop(name) for name in flags if name in values}
     nulls = {name: where for name, where in nulls.items() if where.any()}
@@ -167,7 +176,9 @@ def _is_prepared(signature: Signature, given: Mapping[str, WireTensor]) -> bool:
     return fits and not any(spec.fits(tensor.datatype, tensor.shape) for spec in namesakes)
 
 
-def _decoded(given: Mapping[str, WireTensor], max_rows: int) -> dict[str, Array]:
+def _decoded(
+    given: Mapping[str, WireTensor], max_rows: int, form: str, admit: Callable[[int, str], None]
+) -> dict[str, Array]:
     """All tensors, of equally many rows."""
     first = next(iter(given.values()))
     # Before any is decoded, which takes the longer, the more elements there are.
@@ -179,6 +190,7 @@ def _decoded(given: Mapping[str, WireTensor], max_rows: int) -> dict[str, Array]
         if tensor.shape[0] != first.shape[0]:
             remedy = f"tensor {name!r} must have as many rows as {first.name!r}, {first.shape[0]}"
             raise invalid_field(f"{tensor.field}.shape", list(tensor.shape), remedy)
+    admit(first.shape[0], form)
     return {name: decode(tensor) for name, tensor in given.items()}
 
 

@@ -116,9 +116,9 @@ def test_what_is_not_recorded_is_no_part_of_what_is(receiver: OtlpReceiver) -> N
         recorded = server.stub.ModelInfer(ask(*range(16)), **traced("a"))  # two batches
         await until(lambda: model.at_work == 1, "the model works")
         # It goes between them, so its batch is sent by the end of a recorded one whose request still waits.
-        urgent = ask(99, parameters={"priority": {"uint64_param": 1}})
+        urgent = ask(*[99] * 8, parameters={"priority": {"uint64_param": 1}})
         other = server.stub.ModelInfer(urgent, **traced("b", "00"))
-        await until(lambda: sum(one.queued_rows for one in server.models.listed()) == 9, "it waits")
+        await until(lambda: sum(one.queued_rows for one in server.models.listed()) == 16, "it waits")
         model.may_work.set()
         await recorded
         await other

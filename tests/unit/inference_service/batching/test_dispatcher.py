@@ -12,7 +12,8 @@ from inference_service.batching.dispatcher import Dispatcher
 from inference_service.batching.models import Models
 from inference_service.domain.held_bytes import HeldBytes
 from inference_service.domain.request_parameters import RequestedOutput
-from shared.errors import ResourceExhausted
+from inference_service.domain.tensors import WireTensor
+from shared.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from tests.unit.inference_service.doubling import READY, attach, tensor
 
 
@@ -52,5 +53,54 @@ def test_requests_of_all_models_are_bounded_in_bytes_and_one_alone_always_has_ro
         doubler.has_replica.set()
         for name in ("m", "n", "m"):
             await dispatcher.infer(*models.choose(name, ""), [tensor(1, 2, 3)], [], 5.0)
+
+    asyncio.run(scenario())
+
+
+def test_calls_that_this_process_was_too_busy_to_read_scale_no_model() -> None:
+    async def scenario() -> None:
+        models = Models()
+        dispatcher = Dispatcher(models)
+        models.replace([READY])
+        attach(models)
+        await dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], 5.0)
+        for _ in range(5):
+            dispatcher.turned_away()
+        assert models.batcher(READY, READY.versions[0]).load().refused == 0
+
+    asyncio.run(scenario())
+
+
+class Unreadable(bytes):
+    """Content that nobody is to look at."""
+
+    def __len__(self) -> int:
+        raise AssertionError("the content was read")
+
+
+def unread(*shape: int) -> WireTensor:
+    return WireTensor("inputs[0]", "x", "UINT8", shape, Unreadable(), {})
+
+
+def test_a_request_that_is_refused_is_refused_before_its_content_is_decoded() -> None:
+    async def scenario() -> None:
+        models = Models()
+        dispatcher = Dispatcher(models)
+        models.replace([READY])
+        doubler = attach(models)
+        doubler.has_replica.clear()
+        waiting = [asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], 5.0))]
+        await asyncio.sleep(0)
+        waiting.append(asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(*range(9))], [], 5.0)))
+        await asyncio.sleep(0)
+        with pytest.raises(ResourceExhausted, match="9 rows wait already"):
+            await dispatcher.infer(*models.choose("m", ""), [unread(1)], [], 5.0)
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+        with pytest.raises(DeadlineExceeded):
+            await dispatcher.infer(*models.choose("m", ""), [unread(1)], [], 0.0)
+        with pytest.raises(InvalidArgument, match="send 1 to"):  # what is wrong in itself is told all the same
+            await dispatcher.infer(*models.choose("m", ""), [unread(10_000)], [], 0.0)
 
     asyncio.run(scenario())
