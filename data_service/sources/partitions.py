@@ -97,7 +97,7 @@ class _PartitionedRows:
                 yield pa.Table.from_arrays([*table.columns, *added], schema=self.schema)
             elif count:
                 name, arrow_type = misfit.field.name, misfit.field.type
-                place = f"rows {row + 1} to {row + count}"
+                place = f"row {row + 1}" if count == 1 else f"rows {row + 1} to {row + count}"
                 reason = f"column {name!r} is no {arrow_type}"
                 bad.add(self._file.uri, place, reason, excerpt_of(f"{name}={misfit.text}"), count)
             row += count

@@ -15,9 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from millrace.common.v1.transform_pb2 import Transform
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1.resources_pb2 import DatasetVersion
-from tests.integration.data_service.client import DataClient, imported
+from millrace_client import checks, steps
+from tests.integration.data_service.client import DataClient, imported, parquet
 from tests.integration.data_service.conftest import DataStack
 from tests.support.images import encoded, tar_of
 
@@ -144,3 +146,41 @@ def test_what_was_imported_is_what_is_stored(client: DataClient, versions: dict[
     for found in versions.values():
         answers = client.data.VerifyVersion(pb.VerifyVersionRequest(name=found.version.name), timeout=60)
         assert [damage for answer in answers for damage in answer.damages] == []
+
+
+def test_columns_of_folders_are_imported_checked_and_transformed_as_others(stack: DataStack) -> None:
+    parent, client = stack.new_dataset(), stack.client
+    parts = {("train", "a%2Fb"): (0, 200), ("train", "é"): (200, 350), ("test", "é"): (350, ROWS)}
+    for (part, kind), (begin, end) in parts.items():
+        name = f"hive/part={part}/kind={kind}/0.parquet"
+        base = stack.put_source(name, as_parquet(TABLE.slice(begin, end - begin))).partition("/hive/")[0]
+    request = pb.ImportVersionRequest(
+        parent=parent,
+        sources=[parquet("all", f"{base}/hive/")],
+        checks=[checks.not_null("kind"), checks.unique("n")],
+    )
+    whole = imported(client.wait(client.data.ImportVersion(request, timeout=30)))
+    assert [column.name for column in whole.columns] == [*TABLE.column_names, "part", "kind"]
+    selected = client.read(whole.name, columns=["kind", "n"])
+    assert set(zip(selected["n"].to_pylist(), selected["kind"].to_pylist(), strict=True)) == {
+        (n, "a/b" if n < 200 else "é") for n in range(ROWS)
+    }
+    cut = pb.TransformVersionRequest(
+        parent=parent,
+        source=whole.name,
+        transform=Transform(steps=[steps.one_hot_encode("kind")]),
+        splits=pb.SplitRule(column=pb.ColumnSplit(column="part")),
+    )
+    ready = imported(client.wait(client.data.TransformVersion(cut, timeout=30)))
+    assert {split.name: split.row_count for split in ready.splits} == {"train": 350, "test": 150}
+    appended = pb.ImportVersionRequest(
+        parent=parent,
+        sources=[parquet("all", f"{base}/hive/*/kind=*/0.parquet")],
+        base=pb.Base(version=whole.name, mode=pb.Base.MODE_APPEND),
+    )
+    assert imported(client.wait(client.data.ImportVersion(appended, timeout=30))).row_count == 2 * ROWS
+    plain = pb.ImportVersionRequest(
+        parent=parent, sources=request.sources, partitioning=pb.ImportVersionRequest.PARTITIONING_NONE
+    )
+    version = imported(client.wait(client.data.ImportVersion(plain, timeout=30)))
+    assert [column.name for column in version.columns] == TABLE.column_names

@@ -213,7 +213,8 @@ def test_rows_of_a_folder_whose_value_does_not_fit_its_given_type_are_bad(tmp_pa
     table, bad = whole(tmp_path, source_of(uri, "parquet"), types={"a": "int8"})
     assert table.to_pydict() == {"n": [0], "a": [1]}
     assert sum(row.rows for row in bad.rows) == 2001
-    assert (bad.rows[0].place, bad.rows[0].excerpt) == ("rows 1 to 1", "a=300")
+    assert (bad.rows[0].place, bad.rows[0].excerpt) == ("row 1", "a=300")
+    assert bad.places[1:] == ["rows 1 to 1024", "rows 1025 to 2000"]
     assert {row.reason for row in bad.rows} == {"column 'a' is no int8"}
 
 

@@ -64,6 +64,13 @@ def test_each_format_is_read_from_an_upload(store: ObjectStore, uploads: Uploads
     assert table_of(source(store, name, kind).rows)["n"].to_pylist() == list(range(400))
 
 
+def test_a_stray_quote_in_an_upload_costs_one_line(store: ObjectStore, uploads: Uploads) -> None:
+    name = committed(uploads, b'n,s\n1,x\n2,"y\n3,z\n', chunk_bytes=5)
+    bad = Quarantine()
+    assert table_of(source(store, name, "csv").rows, bad).to_pydict() == {"n": [1, 3], "s": ["x", "z"]}
+    assert bad.places == ["line 3"]
+
+
 def test_rows_of_an_open_upload_come_before_its_end(store: ObjectStore, uploads: Uploads) -> None:
     name, data = started(uploads), CONTENTS["arrow"]
     cut = len(data) // 2
