@@ -190,7 +190,7 @@ class Batcher:
             )
         except (ResourceExhausted, DeadlineExceeded):
             # Where a replica of its own would have been too slow as well, more of them are no help.
-            if deadline_s > self._ends_s(rows, now_s, now_s, LENIENT):
+            if deadline_s > self._ends_s(rows, now_s, now_s, 0.0):
                 self._load.refuse(rows)
                 self._refused.add(now_s)
             raise
