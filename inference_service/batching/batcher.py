@@ -32,7 +32,7 @@ LEAD_S, FULL_LEAD_DEVIATIONS = 0.003, 2.0
 # where many are refused, between these two shares. Where few are, the queue is a burst's, and whoever waits keeps the
 # model at work after it. Where many are, others come at once, so a long queue gains nothing, and its rows meet every
 # slow spell; but the batch that is next at some replica is to be full.
-LENIENT, STRICT, STRICT_FOR_NEXT = 1.5, 13.0, 4.0
+LENIENT, STRICT, STRICT_FOR_NEXT = 2.0, 13.0, 4.0
 FEW_REFUSED, MANY_REFUSED = 0.25, 0.35
 # Refusals are remembered for about so long; and so few rows say little.
 REMEMBERED_S, LITTLE = 1.5, 10
@@ -190,7 +190,7 @@ class Batcher:
             )
         except (ResourceExhausted, DeadlineExceeded):
             # Where a replica of its own would have been too slow as well, more of them are no help.
-            if deadline_s > self._ends_s(rows, now_s, now_s, LENIENT):
+            if deadline_s > self._ends_s(rows, now_s, now_s, 0.0):
                 self._load.refuse(rows)
                 self._refused.add(now_s)
             raise

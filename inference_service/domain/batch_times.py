@@ -10,7 +10,7 @@ from collections.abc import Mapping
 WEIGHT = 0.2
 # The deviation falls more slowly than it rises, so that a spell in which all take the same is not trusted too soon; and
 # what it is at first, before anybody knows.
-CALMING_WEIGHT, FIRST_DEVIATION = 0.1, 0.25
+CALMING_WEIGHT, FIRST_DEVIATION = 0.05, 0.25
 PACE_WEIGHT, SHAPE_WEIGHT = 0.15, 0.05
 # Of the mean deviation, as in TCP's estimate of a round trip (Jacobson, 1988), which takes 4.
 DEVIATIONS = 3.0
