@@ -105,7 +105,7 @@ def test_a_row_that_is_not_finite_ends_the_run_at_once_and_is_named(
     values[7] = np.nan
     splits[split] = splits[split].set_column(1, "other", pa.array(values))
     commit_tables(file_stack.store, splits, name)
-    job = file_stack.client.create(spec_of(dataset_version=name, ingest=ingest, epochs=2))
+    job = file_stack.client.create(spec_of(dataset_version=name, ingest=ingest, epochs=2, num_workers=1))
     file_stack.client.watch(job.name).rest()
     ended = file_stack.client.get(job.name)
     assert (ended.state, ended.attempt) == (State.STATE_FAILED, 1), ended
@@ -122,7 +122,9 @@ def test_another_job_goes_on_from_its_best_checkpoint(trained: Trained) -> None:
         for one in client.checkpoints(trained.job.name)
         if one.metrics.get("validation_loss") == best and not one.name.endswith("/final")
     )
-    job = client.create(spec_of(initial_checkpoint=checkpoint, epochs=1, optimizer=res.Optimizer(learning_rate=1e-6)))
+    # Without Ray Train, whose processes would take most of the time.
+    slowly = res.Optimizer(learning_rate=1e-6)
+    job = client.create(spec_of(initial_checkpoint=checkpoint, epochs=1, num_workers=0, optimizer=slowly))
     watch = client.watch(job.name)
     watch.rest()
     assert client.get(job.name).state == State.STATE_SUCCEEDED
