@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from click.testing import CliRunner
 from google.protobuf import json_format
 from PIL import Image
@@ -23,6 +24,10 @@ from millrace_client.cli import millrace
 from tests.integration.data_service.client import DataClient, imported
 from tests.integration.data_service.conftest import DataStack
 from tests.support.real_data import real_data
+from tests.support.stores import S3_IN_CHAOS
+
+# The sources are local files whatever the store; other files' tests have the same steps of a service's work on S3.
+pytestmark = pytest.mark.parametrize("stack", S3_IN_CHAOS, indirect=True)
 
 
 def transformed(client: DataClient, source: str, **values: Any) -> DatasetVersion:
