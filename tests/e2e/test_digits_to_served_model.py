@@ -97,7 +97,7 @@ def test_predictions_over_a_split_are_what_the_deployment_answers_for_its_rows(r
     made = run_millrace(
         home,
         *("data", "predict", run.version.name, "--deployment", "tour", "--split", "test"),
-        *("--to", "scores", "--column", "label", "--batch-size", "50", "--workers", "2", "--json"),
+        *("--to", "scores", "--column", "label", "--batch-size", "50", "--workers", "1", "--json"),
     )
     assert made.returncode == 0, made.stderr
     version = json.loads(made.stdout)

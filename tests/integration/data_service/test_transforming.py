@@ -17,13 +17,13 @@ from shared.jobs import Jobs, JobState
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.ray_head import RayHead
-from tests.support.stores import KINDS, S3_IN_CHAOS
+from tests.support.stores import S3_IN_CHAOS
 from tests.support.transforming import commit_tables, create_transform, transform_here
 from tests.support.version_attempts import WITHIN_S, Reconciler, await_worker, over, pid_of, title_of
 from tests.support.waiting import wait_until
 
 ROWS = 60_000
-ON_BOTH = pytest.mark.parametrize("settings", KINDS, indirect=True)
+# What a transform makes on S3 is in test_real_data.py, too.
 ON_S3_IN_CHAOS = pytest.mark.parametrize("settings", S3_IN_CHAOS, indirect=True)
 CUSTOM = "tests.support.transforming"
 
@@ -51,7 +51,7 @@ def custom(function: str, *columns: str, **fields: Any) -> dict[str, Any]:
     return {"custom": {"function": f"{CUSTOM}:{function}", "columns": list(columns), **fields}}
 
 
-@ON_BOTH
+@ON_S3_IN_CHAOS
 def test_a_cluster_makes_the_same_bytes_as_one_process(store: ObjectStore, jobs: Jobs, reconciler: Reconciler) -> None:
     steps: list[dict[str, Any]] = [
         {"filter": {"expression": "n % 10 != 3"}},
