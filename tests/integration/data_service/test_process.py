@@ -21,6 +21,9 @@ from tests.support.ports import free_ports
 from tests.support.refusals import refused
 from tests.support.service_process import running_service, store_environ
 
+# Of bad settings, of which every one is in tests/unit: each process imports the service.
+CHAOS = pytest.mark.chaos
+
 
 def test_without_ray_and_roots_it_serves_what_it_can(store_settings: StoreSettings, tmp_path: Path) -> None:
     environ = {**store_environ(store_settings), "RAY_ADDRESS": "", "MILLRACE_IMPORT_ROOTS": ""}
@@ -66,9 +69,9 @@ def test_while_ray_is_gone_the_api_answers_and_an_import_waits(file_store: Store
     ("environ", "said"),
     [
         ({}, "MILLRACE_STORE is not set"),
-        ({"MILLRACE_STORE": "ftp://host/a"}, "use file:///folder or s3://bucket/prefix"),
+        pytest.param({"MILLRACE_STORE": "ftp://host/a"}, "use file:///folder or s3://bucket/prefix", marks=CHAOS),
         ({"MILLRACE_STORE": "file:///tmp/x", "MILLRACE_IMPORT_ROOTS": "here"}, "use absolute folders"),
-        ({"MILLRACE_STORE": "file:///tmp/x", "MILLRACE_LISTEN": "nowhere"}, "use host:port"),
+        pytest.param({"MILLRACE_STORE": "file:///tmp/x", "MILLRACE_LISTEN": "nowhere"}, "use host:port", marks=CHAOS),
     ],
 )
 def test_bad_settings_end_it_with_the_remedy(environ: dict[str, str], said: str) -> None:

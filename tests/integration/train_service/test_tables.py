@@ -101,7 +101,7 @@ def test_each_step_is_listed_once_with_the_rate_that_it_had(trained: Trained) ->
     ],
 )
 def test_a_row_that_is_not_finite_ends_the_run_at_once_and_is_named(
-    file_stack: TrainStack, ingest: res.TrainingSpec.Ingest.ValueType, split: str, workers: int
+    file_stack: TrainStack, ingest: int, split: str, workers: int
 ) -> None:
     name = f"datasets/plane/versions/nan-{split}"
     splits = {"train": plane(ROWS, 1), "validation": plane(VALIDATION_ROWS, 2)}
