@@ -1,8 +1,10 @@
-"""All three services and Ray, started by `millrace up`: from IDX files to a served model, through the SDK."""
+"""All three services and Ray, started by `millrace up`: what the tour of the README made, up to a served model."""
 
 from __future__ import annotations
 
 import json
+import math
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,22 +16,22 @@ import pytest
 from millrace.data.v1.resources_pb2 import DatasetVersion
 from millrace.inference.v1.deployment_service_pb2 import Deployment
 from millrace.train.v1 import resources_pb2, train_service_pb2
-from millrace_client import Millrace, connect, hold_out, idx_source, normalize, optimizer, to_float, training_spec
+from millrace_client import Millrace, connect
 from millrace_client.images import image_rows
 from millrace_client.stack.record import read_record
 from tests.support.command import run_millrace
-from tests.support.idx import write_idx
-from tests.support.patterns import patterns
+from tests.support.patterns import TEST_ROWS, TRAIN_ROWS, patterns
 
 # Under a minute on an idle machine of two cores; the limit is for a busy one.
 pytestmark = pytest.mark.timeout(900)
 
-TRAIN_ROWS, TEST_ROWS = 1280, 200
+HELD_OUT = TRAIN_ROWS // 7
+STEPS = math.ceil((TRAIN_ROWS - HELD_OUT) / 64)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one pass through all services made."""
+    """What the README's tour, one pass through all services, made."""
 
     millrace: Millrace
     version: DatasetVersion
@@ -41,67 +43,31 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def run(home: Path) -> Iterator[Run]:
+def run(home: Path, tour: subprocess.CompletedProcess[str]) -> Iterator[Run]:
+    assert tour.returncode == 0, tour.stderr
     record = read_record(home)
     assert record is not None
     addresses = record.addresses
     with connect(data=addresses["data"], train=addresses["train"], inference=addresses["inference"]) as millrace:
-        yield from_digits_to_model(millrace, home / "import")
-
-
-def from_digits_to_model(millrace: Millrace, folder: Path) -> Run:
-    train_images, train_labels = patterns(TRAIN_ROWS, seed=1)
-    test_images, test_labels = patterns(TEST_ROWS, seed=2)
-    uris = {
-        name: write_idx(folder / name, values)
-        for name, values in (
-            ("train-images.gz", train_images),
-            ("train-labels.gz", train_labels),
-            ("test-images", test_images),
-            ("test-labels", test_labels),
+        updates = list(millrace.train.watch_training_job("trainingJobs/tour"))
+        job = millrace.train.get_training_job("trainingJobs/tour")
+        assert job.state == resources_pb2.TrainingJob.STATE_SUCCEEDED, job.error
+        test_images, test_labels = patterns(TEST_ROWS, seed=TEST_ROWS)
+        yield Run(
+            millrace=millrace,
+            version=millrace.data.get_version("datasets/tour/versions/v1"),
+            job=job,
+            events=[one for one in updates if isinstance(one, train_service_pb2.TrainingEvent)],
+            deployment=millrace.deployments.get_deployment("deployments/tour"),
+            test_images=test_images,
+            test_labels=test_labels,
         )
-    }
-    millrace.data.create_dataset("patterns")
-    version = millrace.data.import_version(
-        "datasets/patterns",
-        [
-            idx_source("train", uris["train-images.gz"], uris["train-labels.gz"]),
-            idx_source("test", uris["test-images"], uris["test-labels"]),
-        ],
-        hold_outs=[hold_out("train", "validation", 0.2, seed=3)],
-    ).wait(timeout_s=300)
-    spec = training_spec(
-        version.name,
-        model="torchvision.resnet18",
-        in_channels=1,
-        num_classes=10,
-        transform=[to_float(), normalize(0.2, 0.25)],
-        optimizer=optimizer("AdamW", 0.002),
-        epochs=1,
-        global_batch_size=64,
-        num_workers=2,
-        seed=4,
-    )
-    created = millrace.train.create_training_job("patterns", spec)
-    updates = list(millrace.train.watch_training_job(created.name))
-    job = millrace.train.get_training_job(created.name)
-    assert job.state == resources_pb2.TrainingJob.STATE_SUCCEEDED, job.error
-    deployment = millrace.deployments.create_deployment("patterns", job.name).wait(timeout_s=300)
-    return Run(
-        millrace=millrace,
-        version=version,
-        job=job,
-        events=[one for one in updates if isinstance(one, train_service_pb2.TrainingEvent)],
-        deployment=deployment,
-        test_images=test_images,
-        test_labels=test_labels,
-    )
 
 
 def test_the_version_holds_the_rows_that_the_files_held(run: Run) -> None:
     assert {split.name: split.row_count for split in run.version.splits} == {
-        "train": 1024,
-        "validation": 256,
+        "train": TRAIN_ROWS - HELD_OUT,
+        "validation": HELD_OUT,
         "test": TEST_ROWS,
     }
     images, labels = image_rows(run.millrace.data.read_table(run.version.name, split="test"))
@@ -114,11 +80,11 @@ def test_the_events_are_numbered_without_gaps_and_tell_of_the_run(run: Run) -> N
     assert [event.sequence for event in run.events] == list(range(1, len(run.events) + 1))
     kinds = {event.WhichOneof("event") for event in run.events}
     assert {"attempt_started", "progress", "validated", "checkpoint_committed"} <= kinds
-    assert run.job.progress.step == run.job.progress.total_steps == 16
+    assert run.job.progress.step == run.job.progress.total_steps == STEPS
 
 
 def test_raw_images_are_classified_far_better_than_by_chance(run: Run) -> None:
-    answers = list(run.millrace.inference.infer_many("patterns", ({"image": image[None]} for image in run.test_images)))
+    answers = list(run.millrace.inference.infer_many("tour", ({"image": image[None]} for image in run.test_images)))
     labels = np.array([answer.outputs["label"][0] for answer in answers])
     assert (labels == run.test_labels).mean() > 0.5
     probabilities = np.concatenate([answer.outputs["probabilities"] for answer in answers])
@@ -130,8 +96,8 @@ def test_predictions_over_a_split_are_what_the_deployment_answers_for_its_rows(r
     run.millrace.data.create_dataset("scores")
     made = run_millrace(
         home,
-        *("data", "predict", run.version.name, "--deployment", "patterns", "--split", "test"),
-        *("--to", "scores", "--column", "label", "--batch-size", "50", "--workers", "2", "--json"),
+        *("data", "predict", run.version.name, "--deployment", "tour", "--split", "test"),
+        *("--to", "scores", "--column", "label", "--batch-size", "50", "--workers", "1", "--json"),
     )
     assert made.returncode == 0, made.stderr
     version = json.loads(made.stdout)
@@ -139,7 +105,7 @@ def test_predictions_over_a_split_are_what_the_deployment_answers_for_its_rows(r
     assert version["prediction"]["checkpoint_sha256"] == run.deployment.lineage.checkpoint_sha256
     assert [parent["version"] for parent in version["parents"]] == [run.version.name]
     table = run.millrace.data.read_table(version["name"])
-    answer = run.millrace.inference.infer("patterns", {"image": run.test_images})
+    answer = run.millrace.inference.infer("tour", {"image": run.test_images})
     np.testing.assert_array_equal(table["label"].to_numpy(), run.test_labels)
     np.testing.assert_array_equal(table["prediction"].to_numpy(), answer.outputs["label"])
     probabilities = table["probabilities"].combine_chunks().to_numpy_ndarray()
@@ -150,7 +116,7 @@ def test_predictions_over_a_split_are_what_the_deployment_answers_for_its_rows(r
 
 def test_every_answer_carries_the_lineage_that_the_services_tell(run: Run) -> None:
     checkpoints = {one.name: one for one in run.millrace.train.list_checkpoints(run.job.name)}
-    answer = run.millrace.inference.infer("patterns", {"image": run.test_images[:3]})
+    answer = run.millrace.inference.infer("tour", {"image": run.test_images[:3]})
     lineage = answer.lineage
     assert lineage.dataset_version == run.version.name == run.job.spec.dataset_version
     assert lineage.training_job == run.job.name
@@ -165,7 +131,7 @@ def test_the_command_sees_the_same_stack(run: Run, home: Path) -> None:
     status = run_millrace(home, "status", "--json")
     assert status.returncode == 0, status.stdout
     assert json.loads(status.stdout)["healthy"]
-    predicted = run_millrace(home, "predict", "patterns", "--dataset", run.version.name, "--limit", "5", "--json")
+    predicted = run_millrace(home, "predict", "tour", "--dataset", run.version.name, "--limit", "5", "--json")
     document = json.loads(predicted.stdout)
     assert [one["truth"] for one in document["predictions"]] == run.test_labels[:5].tolist()
     assert document["lineage"]["checkpoint"] == run.job.best_checkpoint

@@ -67,7 +67,7 @@ def attempts_after(stage: str, victim: str) -> tuple[int, ...]:
 # --- uploads ----------------------------------------------------------------------------------------------------
 
 
-@cases({"half sent": "client", "all sent": "client"}, quick=[f"half sent-client-{STORES['s3']}"])
+@cases({"half sent": "client", "all sent": "client"}, quick=["half sent-client-file"])
 def test_an_upload_outlives_its_client(scene: Scene, stage: str, victim: str, blows: Blows) -> None:
     assert victim == "client"
     place, size = scene.place, len(scene.data) if stage == "all sent" else HALF
@@ -94,7 +94,7 @@ def test_an_upload_outlives_its_client(scene: Scene, stage: str, victim: str, bl
 
 @cases(
     {"sending": "service s3", "all sent": "service s3", "committed": "service s3"},
-    quick=["sending-service-file", f"sending-service-{STORES['s3']}"],
+    quick=["sending-service-file"],
 )
 def test_acknowledged_bytes_outlive(scene: Scene, stage: str, victim: str) -> None:
     place = scene.place
@@ -130,7 +130,7 @@ def test_acknowledged_bytes_outlive(scene: Scene, stage: str, victim: str) -> No
         "reading": "service actor s3",
         "ending": "service actor s3",
     },
-    quick=[f"reading-s3-{STORES['s3']}"],
+    quick=["reading-service-file", "reading-actor-file"],
 )
 def test_an_import_finishes_once(scene: Scene, stage: str, victim: str) -> None:
     """It follows an upload that is still open, which holds it where the test wants it."""

@@ -28,6 +28,11 @@ from tests.support.service_process import ServiceProcess, running_service, store
 from tests.support.stores import S3_IN_CHAOS, STORES, new_store
 from tests.support.waiting import wait_until
 
+# `make test` has kills of the service and of the attempt in test_data_kills_by_stage.py, where an open upload holds the
+# import; here many rows are read as fast as they can be. A service that reaches no Ray is in
+# tests/integration/data_service/test_process.py.
+pytestmark = pytest.mark.chaos
+
 # All black, so a file of holes: it takes no room, and seconds to import.
 ROWS = 2_400_000
 
@@ -172,7 +177,6 @@ def test_without_ray_the_api_answers(settings: StoreSettings, tmp_path: Path, st
         assert not running.operation(started.name).done
 
 
-@pytest.mark.chaos
 @pytest.mark.timeout(600)  # two heads start in it, and Ray's client takes its time to give one up
 def test_an_import_outlives_the_ray_head(settings: StoreSettings, tmp_path: Path, store: str, blows: Blows) -> None:
     (port,) = free_ports(1)

@@ -1,5 +1,7 @@
-"""The inference service loses processes: itself, a replica or Serve's controller under load, all of Ray. It serves the
-same again."""
+"""The inference service loses a replica or Serve's controller under load, or all of Ray. It serves the same again.
+
+That it loses itself, or a replica that it asks over a socket, is in tests/integration/inference_service/test_kills.py.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,20 @@ from tests.integration.inference_service.checkpoints import write
 from tests.integration.inference_service.client import (
     Array,
     Client,
+    assert_same_answer,
     durable,
     environment,
     eventually,
     infer_request,
     outputs,
 )
-from tests.support.asking import Load
+from tests.support.asking import Load, kill_a_replica_under_load
 from tests.support.blows import Blows
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.service_process import ServiceProcess
 
-pytestmark = pytest.mark.timeout(600)  # a Ray head, two replicas, and all of it again
+# A Ray head, two replicas, and all of it again.
+pytestmark = [pytest.mark.timeout(600), pytest.mark.chaos]
 
 IMAGE = np.random.default_rng(4).integers(0, 256, (1, 28, 28), dtype=np.uint8)
 DEADLINE_S = 5.0
@@ -115,11 +119,6 @@ def wait_until_served(client: Client) -> Array:
     return eventually(served, 180, "the model answers again")
 
 
-def assert_same_answer(given: Array, expected: Array) -> None:
-    """Each replica lays images out as is faster where it runs, which shows in the last digits."""
-    np.testing.assert_allclose(given, expected, rtol=0, atol=1e-5)
-
-
 def ask(client: Client) -> str:
     """The version that answers."""
     return str(client.inference.ModelInfer(infer_request("digits", IMAGE), timeout=DEADLINE_S).model_version)
@@ -141,62 +140,19 @@ def running_replicas(head: RayHead) -> set[int]:
     return {replica["pid"] for replica in found if replica["state"] == "RUNNING"}
 
 
-def kill_a_replica_under_load(head: RayHead, client: Client, blows: Blows) -> None:
-    replicas = set(head.processes(REPLICA))
-    assert len(replicas) == 2
-    with Load(lambda: ask(client), CLIENTS) as load:
-        load.wait_for(50)
-        victim = min(replicas)
-        os.kill(victim, signal.SIGKILL)
-        blows.add("SIGKILL replica", "under load", "file")
-        load.wait_for(50)
-        eventually(lambda: len(set(head.processes(REPLICA)) - {victim}) == 2, 120, "a new replica is started")
-        load.wait_for(50)
-    assert load.errors == []
-
-
-def test_a_replica_killed_under_load_costs_no_client_an_answer(head: RayHead, client: Client, blows: Blows) -> None:
-    kill_a_replica_under_load(head, client, blows)
-
-
-@pytest.mark.chaos
-def test_nor_does_it_where_batches_go_through_serves_handle(
+def test_a_replica_killed_under_load_costs_no_client_an_answer_where_batches_go_through_serves_handle(
     head: RayHead, service: Process, client: Client, blows: Blows
 ) -> None:
     assert service.stop() == 0
     service.start(MILLRACE_REPLICA_SOCKETS="0")
     wait_until_served(client)
-    kill_a_replica_under_load(head, client, blows)
+    kill_a_replica_under_load(lambda: ask(client), CLIENTS, lambda: set(head.processes(REPLICA)))
+    blows.add("SIGKILL replica", "under load", "file")
     assert service.stop() == 0
     service.start()
     wait_until_served(client)
 
 
-def test_a_killed_service_started_again_serves_the_same_replicas(
-    head: RayHead, service: Process, client: Client, blows: Blows
-) -> None:
-    before, expected = durable(client.get("deployments/digits")), wait_until_served(client)
-    replicas = head.processes(REPLICA)
-    service.kill()
-    blows.add("SIGKILL service", "serving", "file")
-    service.start()
-    assert_same_answer(wait_until_served(client), expected)
-    assert durable(client.get("deployments/digits")) == before
-    assert set(head.processes(REPLICA)) == set(replicas)
-
-
-def test_a_service_told_to_stop_exits_cleanly_and_leaves_the_replicas_alone(
-    head: RayHead, service: Process, client: Client
-) -> None:
-    replicas = head.processes(REPLICA)
-    assert service.stop() == 0
-    assert "SIGTERM received" not in service.log.read_text()
-    assert set(head.processes(REPLICA)) == set(replicas)
-    service.start()
-    wait_until_served(client)
-
-
-@pytest.mark.chaos
 def test_serves_controller_killed_under_load_costs_no_client_an_answer_and_knows_all_that_is_deployed_again(
     head: RayHead, client: Client, blows: Blows
 ) -> None:
@@ -226,7 +182,6 @@ def test_serves_controller_killed_under_load_costs_no_client_an_answer_and_knows
     assert not replicas & set(head.processes(REPLICA))
 
 
-@pytest.mark.chaos
 def test_all_of_ray_killed_half_way_through_a_roll_out_ends_the_service_and_a_new_head_serves_the_same(
     head: RayHead, service: Process, client: Client, blows: Blows
 ) -> None:

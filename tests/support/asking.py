@@ -1,8 +1,10 @@
-"""Clients that ask without a pause, and remember what they got."""
+"""Clients that ask again and again, and remember what they got."""
 
 from __future__ import annotations
 
 import operator
+import os
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -12,10 +14,12 @@ from tests.support.waiting import wait_until
 
 
 class Load:
-    """`ask()` is called from `clients` threads, one call after the other; what it returns is counted in `answers`."""
+    """`ask()` is called from `clients` threads, one call after the other, with a pause of `pause_s` after each; what it
+    returns is counted in `answers`."""
 
-    def __init__(self, ask: Callable[[], str], clients: int) -> None:
+    def __init__(self, ask: Callable[[], str], clients: int, pause_s: float = 0.0) -> None:
         self._ask = ask
+        self._pause_s = pause_s
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self.answers: Counter[str] = Counter()
@@ -57,3 +61,18 @@ class Load:
                 with self._lock:
                     self.answers[answer] += 1
             self._ended[client] += 1
+            self._stop.wait(self._pause_s)
+
+
+def kill_a_replica_under_load(ask: Callable[[], str], clients: int, replicas: Callable[[], set[int]]) -> None:
+    """SIGKILLs one of the two processes that `replicas` finds; no client must notice, also once another has come."""
+    before = replicas()
+    assert len(before) == 2
+    with Load(ask, clients) as load:
+        load.wait_for(50)
+        victim = min(before)
+        os.kill(victim, signal.SIGKILL)
+        load.wait_for(50)
+        wait_until(lambda: len(replicas() - {victim}) == 2, "a new replica to be started", 120)
+        load.wait_for(50)
+    assert load.errors == []

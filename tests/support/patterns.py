@@ -10,6 +10,8 @@ import numpy.typing as npt
 from tests.support.idx import write_idx
 
 SIDE = 28
+# Of the files by MNIST's names.
+TRAIN_ROWS, TEST_ROWS = 1400, 120
 
 
 def patterns(rows: int, seed: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
@@ -26,7 +28,7 @@ def patterns(rows: int, seed: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[n
 def write_mnist_like(folder: Path) -> None:
     """Makes `folder` with four files by MNIST's names: 1,400 rows to train on, 120 to test with."""
     folder.mkdir(parents=True)
-    for part, rows in (("train", 1400), ("t10k", 120)):
+    for part, rows in (("train", TRAIN_ROWS), ("t10k", TEST_ROWS)):
         images, labels = patterns(rows, seed=rows)
         write_idx(folder / f"{part}-images-idx3-ubyte.gz", images)
         write_idx(folder / f"{part}-labels-idx1-ubyte.gz", labels)

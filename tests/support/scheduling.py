@@ -6,6 +6,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 # Suites whose files share a Ray head, which takes longer to start than most of their tests.
 SHARING = (
+    "tests/contract/jobs",
     "tests/integration/data_service",
     "tests/integration/inference_service",
     "tests/integration/train_service",

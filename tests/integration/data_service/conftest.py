@@ -59,7 +59,8 @@ class DataStack:
 
 @pytest.fixture(scope="package")
 def data_ray() -> Iterator[RayHead]:
-    with ray_head(num_cpus=4, environ=NONE_WARM) as head:
+    # Each CPU that Ray is told of may get a worker, and each worker takes seconds of a processor to start.
+    with ray_head(num_cpus=2, environ=NONE_WARM) as head:
         yield head
 
 

@@ -17,12 +17,21 @@ from shared.dataset_version.users import mark_used
 from tests.integration.data_service.client import DataClient, imported, parquet
 from tests.integration.data_service.conftest import DataStack
 from tests.support.refusals import refused
+from tests.support.stores import S3_IN_CHAOS
 
 APPEND = pb.Base.MODE_APPEND
 
 
+# What the store has no say in.
+ON_S3_IN_CHAOS = pytest.mark.parametrize("stack", S3_IN_CHAOS, indirect=True)
+
+
 @pytest.fixture
 def source(stack: DataStack, dataset: str) -> pb.ImportSource:
+    return written(stack, dataset)
+
+
+def written(stack: DataStack, dataset: str) -> pb.ImportSource:
     path = stack.inputs / f"{dataset.rsplit('/', 1)[-1]}.parquet"
     pq.write_table(pa.table({"n": list(range(1000)), "kind": ["a", "b"] * 500}), path)
     return parquet("train", path.as_uri())
@@ -31,6 +40,14 @@ def source(stack: DataStack, dataset: str) -> pb.ImportSource:
 @pytest.fixture
 def version(client: DataClient, dataset: str, source: pb.ImportSource) -> str:
     return str(client.import_version(pb.ImportVersionRequest(parent=dataset, sources=[source])).name)
+
+
+@pytest.fixture(scope="module")
+def kept(stack: DataStack) -> str:
+    """A version of a dataset of its own, for tests that only read it."""
+    dataset = stack.new_dataset()
+    source = written(stack, dataset)
+    return str(stack.client.import_version(pb.ImportVersionRequest(parent=dataset, sources=[source])).name)
 
 
 def test_of_several_that_append_to_one_version_one_wins_and_the_others_are_aborted(
@@ -58,14 +75,16 @@ def test_of_several_that_append_to_one_version_one_wins_and_the_others_are_abort
     client.data.ImportVersion(again, timeout=10)
 
 
-def test_a_preview_carries_the_quality_report(client: DataClient, version: str) -> None:
-    preview = client.data.PreviewVersion(pb.PreviewVersionRequest(name=version), timeout=20)
+@ON_S3_IN_CHAOS
+def test_a_preview_carries_the_quality_report(client: DataClient, kept: str) -> None:
+    preview = client.data.PreviewVersion(pb.PreviewVersionRequest(name=kept), timeout=20)
 
     statistics = {one.column: one for one in preview.report.columns}
     assert (statistics["n"].numbers.min, statistics["n"].numbers.max, statistics["n"].numbers.mean) == (0, 999, 499.5)
     assert [(one.value.text, one.row_count) for one in statistics["kind"].values] == [("a", 500), ("b", 500)]
 
 
+@ON_S3_IN_CHAOS
 def test_a_failed_check_is_told_and_leaves_nothing(
     stack: DataStack, client: DataClient, dataset: str, source: pb.ImportSource
 ) -> None:
@@ -121,15 +140,15 @@ def test_a_deleted_version_is_gone_and_its_id_is_free(
 
 
 def test_a_version_in_use_is_not_deleted_and_the_error_names_the_user(
-    stack: DataStack, client: DataClient, version: str
+    stack: DataStack, client: DataClient, kept: str
 ) -> None:
-    mark_used(stack.store, version, "deployment", "u1", "deployments/m", is_job=False)
+    mark_used(stack.store, kept, "deployment", "u1", "deployments/m", is_job=False)
 
-    refusal = refused(lambda: client.data.DeleteVersion(pb.DeleteVersionRequest(name=version), timeout=10))
+    refusal = refused(lambda: client.data.DeleteVersion(pb.DeleteVersionRequest(name=kept), timeout=10))
 
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "VERSION_IN_USE")
     assert "deployments/m" in refusal.message
-    assert client.read(version).num_rows == 1000
+    assert client.read(kept).num_rows == 1000
 
 
 def test_a_version_that_is_being_made_is_not_deleted(client: DataClient, dataset: str) -> None:
@@ -149,6 +168,7 @@ def test_a_version_that_is_being_made_is_not_deleted(client: DataClient, dataset
     client.data.DeleteVersion(pb.DeleteVersionRequest(name=name), timeout=10)
 
 
+@ON_S3_IN_CHAOS
 def test_a_dataset_is_updated_by_its_etag_and_deleted_once_it_is_empty(
     client: DataClient, dataset: str, version: str
 ) -> None:

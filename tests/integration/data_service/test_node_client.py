@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +12,15 @@ import pyarrow as pa
 import pytest
 from pyarrow.csv import write_csv
 
+from tests.integration.data_service.conftest import DataStack
 from tests.support.node_client import proto_path
-from tests.support.ray_head import RayHead
-from tests.support.service_process import ServiceProcess, running_service, store_environ
-from tests.support.stores import S3, new_store
+from tests.support.service_process import ServiceProcess
+from tests.support.stores import S3
 
 PROGRAM = Path(__file__).parent / "node" / "client.js"
 # Several chunks, the last one short.
 ROWS = 12_345
 CITIES = ("Zürich", "東京", "Reykjavík")
-
-
-@pytest.fixture(scope="module")
-def service(
-    request: pytest.FixtureRequest, data_ray: RayHead, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServiceProcess]:
-    """On the kind of store that the parameter names."""
-    folder = tmp_path_factory.mktemp("node")
-    environ = {
-        **store_environ(new_store(request, folder)),
-        "RAY_ADDRESS": data_ray.address,
-    }
-    with running_service("data_service", environ, folder / "service.log") as running:
-        yield running
 
 
 def rows() -> pa.Table:
@@ -81,7 +66,7 @@ def run_client(
 
 # Each format on one store, and on the other in `make chaos`: each is imported in the same way on both.
 @pytest.mark.parametrize(
-    ("service", "format_name"),
+    ("stack", "format_name"),
     [
         pytest.param(store, format_name, id=f"{format_name}-{shown}", marks=[] if quick else pytest.mark.chaos)
         for store, shown, format_name, quick in (
@@ -91,15 +76,15 @@ def run_client(
             ("s3", S3, "arrow", True),
         )
     ],
-    indirect=["service"],
+    indirect=["stack"],
 )
 def test_a_node_client_uploads_imports_and_reads_back(
-    service: ServiceProcess, node_packages: Path, tmp_path: Path, format_name: str
+    stack: DataStack, node_packages: Path, tmp_path: Path, format_name: str
 ) -> None:
     sent = rows()
     source = tmp_path / "rows"
     source.write_bytes({"csv": as_csv, "arrow": as_arrow}[format_name](sent))
-    found = run_client(service, node_packages, source, format_name, tmp_path / "protos")
+    found = run_client(stack.service, node_packages, source, format_name, tmp_path / "protos")
     assert found["rows"] == ROWS
     assert found["values"] == sent.to_pydict()
     assert found["columns"] == {"number": "Int64", "half": "Float64", "city": "Utf8", "even": "Bool"}

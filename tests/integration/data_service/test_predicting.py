@@ -35,6 +35,8 @@ ROWS, TEST_ROWS = 9000, 1000
 SCHEMA = TABLE_SCHEMA.append(pa.field("folder", pa.string())).append(pa.field("noise", pa.binary()))
 WAITING, CRASHING = "trainingJobs/waiting/checkpoints/c1", "trainingJobs/crashing/checkpoints/c1"
 TWO = Workers(most=2)
+# Each worker imports torch: where their number does not matter, one.
+ONE = Workers(most=1)
 
 pytestmark = pytest.mark.usefixtures("reconciler")
 
@@ -103,7 +105,7 @@ def test_a_cluster_makes_the_same_bytes_as_one_process_and_loads_the_model_once_
 def test_what_is_left_out_is_counted_before_anything_is_written(
     store: ObjectStore, jobs: Jobs, reconciler: Reconciler
 ) -> None:
-    spec: dict[str, Any] = {"bad_rows": BadRows(action="quarantine"), "workers": TWO, "columns": ["id"]}
+    spec: dict[str, Any] = {"bad_rows": BadRows(action="quarantine"), "workers": ONE, "columns": ["id"]}
     done = over(jobs, create_prediction(store, **spec))
     with reconciler.aside():
         alone = predict_here(store, **spec)
@@ -151,7 +153,7 @@ def test_an_attempt_killed_in_the_middle_is_followed_by_one_that_makes_the_same(
 def test_a_cancelled_prediction_ends_its_workers_and_leaves_nothing(
     store: ObjectStore, jobs: Jobs, signs: Path
 ) -> None:
-    name = create_prediction(store, WAITING, workers=TWO)
+    name = create_prediction(store, WAITING, workers=ONE)
     await_worker(jobs, name, signs)
     jobs.cancel(name, name)
     assert over(jobs, name, 20.0).state is JobState.CANCELLED

@@ -8,13 +8,21 @@ import sys
 from pathlib import Path
 
 import grpc
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from google.longrunning.operations_pb2 import GetOperationRequest
 
 from millrace.data.v1 import data_service_pb2 as pb
+from millrace.data.v1.resources_pb2 import DatasetVersion
 from shared.settings import StoreSettings
 from tests.integration.data_service.client import DataClient, metadata_of, parquet
+from tests.support.ports import free_ports
 from tests.support.refusals import refused
 from tests.support.service_process import running_service, store_environ
+
+# Of bad settings, of which every one is in tests/unit: each process imports the service.
+CHAOS = pytest.mark.chaos
 
 
 def test_without_ray_and_roots_it_serves_what_it_can(store_settings: StoreSettings, tmp_path: Path) -> None:
@@ -38,13 +46,32 @@ def test_without_ray_and_roots_it_serves_what_it_can(store_settings: StoreSettin
         assert service.stop() == 0
 
 
+def test_while_ray_is_gone_the_api_answers_and_an_import_waits(file_store: StoreSettings, tmp_path: Path) -> None:
+    gone = f"127.0.0.1:{free_ports(1)[0]}"
+    environ = {**store_environ(file_store), "RAY_ADDRESS": gone, "MILLRACE_IMPORT_ROOTS": str(tmp_path)}
+    pq.write_table(pa.table({"n": [1, 2, 3]}), tmp_path / "a.parquet")
+    with running_service("data_service", environ, tmp_path / "service.log") as service:
+        client = DataClient(service.address)
+        dataset = client.data.CreateDataset(pb.CreateDatasetRequest(dataset_id="d"), timeout=10)
+        local = pb.ImportVersionRequest(parent=dataset.name, sources=[parquet("a", (tmp_path / "a.parquet").as_uri())])
+        started = client.data.ImportVersion(local, timeout=10)
+        version = metadata_of(started).version
+        found = client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=10)
+        assert found.state == DatasetVersion.STATE_CREATING
+        assert client.data.GetDataset(pb.GetDatasetRequest(name=dataset.name), timeout=10).name == dataset.name
+        listed = client.data.ListVersions(pb.ListVersionsRequest(parent=dataset.name), timeout=10)
+        assert [one.name for one in listed.versions] == [version]
+        assert not client.operations.GetOperation(GetOperationRequest(name=started.name), timeout=10).done
+        client.close()
+
+
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
         ({}, "MILLRACE_STORE is not set"),
-        ({"MILLRACE_STORE": "ftp://host/a"}, "use file:///folder or s3://bucket/prefix"),
+        pytest.param({"MILLRACE_STORE": "ftp://host/a"}, "use file:///folder or s3://bucket/prefix", marks=CHAOS),
         ({"MILLRACE_STORE": "file:///tmp/x", "MILLRACE_IMPORT_ROOTS": "here"}, "use absolute folders"),
-        ({"MILLRACE_STORE": "file:///tmp/x", "MILLRACE_LISTEN": "nowhere"}, "use host:port"),
+        pytest.param({"MILLRACE_STORE": "file:///tmp/x", "MILLRACE_LISTEN": "nowhere"}, "use host:port", marks=CHAOS),
     ],
 )
 def test_bad_settings_end_it_with_the_remedy(environ: dict[str, str], said: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from click.testing import CliRunner
 from google.protobuf import json_format
 from PIL import Image
@@ -23,6 +24,10 @@ from millrace_client.cli import millrace
 from tests.integration.data_service.client import DataClient, imported
 from tests.integration.data_service.conftest import DataStack
 from tests.support.real_data import real_data
+from tests.support.stores import S3_IN_CHAOS
+
+# The sources are local files whatever the store. One test makes a version ready for training on both kinds.
+ON_S3_IN_CHAOS = pytest.mark.parametrize("stack", S3_IN_CHAOS, indirect=True)
 
 
 def transformed(client: DataClient, source: str, **values: Any) -> DatasetVersion:
@@ -41,6 +46,7 @@ def tabular(stack: DataStack, dataset: str, name: str) -> tuple[DatasetVersion, 
         return version, list(csv.DictReader(file))
 
 
+@ON_S3_IN_CHAOS
 def test_the_penguins_come_back_value_by_value(stack: DataStack, client: DataClient, dataset: str) -> None:
     version, rows = tabular(stack, dataset, "penguins.csv")
 
@@ -89,6 +95,7 @@ def test_the_penguins_are_made_ready_for_training(stack: DataStack, client: Data
     assert sorted(found.tolist()) == sorted(wanted.tolist())
 
 
+@ON_S3_IN_CHAOS
 def test_the_penguins_are_made_ready_by_options_of_the_command(
     stack: DataStack, client: DataClient, dataset: str
 ) -> None:
@@ -111,6 +118,7 @@ def test_the_penguins_are_made_ready_by_options_of_the_command(
     np.testing.assert_allclose(features[:, 0].mean(), 0, atol=1e-6)
 
 
+@ON_S3_IN_CHAOS
 def test_the_taxi_rides_come_back_and_are_cut_by_time(stack: DataStack, client: DataClient, dataset: str) -> None:
     version, rows = tabular(stack, dataset, "taxis.csv")
     table = client.read(version.name)
@@ -138,6 +146,7 @@ def test_the_taxi_rides_come_back_and_are_cut_by_time(stack: DataStack, client: 
     )
 
 
+@ON_S3_IN_CHAOS
 def test_ants_and_bees_are_imported_byte_for_byte_and_resized(
     stack: DataStack, client: DataClient, dataset: str
 ) -> None:
@@ -168,6 +177,7 @@ def test_ants_and_bees_are_imported_byte_for_byte_and_resized(
         np.testing.assert_array_equal(pixels, np.asarray(image))
 
 
+@ON_S3_IN_CHAOS
 def test_a_preview_of_encoded_images_has_a_contact_sheet(stack: DataStack, client: DataClient, dataset: str) -> None:
     folder = stack.inputs / "few"
     if not folder.exists():

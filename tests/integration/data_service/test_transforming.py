@@ -17,13 +17,13 @@ from shared.jobs import Jobs, JobState
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.ray_head import RayHead
-from tests.support.stores import KINDS, S3_IN_CHAOS
+from tests.support.stores import S3_IN_CHAOS
 from tests.support.transforming import commit_tables, create_transform, transform_here
-from tests.support.version_attempts import WITHIN_S, Reconciler, await_worker, over, title_of
+from tests.support.version_attempts import WITHIN_S, Reconciler, await_worker, over, pid_of, title_of
 from tests.support.waiting import wait_until
 
 ROWS = 60_000
-ON_BOTH = pytest.mark.parametrize("settings", KINDS, indirect=True)
+# What a transform makes on S3 is in test_real_data.py, too.
 ON_S3_IN_CHAOS = pytest.mark.parametrize("settings", S3_IN_CHAOS, indirect=True)
 CUSTOM = "tests.support.transforming"
 
@@ -51,7 +51,7 @@ def custom(function: str, *columns: str, **fields: Any) -> dict[str, Any]:
     return {"custom": {"function": f"{CUSTOM}:{function}", "columns": list(columns), **fields}}
 
 
-@ON_BOTH
+@ON_S3_IN_CHAOS
 def test_a_cluster_makes_the_same_bytes_as_one_process(store: ObjectStore, jobs: Jobs, reconciler: Reconciler) -> None:
     steps: list[dict[str, Any]] = [
         {"filter": {"expression": "n % 10 != 3"}},
@@ -77,36 +77,19 @@ def test_a_cluster_makes_the_same_bytes_as_one_process(store: ObjectStore, jobs:
 
 
 @ON_S3_IN_CHAOS
-def test_a_worker_killed_in_the_middle_of_its_part_costs_nothing_but_time(
-    store: ObjectStore, jobs: Jobs, reconciler: Reconciler, signs: Path
-) -> None:
-    steps = [custom("waits_for_go", "folder"), {"column": "x", "minMaxScale": {}}]
-    name = create_transform(store, steps)
-    await_worker(jobs, name, signs)
-    victim = int(next(signs.glob("working-*")).name.split("-")[1])
-    os.kill(victim, signal.SIGKILL)
-    wait_until(
-        lambda: any(not path.name.endswith(f"-{victim}") for path in signs.glob("working-*")),
-        "another worker",
-        WITHIN_S,
-    )
-    (signs / "go").touch()
-    done = over(jobs, name)
-    assert (done.state, done.attempt, done.failures) == (JobState.SUCCEEDED, 1, 0), done.error
-    with reconciler.aside():
-        undisturbed = transform_here(store, steps)
-    assert load_version(store, name).manifest_sha256 == load_version(store, undisturbed.name).manifest_sha256
-    for path in signs.iterdir():
-        path.unlink()
-
-
-@ON_S3_IN_CHAOS
-def test_an_attempt_killed_in_the_middle_is_followed_by_one_that_makes_the_same(
+def test_a_transform_outlives_a_worker_within_its_attempt_and_then_the_attempt_and_makes_the_same(
     store: ObjectStore, jobs: Jobs, reconciler: Reconciler, signs: Path, data_ray: RayHead
 ) -> None:
     steps = [custom("waits_for_go", "folder"), {"column": "x", "minMaxScale": {}}]
     name = create_transform(store, steps)
     await_worker(jobs, name, signs)
+    killed = set(signs.glob("working-*"))
+    for victim in killed:
+        os.kill(pid_of(victim), signal.SIGKILL)
+    wait_until(lambda: set(signs.glob("working-*")) - killed, "another worker", WITHIN_S)
+    going_on = jobs.get(name, name)
+    assert (going_on.state, going_on.attempt, going_on.failures) == (JobState.RUNNING, 1, 0), going_on.error
+
     begun = list(signs.iterdir())
     for pid in data_ray.processes("ray::AttemptActor.run"):
         os.kill(pid, signal.SIGKILL)

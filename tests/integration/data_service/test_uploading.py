@@ -9,14 +9,17 @@ from collections.abc import Iterator
 import grpc
 import pyarrow as pa
 import pytest
+from google.longrunning.operations_pb2 import GetOperationRequest
 
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1.resources_pb2 import DatasetVersion, Upload
 from millrace_client import MillraceError, connect, csv_source, quarantine
 from millrace_client.data import DataClient as Sdk
-from tests.integration.data_service.client import DataClient, imported
+from tests.integration.data_service.client import DataClient, imported, metadata_of
 from tests.integration.data_service.conftest import DataStack
+from tests.support.chunk_sender import send
 from tests.support.refusals import refused
+from tests.support.waiting import wait_until
 
 ROWS = pa.table({"n": pa.array(range(50_000), pa.int64()), "s": [f"row {number}" for number in range(50_000)]})
 
@@ -62,15 +65,27 @@ def test_an_import_begins_while_its_upload_is_open_and_ends_with_the_commit(
     assert client.read(imported(client.wait(operation)).name).equals(ROWS)
 
 
-def test_an_import_of_an_open_upload_can_be_cancelled(client: DataClient, dataset: str) -> None:
+def test_an_import_of_an_open_upload_can_be_cancelled_and_leaves_no_file(
+    stack: DataStack, client: DataClient, dataset: str
+) -> None:
+    data = arrow_stream(ROWS)
     upload = client.data.StartUpload(pb.StartUploadRequest(parent=dataset), timeout=10)
+    send(client.data, upload.name, data, 0, len(data) // 2)
     operation = client.data.ImportVersion(
         pb.ImportVersionRequest(parent=dataset, sources=[arrow(upload.name)]), timeout=10
+    )
+    asked = GetOperationRequest(name=operation.name)
+    wait_until(
+        lambda: metadata_of(client.operations.GetOperation(asked, timeout=10)).rows_read > 0, "the first rows", 60
     )
 
     client.cancel(operation)
 
     assert client.wait(operation).error.code == grpc.StatusCode.CANCELLED.value[0]
+    version = metadata_of(operation).version
+    found = client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=10)
+    assert found.state == DatasetVersion.STATE_CANCELLED
+    assert list(stack.store.list(f"{version}/data")) == []
 
 
 def test_an_upload_that_an_import_reads_cannot_be_aborted_and_goes_afterwards(client: DataClient, dataset: str) -> None:

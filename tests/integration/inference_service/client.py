@@ -151,3 +151,8 @@ def outputs(response: oip.ModelInferResponse) -> Mapping[str, Array]:
         output.name: np.frombuffer(raw, dtypes[output.datatype]).reshape(output.shape)
         for output, raw in zip(response.outputs, response.raw_output_contents, strict=True)
     }
+
+
+def assert_same_answer(given: Array, expected: Array) -> None:
+    """Each replica lays images out as is faster where it runs, which shows in the last digits."""
+    np.testing.assert_allclose(given, expected, rtol=0, atol=1e-5)

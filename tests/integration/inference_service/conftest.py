@@ -22,6 +22,9 @@ from tests.support.ray_head import RayHead, ray_head
 from tests.support.s3_server import S3Server
 from tests.support.service_process import ServiceProcess, running_service
 
+# Of the head. Its one GPU is only a word for test_packing.py: there is none.
+CPUS = 8
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -38,7 +41,7 @@ class Stack:
 @pytest.fixture(scope="package")
 def inference_ray() -> Iterator[RayHead]:
     allowed = {"MILLRACE_CUSTOM_TRANSFORMS": f"{custom_functions.MODULE}:hanging"}
-    with ray_head(num_cpus=8, environ=allowed) as head:
+    with ray_head(num_cpus=CPUS, num_gpus=1, environ=allowed) as head:
         yield head
 
 

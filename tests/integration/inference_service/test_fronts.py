@@ -69,27 +69,22 @@ def gone(pids: dict[int, int]) -> bool:
 
 
 @pytest.mark.timeout(300)
-def test_without_ray_the_first_front_answers_and_says_that_the_service_starts(tmp_path: Path, address: str) -> None:
+def test_without_ray_fronts_answer_are_started_again_and_end_with_their_parent(tmp_path: Path, address: str) -> None:
     with service(tmp_path, address) as process:
         eventually(lambda: answers(address), WITHIN_S, "the first front answers")
         with Client(address) as client:
-            assert not client.is_healthy()
+            assert not client.is_healthy(), "the service says that it starts"
         before = both(process)
         os.kill(before[0], signal.SIGKILL)
         eventually(lambda: fronts_of(process.pid).get(0) not in (None, before[0]), WITHIN_S, "it is started again")
         eventually(lambda: answers(address), WITHIN_S, "it answers again")
-        assert fronts_of(process.pid)[1] == before[1]
+        after = both(process)
+        assert after[1] == before[1]
+        process.kill()
+        eventually(lambda: gone(after), 30, "no front is left")
+    with service(tmp_path, address) as process:
+        eventually(lambda: answers(address), WITHIN_S, "the next service answers on the same port")
+        fronts = both(process)
         process.terminate()
         assert process.wait(30) == 0
-        assert gone(before)
-
-
-@pytest.mark.timeout(300)
-def test_fronts_end_with_a_parent_that_is_killed_and_the_port_is_free_again(tmp_path: Path, address: str) -> None:
-    with service(tmp_path, address) as process:
-        eventually(lambda: answers(address), WITHIN_S, "the first front answers")
-        before = both(process)
-        process.kill()
-        eventually(lambda: gone(before), 30, "no front is left")
-    with service(tmp_path, address):
-        eventually(lambda: answers(address), WITHIN_S, "the next service answers")
+        assert gone(fronts)

@@ -31,6 +31,8 @@ from tests.support.refusals import refusal_of, refused
 from tests.support.versions import commit_version, striped_digits
 
 CLIENTS = 4
+# Between the calls of each: or they would take the processors on which the next version starts.
+PAUSE_S = 0.05
 REPLICA = "ray::ServeReplica"
 
 
@@ -42,9 +44,9 @@ def logits(stack: Stack) -> dict[str, Array]:
 def test_a_roll_out_and_a_roll_back_under_load_lose_and_wrongly_answer_nothing(
     stack: Stack, logits: dict[str, Array]
 ) -> None:
-    with moving(stack.client, "moving", logits) as one, Load(one.ask, CLIENTS) as load:
+    with moving(stack.client, "moving", logits) as one, Load(one.ask, CLIENTS, PAUSE_S) as load:
         assert load.wait_for(20).keys() == {"1"}
-        operation = one.roll_out("c2", (20, 1.0), (60, 1.0), (100, 0.5))
+        operation = one.roll_out("c2", (20, 0.4), (60, 0.4), (100, 0.2))
         assert one.get().versions[1].state == pb.ModelVersion.STATE_LOADING
         done = stack.client.wait(operation)
         metadata, after = pb.RollOutMetadata(), pb.Deployment()

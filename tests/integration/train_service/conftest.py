@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 
+from millrace.train.v1 import resources_pb2 as res
 from shared.settings import StoreSettings
 from shared.storage.opening import ensure_bucket
-from tests.support.ray_head import RayHead, ray_head
+from tests.support.ray_head import NONE_WARM, RayHead, ray_head
 from tests.support.s3_server import S3Server, name_under_test
-from tests.support.training import TrainClient, TrainStack, train_stack
+from tests.support.training import TrainClient, TrainStack, Watch, digits_spec, train_stack
+
+# Of the run that several files look at.
+EPOCHS, STEPS_PER_EPOCH = 4, 20
 
 
 @pytest.fixture(scope="package")
 def train_ray() -> Iterator[RayHead]:
-    with ray_head(num_cpus=4) as head:
+    with ray_head(num_cpus=4, environ=NONE_WARM) as head:
         yield head
 
 
@@ -39,6 +44,24 @@ def s3_stack(train_ray: RayHead, s3_server: S3Server, tmp_path_factory: pytest.T
 def stack(request: pytest.FixtureRequest) -> TrainStack:
     started: TrainStack = request.getfixturevalue(f"{request.param}_stack")
     return started
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that ended, and all that its watcher saw."""
+
+    stack: TrainStack
+    job: res.TrainingJob
+    watch: Watch
+
+
+@pytest.fixture(scope="package")
+def finished(s3_stack: TrainStack) -> Finished:
+    """On s3:// alone, for a run takes a minute; the end-to-end and fault suites run on file://."""
+    created = s3_stack.client.create(digits_spec(epochs=EPOCHS, checkpoint_every_steps=15))
+    watch = s3_stack.client.watch(created.name)
+    watch.rest()
+    return Finished(s3_stack, s3_stack.client.get(created.name), watch)
 
 
 @pytest.fixture

@@ -18,7 +18,9 @@ ENDED_WITHIN_S = 20.0
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_a_running_job_stops_after_its_next_step_and_keeps_its_checkpoints(s3_stack: TrainStack) -> None:
+def test_a_running_job_cancelled_twice_stops_after_its_next_step_and_keeps_its_checkpoints(
+    s3_stack: TrainStack,
+) -> None:
     client = s3_stack.client
     job = client.create(digits_spec(epochs=1000, checkpoint_every_steps=5))
     watch = client.watch(job.name)
@@ -26,6 +28,7 @@ def test_a_running_job_stops_after_its_next_step_and_keeps_its_checkpoints(s3_st
 
     with_old_etag = refused(lambda: client.cancel(job.name, etag="7"))
     asked, began = client.cancel(job.name, etag=job.etag), time.monotonic()
+    client.cancel(job.name)
     watch.rest()
 
     assert with_old_etag.code == grpc.StatusCode.ABORTED
@@ -33,6 +36,7 @@ def test_a_running_job_stops_after_its_next_step_and_keeps_its_checkpoints(s3_st
     assert time.monotonic() - began < STOPPED_WITHIN_S
     assert asked.state == State.STATE_CANCELLING
     assert asked.etag != job.etag
+    assert watch.jobs[-1].etag == asked.etag, "cancelling twice is cancelling once"
     assert [one.state for one in watch.jobs[-2:]] == [State.STATE_CANCELLING, State.STATE_CANCELLED]
     kept = client.checkpoints(job.name)
     assert [one.step for one in kept] == [5 * (number + 1) for number in range(len(kept))]
@@ -55,15 +59,3 @@ def test_a_job_that_waits_for_more_workers_than_there_are_cpus_can_be_cancelled(
     assert watch.jobs[-1].state == State.STATE_CANCELLED
     assert not watch.events
     assert not client.checkpoints(job.name)
-
-
-def test_cancelling_twice_is_cancelling_once(file_stack: TrainStack) -> None:
-    client = file_stack.client
-    job = client.create(digits_spec(epochs=1000))
-
-    first = client.cancel(job.name)
-    client.cancel(job.name)
-    ended = client.finished(job.name)
-
-    assert ended.state == State.STATE_CANCELLED
-    assert ended.etag == first.etag

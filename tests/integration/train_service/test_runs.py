@@ -5,47 +5,18 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
-from millrace.train.v1 import resources_pb2 as res
 from millrace.train.v1 import train_service_pb2 as pb
 from shared.checkpoint import load_checkpoint, resolve
 from shared.models import build_model
-from tests.support.training import (
-    VALIDATION_ROWS,
-    State,
-    TrainStack,
-    Watch,
-    commit_digits,
-    digits_spec,
-)
+from tests.integration.train_service.conftest import EPOCHS, STEPS_PER_EPOCH, Finished
+from tests.support.training import VALIDATION_ROWS, State, TrainStack, commit_digits, digits_spec
 from tests.support.versions import striped_digits
-
-EPOCHS, STEPS_PER_EPOCH = 4, 20
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A run that ended, and all that its watcher saw."""
-
-    stack: TrainStack
-    job: res.TrainingJob
-    watch: Watch
-
-
-@pytest.fixture(scope="module")
-def finished(s3_stack: TrainStack) -> Finished:
-    """On s3:// alone, for a run takes a minute; the end-to-end and fault suites run on file://."""
-    stack = s3_stack
-    created = stack.client.create(digits_spec(epochs=EPOCHS, checkpoint_every_steps=15))
-    watch = stack.client.watch(created.name)
-    watch.rest()
-    return Finished(stack, stack.client.get(created.name), watch)
 
 
 @pytest.mark.timeout(600)

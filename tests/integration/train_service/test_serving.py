@@ -38,6 +38,7 @@ def test_a_stranger_learns_the_contract_by_reflection(file_stack: TrainStack) ->
         "GetCoverage",
         "ListMetrics",
         "StreamLogs",
+        "GetClusterUse",
         "CreateSweep",
         "GetSweep",
         "ListSweeps",

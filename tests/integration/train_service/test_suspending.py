@@ -6,6 +6,7 @@ import grpc
 import pytest
 
 from millrace.train.v1 import train_service_pb2 as pb
+from tests.integration.train_service.conftest import Finished
 from tests.support.ray_head import RayHead
 from tests.support.refusals import refused
 from tests.support.training import State, TrainClient, TrainStack, commit_digits, digits_spec
@@ -95,11 +96,9 @@ def test_a_job_whose_version_is_gone_cannot_be_resumed(file_stack: TrainStack) -
     assert client.get(job.name).state == State.STATE_CANCELLED
 
 
-def test_a_run_that_succeeded_can_be_neither_suspended_nor_resumed(file_stack: TrainStack) -> None:
-    client = file_stack.client
-    job = client.create(digits_spec(epochs=1, num_workers=1))
-    assert client.finished(job.name).state == State.STATE_SUCCEEDED
-
-    for call in (client.suspend, client.resume):
-        answer = refused(lambda call=call: call(job.name))  # type: ignore[misc]
+def test_a_run_that_succeeded_can_be_neither_suspended_nor_resumed(finished: Finished) -> None:
+    assert finished.job.state == State.STATE_SUCCEEDED
+    for call in (finished.stack.client.suspend, finished.stack.client.resume):
+        answer = refused(lambda call=call: call(finished.job.name))  # type: ignore[misc]
         assert (answer.code, answer.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "WRONG_STATE")
+    assert finished.stack.client.get(finished.job.name) == finished.job

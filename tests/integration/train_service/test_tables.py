@@ -92,12 +92,16 @@ def test_each_step_is_listed_once_with_the_rate_that_it_had(trained: Trained) ->
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("ingest", "split"),
-    [(res.TrainingSpec.INGEST_THREADS, "validation"), (res.TrainingSpec.INGEST_RAY_DATA, "train")],
-    ids=["threads", "ray-data"],
+    ("ingest", "split", "workers"),
+    [
+        # Without Ray Train: in test_runs.py a row ends a run of two workers.
+        pytest.param(res.TrainingSpec.INGEST_THREADS, "validation", 0, id="threads"),
+        # That both engines tell of a row alike is in test_cluster_loader.py.
+        pytest.param(res.TrainingSpec.INGEST_RAY_DATA, "train", WORKERS, id="ray-data", marks=pytest.mark.chaos),
+    ],
 )
 def test_a_row_that_is_not_finite_ends_the_run_at_once_and_is_named(
-    file_stack: TrainStack, ingest: Any, split: str
+    file_stack: TrainStack, ingest: Any, split: str, workers: int
 ) -> None:
     name = f"datasets/plane/versions/nan-{split}"
     splits = {"train": plane(ROWS, 1), "validation": plane(VALIDATION_ROWS, 2)}
@@ -105,7 +109,7 @@ def test_a_row_that_is_not_finite_ends_the_run_at_once_and_is_named(
     values[7] = np.nan
     splits[split] = splits[split].set_column(1, "other", pa.array(values))
     commit_tables(file_stack.store, splits, name)
-    job = file_stack.client.create(spec_of(dataset_version=name, ingest=ingest, epochs=2))
+    job = file_stack.client.create(spec_of(dataset_version=name, ingest=ingest, epochs=2, num_workers=workers))
     file_stack.client.watch(job.name).rest()
     ended = file_stack.client.get(job.name)
     assert (ended.state, ended.attempt) == (State.STATE_FAILED, 1), ended
@@ -122,7 +126,9 @@ def test_another_job_goes_on_from_its_best_checkpoint(trained: Trained) -> None:
         for one in client.checkpoints(trained.job.name)
         if one.metrics.get("validation_loss") == best and not one.name.endswith("/final")
     )
-    job = client.create(spec_of(initial_checkpoint=checkpoint, epochs=1, optimizer=res.Optimizer(learning_rate=1e-6)))
+    # Without Ray Train, whose processes would take most of the time.
+    slowly = res.Optimizer(learning_rate=1e-6)
+    job = client.create(spec_of(initial_checkpoint=checkpoint, epochs=1, num_workers=0, optimizer=slowly))
     watch = client.watch(job.name)
     watch.rest()
     assert client.get(job.name).state == State.STATE_SUCCEEDED
