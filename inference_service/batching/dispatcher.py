@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from inference_service.batching.batcher import Batcher
@@ -22,6 +23,7 @@ from inference_service.domain.signature import (
     LABEL_NAME,
     TensorSpec,
     check_answer_fits,
+    count_rows,
     outputs_wanted,
     rows_of,
 )
@@ -48,6 +50,14 @@ class Answer:
     infer_s: float
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """`run` decodes tensors in another thread, once it is their turn; until then they take about `size_bytes`."""
+
+    run: Callable[[Sequence[WireTensor]], Awaitable[Sequence[WireTensor]]]
+    size_bytes: int
+
+
 class Dispatcher:
     """Lives on the event loop of `models`. `held` bounds the requests of all of them together."""
 
@@ -64,10 +74,12 @@ class Dispatcher:
         requested: Sequence[RequestedOutput],
         remaining_s: float | None,
         priority: int = DEFAULT_PRIORITY,
+        decoding: Decoding | None = None,
     ) -> Answer:
         """The outputs themselves, also where a classification of them is `requested`; for `LABEL_NAME` the labels.
 
-        `remaining_s` is the caller's time left, None for no deadline.
+        `remaining_s` is the caller's time left, None for no deadline; `decoding` what is to decode the `inputs`, where
+        others should not wait for that.
         Raises `InvalidArgument` naming the tensor, or `outputs` that no answer has room for, `Unavailable`,
         `ResourceExhausted` (the model's queue is full, or this process's memory), `DeadlineExceeded`.
         """
@@ -76,27 +88,31 @@ class Dispatcher:
         check_classifiable(wanted, requested)
         batcher = self._models.batcher(deployment, version)
         # A refusal costs the less, the less of a request was read before: its tensors are not.
+        max_rows = deployment.spec.max_queued_rows
+        if decoding is not None:
+            began_s = time.perf_counter()
+            count, form = count_rows(signature, inputs, max_rows)
+            batcher.admit(count, form, remaining_s, priority)
+            # What waits to be decoded takes memory like what waits for the model.
+            with self._holding(decoding.size_bytes, count, batcher):
+                inputs = await decoding.run(inputs)
+            if remaining_s is not None:
+                remaining_s = max(remaining_s - (time.perf_counter() - began_s), 0.0)
+            batcher = self._models.batcher(deployment, version)
         rows = rows_of(
             signature,
             inputs,
-            deployment.spec.max_queued_rows,
+            max_rows,
             lambda rows, form: batcher.admit(rows, form, remaining_s, priority),
         )
         del inputs  # what bytes objects were cut from need not wait with them
         if len(rows) * signature.answer_row_bytes > MAX_OUTPUT_BYTES:
             check_answer_fits(_unclassified(wanted, requested), len(rows), MAX_OUTPUT_BYTES)
         began_s = time.perf_counter()
-        try:
-            self._held.take(rows.size_bytes)
-        except ResourceExhausted:
-            batcher.missed(len(rows))
-            raise
-        try:
+        with self._holding(rows.size_bytes, len(rows), batcher):
             if deployment.shadow is not None:
                 self._shadow(deployment, version, deployment.shadow, rows, batcher)
             outputs = await batcher.submit(rows, remaining_s, priority, admitted=True)
-        finally:
-            self._held.give_back(rows.size_bytes)
         by_name = {spec.name: array for spec, array in zip(signature.outputs, outputs.arrays, strict=True)}
         if LABEL in by_name:
             by_name[LABEL_NAME] = by_name[LABEL]
@@ -114,6 +130,19 @@ class Dispatcher:
         """Counts a request that was refused before anybody read for which model it is. No model is told of it, so none
         is scaled by it: this process was short of time, and no replica of any model makes up for that."""
         self._models.unchosen.failed(status="RESOURCE_EXHAUSTED", now_s=time.time(), total_s=0.0)
+
+    @contextmanager
+    def _holding(self, size_bytes: int, rows: int, batcher: Batcher) -> Iterator[None]:
+        """Within it, so many bytes of a request of so many rows are held. Raises `MemoryFull`."""
+        try:
+            self._held.take(size_bytes)
+        except ResourceExhausted:
+            batcher.missed(rows)
+            raise
+        try:
+            yield
+        finally:
+            self._held.give_back(size_bytes)
 
     def _shadow(
         self, deployment: Deployment, version: ModelVersion, shadow: Shadow, rows: Rows, batcher: Batcher

@@ -168,5 +168,5 @@ def _that_fit(waiting: Waiting, rows: int, size_bytes: float) -> int:
     if not waiting.divisible:
         return waiting.rows if waiting.rows <= rows and waiting.size_bytes <= size_bytes else 0
     if size_bytes < waiting.size_bytes:
-        rows = min(rows, math.floor(size_bytes * waiting.rows / waiting.size_bytes))
+        rows = min(rows, math.floor(max(size_bytes, 0.0) * waiting.rows / waiting.size_bytes))
     return min(rows, waiting.rows)

@@ -131,6 +131,28 @@ def rows_of(
     `admit` is asked with the number of rows and their form once their names and shapes are known to fit, and before
     they are decoded, which may take much longer; it raises where they are not wanted.
     """
+    given, rows, form = _fitted(signature, tensors, max_rows)
+    admit(rows, form)
+    values = {name: decode(tensor) for name, tensor in given.items()}
+    size_bytes = _size_bytes(given, values)
+    if form == PREPARED:
+        return Rows(PREPARED, values, size_bytes=size_bytes)
+    nulls = {name.removesuffix(NULLS): values.pop(name) for name in signature.null_flags if name in values}
+    nulls = {name: where for name, where in nulls.items() if where.any()}
+    return Rows(RAW, values, nulls, size_bytes=size_bytes)
+
+
+def count_rows(signature: Signature, tensors: Sequence[WireTensor], max_rows: int) -> tuple[int, str]:
+    """How many rows `rows_of` would make of the tensors, and of which form; it raises the same, but for what is wrong
+    with their contents."""
+    _, rows, form = _fitted(signature, tensors, max_rows)
+    return rows, form
+
+
+def _fitted(
+    signature: Signature, tensors: Sequence[WireTensor], max_rows: int
+) -> tuple[dict[str, WireTensor], int, str]:
+    """The tensors by name, how many rows they have, and of which form."""
     wanted = signature.by_name
     flags = signature.null_flags
     given: dict[str, WireTensor] = {}
@@ -143,8 +165,7 @@ def rows_of(
     if not given:
         raise invalid_field("inputs", [], f"tensor {signature.raw[0].name!r} is missing: {_inputs(signature)}")
     if _is_prepared(signature, given):
-        values = _decoded(given, max_rows, PREPARED, admit)
-        return Rows(PREPARED, values, size_bytes=_size_bytes(given, values))
+        return given, _rows_in(given, max_rows), PREPARED
     for name in wanted:
         if name not in given:
             raise invalid_field("inputs", list(given)[:MAX_SHOWN_NAME], f"tensor {name!r} is missing")
@@ -156,11 +177,7 @@ def rows_of(
             )
         if not spec.fits(tensor.datatype, tensor.shape):
             raise _misfit(signature, spec, tensor)
-    values = _decoded(given, max_rows, RAW, admit)
-    size_bytes = _size_bytes(given, values)
-    nulls = {name.removesuffix(NULLS): values.pop(name) for name in flags if name in values}
-    nulls = {name: where for name, where in nulls.items() if where.any()}
-    return Rows(RAW, values, nulls, size_bytes=size_bytes)
+    return given, _rows_in(given, max_rows), RAW
 
 
 def _is_prepared(signature: Signature, given: Mapping[str, WireTensor]) -> bool:
@@ -176,12 +193,9 @@ def _is_prepared(signature: Signature, given: Mapping[str, WireTensor]) -> bool:
     return fits and not any(spec.fits(tensor.datatype, tensor.shape) for spec in namesakes)
 
 
-def _decoded(
-    given: Mapping[str, WireTensor], max_rows: int, form: str, admit: Callable[[int, str], None]
-) -> dict[str, Array]:
-    """All tensors, of equally many rows."""
+def _rows_in(given: Mapping[str, WireTensor], max_rows: int) -> int:
+    """All tensors have equally many."""
     first = next(iter(given.values()))
-    # Before any is decoded, which takes the longer, the more elements there are.
     for name, tensor in given.items():
         check_shape(tensor)
         if not 1 <= tensor.shape[0] <= max_rows:
@@ -190,8 +204,7 @@ def _decoded(
         if tensor.shape[0] != first.shape[0]:
             remedy = f"tensor {name!r} must have as many rows as {first.name!r}, {first.shape[0]}"
             raise invalid_field(f"{tensor.field}.shape", list(tensor.shape), remedy)
-    admit(first.shape[0], form)
-    return {name: decode(tensor) for name, tensor in given.items()}
+    return first.shape[0]
 
 
 def _size_bytes(given: Mapping[str, WireTensor], decoded: Mapping[str, Array]) -> int:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from inference import grpc_service_pb2 as pb
-from inference_service.batching.dispatcher import Answer, Dispatcher
+from inference_service.batching.dispatcher import Answer, Decoding, Dispatcher
 from inference_service.batching.models import Models
 from inference_service.converters.open_inference import (
     answer_to_proto,
@@ -22,7 +22,7 @@ from inference_service.converters.open_inference import (
     streamed_answer,
     streamed_error,
 )
-from inference_service.converters.typed_contents import decode_typed, has_many_elements
+from inference_service.converters.typed_contents import decode_typed, many_elements
 from inference_service.domain.deployment import Deployment
 from inference_service.domain.held_bytes import MemoryFull
 from inference_service.domain.recent import LATE
@@ -32,6 +32,7 @@ from inference_service.domain.tensors import WireTensor
 from inference_service.domain.traffic import headers_of
 from shared.errors import DeadlineExceeded, MillraceError, invalid_field
 from shared.grpc_errors import status_code
+from shared.grpc_server import message_bytes
 from shared.grpc_server.server import MAX_MESSAGE_BYTES
 from shared.telemetry import identify, log_outcome
 from shared.tracing import tracing
@@ -98,11 +99,13 @@ class Inference:
             wishes = wishes_of(parameters_from_proto(request.parameters))
             inputs, requested = inputs_from_proto(request), outputs_from_proto(request)
             limit_s = _limit(wishes, remaining_s)
-            infer = partial(self._dispatcher.infer, deployment, version)
-            if has_many_elements(inputs):
-                inferring = _infer_decoded(infer, request, inputs, requested, limit_s, wishes.priority)
-            else:
-                inferring = infer(inputs, requested, limit_s, wishes.priority)
+            decoding = None
+            if elements := many_elements(inputs):
+                # Numbers are of 64 bits while they are decoded.
+                decoding = Decoding(partial(_decoded, request), max(8 * elements, message_bytes()))
+            inferring = self._dispatcher.infer(
+                deployment, version, inputs, requested, limit_s, wishes.priority, decoding
+            )
             del inputs  # as in `Dispatcher.infer`
             if limit_s == remaining_s and ends_itself:
                 answer = await inferring
@@ -167,23 +170,9 @@ class Inference:
             log_outcome(logger, "a request of a stream", outcome, took_s, why, id=request.id[:MAX_SHOWN_ID])
 
 
-async def _infer_decoded(
-    infer: Callable[..., Awaitable[Answer]],
-    request: pb.ModelInferRequest,
-    inputs: list[WireTensor],
-    requested: Sequence[RequestedOutput],
-    remaining_s: float | None,
-    priority: int,
-) -> Answer:
-    """Decodes large typed contents in a thread, before `infer`, which has so much less time for it. Cancelled before
-    its turn has come, it decodes nothing."""
-    began_s = time.perf_counter()
-    inputs = await asyncio.get_running_loop().run_in_executor(DECODING, decode_typed, request, inputs)
-    if remaining_s is not None:
-        remaining_s = max(remaining_s - (time.perf_counter() - began_s), 0.0)
-    inferring = infer(inputs, requested, remaining_s, priority)
-    del inputs
-    return await inferring
+async def _decoded(request: pb.ModelInferRequest, inputs: Sequence[WireTensor]) -> Sequence[WireTensor]:
+    """Of large typed contents, in a thread. Cancelled before its turn has come, it decodes nothing."""
+    return await asyncio.get_running_loop().run_in_executor(DECODING, decode_typed, request, inputs)
 
 
 async def _message(

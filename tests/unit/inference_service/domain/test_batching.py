@@ -170,3 +170,4 @@ def test_a_batch_that_requests_share_is_bounded_in_bytes() -> None:
     assert sent(now(of_bytes(11), of_bytes(1), limits=limits)) == (0,)
     assert now(of_bytes(4), of_bytes(36, 12, divisible=True), limits=limits).batch == {0: 1, 1: 2}
     assert now(of_bytes(36, 12, divisible=True), limits=limits).batch == {0: 4}
+    assert now(of_bytes(11), of_bytes(36, 12, divisible=True), limits=limits).batch == {0: 1}  # no room at all is left

@@ -14,8 +14,9 @@ import pytest
 from inference import grpc_service_pb2 as oip
 from inference_service.converters import typed_contents
 from inference_service.converters.open_inference import inputs_from_proto
-from inference_service.converters.typed_contents import FEW_ELEMENTS, decode_typed, has_many_elements
+from inference_service.converters.typed_contents import FEW_ELEMENTS, decode_typed, many_elements
 from inference_service.domain.datatypes import DATATYPES
+from inference_service.domain.held_bytes import HeldBytes
 from inference_service.domain.tensors import decode
 from inference_service.open_inference import inferring
 from shared.errors import InvalidArgument
@@ -56,7 +57,7 @@ def test_many_numbers_are_those_that_a_few_would_be(datatype: Any, count: int) -
     found = decode(ahead)
     assert found.dtype == expected.dtype == datatype.dtype
     np.testing.assert_array_equal(found, expected)
-    assert has_many_elements(tensors) == (count > FEW_ELEMENTS)
+    assert many_elements(tensors) == (count if count > FEW_ELEMENTS else 0)
 
 
 @pytest.mark.parametrize(
@@ -181,5 +182,54 @@ def test_a_request_whose_time_passes_or_whose_client_goes_before_it_is_decoded_r
 
     try:
         served(scenario, **_deep())
+    finally:
+        held.may_go_on.set()
+
+
+def test_a_large_request_that_is_refused_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+
+    async def scenario(server: Server) -> None:
+        server.model.may_work.clear()
+        at_work = server.stub.ModelInfer(ask(1), timeout=60)
+        await until(lambda: server.model.at_work == 1, "the model to be busy")
+        waiting = [server.stub.ModelInfer(ask(*[1] * ROWS), timeout=60) for _ in range(2)]
+        (batcher,) = (server.models.find_batcher(name) for name in server.models.attached())
+        await until(lambda: batcher is not None and batcher.queued_rows == 2 * ROWS, "the queue to be full")
+
+        refused = await told(server.stub.ModelInfer(_large(), timeout=60))
+
+        assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "rows wait already" in refused.message
+        assert held.begun == 0
+        server.model.may_work.set()
+        await asyncio.gather(at_work, *waiting)
+
+    try:
+        served(scenario, **_deep())
+    finally:
+        held.may_go_on.set()
+
+
+def test_what_waits_to_be_decoded_counts_to_the_bytes_that_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+
+    async def scenario(server: Server) -> None:
+        large = server.stub.ModelInfer(_large(), timeout=60)
+        await until(lambda: held.begun == 1, "the first one to be decoded")
+
+        refused = await told(server.stub.ModelInfer(_large(), timeout=60))
+
+        assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "of all models" in refused.message
+        large.cancel()
+        await asyncio.wait([asyncio.ensure_future(told(large))])
+        held.may_go_on.set()
+        for _ in range(2):  # what the first one held is free, and what the second one holds is after its answer
+            answer = await server.stub.ModelInfer(_large(), timeout=60)
+            assert answer.outputs[0].shape == [ROWS, CLASSES]
+
+    try:
+        served(scenario, **_deep(), held=HeldBytes(12 * ROWS * CLASSES))
     finally:
         held.may_go_on.set()
