@@ -32,7 +32,7 @@ from tests.support.versions import commit_version, striped_digits
 
 CLIENTS = 4
 # Between the calls of each: or they would take the processors on which the next version starts.
-PAUSE_S = 0.05
+PAUSE_S = 0.1
 REPLICA = "ray::ServeReplica"
 
 
