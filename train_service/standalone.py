@@ -39,6 +39,7 @@ from train_service.domain.devices import RUN_DEVICE
 from train_service.domain.spec import CPU, GPU, THREADS, TrainingSpec
 from train_service.jobs.training_jobs import COLLECTION, TrainingJobs
 from train_service.learning.ranks import Ranks
+from train_service.patience import patient
 from train_service.records.event_lines import EventPrinter
 from train_service.records.reporting import TRAIN_KIND
 from train_service.worker.loop import LoopConfig, train_loop
@@ -129,7 +130,7 @@ def _attempt(job: JobRecord, config: LoopConfig, ranks: Ranks) -> None:
         return told(context, lambda: trained(context))
 
     def trained(context: AttemptContext) -> dict[str, Any]:
-        tell_device(context)
+        patient(lambda: tell_device(store, context.job), "the change of the device")
         try:
             train_loop(config, ranks)
         except KeyboardInterrupt:

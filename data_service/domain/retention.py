@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shared.durable import Durable
 from shared.errors import invalid_fields
 
 # What a `google.protobuf.Duration` holds: 10,000 years.
@@ -12,7 +13,7 @@ MAX_AGE_S = 315_576_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Retention:
+class Retention(Durable):
     """`keep_newest` of 0 and `max_age_s` of 0 mean: no matter. With both at 0 nothing goes."""
 
     keep_newest: int = 0

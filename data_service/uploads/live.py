@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
-from shared.durable import fields_of
+from shared.durable import Durable, as_state, fields_of
 from shared.storage import ObjectMissing, ObjectStore
 
 FOLDER = "live/upload"
 
 
 @dataclass(frozen=True)
-class LiveUpload:
+class LiveUpload(Durable):
     """Times are in seconds since the epoch; `gone_at` is None as long as nobody saw that it is gone."""
 
     uid: str
@@ -53,7 +53,7 @@ class LiveUploads:
         return self.read(_key(uid, name))
 
     def _put(self, live: LiveUpload) -> None:
-        self._store.put(_key(live.uid, live.name), json.dumps(asdict(live)).encode())
+        self._store.put(_key(live.uid, live.name), json.dumps(as_state(live)).encode())
 
 
 def _key(uid: str, name: str) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from shared.durable import Durable
+
 
 class Ranked(Protocol):
     @property
@@ -19,7 +21,7 @@ T = TypeVar("T", bound=Ranked)
 
 
 @dataclass(frozen=True)
-class Ranking:
+class Ranking(Durable):
     """By `metric`, the highest first where `maximize`."""
 
     metric: str = "validation_accuracy"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shared.checkpoint.ranking import DEFAULT_RANKING, Ranking
-from shared.durable import Durable, as_state, fields_of
+from shared.durable import Durable, as_state, fields_of, known_of
 from shared.log import Record, ResourceLog
 from shared.storage import ObjectStore
 from shared.user_markers import live_users as live_users
@@ -114,7 +114,7 @@ class CheckpointRegistry:
 
         def decide(head: Record | None) -> dict[str, Any] | None:
             before = RegistryState.from_record(head)
-            after = replace(before, ranking=ranking or before.ranking)
+            after = replace(before, ranking=replace(before.ranking, **known_of(ranking))) if ranking else before
             opened = head is not None and head.attempt == attempt
             return None if opened and after == before else after.as_record()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
@@ -96,11 +97,13 @@ def tell_error(context: AttemptContext, error: MillraceError) -> None:
 
 
 def tell_lost(store: ObjectStore, job: JobRecord) -> None:
-    """For the process of `job`'s present attempt, which is gone; nothing where there has been none yet.
+    """For the process of `job`'s present attempt, which is gone; nothing where there has been none yet. Tells the
+    change of its device, too, where that was still to be told.
 
     One that failed by its own word, e.g. that it hung, did not go with its node, though that was about to leave."""
     if job.attempts_made == 0:
         return
+    tell_device(store, job)
     jobs = Jobs(store, TRAIN_KIND)
     leaving = jobs.was_leaving(job.name, job.attempt)
     if leaving:
@@ -113,11 +116,16 @@ def tell_lost(store: ObjectStore, job: JobRecord) -> None:
     _tell(store, job.name, job.attempt, cause, "the process of the attempt ended", ())
 
 
-def tell_device(context: AttemptContext) -> None:
-    """Tells that the attempt is on another kind of device than the one before it, where it is."""
-    choices = context.job.choices
+def tell_device(store: ObjectStore, job: JobRecord) -> None:
+    """Tells that the job's present attempt is on another kind of device than the one before it, where it is.
+
+    To be called before the attempt tells anything else, so that it is told once. An attempt that ends without workers
+    tells it, too: the next one is compared with it alone.
+    """
+    choices = job.choices
     before = choices.get(DEVICE_BEFORE)
-    if not before:
+    log = EventLog(store, job.name)
+    if not before or log.last_attempt() >= job.attempt:
         return
     now = choices[ATTEMPT_DEVICE]
     text = (
@@ -126,11 +134,8 @@ def tell_device(context: AttemptContext) -> None:
         else "there are no GPUs for the run, and placement.allow_cpu_fallback lets it go on without"
     )
     payload = {"before": f"DEVICE_{before}", "device": f"DEVICE_{now}", "text": text}
-    log = EventLog(context.store, context.job.name)
-    patient(
-        lambda: log.append(context.attempt, EventKind.DEVICE_CHANGED, payload, f"device-{context.attempt}"),
-        "the change of the device",
-    )
+    with suppress(StaleAttempt):  # a later attempt tells its own story
+        log.append(job.attempt, EventKind.DEVICE_CHANGED, payload, f"device-{job.attempt}")
 
 
 def _tell(store: ObjectStore, name: str, attempt: int, cause: str, text: str, ranks: Sequence[int]) -> None:

@@ -61,8 +61,8 @@ def run(context: AttemptContext) -> dict[str, Any]:
 
 
 def _run(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
+    patient(lambda: tell_device(context.store, context.job), "the change of the device")
     size = None if spec.local else _size(context, spec)
-    tell_device(context)
     with Pulses(ray.util.get_node_ip_address()) as pulses:  # type: ignore[no-untyped-call]
         config = LoopConfig(
             store=context.store.settings,

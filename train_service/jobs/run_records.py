@@ -11,6 +11,7 @@ from shared.checkpoint.registry import latest
 from shared.checkpoint.resolving import FINAL
 from shared.dataset_version import load_version
 from shared.dataset_version.manifest import Split
+from shared.durable import fields_of
 from shared.errors import DataLoss, FailedPrecondition, NotFound, OutOfRange, invalid_field, not_found
 from shared.jobs import JobRecord, Jobs
 from shared.storage import ObjectStore
@@ -123,7 +124,7 @@ class RunRecords:
         """As the job's own record has it: the version may have been deleted since the run. Jobs of earlier releases
         have none, and the version is asked."""
         if split := job.spec.get("train_split"):
-            return Split(**split)
+            return Split(**fields_of(Split, split))
         try:
             return load_version(self._store, spec.dataset_version).split(spec.train_split)
         except NotFound as error:

@@ -17,27 +17,32 @@ ROUNDING = 1e-9
 
 def fit_target_scaling(labels: RowCache, outputs: int, ranks: Ranks) -> TargetScaling:
     """Of the population, in float64, a number for each of the model's `outputs`. Each rank reads its share of the rows,
-    and all get the same; the last bits hang on the number of ranks.
+    and all get the same; the last bits hang on the number of ranks. NaN and infinities, where the job allows them,
+    count for nothing; an output that has no other labels stays as it is.
 
-    Raises `InvalidArgument` naming the row for a label that is missing or not finite.
+    Raises `InvalidArgument` naming the row for a label that is missing or, unless such are allowed, not finite.
     """
     rows = sum(labels.row_groups)
     first, end = (rows * part // ranks.world_size for part in (ranks.rank, ranks.rank + 1))
-    count, mean, squares = 0, np.zeros(outputs), np.zeros(outputs)
+    count, mean, squares = np.zeros(outputs), np.zeros(outputs), np.zeros(outputs)
     for begin in range(first, end, ROWS_PER_READ):
         labels.read_ahead(np.arange(begin, min(begin + AHEAD_READS * ROWS_PER_READ, end), dtype=np.int64))
         read = labels.rows(np.arange(begin, min(begin + ROWS_PER_READ, end), dtype=np.int64)).labels
         # (rows, K), merged into what was read before (Chan, Golub and LeVeque 1979): stable for any mean.
         values = read.reshape(len(read), -1).astype(np.float64)
-        own_mean = values.mean(0)
+        finite = np.isfinite(values)
+        own_count = finite.sum(0)
+        own_mean = np.where(finite, values, 0.0).sum(0) / np.maximum(own_count, 1)
         apart = own_mean - mean
-        both = count + len(values)
-        squares = squares + ((values - own_mean) ** 2).sum(0) + apart**2 * (count * len(values) / both)
-        mean = mean + apart * (len(values) / both)
+        both = count + own_count
+        share = own_count / np.maximum(both, 1)
+        squares = squares + (np.where(finite, values - own_mean, 0.0) ** 2).sum(0) + apart**2 * count * share
+        mean = mean + apart * share
         count = both
-    rows_of_all, *sums = ranks.add([float(count), *(mean * count)]).result()
-    whole_mean = np.asarray(sums) / rows_of_all
+    counts, sums = np.asarray(ranks.add([*count, *(mean * count)]).result()).reshape(2, outputs)
+    counts = np.maximum(counts, 1)
+    whole_mean = sums / counts
     whole_squares = np.asarray(ranks.add([*(squares + count * (mean - whole_mean) ** 2)]).result())
-    deviation = np.sqrt(whole_squares / rows_of_all)
+    deviation = np.sqrt(whole_squares / counts)
     deviation = np.where(deviation > ROUNDING * np.abs(whole_mean), deviation, 1.0)
     return TargetScaling(mean=tuple(whole_mean.tolist()), deviation=tuple(deviation.tolist()))

@@ -69,6 +69,11 @@ class EventLog:
         head = self._log.head()
         return head.number if head else 0
 
+    def last_attempt(self) -> int:
+        """The newest one that has written; 0 where none has."""
+        head = self._log.head()
+        return head.attempt if head else 0
+
     def after(self, sequence: int) -> Iterator[Event]:
         """The events written so far behind `sequence`."""
         while (record := self._log.read(sequence + 1)) is not None:

@@ -52,7 +52,7 @@ def split_rule(values: dict[str, Any]) -> data_service_pb2.SplitRule | None:
         raise click.UsageError(f"use one of {', '.join(RULES)}")
     if in_one and shares:
         raise click.UsageError("--split has its shares itself; leave --share out, or use --split-ratio")
-    weights = dict([_share(text, "--split") for text in in_one.split(",")] if in_one else map(_share, shares))
+    weights = _weights(in_one.split(","), "--split") if in_one else _weights(shares, "--share")
     at_random = at_random or bool(in_one)
     if bool(weights) != bool(by_hash or at_random):
         raise click.UsageError("--split-hash and --split-ratio need --share SPLIT=WEIGHT, e.g. --share train=0.9")
@@ -69,12 +69,17 @@ def split_rule(values: dict[str, Any]) -> data_service_pb2.SplitRule | None:
     return specs.column_split(by_column) if by_column else None
 
 
-def _share(text: str, option: str = "--share") -> tuple[str, float]:
-    split, _, weight = text.partition("=")
-    try:
-        return split, float(weight)
-    except ValueError:
-        raise click.BadParameter(f"{text!r}: use SPLIT=WEIGHT, e.g. train=0.9", param_hint=option) from None
+def _weights(texts: Sequence[str], option: str) -> dict[str, float]:
+    weights: dict[str, float] = {}
+    for text in texts:
+        split, _, weight = text.partition("=")
+        if split in weights:
+            raise click.BadParameter(f"{split!r} has a share already; name each split once", param_hint=option)
+        try:
+            weights[split] = float(weight)
+        except ValueError:
+            raise click.BadParameter(f"{text!r}: use SPLIT=WEIGHT, e.g. train=0.9", param_hint=option) from None
+    return weights
 
 
 def _periods(texts: Sequence[str]) -> dict[str, datetime]:

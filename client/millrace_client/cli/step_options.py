@@ -137,7 +137,12 @@ def _of_pair(make: Callable[[str, str], Step]) -> Callable[[str], Sequence[Step]
 
 
 def _rename(text: str) -> Sequence[Step]:
-    return [steps.rename(dict(pair_of(one) for one in names_of(text)))]
+    names: dict[str, str] = {}
+    for old, new in map(pair_of, names_of(text)):
+        if old in names:
+            raise ValueError(f"{old!r} is there twice")
+        names[old] = new
+    return [steps.rename(names)]
 
 
 def _fill_nulls(column: str, text: str) -> Step:

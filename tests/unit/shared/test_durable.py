@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from data_service.domain.dataset import Dataset
+from data_service.uploads.live import LiveUploads
 from data_service.uploads.record import UploadRecord
+from shared.checkpoint import Ranking
 from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.settings import StoreSettings
@@ -50,6 +52,33 @@ def test_a_field_of_a_later_release_is_read_over_and_written_back_unchanged(
     assert "unknown" not in written
 
 
+def test_what_a_later_release_added_within_a_dataset_s_retention_is_written_back_too() -> None:
+    made = Dataset(name="datasets/d", uid="u", display_name="", description="", create_time=1.0)
+    state = json.loads(json.dumps(made.as_state()))
+    state["retention"] |= {"keep_newest": 3, "keep_labelled": ["gold"]}
+
+    written = replace(Dataset.from_state(state), display_name="d").as_state()
+
+    assert json.loads(json.dumps(written)) == {**state, "display_name": "d"}
+
+
+def test_the_marker_of_an_upload_keeps_what_a_later_release_wrote_when_it_is_marked_as_gone(
+    store: ObjectStore,
+) -> None:
+    name = "datasets/d/uploads/u"
+    live = LiveUploads(store)
+    live.mark("uid", name)
+    (key,) = live.markers()
+    store.put(key, json.dumps({**json.loads(store.get(key)), "colour": "red"}).encode())
+
+    found = live.read(key)
+    assert found is not None
+    live.set_gone(found, 5.0)
+
+    marker = json.loads(store.get(key))
+    assert (marker["colour"], marker["gone_at"]) == ("red", 5.0)
+
+
 def later(store: ObjectStore, prefix: str, change: Callable[[dict[str, Any]], None]) -> None:
     """Has the newest record of a log as a later release would write it."""
     key = max(info.key for info in store.list(prefix))
@@ -72,11 +101,14 @@ def test_entries_of_checkpoints_keep_what_a_later_release_wrote_when_another_is_
     prefix = f"{JOB}/checkpoints/log"
     later(store, prefix, lambda state: state.update(shape="round"))
     later(store, prefix, lambda state: state["checkpoints"][0].update(colour="red"))
+    later(store, prefix, lambda state: state["ranking"].update(ties="newest"))
 
+    CheckpointRegistry(store, JOB).fence(1, Ranking("validation_loss", maximize=False))
     CheckpointRegistry(store, JOB).commit(entry(2))
 
     state = json.loads(store.get(max(info.key for info in store.list(prefix))))["state"]
     assert state["shape"] == "round"
+    assert state["ranking"] == {"metric": "validation_loss", "maximize": False, "ties": "newest"}
     assert [one.get("colour") for one in state["checkpoints"]] == ["red", None]
 
 

@@ -19,6 +19,7 @@ from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION
 from tests.unit.train_service.worker.test_loop import ALONE, SPEC, config_of, entries, lose_and_begin, new_job, run_of
+from train_service.attempt import trainer
 from train_service.attempt.endings import (
     FAILURE,
     HUNG,
@@ -27,12 +28,13 @@ from train_service.attempt.endings import (
     SUSPENDED,
     cause_of,
     result_of,
+    tell_device,
     tell_end,
     tell_lost,
     told,
 )
 from train_service.converters.jobs import event_to_proto
-from train_service.records.events import EventKind, EventLog
+from train_service.records.events import LOOKED_BACK, EventKind, EventLog
 from train_service.records.reporting import RESIZE, TRAIN_KIND
 from train_service.worker.loop import Run, Stopped
 from train_service.worker.pulse import Pulse
@@ -53,6 +55,54 @@ def test_the_cause_comes_from_the_wish_else_from_the_error() -> None:
     assert cause_of(Unavailable("x", reason=NO_ROOM), running) == RESIZING
     assert cause_of(Internal("x"), running) == FAILURE
     assert cause_of(Internal("x"), JobState.SUSPENDING) == SUSPENDED
+
+
+ON_CPUS = {"device": "GPU", "attempt_device": "CPU", "device_before": "GPU"}
+
+
+def test_the_device_of_an_attempt_that_finds_no_room_is_told(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attempt after it is on CPUs like this one, and has nothing to tell."""
+    spec = replace(SPEC, num_workers=2)
+    new_job(store, JOB, spec)
+    jobs = Jobs(store, TRAIN_KIND)
+    moved = jobs.transition(JOB, lambda job: replace(job, choices=ON_CPUS))
+
+    def no_room(*_: object) -> NoReturn:
+        raise Unavailable("room was taken", reason=NO_ROOM)
+
+    monkeypatch.setattr(trainer, "_size", no_room)
+    with pytest.raises(Unavailable, match="room was taken"):
+        trainer.run(AttemptContext(store, jobs, JOB, moved))
+
+    assert [one.kind for one in EventLog(store, JOB).after(0)] == [EventKind.DEVICE_CHANGED, EventKind.ATTEMPT_ENDED]
+
+
+def test_the_device_of_an_attempt_whose_process_went_before_it_told_anything_is_told_for_it(
+    store: ObjectStore,
+) -> None:
+    lost = replace(job(2), choices=ON_CPUS)
+
+    for _ in range(2):
+        tell_lost(store, lost)
+
+    told_for_it, ended = EventLog(store, JOB).after(0)
+    assert (told_for_it.kind, told_for_it.attempt) == (EventKind.DEVICE_CHANGED, 2)
+    assert event_to_proto(told_for_it).device_changed.text
+    assert ended.kind == EventKind.ATTEMPT_ENDED
+
+
+def test_the_device_of_an_attempt_that_told_it_and_worked_long_is_not_told_again(store: ObjectStore) -> None:
+    lost = replace(job(2), choices=ON_CPUS)
+    tell_device(store, lost)
+    log = EventLog(store, JOB)
+    for _ in range(LOOKED_BACK + 1):
+        log.append(2, EventKind.WARNING, {"text": "a step"})
+
+    tell_lost(store, lost)
+
+    assert [one.kind for one in log.after(0)].count(EventKind.DEVICE_CHANGED) == 1
 
 
 def test_an_end_is_told_once(store: ObjectStore) -> None:

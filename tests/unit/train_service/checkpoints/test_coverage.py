@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, CoveragePart
 from shared.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, OutOfRange, Unavailable
-from shared.jobs import JobRecord
+from shared.jobs import JobRecord, Jobs
 from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from tests.support.flaky_store import FlakyStore
@@ -25,6 +26,7 @@ from train_service.domain.spec import TrainingSpec
 from train_service.jobs.run_records import RunRecords
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.learning.ranks import Ranks
+from train_service.records.reporting import TRAIN_KIND
 
 VERSION = "datasets/digits/versions/v1"
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -204,6 +206,13 @@ def test_what_was_consumed_is_told_when_the_version_is_gone(store: ObjectStore) 
 
     assert [records.coverage(JOB, epoch, "") for epoch in range(2)] == before
     assert [one.counts.missing for one in before] == [0, ROWS]
+
+
+def test_a_later_releases_note_of_a_jobs_rows_is_read(store: ObjectStore, records: RunRecords) -> None:
+    split = {"name": "train", "row_count": ROWS, "first_row_id": 30, "colour": "red"}
+    Jobs(store, TRAIN_KIND).transition(JOB, lambda job: replace(job, spec={**job.spec, "train_split": split}))
+
+    assert records.coverage(JOB, 0, "").counts.missing == ROWS
 
 
 def test_a_job_that_did_not_note_its_rows_says_that_its_version_is_gone(

@@ -143,6 +143,39 @@ def test_a_target_of_one_value_is_only_shifted(store: ObjectStore) -> None:
     assert scaling.deviation == (1.0,)
 
 
+def test_labels_that_are_not_finite_count_for_nothing_where_they_are_allowed(store: ObjectStore) -> None:
+    """As those of a step that masks them: each output is scaled by the labels that it has."""
+
+    def pairs(rows: int, seed: int) -> Any:
+        both = np.stack([far_numbers(rows, seed), far_numbers(rows, seed + 1)], 1)
+        both[::7, 0], both[1::5, 1] = np.nan, np.inf
+        return pa.FixedShapeTensorArray.from_numpy_ndarray(both)
+
+    commit_far(store, "datasets/gaps/versions/v1", pairs)
+    spec = replace(SPEC, dataset_version="datasets/gaps/versions/v1", model=replace(SPEC.model, num_classes=2))
+    new_job(store, JOB)
+    run = run_of(store, JOB, spec=replace(spec, allow_non_finite=True))
+
+    run._scale_target()
+
+    first, second = far_numbers(700, 1).astype(np.float64), far_numbers(700, 2).astype(np.float64)
+    present = np.delete(first, np.s_[::7]), np.delete(second, np.s_[1::5])
+    scaling = run._learner.target_scaling
+    assert scaling is not None
+    assert scaling.mean == pytest.approx([one.mean() for one in present], rel=1e-12)
+    assert scaling.deviation == pytest.approx([one.std() for one in present], rel=1e-12)
+
+
+def test_a_target_without_any_finite_label_is_left_as_it_is(store: ObjectStore) -> None:
+    commit_far(store, "datasets/none/versions/v1", lambda rows, _: np.full(rows, np.nan, np.float32))
+    new_job(store, JOB)
+    run = run_of(store, JOB, spec=replace(SPEC, dataset_version="datasets/none/versions/v1", allow_non_finite=True))
+
+    run._scale_target()
+
+    assert run._learner.target_scaling == TargetScaling(mean=(0.0,), deviation=(1.0,))
+
+
 def test_each_number_of_a_target_has_its_own_scale(store: ObjectStore) -> None:
     def pairs(rows: int, seed: int) -> Any:
         both = np.stack([far_numbers(rows, seed), vectors(rows, seed)[:, 0] / 1000], 1)
