@@ -13,7 +13,7 @@ import sys
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from google.longrunning import operations_pb2, operations_pb2_grpc
 from grpc import aio
@@ -163,7 +163,7 @@ def main() -> None:
         check.begin()
         if settings.fronts > 1 and len(sys.argv) == 1:
             listen = settings.service.listen
-            sys.exit(asyncio.run(run_fronts("inference_service", listen, settings.fronts, settings.metrics_listen)))
+            _end(asyncio.run(run_fronts("inference_service", listen, settings.fronts, settings.metrics_listen)))
         configure_tracing("inference", os.environ)
         give_back_large_buffers()
         store = open_store(settings.service.store)
@@ -175,7 +175,7 @@ def main() -> None:
         # What is loaded by now stays: the collector need not look through it while requests are answered.
         gc.collect()
         gc.freeze()
-        # Neither asyncio.run nor sys.exit: both would wait for threads that wait for a Ray that is gone.
+        # Not asyncio.run, which would wait for threads that wait for a Ray that is gone.
         status = asyncio.new_event_loop().run_until_complete(run(settings, store, check, siblings))
     except (SettingsError, StoreRefused, MillraceError) as error:
         print(f"inference_service: {error}", file=sys.stderr)
@@ -184,6 +184,11 @@ def main() -> None:
         logger.exception("ending: unexpected")
         status = 1
     tracing().close()
+    _end(status)
+
+
+def _end(status: int) -> NoReturn:
+    """Not by sys.exit, which would wait for threads that wait for a Ray that is gone, or for a store that is silent."""
     flush_logs()
     os._exit(status)
 

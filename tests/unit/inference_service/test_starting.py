@@ -27,23 +27,53 @@ main()
 """
 
 
-def test_a_frontend_starts_while_the_store_is_full_and_says_that_it_does_not_serve_yet(tmp_path: Path) -> None:
+# One that has not answered yet when the process is told to stop.
+WITH_A_SILENT_STORE = """
+import threading
+from inference_service import store_check
+
+store_check.CHECKED_WITHIN_S = 0.1
+store_check.probe = lambda _: threading.Event().wait()
+from inference_service.__main__ import main
+main()
+"""
+
+
+def _ended_once_it_answers(
+    tmp_path: Path, program: str, **variables: str
+) -> tuple[health_pb2.HealthCheckResponse, int, bytes]:
+    """What it says of its health, its exit status, and its log."""
     port, ray_port = free_ports(2)
     environ = {
         **os.environ,
         "MILLRACE_STORE": tmp_path.as_uri(),
         "MILLRACE_LISTEN": f"127.0.0.1:{port}",
         "RAY_ADDRESS": f"127.0.0.1:{ray_port}",
+        **variables,
     }
-    with subprocess.Popen([sys.executable, "-c", WITH_A_FULL_STORE], env=environ, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, "-c", program], env=environ, stderr=subprocess.PIPE) as process:
         try:
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
                 stub: Any = health_pb2_grpc.HealthStub(channel)
                 found = stub.Check(health_pb2.HealthCheckRequest(), timeout=60, wait_for_ready=True)
-        finally:
             process.terminate()
             _, logged = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    return found, process.returncode, logged
+
+
+def test_a_frontend_starts_while_the_store_is_full_and_says_that_it_does_not_serve_yet(tmp_path: Path) -> None:
+    found, status, logged = _ended_once_it_answers(tmp_path, WITH_A_FULL_STORE)
 
     assert found.status == health_pb2.HealthCheckResponse.NOT_SERVING
-    assert process.returncode == 0
+    assert status == 0
     assert b"the object store is full; starting all the same" in logged
+
+
+def test_the_parent_of_several_frontends_ends_while_the_store_is_silent(tmp_path: Path) -> None:
+    found, status, logged = _ended_once_it_answers(tmp_path, WITH_A_SILENT_STORE, MILLRACE_FRONTS="2")
+
+    assert found.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert status == 0
+    assert b"starting all the same" in logged
