@@ -385,7 +385,7 @@ def test_so_many_values_are_tried_with_a_model_and_all_of_them_by_the_rules(
 
     monkeypatch.setattr(TrainingJobs, "checked", counting)
     names = Domain(kind=CHOICE, values=tuple(f"n{number}" for number in range(1000)))
-    space = {"model.kwargs.a": names, "model.kwargs.b": names}
+    space = {"model.kwargs.a": names, "model.kwargs.b": names, "optimizer.name": names}
     ruled: list[TrainingSpec] = []
     monkeypatch.setattr(spec_rules, "check", ruled.append)
     # The first is checked as a whole; a model that takes such arguments is no matter here.
@@ -395,8 +395,10 @@ def test_so_many_values_are_tried_with_a_model_and_all_of_them_by_the_rules(
 
     assert len(tried) == MAX_CHECKED_WITH_MODEL
     for name in ("a", "b"):
-        assert len({spec.model.kwargs[name] for spec in tried}) >= MAX_CHECKED_WITH_MODEL // 2
-        assert {spec.model.kwargs[name] for spec in ruled} == set(names.values)
+        assert len({spec.model.kwargs[name] for spec in tried}) >= MAX_CHECKED_WITH_MODEL // 3
+    # The rules look at plain fields, and never into what is passed on.
+    assert {spec.optimizer.name for spec in ruled} == set(names.values)
+    assert len(ruled) <= len(names.values) + 2
 
 
 def test_more_workers_than_ever_fit_and_a_checkpoint_that_is_not_there_are_refused_by_the_bases_field(
