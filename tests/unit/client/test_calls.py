@@ -168,6 +168,7 @@ def test_every_method_that_reads_is_known_and_none_that_writes() -> None:
         "ListTrainingJobs",
         "ListCheckpoints",
         "GetCoverage",
+        "GetClusterUse",
         "ListMetrics",
         "GetSweep",
         "ListSweeps",

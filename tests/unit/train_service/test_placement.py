@@ -15,6 +15,7 @@ from shared.storage import ObjectStore
 from tests.unit.train_service.domain.test_spec import GOOD
 from train_service import placement, reconciler
 from train_service.attempt.ingest_room import IngestRoom, ingest_beside
+from train_service.domain.cluster_use import ClusterUse
 from train_service.domain.spec import CPU, GPU, RAY_DATA, THREADS, Placement, TrainingSpec
 from train_service.placement import Node, Size, lacking, size_now
 from train_service.records.reporting import TRAIN_KIND
@@ -86,6 +87,7 @@ def test_other_jobs_are_looked_up_only_where_there_is_room(monkeypatch: pytest.M
 def test_the_jobs_at_work_are_read_once_for_all_that_wait(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster(monkeypatch, node("n", {"CPU": 2.0}, {"CPU": 4.0}))
     monkeypatch.setattr(reconciler, "totals", list)
+    monkeypatch.setattr(reconciler, "cluster_use", ClusterUse)
     begun(store, "trainingJobs/a", RAY_DATA)
     waiting = [f"trainingJobs/p{number}" for number in range(20)]
     for name in waiting:
@@ -116,6 +118,7 @@ def test_a_job_that_begins_counts_for_those_behind_it_in_the_same_look(
 ) -> None:
     cluster(monkeypatch, node("n", {"CPU": 2.0}, {"CPU": 2.0}))
     monkeypatch.setattr(reconciler, "totals", list)
+    monkeypatch.setattr(reconciler, "cluster_use", ClusterUse)
     for name, spec in (("trainingJobs/a", workers(1, ingest=RAY_DATA)), (B, workers(2))):
         jobs = pending(store, name, spec)
     kind = reconciler.training(store)
