@@ -22,6 +22,8 @@ from inference_service.domain.signature import (
     LABEL_NAME,
     TensorSpec,
     check_answer_fits,
+    count_rows,
+    fitted,
     outputs_wanted,
     rows_of,
 )
@@ -56,6 +58,21 @@ class Dispatcher:
         self._held = held or HeldBytes()
         self._shadowing = Shadowing(self._held)
 
+    def admit(
+        self,
+        deployment: Deployment,
+        version: ModelVersion,
+        inputs: Sequence[WireTensor],
+        requested: Sequence[RequestedOutput],
+        remaining_s: float | None,
+        priority: int = DEFAULT_PRIORITY,
+    ) -> None:
+        """Raises what `infer` would at once of a request whose tensors nobody has decoded yet."""
+        signature = signature_of(deployment, version)
+        check_classifiable(outputs_wanted(signature, [output.name for output in requested]), requested)
+        form, given = fitted(signature, inputs, deployment.spec.max_queued_rows)
+        self._models.batcher(deployment, version).admit(count_rows(given), form, remaining_s, priority)
+
     async def infer(
         self,
         deployment: Deployment,
@@ -64,10 +81,13 @@ class Dispatcher:
         requested: Sequence[RequestedOutput],
         remaining_s: float | None,
         priority: int = DEFAULT_PRIORITY,
+        *,
+        admitted: bool = False,
     ) -> Answer:
         """The outputs themselves, also where a classification of them is `requested`; for `LABEL_NAME` the labels.
 
-        `remaining_s` is the caller's time left, None for no deadline.
+        `remaining_s` is the caller's time left, None for no deadline. With `admitted` the request has passed `admit`,
+        and is looked at once more, since others came while it was decoded.
         Raises `InvalidArgument` naming the tensor, or `outputs` that no answer has room for, `Unavailable`,
         `ResourceExhausted` (the model's queue is full, or this process's memory), `DeadlineExceeded`.
         """
@@ -80,7 +100,7 @@ class Dispatcher:
             signature,
             inputs,
             deployment.spec.max_queued_rows,
-            lambda rows, form: batcher.admit(rows, form, remaining_s, priority),
+            lambda rows, form: batcher.admit(rows, form, remaining_s, priority, again=admitted),
         )
         del inputs  # what bytes objects were cut from need not wait with them
         if len(rows) * signature.answer_row_bytes > MAX_OUTPUT_BYTES:
@@ -92,6 +112,7 @@ class Dispatcher:
             batcher.missed(len(rows))
             raise
         try:
+            # Of admitted requests alone: the shadow is to see what the version beside it sees.
             if deployment.shadow is not None:
                 self._shadow(deployment, version, deployment.shadow, rows, batcher)
             outputs = await batcher.submit(rows, remaining_s, priority, admitted=True)

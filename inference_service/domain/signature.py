@@ -131,6 +131,24 @@ def rows_of(
     `admit` is asked with the number of rows and their form once their names and shapes are known to fit, and before
     they are decoded, which may take much longer; it raises where they are not wanted.
     """
+    form, given = fitted(signature, tensors, max_rows)
+    admit(count_rows(given), form)
+    values = {name: decode(tensor) for name, tensor in given.items()}
+    size_bytes = _size_bytes(given, values)
+    flags = signature.null_flags if form == RAW else ()
+    nulls = {name.removesuffix(NULLS): values.pop(name) for name in flags if name in values}
+    nulls = {name: where for name, where in nulls.items() if where.any()}
+    return Rows(form, values, nulls, size_bytes=size_bytes)
+
+
+def count_rows(given: Mapping[str, WireTensor]) -> int:
+    """Of a request's tensors by name, which are `fitted`."""
+    return next(iter(given.values())).shape[0]
+
+
+def fitted(signature: Signature, tensors: Sequence[WireTensor], max_rows: int) -> tuple[str, dict[str, WireTensor]]:
+    """The form of a request's rows, and its tensors by name, once their names, types and shapes are known to fit;
+    `InvalidArgument` names the one that does not. What they hold is not looked at."""
     wanted = signature.by_name
     flags = signature.null_flags
     given: dict[str, WireTensor] = {}
@@ -143,8 +161,8 @@ def rows_of(
     if not given:
         raise invalid_field("inputs", [], f"tensor {signature.raw[0].name!r} is missing: {_inputs(signature)}")
     if _is_prepared(signature, given):
-        values = _decoded(given, max_rows, PREPARED, admit)
-        return Rows(PREPARED, values, size_bytes=_size_bytes(given, values))
+        _check_rows(given, max_rows)
+        return PREPARED, given
     for name in wanted:
         if name not in given:
             raise invalid_field("inputs", list(given)[:MAX_SHOWN_NAME], f"tensor {name!r} is missing")
@@ -156,11 +174,8 @@ def rows_of(
             )
         if not spec.fits(tensor.datatype, tensor.shape):
             raise _misfit(signature, spec, tensor)
-    values = _decoded(given, max_rows, RAW, admit)
-    size_bytes = _size_bytes(given, values)
-    nulls = {name.removesuffix(NULLS): values.pop(name) for name in flags if name in values}
-    nulls = {name: where for name, where in nulls.items() if where.any()}
-    return Rows(RAW, values, nulls, size_bytes=size_bytes)
+    _check_rows(given, max_rows)
+    return RAW, given
 
 
 def _is_prepared(signature: Signature, given: Mapping[str, WireTensor]) -> bool:
@@ -176,12 +191,9 @@ def _is_prepared(signature: Signature, given: Mapping[str, WireTensor]) -> bool:
     return fits and not any(spec.fits(tensor.datatype, tensor.shape) for spec in namesakes)
 
 
-def _decoded(
-    given: Mapping[str, WireTensor], max_rows: int, form: str, admit: Callable[[int, str], None]
-) -> dict[str, Array]:
-    """All tensors, of equally many rows."""
+def _check_rows(given: Mapping[str, WireTensor], max_rows: int) -> None:
+    """All tensors have equally many."""
     first = next(iter(given.values()))
-    # Before any is decoded, which takes the longer, the more elements there are.
     for name, tensor in given.items():
         check_shape(tensor)
         if not 1 <= tensor.shape[0] <= max_rows:
@@ -190,8 +202,6 @@ def _decoded(
         if tensor.shape[0] != first.shape[0]:
             remedy = f"tensor {name!r} must have as many rows as {first.name!r}, {first.shape[0]}"
             raise invalid_field(f"{tensor.field}.shape", list(tensor.shape), remedy)
-    admit(first.shape[0], form)
-    return {name: decode(tensor) for name, tensor in given.items()}
 
 
 def _size_bytes(given: Mapping[str, WireTensor], decoded: Mapping[str, Array]) -> int:

@@ -100,6 +100,9 @@ class Inference:
             limit_s = _limit(wishes, remaining_s)
             infer = partial(self._dispatcher.infer, deployment, version)
             if has_many_elements(inputs):
+                # A refusal comes before they are decoded; what changes meanwhile, `infer` sees.
+                self._dispatcher.admit(deployment, version, inputs, requested, limit_s, wishes.priority)
+                infer = partial(infer, admitted=True)
                 inferring = _infer_decoded(infer, request, inputs, requested, limit_s, wishes.priority)
             else:
                 inferring = infer(inputs, requested, limit_s, wishes.priority)
