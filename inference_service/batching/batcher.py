@@ -32,9 +32,9 @@ LEAD_S, FULL_LEAD_DEVIATIONS = 0.003, 2.0
 ADMIT_DEVIATIONS = 2.0
 # Where more requests arrive than the replicas can compute, others take the place of whoever is refused now, so a long
 # queue keeps no replica busier, and those in it meet every slow spell. Hence these deviations, and each whole batch
-# ahead in the queue, count as many times as the cube of the load over `TOLERATED_LOAD`, from 1 to `MOST_CROWDED`. Up
-# to that load the queue is that of a burst or of a slow spell: whoever waits keeps the model at work after it.
-TOLERATED_LOAD, MOST_CROWDED = 1.35, 3.0
+# ahead in the queue, count as many times as the fifth power of the load over `TOLERATED_LOAD`, from 1 to `MOST_CROWDED`.
+# Up to that load the queue is that of a burst or of a slow spell: whoever waits keeps the model at work after it.
+TOLERATED_LOAD, MOST_CROWDED = 1.4, 5.0
 # The load is that of about so long, or since the model was idle, of which the first moments say little. What is
 # offered, other than what is refused, does not depend on the policy itself.
 LOAD_S, LITTLE_S = 0.5, 0.05
@@ -215,7 +215,7 @@ class Batcher:
         remembered_s = LOAD_S * (1 - math.exp((self._idle_s - now_s - LITTLE_S) / LOAD_S))
         batches_per_s = self._offered.at(now_s) / remembered_s / self._limits.max_rows
         load = batches_per_s * self._times.usually_s(self._limits.max_rows) / replicas
-        return min(max(load / TOLERATED_LOAD, 1.0) ** 3, MOST_CROWDED)
+        return min(max(load / TOLERATED_LOAD, 1.0) ** 5, MOST_CROWDED)
 
     def _ends_s(self, rows: int, now_s: float, start_s: float, deviations: float) -> float:
         """When the answers of a batch of so many rows that a replica begins then have arrived, if all takes so many
