@@ -32,7 +32,7 @@ LEAD_S, FULL_LEAD_DEVIATIONS = 0.003, 2.0
 ADMIT_DEVIATIONS = 2.0
 # Where more requests arrive than the replicas can compute, others take the place of whoever is refused now, so a long
 # queue keeps no replica busier, and those in it meet every slow spell. Hence these deviations, and each whole batch
-# ahead in the queue, count as many times as the fifth power of the load over `TOLERATED_LOAD`, from 1 to `MOST_CROWDED`.
+# ahead in the queue, count as often as the fifth power of the load over `TOLERATED_LOAD`, from 1 to `MOST_CROWDED`.
 # Up to that load the queue is that of a burst or of a slow spell: whoever waits keeps the model at work after it.
 TOLERATED_LOAD, MOST_CROWDED = 1.4, 5.0
 # The load is that of about so long, or since the model was idle, of which the first moments say little. What is
