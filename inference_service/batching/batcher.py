@@ -28,14 +28,16 @@ BATCHES_PER_REPLICA = 2  # one at work, one on its way: the replica never waits 
 # wrong by the rest. One that is full gains nothing by waiting, so it is there also where the one before is earlier than
 # expected by so many mean deviations.
 LEAD_S, FULL_LEAD_DEVIATIONS = 0.003, 2.0
-# Rows are let in where they would be in time also if everything took so many mean deviations longer than expected: more
-# where many are refused, between these two shares. Where few are, the queue is a burst's, and whoever waits keeps the
-# model at work after it. Where many are, others come at once, so a long queue gains nothing, and its rows meet every
-# slow spell; but the batch that is next at some replica is to be full.
-LENIENT, STRICT, STRICT_FOR_NEXT = 2.0, 13.0, 4.0
-FEW_REFUSED, MANY_REFUSED = 0.25, 0.35
-# Refusals are remembered for about so long; and so few rows say little.
-REMEMBERED_S, LITTLE = 1.5, 10
+# Rows are admitted where they would be in time also if everything took so many mean deviations longer than expected.
+ADMIT_DEVIATIONS = 2.0
+# Where more requests arrive than the replicas can compute, others take the place of whoever is refused now, so a long
+# queue keeps no replica busier, and those in it meet every slow spell. Hence these deviations, and each whole batch
+# ahead in the queue, count as often as the fifth power of the load over `TOLERATED_LOAD`, from 1 to `MOST_CROWDED`.
+# Up to that load the queue is that of a burst or of a slow spell: whoever waits keeps the model at work after it.
+TOLERATED_LOAD, MOST_CROWDED = 1.4, 5.0
+# The load is that of about so long, or since the model was idle, of which the first moments say little. What is
+# offered, other than what is refused, does not depend on the policy itself.
+LOAD_S, LITTLE_S = 0.5, 0.05
 # An answer's way from this process to its client: it counts to the client's deadline, and nobody here sees it.
 WIRE_S = 0.005
 
@@ -55,8 +57,8 @@ class Batcher:
         self._load = LoadMeter(self._loop.time())
         self._timer: asyncio.TimerHandle | None = None
         self._closed: str | None = None
-        # Requests that came, and those of them that were refused for want of capacity.
-        self._came, self._refused = Decaying(REMEMBERED_S), Decaying(REMEMBERED_S)
+        # Rows that arrived in requests no larger than a batch: larger ones take what these leave.
+        self._offered, self._idle_s = Decaying(LOAD_S), self._loop.time()
         self._apart: Batcher | None = None
 
     @property
@@ -97,12 +99,22 @@ class Batcher:
         self._answering.learn(1, self._loop.time() - back_s)
         return Outputs(arrays, input_s=input_s, infer_s=infer_s)
 
-    def admit(self, rows: int, form: str, remaining_s: float | None, priority: int = DEFAULT_PRIORITY) -> None:
-        """Raises what `submit` would at once, of so many rows that nobody has read yet."""
+    def admit(
+        self,
+        rows: int,
+        form: str,
+        remaining_s: float | None,
+        priority: int = DEFAULT_PRIORITY,
+        *,
+        again: bool = False,
+    ) -> None:
+        """Raises what `submit` would at once, of so many rows that nobody has read yet. `again`: they were admitted
+        before, and time has passed since."""
         if self._closed is not None:
             raise draining(self._closed)
         now_s = self._loop.time()
-        self._admit(rows, form, now_s + remaining_s if remaining_s is not None else math.inf, priority, now_s)
+        deadline_s = now_s + remaining_s if remaining_s is not None else math.inf
+        self._admit(rows, form, deadline_s, priority, now_s, again=again)
 
     async def emptied(self) -> None:
         """Returns once none of its own rows wait: what is no request then takes no turn of one that does."""
@@ -166,18 +178,22 @@ class Batcher:
         if self._apart is not None:
             self._apart.close(why)
 
-    def _admit(self, rows: int, form: str, deadline_s: float, priority: int, now_s: float) -> None:
+    def _admit(
+        self, rows: int, form: str, deadline_s: float, priority: int, now_s: float, *, again: bool = False
+    ) -> None:
         queued_rows, max_rows = self._queue.rows, self._limits.max_rows
         full_batch_s = self._times.computing_s(max_rows)
         frees_s = self._in_flight.frees_s(now_s)
-        ahead, without_large = self._queue.batches_ahead(rows, form, priority)
-        ends_s = starts_s(frees_s, ahead, full_batch_s)
+        if not self._in_flight.batches:
+            self._offered, self._idle_s = Decaying(LOAD_S), now_s
+        crowding = self._crowding(now_s, len(frees_s))
+        ahead = self._queue.batches_ahead(rows, form, priority)
+        ends_s = starts_s(frees_s, ahead, full_batch_s * crowding)
         # An idle model always tries: an estimate that is too high could otherwise never be put right.
         if self._in_flight.batches:
-            behind = max(len(self._in_flight.batches) - self._limits.at_work, 0)
-            deviations = self._deviations(now_s, is_next=without_large + behind < len(frees_s))
-            ends_s = self._ends_s(queued_rows + rows, now_s, ends_s, deviations)
-        self._came.add(now_s)
+            ends_s = self._ends_s(queued_rows + rows, now_s, ends_s, ADMIT_DEVIATIONS * crowding)
+        if rows <= max_rows and not again:
+            self._offered.add(now_s, rows)
         try:
             admit(
                 rows,
@@ -192,14 +208,14 @@ class Batcher:
             # Where a replica of its own would have been too slow as well, more of them are no help.
             if deadline_s > self._ends_s(rows, now_s, now_s, 0.0):
                 self._load.refuse(rows)
-                self._refused.add(now_s)
             raise
 
-    def _deviations(self, now_s: float, *, is_next: bool) -> float:
-        """By how many rows that come now would have to be in time, see `LENIENT`."""
-        refused = self._refused.at(now_s) / (self._came.at(now_s) + LITTLE)
-        many = min(max((refused - FEW_REFUSED) / (MANY_REFUSED - FEW_REFUSED), 0.0), 1.0)
-        return LENIENT + many * ((STRICT_FOR_NEXT if is_next else STRICT) - LENIENT)
+    def _crowding(self, now_s: float, replicas: int) -> float:
+        """How many times over what is ahead counts, see `TOLERATED_LOAD`."""
+        remembered_s = LOAD_S * (1 - math.exp((self._idle_s - now_s - LITTLE_S) / LOAD_S))
+        batches_per_s = self._offered.at(now_s) / remembered_s / self._limits.max_rows
+        load = batches_per_s * self._times.usually_s(self._limits.max_rows) / replicas
+        return min(max(load / TOLERATED_LOAD, 1.0) ** 5, MOST_CROWDED)
 
     def _ends_s(self, rows: int, now_s: float, start_s: float, deviations: float) -> float:
         """When the answers of a batch of so many rows that a replica begins then have arrived, if all takes so many
@@ -233,7 +249,7 @@ class Batcher:
                 now_s=now_s,
                 # Less strict than when they came: they have waited, and may well be in time.
                 ends_s=self._ends_s(queued_rows, now_s, free_s, 0.0),
-                bound_s=self._ends_s(queued_rows, now_s, now_s, LENIENT) - now_s,
+                bound_s=self._ends_s(queued_rows, now_s, now_s, ADMIT_DEVIATIONS) - now_s,
                 limits=self._limits,
                 due_s=free_s - LEAD_S,
                 full_due_s=free_s - LEAD_S - (self._times.at_most_s(full_s, FULL_LEAD_DEVIATIONS) - full_s),
@@ -259,4 +275,4 @@ class Batcher:
                 self._load.refuse(late.waiting.rows)
                 late.future.set_exception(too_late(late.waiting.deadline_s - now_s, begun=bool(late.pieces)))
             if decision.batch:
-                self._in_flight.send([self._queue.take(chosen[at], rows) for at, rows in decision.batch.items()])
+                self._in_flight.send(self._queue.take([(chosen[at], rows) for at, rows in decision.batch.items()]))

@@ -103,13 +103,15 @@ class Dispatcher:
             signature,
             inputs,
             max_rows,
-            lambda rows, form: batcher.admit(rows, form, remaining_s, priority),
+            # Others came while a large request was decoded, so it is looked at again.
+            lambda rows, form: batcher.admit(rows, form, remaining_s, priority, again=decoding is not None),
         )
         del inputs  # what bytes objects were cut from need not wait with them
         if len(rows) * signature.answer_row_bytes > MAX_OUTPUT_BYTES:
             check_answer_fits(_unclassified(wanted, requested), len(rows), MAX_OUTPUT_BYTES)
         began_s = time.perf_counter()
         with self._holding(rows.size_bytes, len(rows), batcher):
+            # Of admitted requests alone: the shadow is to see what the version beside it sees.
             if deployment.shadow is not None:
                 self._shadow(deployment, version, deployment.shadow, rows, batcher)
             outputs = await batcher.submit(rows, remaining_s, priority, admitted=True)

@@ -1,4 +1,9 @@
-"""The rows that wait for a batch: the most urgent first, and the older of two that are as urgent."""
+"""The rows that wait for a batch: the most urgent first, and the older of two that are as urgent.
+
+Requests larger than a batch come after all others that are as urgent, and fill what these leave of each batch. What is
+left of a batch that they cannot share, and at least `GUARANTEED` of each, is owed to them, as in deficit round robin
+(Shreedhar and Varghese, 1995): once that is a whole batch, one goes first.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +22,9 @@ from inference_service.domain.rows import Rows
 from inference_service.domain.tensors import Array
 from shared.tracing import Waiting as WaitingSpan
 from shared.tracing import tracing
+
+# Of a batch's rows: what requests larger than a batch get, however much the others ask for.
+GUARANTEED = 1 / 8
 
 
 class Entry:
@@ -61,41 +69,52 @@ class PriorityQueue:
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
         self._loop = asyncio.get_running_loop()
-        # By priority, each in order of arrival; leaving from the middle is cheap. The same by form, too: rows of two
-        # forms share no batch, so a batch is looked for among those of one.
-        self._levels: list[dict[Entry, None]] = [{} for _ in range(PRIORITY_LEVELS)]
+        # By priority, and in each those that fit a batch before the larger ones, see `_turn`; each in order of arrival;
+        # leaving from the middle is cheap. The same by form, too: rows of two forms share no batch, so a batch is
+        # looked for among those of one.
+        self._turns: list[dict[Entry, None]] = [{} for _ in range(2 * PRIORITY_LEVELS)]
         self._forms: dict[str, list[dict[Entry, None]]] = {}
-        # Of requests that fit a batch, by form and priority; the others are told one by one.
+        # Of requests that fit a batch, by form and priority; the others are looked at one by one.
         self._rows_at: dict[str, list[int]] = {}
         self._large: dict[Entry, None] = {}
+        self._owed_rows = 0.0
         self.rows = 0
         self.emptied = asyncio.Event()
         self.emptied.set()
 
     def __iter__(self) -> Iterator[Entry]:
-        return chain.from_iterable(self._levels)
+        return self._in_order(self._turns)
 
     def __bool__(self) -> bool:
-        return any(self._levels)
+        return any(self._turns)
 
     def of_next_form(self) -> Iterator[Entry]:
         """Those that may share a batch with the first one, in their order."""
         first = next(iter(self), None)
-        return chain.from_iterable(self._forms[first.waiting.form]) if first is not None else iter(())
+        return self._in_order(self._forms[first.waiting.form]) if first is not None else iter(())
 
-    def batches_ahead(self, rows: int, form: str, priority: int) -> tuple[int, int]:
-        """How many batches go before the one that has the last of so many rows, if these came now, and how many of them
-        would without large requests. As many rows of a large request go before others as those have themselves, in full
-        batches: its pieces take turns with them."""
+    def batches_ahead(self, rows: int, form: str, priority: int) -> int:
+        """How many batches go before the one that has the last of so many rows, if these came now. Large requests that
+        are as urgent take turns in batches with another large one, and go before others only in batches that they are
+        owed by then; of one that waits for the same batch, only what is left over is in it."""
         ahead = {other: sum(at[:priority]) for other, at in self._rows_at.items()}
-        without_large = self._batches(ahead, rows, form)
-        if not self._large:
-            return without_large, without_large
         turns = math.ceil(rows / self._max_rows) * self._max_rows
+        peers = []
         for entry in self._large:
-            if entry.level < priority:
-                ahead[entry.waiting.form] = ahead.get(entry.waiting.form, 0) + min(entry.waiting.rows, turns)
-        return self._batches(ahead, rows, form), without_large
+            if entry.level < priority - 1:
+                ahead[entry.waiting.form] = ahead.get(entry.waiting.form, 0) + entry.waiting.rows
+            elif entry.level == priority - 1:
+                peers.append(entry.waiting)
+        if rows > self._max_rows:
+            for waiting in peers:
+                ahead[waiting.form] = ahead.get(waiting.form, 0) + min(waiting.rows, turns)
+            return self._batches(ahead, rows, form)
+        batches = self._batches(ahead, rows, form)
+        if not peers:
+            return batches
+        if any(waiting.form != form for waiting in peers):  # in batches of their own, one after each
+            return 2 * batches + 1
+        return batches + int(self._owed_rows / self._max_rows + batches * GUARANTEED)
 
     def _batches(self, ahead: dict[str, int], rows: int, form: str) -> int:
         others = sum(math.ceil(count / self._max_rows) for other, count in ahead.items() if other != form)
@@ -112,9 +131,19 @@ class PriorityQueue:
         self._add(entry)
         return entry
 
-    def take(self, entry: Entry, rows: int) -> Entry:
-        """The first `rows` of an entry, on their way into a batch. What is left of a large request, and only of that
+    def take(self, chosen: Sequence[tuple[Entry, int]]) -> list[Entry]:
+        """A batch of the first rows of some entries, so many of each. What is left of a large request, and only of that
         one something may be, waits behind all that are as urgent."""
+        if self._large:
+            large_rows = sum(rows for entry, rows in chosen if entry.waiting.divisible)
+            left_rows = self._max_rows - sum(rows for entry, rows in chosen if not entry.waiting.divisible)
+            # A batch that it got because it was owed is paid off with its rows.
+            due_rows = 0.0 if self._large_first() else max(left_rows, GUARANTEED * self._max_rows)
+            owed_rows = self._owed_rows + due_rows - large_rows
+            self._owed_rows = min(max(owed_rows, 0.0), 2.0 * self._max_rows)
+        return [self._take(entry, rows) for entry, rows in chosen]
+
+    def _take(self, entry: Entry, rows: int) -> Entry:
         if not entry.waiting.divisible:
             self.leave(entry)
             return entry
@@ -135,9 +164,11 @@ class PriorityQueue:
         return piece
 
     def leave(self, entry: Entry) -> None:
-        if entry in self._levels[entry.level]:
+        if entry in self._turns[_turn(entry)]:
             self._remove(entry)
             self._large.pop(entry, None)
+            if not self._large:
+                self._owed_rows = 0.0
             if not self:
                 self.emptied.set()
             if entry.traced is not None:
@@ -152,18 +183,25 @@ class PriorityQueue:
             piece.future.cancel()
         entry.pieces.clear()
 
+    def _large_first(self) -> bool:
+        return self._owed_rows >= self._max_rows
+
+    def _in_order(self, turns: Sequence[dict[Entry, None]]) -> Iterator[Entry]:
+        swapped = int(self._large_first())
+        return chain.from_iterable(turns[place ^ swapped] for place in range(len(turns)))
+
     def _add(self, entry: Entry) -> None:
-        form = entry.waiting.form
+        form, turn = entry.waiting.form, _turn(entry)
         if form not in self._forms:
-            self._forms[form] = [{} for _ in range(PRIORITY_LEVELS)]
+            self._forms[form] = [{} for _ in self._turns]
             self._rows_at[form] = [0] * PRIORITY_LEVELS
-        self._levels[entry.level][entry] = self._forms[form][entry.level][entry] = None
+        self._turns[turn][entry] = self._forms[form][turn][entry] = None
         self._count(entry, entry.waiting.rows)
         self.emptied.clear()
 
     def _remove(self, entry: Entry) -> None:
-        form = entry.waiting.form
-        del self._levels[entry.level][entry], self._forms[form][entry.level][entry]
+        form, turn = entry.waiting.form, _turn(entry)
+        del self._turns[turn][entry], self._forms[form][turn][entry]
         self._count(entry, -entry.waiting.rows)
         if not any(self._forms[form]):
             del self._forms[form], self._rows_at[form]
@@ -172,6 +210,11 @@ class PriorityQueue:
         self.rows += rows
         if not entry.waiting.divisible:
             self._rows_at[entry.waiting.form][entry.level] += rows
+
+
+def _turn(entry: Entry) -> int:
+    """Its place among the kinds of entries, where nothing is owed to large ones."""
+    return 2 * entry.level + int(entry.waiting.divisible)
 
 
 def _gather(entry: Entry, piece: Entry, answered: asyncio.Future[Sequence[Array]]) -> None:

@@ -12,6 +12,8 @@ WEIGHT = 0.2
 # what it is at first, before anybody knows.
 CALMING_WEIGHT, FIRST_DEVIATION = 0.05, 0.25
 PACE_WEIGHT, SHAPE_WEIGHT = 0.15, 0.05
+# Of the newest pace in the usual one, which passing spells are to change little.
+USUAL_WEIGHT = 0.02
 # Of the mean deviation, as in TCP's estimate of a round trip (Jacobson, 1988), which takes 4.
 DEVIATIONS = 3.0
 # A batch that took many times as long as expected tells of a hiccup, not of what batches take.
@@ -30,7 +32,7 @@ class BatchTimes:
     def __init__(self, measured_s: Mapping[int, float] | None = None) -> None:
         """`measured_s`: rows → seconds of computing, from the replica's warm-up."""
         self._shape_s = {bucket(rows): seconds for rows, seconds in (measured_s or {}).items()}
-        self._pace = 1.0
+        self._pace = self._usual_pace = 1.0
         self._way_s: float | None = None
         self._deviation = FIRST_DEVIATION  # relative to what was expected
 
@@ -56,6 +58,7 @@ class BatchTimes:
             # Both in one ratio, whatever the changes are: of two averages that follow a product each by itself, one
             # would rise for ever and the other fall.
             self._pace *= math.exp(PACE_WEIGHT * change)
+            self._usual_pace += USUAL_WEIGHT * (self._pace - self._usual_pace)
             self._shape_s[key] *= math.exp(SHAPE_WEIGHT * change)
 
     def expected_s(self, rows: int) -> float:
@@ -70,6 +73,10 @@ class BatchTimes:
             wanted = max((size for size in self._shape_s if size < wanted), default=0)
         shape_s = min((seconds for size, seconds in self._shape_s.items() if size >= wanted > 0), default=0.0)
         return shape_s * self._pace
+
+    def usually_s(self, rows: int) -> float:
+        """What the model computes for apart from spells in which all batches are faster or slower."""
+        return self.computing_s(rows) / self._pace * self._usual_pace
 
     def at_most_s(self, seconds: float, deviations: float = DEVIATIONS) -> float:
         """What is expected to take so long, with so many mean deviations more."""

@@ -151,14 +151,15 @@ class Door:
 
 
 class Decaying:
-    """A count of what happened, each the less the longer ago: by a factor of e in `forgotten_s`."""
+    """A count of what happened, each the less the longer ago: by a factor of e in `forgotten_s`. Of what goes on
+    happening at one rate, it is that rate times `forgotten_s`."""
 
     def __init__(self, forgotten_s: float) -> None:
         self._forgotten_s = forgotten_s
         self._count = self._at_s = 0.0
 
-    def add(self, now_s: float) -> None:
-        self._count = self.at(now_s) + 1
+    def add(self, now_s: float, count: float = 1.0) -> None:
+        self._count = self.at(now_s) + count
         self._at_s = now_s
 
     def at(self, now_s: float) -> float:

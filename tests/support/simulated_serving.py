@@ -11,7 +11,7 @@ import asyncio
 import math
 import selectors
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,10 +139,10 @@ class Outcome:
         return float(np.percentile(self.refusals_s, 99)) if self.refusals_s else 0.0
 
 
-def serve(load: float, spread: float, *, seeds: int, seconds: float) -> Outcome:
+def serve(load: float, spread: float, *, seeds: Iterable[int], seconds: float) -> Outcome:
     """What becomes of `load` times as many requests as the replica has capacity for, `seconds` of each seed's."""
     outcome = Outcome()
-    for seed in range(seeds):
+    for seed in seeds:
         on_a_virtual_clock(lambda seed=seed: _arriving(load, spread, seed, seconds, outcome))  # type: ignore[misc]
     return outcome
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import grpc
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from inference_service.domain.statistics import Statistics
 from inference_service.domain.traffic import Shadow
 from shared.telemetry import JsonFormatter
 from tests.support.deployment_server import weighed
+from tests.support.grpc_kit import told
 from tests.support.inference_server import Classifier, Server, ask, attach, served, until
 from tests.unit.inference_service.doubling import Doubler
 
@@ -60,3 +62,23 @@ def test_a_copy_that_fails_is_logged_as_the_shadow_s_own(caplog: pytest.LogCaptu
     served(scenario, one)
     (line,) = (json.loads(line) for line in caplog.text.splitlines() if "a copy for a shadow" in line)
     assert (line["model"], line["model_version"]) == ("m", "2")
+
+
+def test_a_request_that_is_refused_is_not_copied_to_the_shadow() -> None:
+    one = weighed("m", 100, 0, shadow=Shadow("2", 100))
+
+    async def scenario(server: Server) -> None:
+        attach(server.models, one, Classifier(), "2")
+        copies = server.models.statistics(one, one.versions[1]).shadowed
+        server.model.may_work.clear()
+        running = server.stub.ModelInfer(ask(1), timeout=60)
+        await until(lambda: copies.get("OK") == 1, "a copy of the one that is at work")
+        queued = server.stub.ModelInfer(ask(*[2] * 100), timeout=60)
+        await until(lambda: sum(copies.values()) == 2, "a copy of the one that waits")
+        seen = dict(copies)
+        refused = await told(server.stub.ModelInfer(ask(3), timeout=60))
+        assert (refused.code, dict(copies)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, seen)
+        server.model.may_work.set()
+        await asyncio.gather(running, queued)
+
+    served(scenario, one)

@@ -233,3 +233,31 @@ def test_what_waits_to_be_decoded_counts_to_the_bytes_that_are_held(monkeypatch:
         served(scenario, **_deep(), held=HeldBytes(12 * ROWS * CLASSES))
     finally:
         held.may_go_on.set()
+
+
+def test_a_request_that_is_refused_is_not_decoded_and_others_that_came_while_one_was_can_refuse_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = Held(monkeypatch)
+
+    async def scenario(server: Server) -> None:
+        batcher = server.models.batcher(server.models.deployments()[0], server.models.deployments()[0].versions[0])
+        server.model.may_work.clear()
+        running = server.stub.ModelInfer(ask(1), timeout=60)
+        await until(lambda: server.model.at_work == 1, "the model to be at work")
+        decoded = server.stub.ModelInfer(_large(), timeout=60)
+        await until(lambda: held.begun == 1, "the large one to be decoded")
+        queued = [server.stub.ModelInfer(ask(*[1] * ROWS), timeout=60) for _ in range(2)]
+        await until(lambda: batcher.queued_rows == 2 * ROWS, "the queue to be full")
+
+        refused = await told(server.stub.ModelInfer(_large(), timeout=60))
+        assert (refused.code, held.begun) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 1)
+        held.may_go_on.set()
+        assert (await told(decoded)).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        server.model.may_work.set()
+        await asyncio.gather(running, *queued)
+
+    try:
+        served(scenario, **_deep())
+    finally:
+        held.may_go_on.set()
