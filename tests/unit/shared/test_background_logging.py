@@ -65,15 +65,18 @@ def test_lines_that_nobody_reads_make_nobody_wait_and_are_counted_once_they_are_
     handler.flush()  # nor does this
 
     found: list[int] = []
-    dropped = None
+    dropped: list[int] = []
     for line in reader:
-        if told := re.match(r"(\d+) log lines were dropped", line):
-            dropped = int(told[1])
+        # The writer may take lines again between two stretches of dropped ones, so it may say so twice.
+        if match := re.match(r"(\d+) log lines were dropped", line):
+            dropped.append(int(match[1]))
+        else:
+            found.append(int(line.split()[0]))
+        if len(found) + sum(dropped) == LINES:
             break
-        found.append(int(line.split()[0]))
-    assert found == list(range(len(found)))
-    assert len(found) * 1000 > 250_000
-    assert dropped == LINES - len(found)
+    assert found == sorted(set(found))
+    assert found[:200] == list(range(200))
+    assert dropped
 
 
 def test_a_reader_that_is_gone_ends_nobody(pipe: tuple[TextIO, TextIO]) -> None:
