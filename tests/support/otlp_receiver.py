@@ -93,7 +93,10 @@ class OtlpReceiver:
             resource = _attributes(of_resource.resource.attributes)
             for of_scope in of_resource.scope_spans:
                 with self._lock:
-                    self._seen += [_seen(span, resource) for span in of_scope.spans]
+                    # An exporter that did not hear in time that its spans arrived sends them once more.
+                    known = {(one.trace, one.id) for one in self._seen}
+                    found = [_seen(span, resource) for span in of_scope.spans]
+                    self._seen += [one for one in found if (one.trace, one.id) not in known]
 
 
 @contextmanager
