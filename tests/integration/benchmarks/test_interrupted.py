@@ -18,7 +18,10 @@ from tests.support.waiting import wait_until
 ROOT = Path(__file__).parents[3]
 # As the benches do: see `benchmarks.data.main` and the others.
 BENCH = """
+import signal
 import time
+# Where tests run in the background of a shell without job control, SIGINT is ignored, and so it would be here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from benchmarks.signals import exit_on_signals
 from tests.support.ray_head import ray_head
 

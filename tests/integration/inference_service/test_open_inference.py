@@ -17,7 +17,7 @@ from millrace.inference.v1 import deployment_service_pb2 as pb
 from tests.integration.inference_service.checkpoints import make_module
 from tests.integration.inference_service.client import Array, infer_request, outputs
 from tests.integration.inference_service.conftest import Stack
-from tests.integration.inference_service.triton import run_triton_script
+from tests.integration.inference_service.tritonclient_scripts import run_triton_script
 from tests.support.refusals import refused
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (5, 28, 28), dtype=np.uint8)

@@ -19,7 +19,7 @@ from shared.model_spec import ModelSpec
 from shared.models import build_model
 from tests.integration.inference_service.checkpoints import write
 from tests.integration.inference_service.conftest import Stack
-from tests.integration.inference_service.triton import run_triton_script
+from tests.integration.inference_service.tritonclient_scripts import run_triton_script
 from tests.support.checkpoint_samples import content
 from tests.support.versions import columns_of
 

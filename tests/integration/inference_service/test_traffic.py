@@ -17,7 +17,7 @@ from shared.settings import StoreSettings
 from tests.integration.inference_service.client import durable, eventually
 from tests.integration.inference_service.conftest import Stack, running_stack
 from tests.integration.inference_service.moving import IMAGE, Moving, moving, versions_in_serve, write_versions
-from tests.integration.inference_service.triton import run_triton_script
+from tests.integration.inference_service.tritonclient_scripts import run_triton_script
 from tests.support.ray_head import RayHead
 
 

@@ -12,7 +12,7 @@ from millrace.inference.v1 import deployment_service_pb2 as pb
 from tests.integration.inference_service.checkpoints import CLASS_NAMES
 from tests.integration.inference_service.client import outputs
 from tests.integration.inference_service.conftest import Stack
-from tests.integration.inference_service.triton import run_triton_script
+from tests.integration.inference_service.tritonclient_scripts import run_triton_script
 
 IMAGES = np.random.default_rng(3).integers(0, 256, (6, 28, 28), dtype=np.uint8)
 
