@@ -1,7 +1,7 @@
 """The real `tritonclient`, in a process of its own: it registers the protocol's messages too, and they would clash.
 
-No module of this folder may be named `triton`: scripts of it put the folder on the path, Ray passes that on to its workers,
-and torch would import it.
+No module of this folder may be named `triton`: scripts of it put the folder on the path, Ray passes that on to its
+workers, and torch would import it.
 """
 
 from __future__ import annotations
