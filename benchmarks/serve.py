@@ -215,7 +215,7 @@ def _alone(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
 def _overload(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
     """Arrivals at twice the rate that can be sustained, and at four times, run in turn with arrivals at that rate.
 
-    The clients share the machine with what they measure, so their CPU time is told beside it.
+    The clients share the machine with what they measure, so their CPU time is reported too.
     """
     rate = _sustainable(place, seconds)
     clients_cpus: dict[float, list[float]] = {}

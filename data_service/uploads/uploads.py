@@ -141,7 +141,7 @@ class Uploads:
         return self._endings.sweep(now)
 
     def _keep_unless_dataset_is_gone(self, dataset: Dataset, record: UploadRecord) -> None:
-        """Whoever deletes a dataset says so and then looks for uploads; whoever starts one does it the other way round.
+        """A deletion of the dataset is recorded before it looks for uploads; a start does it in reverse.
         Raises `NotFound`."""
         if record.dataset_uid != dataset.uid:
             return  # a repeated call: the first one has looked

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from millrace_client.connection import Millrace, connect
 
-# Long enough for a service that restarts; whoever types a command while no stack is up hears of it soon.
+# Long enough for a service that restarts; a command with no stack up fails soon.
 RECONNECT_FOR_S = 5.0
 
 Function = TypeVar("Function", bound=Callable[..., Any])
