@@ -20,6 +20,10 @@ THREADS, RAY_DATA = "THREADS", "RAY_DATA"
 DDP, FSDP = "DDP", "FSDP"
 # What workers compute on.
 CPU, GPU = "CPU", "GPU"
+# Where a program's shard goes on after a checkpoint in the middle of an epoch.
+REPLAY, CONTINUE = "REPLAY", "CONTINUE"
+# What happens to rows that the workers cannot share equally.
+DROP, KEEP = "DROP", "KEEP"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +88,19 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Program:
+    """A user's own training function. `config_json` is a JSON object; `hang_after_s` 0: by the median interval."""
+
+    code_bundle: str
+    entry: str
+    config_json: str = "{}"
+    data_resume: str = REPLAY
+    remainder: str = DROP
+    hang_after_s: float = 0.0
+    stop_within_s: float = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingSpec:
     """Mirrors `millrace.train.v1.TrainingSpec`. An empty string, 0 or None means that a part is not wanted."""
 
@@ -129,6 +146,9 @@ class TrainingSpec:
     allow_non_finite: bool = False
     max_failures: int = 3
     max_preemptions: int = 100
+    # A user's own training function; None: Millrace's loop. With it `model` has an empty builder, and `epochs` and
+    # `global_batch_size` are 0.
+    program: Program | None = None
 
     @property
     def local(self) -> bool:
@@ -148,7 +168,7 @@ class TrainingSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> TrainingSpec:
-        stopping = config["early_stopping"]
+        stopping, program = config["early_stopping"], config.get("program")
         return cls(
             **{
                 **fields_of(cls, config),
@@ -159,5 +179,6 @@ class TrainingSpec:
                 "placement": Placement(**fields_of(Placement, config["placement"])),
                 "checkpoints": CheckpointPolicy(**fields_of(CheckpointPolicy, config["checkpoints"])),
                 "early_stopping": EarlyStopping(**fields_of(EarlyStopping, stopping)) if stopping else None,
+                "program": Program(**fields_of(Program, program)) if program else None,
             }
         )

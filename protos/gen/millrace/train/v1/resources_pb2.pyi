@@ -5,6 +5,7 @@ from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.rpc import status_pb2 as _status_pb2
 from millrace.common.v1 import transform_pb2 as _transform_pb2
+from millrace.train.v1 import code_bundle_pb2 as _code_bundle_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -95,7 +96,7 @@ class TrainingJob(_message.Message):
     def __init__(self, name: _Optional[str] = ..., uid: _Optional[str] = ..., spec: _Optional[_Union[TrainingSpec, _Mapping]] = ..., state: _Optional[_Union[TrainingJob.State, str]] = ..., attempt: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., latest_checkpoint: _Optional[str] = ..., best_checkpoint: _Optional[str] = ..., etag: _Optional[str] = ..., failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., waiting_for: _Optional[str] = ..., device: _Optional[_Union[Device, str]] = ..., sweep: _Optional[str] = ..., sweep_parameters: _Optional[_Mapping[str, _struct_pb2.Value]] = ...) -> None: ...
 
 class TrainingSpec(_message.Message):
-    __slots__ = ("dataset_version", "train_split", "validation_split", "input_column", "label_column", "transform", "model", "optimizer", "epochs", "global_batch_size", "seed", "num_workers", "threads_per_worker", "checkpoint_every_steps", "max_failures", "lanes", "task", "min_workers", "checkpoints", "max_preemptions", "initial_checkpoint", "loss", "precision", "accumulation_steps", "max_gradient_norm", "compile", "early_stopping", "metrics", "placement", "ingest", "training_step", "allow_non_finite", "target_scaling")
+    __slots__ = ("dataset_version", "train_split", "validation_split", "input_column", "label_column", "transform", "model", "optimizer", "epochs", "global_batch_size", "seed", "num_workers", "threads_per_worker", "checkpoint_every_steps", "max_failures", "lanes", "task", "min_workers", "checkpoints", "max_preemptions", "initial_checkpoint", "loss", "precision", "accumulation_steps", "max_gradient_norm", "compile", "early_stopping", "metrics", "placement", "ingest", "training_step", "allow_non_finite", "target_scaling", "program")
     class Task(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         TASK_UNSPECIFIED: _ClassVar[TrainingSpec.Task]
@@ -163,6 +164,7 @@ class TrainingSpec(_message.Message):
     TRAINING_STEP_FIELD_NUMBER: _ClassVar[int]
     ALLOW_NON_FINITE_FIELD_NUMBER: _ClassVar[int]
     TARGET_SCALING_FIELD_NUMBER: _ClassVar[int]
+    PROGRAM_FIELD_NUMBER: _ClassVar[int]
     dataset_version: str
     train_split: str
     validation_split: str
@@ -196,7 +198,8 @@ class TrainingSpec(_message.Message):
     training_step: str
     allow_non_finite: bool
     target_scaling: TrainingSpec.TargetScaling
-    def __init__(self, dataset_version: _Optional[str] = ..., train_split: _Optional[str] = ..., validation_split: _Optional[str] = ..., input_column: _Optional[str] = ..., label_column: _Optional[str] = ..., transform: _Optional[_Union[_transform_pb2.Transform, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., epochs: _Optional[int] = ..., global_batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., num_workers: _Optional[int] = ..., threads_per_worker: _Optional[int] = ..., checkpoint_every_steps: _Optional[int] = ..., max_failures: _Optional[int] = ..., lanes: _Optional[int] = ..., task: _Optional[_Union[TrainingSpec.Task, str]] = ..., min_workers: _Optional[int] = ..., checkpoints: _Optional[_Union[CheckpointPolicy, _Mapping]] = ..., max_preemptions: _Optional[int] = ..., initial_checkpoint: _Optional[str] = ..., loss: _Optional[_Union[Loss, _Mapping]] = ..., precision: _Optional[_Union[TrainingSpec.Precision, str]] = ..., accumulation_steps: _Optional[int] = ..., max_gradient_norm: _Optional[float] = ..., compile: _Optional[bool] = ..., early_stopping: _Optional[_Union[EarlyStopping, _Mapping]] = ..., metrics: _Optional[_Iterable[str]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., ingest: _Optional[_Union[TrainingSpec.Ingest, str]] = ..., training_step: _Optional[str] = ..., allow_non_finite: _Optional[bool] = ..., target_scaling: _Optional[_Union[TrainingSpec.TargetScaling, str]] = ...) -> None: ...
+    program: _code_bundle_pb2.Program
+    def __init__(self, dataset_version: _Optional[str] = ..., train_split: _Optional[str] = ..., validation_split: _Optional[str] = ..., input_column: _Optional[str] = ..., label_column: _Optional[str] = ..., transform: _Optional[_Union[_transform_pb2.Transform, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., epochs: _Optional[int] = ..., global_batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., num_workers: _Optional[int] = ..., threads_per_worker: _Optional[int] = ..., checkpoint_every_steps: _Optional[int] = ..., max_failures: _Optional[int] = ..., lanes: _Optional[int] = ..., task: _Optional[_Union[TrainingSpec.Task, str]] = ..., min_workers: _Optional[int] = ..., checkpoints: _Optional[_Union[CheckpointPolicy, _Mapping]] = ..., max_preemptions: _Optional[int] = ..., initial_checkpoint: _Optional[str] = ..., loss: _Optional[_Union[Loss, _Mapping]] = ..., precision: _Optional[_Union[TrainingSpec.Precision, str]] = ..., accumulation_steps: _Optional[int] = ..., max_gradient_norm: _Optional[float] = ..., compile: _Optional[bool] = ..., early_stopping: _Optional[_Union[EarlyStopping, _Mapping]] = ..., metrics: _Optional[_Iterable[str]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., ingest: _Optional[_Union[TrainingSpec.Ingest, str]] = ..., training_step: _Optional[str] = ..., allow_non_finite: _Optional[bool] = ..., target_scaling: _Optional[_Union[TrainingSpec.TargetScaling, str]] = ..., program: _Optional[_Union[_code_bundle_pb2.Program, _Mapping]] = ...) -> None: ...
 
 class CheckpointPolicy(_message.Message):
     __slots__ = ("every", "keep_newest", "keep_best", "best_metric", "order")
@@ -339,7 +342,7 @@ class Progress(_message.Message):
     def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., epoch: _Optional[int] = ..., loss: _Optional[float] = ..., accuracy: _Optional[float] = ..., rows_per_second: _Optional[float] = ..., seconds_left: _Optional[float] = ..., data_wait_share: _Optional[float] = ..., checkpoint_stall_share: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., skipped_steps: _Optional[int] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
-    __slots__ = ("name", "step", "epoch", "metrics", "size_bytes", "manifest_sha256", "create_time", "attempt")
+    __slots__ = ("name", "step", "epoch", "metrics", "size_bytes", "manifest_sha256", "create_time", "attempt", "code_bundle")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -355,6 +358,7 @@ class Checkpoint(_message.Message):
     MANIFEST_SHA256_FIELD_NUMBER: _ClassVar[int]
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CODE_BUNDLE_FIELD_NUMBER: _ClassVar[int]
     name: str
     step: int
     epoch: int
@@ -363,4 +367,5 @@ class Checkpoint(_message.Message):
     manifest_sha256: str
     create_time: _timestamp_pb2.Timestamp
     attempt: int
-    def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., size_bytes: _Optional[int] = ..., manifest_sha256: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., attempt: _Optional[int] = ...) -> None: ...
+    code_bundle: str
+    def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., size_bytes: _Optional[int] = ..., manifest_sha256: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., attempt: _Optional[int] = ..., code_bundle: _Optional[str] = ...) -> None: ...

@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from millrace.train.v1 import code_bundle_pb2 as _code_bundle_pb2
 from millrace.train.v1 import resources_pb2 as _resources_pb2
 from millrace.train.v1 import sweep_pb2 as _sweep_pb2
 from google.protobuf.internal import containers as _containers
@@ -198,7 +199,19 @@ class GetCoverageRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., checkpoint: _Optional[str] = ...) -> None: ...
 
 class Coverage(_message.Message):
-    __slots__ = ("training_job", "epoch", "checkpoint", "row_count", "seen_once", "missing", "repeated", "missing_row_ids", "repeated_row_ids", "epoch_done", "skipped", "skipped_row_ids", "skipped_steps")
+    __slots__ = ("training_job", "epoch", "checkpoint", "row_count", "seen_once", "missing", "repeated", "missing_row_ids", "repeated_row_ids", "epoch_done", "skipped", "skipped_row_ids", "skipped_steps", "witness", "shard")
+    class Witness(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        WITNESS_UNSPECIFIED: _ClassVar[Coverage.Witness]
+        WITNESS_OPTIMIZER: _ClassVar[Coverage.Witness]
+        WITNESS_GIVEN: _ClassVar[Coverage.Witness]
+        WITNESS_INDICES: _ClassVar[Coverage.Witness]
+        WITNESS_NONE: _ClassVar[Coverage.Witness]
+    WITNESS_UNSPECIFIED: Coverage.Witness
+    WITNESS_OPTIMIZER: Coverage.Witness
+    WITNESS_GIVEN: Coverage.Witness
+    WITNESS_INDICES: Coverage.Witness
+    WITNESS_NONE: Coverage.Witness
     TRAINING_JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +225,8 @@ class Coverage(_message.Message):
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_ROW_IDS_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    WITNESS_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     training_job: str
     epoch: int
     checkpoint: str
@@ -225,7 +240,9 @@ class Coverage(_message.Message):
     skipped: int
     skipped_row_ids: _containers.RepeatedScalarFieldContainer[int]
     skipped_steps: int
-    def __init__(self, training_job: _Optional[str] = ..., epoch: _Optional[int] = ..., checkpoint: _Optional[str] = ..., row_count: _Optional[int] = ..., seen_once: _Optional[int] = ..., missing: _Optional[int] = ..., repeated: _Optional[int] = ..., missing_row_ids: _Optional[_Iterable[int]] = ..., repeated_row_ids: _Optional[_Iterable[int]] = ..., epoch_done: _Optional[bool] = ..., skipped: _Optional[int] = ..., skipped_row_ids: _Optional[_Iterable[int]] = ..., skipped_steps: _Optional[int] = ...) -> None: ...
+    witness: Coverage.Witness
+    shard: str
+    def __init__(self, training_job: _Optional[str] = ..., epoch: _Optional[int] = ..., checkpoint: _Optional[str] = ..., row_count: _Optional[int] = ..., seen_once: _Optional[int] = ..., missing: _Optional[int] = ..., repeated: _Optional[int] = ..., missing_row_ids: _Optional[_Iterable[int]] = ..., repeated_row_ids: _Optional[_Iterable[int]] = ..., epoch_done: _Optional[bool] = ..., skipped: _Optional[int] = ..., skipped_row_ids: _Optional[_Iterable[int]] = ..., skipped_steps: _Optional[int] = ..., witness: _Optional[_Union[Coverage.Witness, str]] = ..., shard: _Optional[str] = ...) -> None: ...
 
 class ListMetricsRequest(_message.Message):
     __slots__ = ("name", "after_step", "page_size", "page_token")
@@ -392,3 +409,50 @@ class DeleteSweepRequest(_message.Message):
     name: str
     etag: str
     def __init__(self, name: _Optional[str] = ..., etag: _Optional[str] = ...) -> None: ...
+
+class CreateCodeBundleRequest(_message.Message):
+    __slots__ = ("header", "chunk")
+    class Header(_message.Message):
+        __slots__ = ("sha256", "size_bytes")
+        SHA256_FIELD_NUMBER: _ClassVar[int]
+        SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+        sha256: str
+        size_bytes: int
+        def __init__(self, sha256: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: CreateCodeBundleRequest.Header
+    chunk: bytes
+    def __init__(self, header: _Optional[_Union[CreateCodeBundleRequest.Header, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+
+class GetCodeBundleRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class ListCodeBundlesRequest(_message.Message):
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListCodeBundlesResponse(_message.Message):
+    __slots__ = ("code_bundles", "next_page_token")
+    CODE_BUNDLES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    code_bundles: _containers.RepeatedCompositeFieldContainer[_code_bundle_pb2.CodeBundle]
+    next_page_token: str
+    def __init__(self, code_bundles: _Optional[_Iterable[_Union[_code_bundle_pb2.CodeBundle, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class DeleteCodeBundleRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class DeleteCodeBundleResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

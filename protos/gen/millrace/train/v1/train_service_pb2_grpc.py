@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from millrace.train.v1 import code_bundle_pb2 as millrace_dot_train_dot_v1_dot_code__bundle__pb2
 from millrace.train.v1 import resources_pb2 as millrace_dot_train_dot_v1_dot_resources__pb2
 from millrace.train.v1 import sweep_pb2 as millrace_dot_train_dot_v1_dot_sweep__pb2
 from millrace.train.v1 import train_service_pb2 as millrace_dot_train_dot_v1_dot_train__service__pb2
@@ -129,6 +130,26 @@ class TrainServiceStub:
                 '/millrace.train.v1.TrainService/DeleteSweep',
                 request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.DeleteSweepRequest.SerializeToString,
                 response_deserializer=millrace_dot_train_dot_v1_dot_sweep__pb2.Sweep.FromString,
+                _registered_method=True)
+        self.CreateCodeBundle = channel.stream_unary(
+                '/millrace.train.v1.TrainService/CreateCodeBundle',
+                request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.CreateCodeBundleRequest.SerializeToString,
+                response_deserializer=millrace_dot_train_dot_v1_dot_code__bundle__pb2.CodeBundle.FromString,
+                _registered_method=True)
+        self.GetCodeBundle = channel.unary_unary(
+                '/millrace.train.v1.TrainService/GetCodeBundle',
+                request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.GetCodeBundleRequest.SerializeToString,
+                response_deserializer=millrace_dot_train_dot_v1_dot_code__bundle__pb2.CodeBundle.FromString,
+                _registered_method=True)
+        self.ListCodeBundles = channel.unary_unary(
+                '/millrace.train.v1.TrainService/ListCodeBundles',
+                request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListCodeBundlesRequest.SerializeToString,
+                response_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListCodeBundlesResponse.FromString,
+                _registered_method=True)
+        self.DeleteCodeBundle = channel.unary_unary(
+                '/millrace.train.v1.TrainService/DeleteCodeBundle',
+                request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.DeleteCodeBundleRequest.SerializeToString,
+                response_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.DeleteCodeBundleResponse.FromString,
                 _registered_method=True)
 
 
@@ -303,6 +324,38 @@ class TrainServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateCodeBundle(self, request_iterator, context):
+        """Stores a bundle of code. The first message has `header`, all others `chunk`; a stream that ends before the size that
+        the header names makes nothing. The same bytes again return the bundle that there is.
+        Fails with INVALID_ARGUMENT (the bytes are not a bundle: a path that leaves the root, a link, a device, too many or
+        too large files, another digest than the header's), FAILED_PRECONDITION (OWN_CODE_OFF: the operator does not allow
+        users' own code) and RESOURCE_EXHAUSTED (the bundle is over the limit).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetCodeBundle(self, request, context):
+        """Fails with INVALID_ARGUMENT and NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListCodeBundles(self, request, context):
+        """In the order of their names. Fails with INVALID_ARGUMENT (a bad `page_token` or `page_size`).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteCodeBundle(self, request, context):
+        """Fails with INVALID_ARGUMENT, NOT_FOUND and FAILED_PRECONDITION (a job that is not deleted names it).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -395,6 +448,26 @@ def add_TrainServiceServicer_to_server(servicer, server):
                     servicer.DeleteSweep,
                     request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.DeleteSweepRequest.FromString,
                     response_serializer=millrace_dot_train_dot_v1_dot_sweep__pb2.Sweep.SerializeToString,
+            ),
+            'CreateCodeBundle': grpc.stream_unary_rpc_method_handler(
+                    servicer.CreateCodeBundle,
+                    request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.CreateCodeBundleRequest.FromString,
+                    response_serializer=millrace_dot_train_dot_v1_dot_code__bundle__pb2.CodeBundle.SerializeToString,
+            ),
+            'GetCodeBundle': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCodeBundle,
+                    request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.GetCodeBundleRequest.FromString,
+                    response_serializer=millrace_dot_train_dot_v1_dot_code__bundle__pb2.CodeBundle.SerializeToString,
+            ),
+            'ListCodeBundles': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCodeBundles,
+                    request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListCodeBundlesRequest.FromString,
+                    response_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListCodeBundlesResponse.SerializeToString,
+            ),
+            'DeleteCodeBundle': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteCodeBundle,
+                    request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.DeleteCodeBundleRequest.FromString,
+                    response_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.DeleteCodeBundleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -887,6 +960,114 @@ class TrainService:
             '/millrace.train.v1.TrainService/DeleteSweep',
             millrace_dot_train_dot_v1_dot_train__service__pb2.DeleteSweepRequest.SerializeToString,
             millrace_dot_train_dot_v1_dot_sweep__pb2.Sweep.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateCodeBundle(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/millrace.train.v1.TrainService/CreateCodeBundle',
+            millrace_dot_train_dot_v1_dot_train__service__pb2.CreateCodeBundleRequest.SerializeToString,
+            millrace_dot_train_dot_v1_dot_code__bundle__pb2.CodeBundle.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCodeBundle(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.train.v1.TrainService/GetCodeBundle',
+            millrace_dot_train_dot_v1_dot_train__service__pb2.GetCodeBundleRequest.SerializeToString,
+            millrace_dot_train_dot_v1_dot_code__bundle__pb2.CodeBundle.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListCodeBundles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.train.v1.TrainService/ListCodeBundles',
+            millrace_dot_train_dot_v1_dot_train__service__pb2.ListCodeBundlesRequest.SerializeToString,
+            millrace_dot_train_dot_v1_dot_train__service__pb2.ListCodeBundlesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteCodeBundle(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.train.v1.TrainService/DeleteCodeBundle',
+            millrace_dot_train_dot_v1_dot_train__service__pb2.DeleteCodeBundleRequest.SerializeToString,
+            millrace_dot_train_dot_v1_dot_train__service__pb2.DeleteCodeBundleResponse.FromString,
             options,
             channel_credentials,
             insecure,
