@@ -18,7 +18,7 @@ from typing import Any
 
 from shared.dataset_version.manifest import Column
 from shared.durable import fields_of
-from shared.errors import DataLoss
+from shared.errors import DataLoss, FailedPrecondition
 from shared.model_spec import ModelSpec
 from shared.storage import ObjectMissing, ObjectStore
 from shared.target_scaling import TargetScaling
@@ -27,11 +27,15 @@ from shared.transforms import Pipeline, Schema, schema_of_columns
 FORMAT = "millrace.checkpoint/3"
 # Of a model whose target was scaled: a release that knows nothing of that would answer in the wrong unit.
 FORMAT_SCALED = "millrace.checkpoint/3-scaled-target"
+# Of a user's own training function; see `shared.checkpoint.program`. Earlier releases skip it.
+PROGRAM_FORMAT = "millrace.checkpoint/4-program"
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 MANIFEST = "manifest.json"
 # The reason of the error of a checkpoint that may be whole, but is not for this release.
 OTHER_FORMAT = "OTHER_FORMAT"
+# The reason of the error of a checkpoint that only the program which reported it can read.
+PROGRAM_CHECKPOINT = "PROGRAM_CHECKPOINT"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +175,8 @@ def write_checkpoint(
 def load_checkpoint(store: ObjectStore, folder: str, manifest_sha256: str) -> Checkpoint:
     """Opens a checkpoint that the registry names.
 
-    Raises `DataLoss` when its manifest is missing, another, or of a format that this release does not read.
+    Raises `DataLoss` when its manifest is missing, another, or of a format that this release does not read, and
+    `FailedPrecondition` for a program's.
     """
     try:
         encoded = store.get(f"{folder}/{MANIFEST}")
@@ -180,6 +185,8 @@ def load_checkpoint(store: ObjectStore, folder: str, manifest_sha256: str) -> Ch
     if sha256(encoded) != manifest_sha256:
         raise _lost(folder, MANIFEST, "does not have the digest that its job's log names")
     manifest = json.loads(encoded)
+    if manifest.get("format") == PROGRAM_FORMAT:
+        raise not_a_model(folder)
     if manifest.get("format") not in (FORMAT, FORMAT_SCALED):
         raise DataLoss(
             f"{folder}/{MANIFEST} has the format {manifest.get('format')!r}; this release reads "
@@ -188,6 +195,17 @@ def load_checkpoint(store: ObjectStore, folder: str, manifest_sha256: str) -> Ch
             metadata={"file": f"{folder}/{MANIFEST}"},
         )
     return Checkpoint(store, folder, manifest)
+
+
+def not_a_model(name: str, fields: Sequence[tuple[str, str]] = ()) -> FailedPrecondition:
+    """The error of whoever needs a model of Millrace's and is given a program's checkpoint."""
+    return FailedPrecondition(
+        f"{name} was reported by a user's own training function: its files are known to that program alone, so it "
+        "cannot be served, predicted with, or fine-tuned from; name a checkpoint of a job with spec.model",
+        reason=PROGRAM_CHECKPOINT,
+        metadata={"resource": name},
+        fields=fields,
+    )
 
 
 def sha256(data: bytes | memoryview) -> str:

@@ -24,7 +24,7 @@ from shared.user_markers import live_users as live_users
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEntry(Durable):
     """`name` is `trainingJobs/{j}/checkpoints/{c}`; `create_time` in seconds since the epoch; `final`: it is of the
-    run's last step."""
+    run's last step; `code_bundle`: `codeBundles/{sha256}` of the program that reported it, empty for a model."""
 
     name: str
     folder: str
@@ -36,6 +36,7 @@ class CheckpointEntry(Durable):
     create_time: float
     metrics: dict[str, float] = field(default_factory=dict)
     final: bool = False
+    code_bundle: str = ""
 
     def as_state(self) -> dict[str, Any]:
         state: dict[str, Any] = as_state(self)
@@ -131,6 +132,15 @@ class CheckpointRegistry:
             return replace(before, checkpoints=(*kept, entry))
 
         self._update(add, entry.attempt)
+
+    def finish(self, name: str, attempt: int) -> None:
+        """Makes the checkpoint `name` the run's final one: no step came after. Raises `StaleAttempt`."""
+
+        def mark(before: RegistryState) -> RegistryState:
+            marked = tuple(replace(one, final=True) if one.name == name else one for one in before.checkpoints)
+            return replace(before, checkpoints=marked)
+
+        self._update(mark, attempt)
 
     def retire(
         self, entries: Collection[CheckpointEntry], attempt: int | None = None, clock: Callable[[], float] = time.time

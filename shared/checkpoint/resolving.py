@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shared import names
+from shared.checkpoint.format import not_a_model
 from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry, best, latest
 from shared.errors import FailedPrecondition, NotFound, not_found
 from shared.jobs.record import JobState
@@ -17,11 +18,18 @@ FINAL = "final"
 
 
 def resolve(store: ObjectStore, field_path: str, name: str) -> CheckpointEntry:
-    """The checkpoint that `name` means: itself, the `final` one, or the best one of a job.
+    """The checkpoint of a model that `name` means: itself, the `final` one, or the best one of a job.
 
-    Raises `InvalidArgument` naming `field_path`, `NotFound`, and `FailedPrecondition` for a job without checkpoints or
-    one that is being deleted.
+    Raises `InvalidArgument` naming `field_path`, `NotFound`, and `FailedPrecondition` for a job without checkpoints, one
+    that is being deleted, or a checkpoint that a user's own training function reported.
     """
+    entry = _resolve(store, field_path, name)
+    if entry.code_bundle:
+        raise not_a_model(entry.name, [(field_path, "is a checkpoint of a user's own training function")])
+    return entry
+
+
+def _resolve(store: ObjectStore, field_path: str, name: str) -> CheckpointEntry:
     job_name, checkpoint_id = name, ""
     if name.count("/") == 3:
         job_id, checkpoint_id = names.parse(field_path, name, NAME_PATTERN)

@@ -183,6 +183,11 @@ class ObjectStore:
         path.stat()
         _written(key, lambda: obstore.put(self._backend, key, path, mode="overwrite"))
 
+    def put_pieces(self, key: str, pieces: Callable[[], Iterator[bytes]]) -> None:
+        """Writes what `pieces` gives, one after the other, as an object, in parts where it is large. `pieces` is called
+        again where the write has to be tried again."""
+        _written(key, lambda: obstore.put(self._backend, key, pieces(), mode="overwrite"))
+
     def _torn(self, prefix: str) -> Sequence[Path]:
         """The files of objects below `prefix` that are being written, or were when their writer was killed."""
         if not isinstance(self._backend, LocalStore):

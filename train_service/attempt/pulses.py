@@ -11,6 +11,7 @@ import socket
 import socketserver
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +19,14 @@ from train_service.domain.watchdog import Phase, RankState
 
 logger = logging.getLogger(__name__)
 
-# A rank says a few hundred bytes a second; its stacks are the longest.
-LONGEST_LINE = 4 * 1024 * 1024
+# A rank says a few hundred bytes a second; its stacks, and a program's reports of many files, are the longest.
+LONGEST_LINE = 32 * 1024 * 1024
 HELLO_WITHIN_S = 10.0
+
+# Sends the answer to a request, in any thread; nothing where the rank is gone.
+Reply = Callable[[dict[str, Any]], None]
+# Takes a rank's request; called in the thread of that rank's connection, so it should return soon.
+Handler = Callable[[int, dict[str, Any], Reply], None]
 
 
 @dataclass
@@ -41,8 +47,15 @@ class Heard:
     stacks: str = ""
     # It said that it ends.
     left: bool = False
-    # Its connection ended without that.
+    # Its connection ended without that, and when.
     lost: bool = False
+    lost_at: float = 0.0
+    # Held while something is sent to it.
+    sending: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def send(self, message: dict[str, Any]) -> None:
+        with self.sending:
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def state(self, now: float) -> RankState:
         still, silent = now - self.still_since, now - self.heard_at
@@ -83,7 +96,9 @@ class _Steps:
 class Pulses:
     """Listens on a port of this node's for the ranks of one attempt. Use as a context."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, handler: Handler | None = None) -> None:
+        """`handler` takes the requests of ranks (`Pulse.ask`); it may get one again, after a connection broke."""
+        self._handler = handler
         self._token = secrets.token_hex(16)
         self._ranks: dict[int, Heard] = {}
         self._steps = _Steps()
@@ -143,7 +158,7 @@ class Pulses:
         for one in self.at_work():
             # One that is stopped takes nothing; its socket's buffer has room for these few bytes.
             with contextlib.suppress(OSError):
-                one.connection.send(json.dumps(order).encode() + b"\n")
+                one.send(order)
 
     def _serve(self, connection: socket.socket) -> None:
         """One rank's connection, in a thread of its own."""
@@ -162,10 +177,22 @@ class Pulses:
                 while line := lines.readline(LONGEST_LINE):
                     self._note(one, json.loads(line))
             finally:
-                one.lost = not one.left
+                one.lost, one.lost_at = not one.left, time.monotonic()
+
+    def _answer(self, one: Heard, asked: int, body: dict[str, Any]) -> None:
+        def reply(answer: dict[str, Any]) -> None:
+            with contextlib.suppress(OSError):  # it asks again where it is still there
+                one.send({"reply": asked, "body": answer})
+
+        if self._handler is not None:
+            self._handler(one.rank, body, reply)
 
     def _note(self, one: Heard, said: dict[str, Any]) -> None:
         now = time.monotonic()
+        if "ask" in said:
+            one.heard_at = now
+            self._answer(one, said["ask"], said["body"])
+            return
         with self._changed:
             one.heard_at = now
             if "stacks" in said:

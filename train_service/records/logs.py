@@ -52,7 +52,9 @@ class LogShipper:
     of the log itself. Nothing of it fails the process or makes it wait.
     """
 
-    def __init__(self, store: ObjectStore, job: str, attempt: int, rank: int) -> None:
+    def __init__(self, store: ObjectStore, job: str, attempt: int, rank: int, *, tees: bool = True) -> None:
+        """Without `tees` stdout and stderr are left alone: somebody gives what goes there to `add_lines`."""
+        self._takes_streams = tees
         self._store = store
         self._folder = rank_folder(job, attempt, rank)
         self._lock = threading.RLock()  # what is said while it is held is said by the same thread
@@ -67,7 +69,7 @@ class LogShipper:
 
     def __enter__(self) -> LogShipper:
         logging.getLogger().addHandler(self._handler)
-        for name in ("stdout", "stderr"):
+        for name in ("stdout", "stderr") if self._takes_streams else ():
             target = getattr(sys, name)
             tee = Tee(target, self)
             self._tees.append((name, tee))
@@ -92,7 +94,10 @@ class LogShipper:
 
     def add(self, text: str) -> None:
         """Whole lines, e.g. the stacks of a rank that stands still; a missing end of line is added. It never waits."""
-        line = text.encode("utf-8", "backslashreplace")
+        self.add_lines(text.encode("utf-8", "backslashreplace"))
+
+    def add_lines(self, line: bytes) -> None:
+        """As `add`, of text that is encoded already."""
         if not line.endswith(b"\n"):
             line += b"\n"
         with self._lock:

@@ -16,6 +16,7 @@ import socket
 import tempfile
 import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,14 @@ HELD_AFTER_S = 20.0
 # Of a rank that only itself looks after: so long even an import or a compiler does not hold the interpreter.
 ENDED_AFTER_S = 300.0
 STDERR = 2
+
+
+@dataclass
+class _Request:
+    body: dict[str, Any]
+    answered: threading.Event = field(default_factory=threading.Event)
+    # None: the rank ended before it came.
+    answer: dict[str, Any] | None = None
 
 
 class Pulse:
@@ -62,6 +71,11 @@ class Pulse:
         self.total_steps = 0
         # A reason to stop that the attempt wishes, 0 for none; see `reporting`.
         self.wish = 0
+        # Requests under way, by number; and the connection that they go by, while there is one.
+        self._requests: dict[int, _Request] = {}
+        self._asked = 0
+        self._connection: socket.socket | None = None
+        self._sending = threading.Lock()
 
     @property
     def step(self) -> int:
@@ -76,6 +90,30 @@ class Pulse:
         """Notes that it gets on, e.g. within a validation."""
         self._moved = time.monotonic()
 
+    def ask(self, body: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
+        """The attempt's answer to a request; of any thread. A request whose connection broke is sent again, so the
+        attempt may get it twice. Raises `TimeoutError`, and `ConnectionError` once the context is left."""
+        request = _Request(body)
+        with self._sending:
+            self._asked += 1
+            number = self._asked
+            self._requests[number] = request
+            if self._connection is not None:
+                try:
+                    _send(self._connection, {"ask": number, "body": body})
+                except OSError:  # half a line may be out: `_stay_connected` connects and sends anew
+                    with contextlib.suppress(OSError):
+                        self._connection.shutdown(socket.SHUT_RDWR)
+        try:
+            if not request.answered.wait(timeout_s):
+                raise TimeoutError(f"the attempt has not answered within {timeout_s} s")
+        finally:
+            with self._sending:
+                self._requests.pop(number, None)
+        if request.answer is None:
+            raise ConnectionError("the rank ends, and asks nothing more")
+        return request.answer
+
     def __enter__(self) -> Pulse:
         if self._address:
             self._thread.start()
@@ -85,6 +123,9 @@ class Pulse:
         self._ended.set()
         if self._address:
             self._thread.join(CONNECT_WITHIN_S)
+        with self._sending:
+            for request in self._requests.values():
+                request.answered.set()
 
     def _run(self) -> None:
         with tempfile.NamedTemporaryFile(prefix="millrace-stacks-", suffix=".txt") as stacks:
@@ -101,22 +142,40 @@ class Pulse:
         host, _, port = where.rpartition(":")
         with socket.create_connection((host, int(port)), CONNECT_WITHIN_S) as connection:
             hello = {"token": token, "rank": self._rank, "pid": os.getpid(), "node": self._node_id}
-            _send(connection, {**hello, "stacks_file": stacks.name})
-            received = b""
-            while not self._ended.is_set():
-                self._guard(stacks)
-                _send(connection, self._state())
-                ready, _, _ = select.select([connection], [], [], INTERVAL_S)
-                if not ready:
-                    continue
-                chunk = connection.recv(4096)
-                if not chunk:
-                    raise OSError("it closed the connection")
-                *lines, received = (received + chunk).split(b"\n")
-                for line in lines:
-                    self._obey(connection, json.loads(line), stacks)
-            with contextlib.suppress(OSError):
-                _send(connection, {**self._state(), "bye": True})
+            with self._sending:
+                _send(connection, {**hello, "stacks_file": stacks.name})
+                for number, request in self._requests.items():
+                    _send(connection, {"ask": number, "body": request.body})
+                self._connection = connection
+            try:
+                self._converse(connection, stacks)
+            finally:
+                with self._sending:
+                    self._connection = None
+
+    def _converse(self, connection: socket.socket, stacks: Any) -> None:
+        received, said_at = b"", 0.0
+        while not self._ended.is_set():
+            self._guard(stacks)
+            if time.monotonic() - said_at >= INTERVAL_S:
+                said_at = time.monotonic()
+                self._say(connection, self._state())
+            wait_s = max(0.0, said_at + INTERVAL_S - time.monotonic())
+            ready, _, _ = select.select([connection], [], [], wait_s)
+            if not ready:
+                continue
+            chunk = connection.recv(65536)
+            if not chunk:
+                raise OSError("it closed the connection")
+            *lines, received = (received + chunk).split(b"\n")
+            for line in lines:
+                self._obey(connection, json.loads(line), stacks)
+        with contextlib.suppress(OSError):
+            self._say(connection, {**self._state(), "bye": True})
+
+    def _say(self, connection: socket.socket, message: dict[str, Any]) -> None:
+        with self._sending:
+            _send(connection, message)
 
     def _guard(self, stacks: Any) -> None:
         """For the time until the next call: the thread that then acts needs no interpreter."""
@@ -135,13 +194,19 @@ class Pulse:
         }
 
     def _obey(self, connection: socket.socket, order: dict[str, Any], stacks: Any) -> None:
-        if "stop" in order:
+        if "reply" in order:
+            with self._sending:
+                request = self._requests.get(order["reply"])
+            if request is not None:
+                request.answer = order["body"]
+                request.answered.set()
+        elif "stop" in order:
             self.wish = max(self.wish, int(order["stop"]))
         elif "dump" in order:
             stacks.seek(0)
             stacks.truncate()
             faulthandler.dump_traceback(file=stacks, all_threads=True)
-            _send(connection, {"stacks": Path(stacks.name).read_text(errors="replace")})
+            self._say(connection, {"stacks": Path(stacks.name).read_text(errors="replace")})
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:

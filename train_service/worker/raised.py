@@ -18,7 +18,7 @@ def as_told(error: Exception, rank: int, step: int) -> Exception:
 
     It counts as a failure, and another attempt is made: what raised once may not again.
     """
-    if isinstance(error, (MillraceError, StaleAttempt)) or _lost_others(error):
+    if isinstance(error, (MillraceError, StaleAttempt)) or lost_others(error):
         return error
     kind = type(error).__name__
     return Internal(
@@ -28,7 +28,7 @@ def as_told(error: Exception, rank: int, step: int) -> Exception:
     )
 
 
-def _lost_others(error: Exception) -> bool:
+def lost_others(error: Exception) -> bool:
     """Whether it comes from a call in which ranks wait for one another."""
     if not isinstance(error, RuntimeError):
         return False

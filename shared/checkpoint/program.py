@@ -1,0 +1,153 @@
+"""The manifest of a checkpoint that a user's own training function reported: files that only the program can read.
+
+    r{rank:04d}/{path}      a file, as that rank reported it
+    manifest.json           which of them count, with size and SHA-256, and where the run was; canonical JSON
+
+Files are opaque, and may be pickles: a digest that holds says that they are what was reported, not that they are safe.
+Nothing of Millrace's ever loads one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from shared.checkpoint.format import MANIFEST, OTHER_FORMAT, PROGRAM_FORMAT, CoveragePart, sha256
+from shared.durable import fields_of
+from shared.errors import DataLoss
+from shared.storage import ObjectMissing, ObjectStore
+
+KIND = "PROGRAM"
+# A file is read in pieces of so many bytes: a checkpoint may be larger than the memory.
+PIECE_BYTES = 8 * 1024 * 1024
+
+
+class Readable(Protocol):
+    """What reading a checkpoint needs of a store; both raise `ObjectMissing`."""
+
+    def get(self, key: str) -> bytes: ...
+
+    def get_range(self, key: str, start: int, length: int) -> bytes: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramFile:
+    """`path` is the file's path in the folder that was reported, `rank` who reported it."""
+
+    path: str
+    rank: int
+    size_bytes: int
+    sha256: str
+
+    @property
+    def object(self) -> str:
+        """Its key below the checkpoint's folder."""
+        return f"r{self.rank:04d}/{self.path}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramContent:
+    """What a program's checkpoint says of itself. `report` counts the program's reports over all attempts."""
+
+    training_job: str
+    # `codeBundles/{sha256}` and `module:function`.
+    code_bundle: str
+    entry: str
+    report: int
+    epoch: int
+    seed: int
+    world_size: int
+    # Steps of torch optimizers of rank 0, over the attempts that led to it.
+    optimizer_steps: int
+    # The numbers that rank 0 reported.
+    metrics: Mapping[str, float]
+    files: Sequence[ProgramFile]
+    # Empty where the program reads its own data.
+    dataset_version: str = ""
+    # Where the shards of the dataset were, as `merge_positions` gives it.
+    positions: Mapping[str, Any] = field(default_factory=dict)
+    coverage: Sequence[CoveragePart] = ()
+    # The checkpoint that the run last went on from, and the digest of its manifest.
+    parent: str = ""
+    parent_manifest_sha256: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(one.size_bytes for one in self.files)
+
+    def encoded(self) -> bytes:
+        """The bytes of the manifest."""
+        manifest = {"format": PROGRAM_FORMAT, "kind": KIND, **asdict(self)}
+        return json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_manifest(cls, manifest: Mapping[str, Any]) -> ProgramContent:
+        values = fields_of(cls, manifest)
+        return cls(
+            **{
+                **values,
+                "files": tuple(ProgramFile(**fields_of(ProgramFile, one)) for one in manifest["files"]),
+                "coverage": tuple(CoveragePart(**fields_of(CoveragePart, one)) for one in manifest["coverage"]),
+            }
+        )
+
+
+def write_manifest(store: ObjectStore, folder: str, content: ProgramContent) -> tuple[str, int]:
+    """Writes the manifest; the files are there already. Returns its digest and the size of all in bytes."""
+    encoded = content.encoded()
+    store.put(f"{folder}/{MANIFEST}", encoded)
+    return sha256(encoded), len(encoded) + content.size_bytes
+
+
+def load_program_checkpoint(store: Readable, folder: str, manifest_sha256: str) -> ProgramContent:
+    """Raises `DataLoss` where the manifest is missing, another than the registry names, or of another format."""
+    key = f"{folder}/{MANIFEST}"
+    try:
+        encoded = store.get(key)
+    except ObjectMissing:
+        raise _lost(key, "is missing") from None
+    if sha256(encoded) != manifest_sha256:
+        raise _lost(key, "does not have the digest that its job's log names")
+    manifest = json.loads(encoded)
+    if manifest.get("format") != PROGRAM_FORMAT:
+        raise DataLoss(
+            f"{key} has the format {manifest.get('format')!r}; of a program's checkpoint this release reads "
+            f"{PROGRAM_FORMAT!r}",
+            reason=OTHER_FORMAT,
+            metadata={"file": key},
+        )
+    return ProgramContent.from_manifest(manifest)
+
+
+def read_pieces(
+    store: Readable, folder: str, file: ProgramFile, advanced: Callable[[], None] = lambda: None
+) -> Iterator[bytes]:
+    """The bytes of one file. Raises `DataLoss` after the last piece where they are not what the manifest names."""
+    key, digest, start = f"{folder}/{file.object}", hashlib.sha256(), 0
+    try:
+        while start < file.size_bytes:
+            piece = store.get_range(key, start, min(PIECE_BYTES, file.size_bytes - start))
+            digest.update(piece)
+            start += len(piece)
+            advanced()
+            yield piece
+    except ObjectMissing:
+        raise _lost(key, "is missing") from None
+    if digest.hexdigest() != file.sha256:
+        raise _lost(key, "does not have the digest that its manifest names")
+
+
+def verify_program_checkpoint(store: Readable, folder: str, manifest_sha256: str) -> ProgramContent:
+    """Reads every file once. Raises `DataLoss`."""
+    content = load_program_checkpoint(store, folder, manifest_sha256)
+    for file in content.files:
+        for _ in read_pieces(store, folder, file):
+            pass
+    return content
+
+
+def _lost(key: str, what: str) -> DataLoss:
+    return DataLoss(f"{key} {what}", metadata={"file": key})

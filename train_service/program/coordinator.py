@@ -1,0 +1,535 @@
+"""The attempt's side of a program's reports: where the ranks meet, and where what they reported becomes a checkpoint.
+
+A rank uploads its files below the attempt's own folder, and says then: {report n, metrics, files}. Once all W ranks have
+said so, the report is put together (of a path that several ranks reported the lowest rank's file counts), the manifest
+is written, and the registry names it under the attempt's number: a stale attempt is refused there, and its files are
+taken away. Only then is every rank answered, and only then does its `ray.train.report` return.
+
+    {job}/checkpoints/data/report-{n:08d}-a{attempt:05d}-{token}/r{rank:04d}/{path}
+
+Reports are numbered from 1 over all attempts: an attempt goes on behind the checkpoint that it resumes from.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry, CoveragePart
+from shared.checkpoint.format import OTHER_FORMAT
+from shared.checkpoint.program import (
+    ProgramContent,
+    ProgramFile,
+    load_program_checkpoint,
+    verify_program_checkpoint,
+    write_manifest,
+)
+from shared.errors import DataLoss, Internal, MillraceError, error_from_record
+from shared.log import StaleAttempt
+from shared.storage import ObjectStore
+from train_service.checkpoints.snapshots import retain
+from train_service.domain.spec import Program, TrainingSpec
+from train_service.patience import patient
+from train_service.records.events import EventKind
+from train_service.records.metrics_log import MetricsLog
+from train_service.records.reporting import CANCEL, GO_ON, REPORT_INTERVAL_S, STALE
+
+logger = logging.getLogger(__name__)
+
+NOT_BY_ALL = "REPORT_NOT_BY_ALL"
+# After so long the ranks that have not reported are named.
+MISSING_NAMED_AFTER_S = 60.0
+# After so long the attempt ends, whatever the missing ranks do meanwhile.
+MISSING_FOR_S = 600.0
+# A rank that was told to stop says within so long that it does; its work is durable by then.
+STOPS_WITHIN_S = 20.0
+FOLDER_NAME = re.compile(r"report-\d{8}-a(\d{5})-[0-9a-f]+")
+
+Reply = Callable[[dict[str, Any]], None]
+# Tells the world of an event of the run; its payload fits the message of its kind.
+Tell = Callable[[EventKind, dict[str, Any]], None]
+
+
+@dataclass
+class Part:
+    """What one rank said of one report."""
+
+    rank: int
+    metrics: dict[str, float]
+    epoch: int
+    # None: without a checkpoint.
+    files: list[ProgramFile] | None
+    shards: dict[str, Any]
+    optimizer_steps: int
+
+    @classmethod
+    def of(cls, rank: int, body: Mapping[str, Any]) -> Part:
+        files = body.get("files")
+        return cls(
+            rank=rank,
+            metrics=body.get("metrics", {}),
+            epoch=int(body.get("epoch", -1)),
+            files=None
+            if files is None
+            else [ProgramFile(path=path, rank=rank, size_bytes=size, sha256=digest) for path, size, digest in files],
+            shards=body.get("shards", {}),
+            optimizer_steps=int(body.get("optimizer_steps", 0)),
+        )
+
+
+def merged_files(parts: Sequence[Part]) -> tuple[list[ProgramFile], list[ProgramFile], list[str]]:
+    """Of all ranks' files those that count, those that do not, and the paths under which ranks had different bytes.
+
+    Of a path that several ranks reported, the lowest rank's counts."""
+    kept: dict[str, ProgramFile] = {}
+    dropped, conflicts = [], set[str]()
+    for part in sorted(parts, key=lambda one: one.rank):
+        for file in part.files or ():
+            first = kept.setdefault(file.path, file)
+            if first is not file:
+                dropped.append(file)
+                if first.sha256 != file.sha256:
+                    conflicts.add(file.path)
+    return [kept[path] for path in sorted(kept)], dropped, sorted(conflicts)
+
+
+@dataclass
+class Start:
+    """Where the attempt begins: behind the report of `entry`, or at the very beginning."""
+
+    entry: CheckpointEntry | None = None
+    content: ProgramContent | None = None
+    # Folders of checkpoints that were found damaged.
+    damaged: set[str] = field(default_factory=set)
+
+    @property
+    def report(self) -> int:
+        return self.entry.step if self.entry else 0
+
+    def as_answer(self) -> dict[str, Any]:
+        content = self.content
+        return {
+            "report": self.report,
+            "checkpoint": described(self.entry),
+            "positions": dict(content.positions) if content else {},
+            "optimizer_steps": content.optimizer_steps if content else 0,
+        }
+
+
+def described(entry: CheckpointEntry | None) -> dict[str, Any] | None:
+    """What a rank needs to read a checkpoint."""
+    if entry is None:
+        return None
+    return {
+        "name": entry.name,
+        "folder": entry.folder,
+        "manifest_sha256": entry.manifest_sha256,
+        "report": entry.step,
+    }
+
+
+class ReportCoordinator:
+    """Use as a context around the workers' run. All that ranks say is handled by one thread, in the order it came."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        job_name: str,
+        attempt: int,
+        spec: TrainingSpec,
+        world_size: int,
+        *,
+        tell: Tell,
+        stop_reason: Callable[[], int] = lambda: GO_ON,
+        merge_positions: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda _: {},
+        append_coverage: Callable[[int, list[dict[str, Any]]], Sequence[CoveragePart]] | None = None,
+        named_after_s: float = MISSING_NAMED_AFTER_S,
+        missing_for_s: float = MISSING_FOR_S,
+    ) -> None:
+        """`tell` writes events; `stop_reason` is what is wished of the run, see `reporting`. `merge_positions` makes the
+        manifest's positions of what the ranks' shards said, by rank. `append_coverage` writes the rows that they gave
+        since the last checkpoint, and returns the parts that the manifest must name."""
+        assert spec.program is not None
+        self._store = store
+        self._job_name = job_name
+        self._attempt = attempt
+        self._spec = spec
+        self._program: Program = spec.program
+        self._world_size = world_size
+        self._tell = tell
+        self._stop_reason = stop_reason
+        self._merge_positions = merge_positions
+        self._append_coverage = append_coverage
+        self._named_after_s = named_after_s
+        self._missing_for_s = missing_for_s
+        self._registry = CheckpointRegistry(store, job_name)
+        self.token = uuid.uuid4().hex[:8]
+        self._said: queue.Queue[tuple[int, dict[str, Any], Reply] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="reports", daemon=True)
+        self._start: Start | None = None
+        self._metrics: MetricsLog | None = None
+        self._newest: CheckpointEntry | None = None
+        # Of the meeting under way: the number of the report, and what those said that have come, each to be answered.
+        self._number = 0
+        self._parts: dict[int, Part] = {}
+        self._replies: dict[int, Reply] = {}
+        self._met_at = 0.0
+        self._named = False
+        # What the shards gave in reports since the last checkpoint, by rank.
+        self._shards: list[list[dict[str, Any]]] = []
+        self._acknowledged: dict[str, Any] = {}
+        self._returned: set[int] = set()
+        self._stopped: set[int] = set()
+        self._stop_told_at: float | None = None
+        self._stop_told = GO_ON
+        self._warned_paths: set[str] = set()
+        self._progress_at = 0.0
+        # Guards what other threads read.
+        self._lock = threading.Lock()
+        # All ranks are there, and what they wait for is the attempt.
+        self.is_committing = False
+        # What ended the run, where it was found here.
+        self.cause: MillraceError | None = None
+
+    def __enter__(self) -> ReportCoordinator:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._said.put(None)
+        self._thread.join()
+        if self._metrics is not None:
+            self._metrics.__exit__()
+
+    def handle(self, rank: int, body: dict[str, Any], reply: Reply) -> None:
+        """Takes what a rank says; of any thread."""
+        self._said.put((rank, body, reply))
+
+    @property
+    def all_returned(self) -> bool:
+        """Whether the function has returned on every rank, and all that it reported is durable."""
+        with self._lock:
+            return len(self._returned) == self._world_size
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that others have waited for in a report for so long that they are named; empty before."""
+        with self._lock:
+            return self._absent() if self._named else []
+
+    def overdue(self, now: float | None = None) -> list[int]:
+        """The ranks that were told to stop in an answer, and have not stopped in time."""
+        with self._lock:
+            if self._stop_told_at is None or (now or time.monotonic()) - self._stop_told_at < STOPS_WITHIN_S:
+                return []
+            return sorted(set(range(self._world_size)) - self._stopped - self._returned)
+
+    def finish(self) -> None:
+        """Once all ranks have returned: the newest checkpoint is the run's final one; without any, that is told."""
+        if self._newest is not None:
+            name = self._newest.name
+            patient(lambda: self._registry.finish(name, self._attempt), "the final checkpoint")
+        else:
+            text = "the program ended without a checkpoint: nothing of it can be resumed, loaded or served"
+            self._tell(EventKind.WARNING, {"text": text})
+
+    def _run(self) -> None:
+        try:
+            self._begin()
+        except Exception as error:
+            self._fail(_as_ours(error))
+        while True:
+            try:
+                item = self._said.get(timeout=1.0)
+            except queue.Empty:
+                self._look_for_missing()
+                continue
+            if item is None:
+                return
+            rank, body, reply = item
+            try:
+                self._handle(rank, body, reply)
+            except StaleAttempt:
+                self._answer_all({"committed": self._number, "stop": STALE})
+            except Exception as error:
+                logger.exception("a report cannot be handled")
+                with self._lock:
+                    self._replies.setdefault(rank, reply)
+                self._fail(_as_ours(error))
+
+    def _begin(self) -> None:
+        """Opens the registry for the attempt and chooses the newest checkpoint whose every digest holds."""
+        start = Start()
+
+        def choose() -> None:
+            entries = self._registry.fence(self._attempt, self._spec.checkpoints.ranking)
+            for entry in sorted(entries, key=lambda one: one.step, reverse=True):
+                if entry.folder in start.damaged:
+                    continue
+                try:
+                    start.content = verify_program_checkpoint(self._store, entry.folder, entry.manifest_sha256)
+                except DataLoss as error:
+                    self._warn(f"{entry.name} is damaged and skipped: {error.message}")
+                    if error.specific_reason != OTHER_FORMAT:
+                        start.damaged.add(entry.folder)
+                    continue
+                start.entry = entry
+                return
+            if entries:
+                self._warn("no checkpoint is whole: the program starts from the beginning")
+
+        patient(choose, "the newest checkpoint")
+        patient(self._sweep, "what earlier attempts left")
+        self._metrics = MetricsLog(self._store, self._job_name, self._attempt, start.report)
+        self._metrics.__enter__()
+        self._newest = start.entry
+        self._number = start.report + 1
+        self._start = start
+        started = {
+            "num_workers": self._world_size,
+            "step": start.report,
+            "checkpoint": start.entry.name if start.entry else "",
+        }
+        self._tell(EventKind.ATTEMPT_STARTED, started)
+
+    def _sweep(self) -> None:
+        """Takes away what earlier attempts uploaded and nobody committed."""
+        state = self._registry.read()
+        named = {one.folder for one in state.checkpoints} | {one.entry.folder for one in state.retiring}
+        for name in self._store.folders(self._registry.data_folder):
+            folder, match = f"{self._registry.data_folder}/{name}", FOLDER_NAME.fullmatch(name)
+            if match and int(match[1]) < self._attempt and folder not in named:
+                self._store.delete_folder(folder)
+                self._store.delete_unfinished(folder, time.time())
+
+    def _handle(self, rank: int, body: dict[str, Any], reply: Reply) -> None:
+        kind = body["kind"]
+        if self._start is None or (self.cause is not None and kind == "report"):
+            cause = self.cause or Internal("the attempt could not begin", reason="NO_START")
+            reply({"error": cause.as_record()})
+        elif kind == "begin":
+            reply({**self._start.as_answer(), "token": self.token})
+        elif kind == "report":
+            self._take(rank, body, reply)
+        elif kind == "newest":
+            reply({"checkpoint": described(self._newest)})
+        elif kind == "warning":
+            self._warn(str(body["text"]))
+            reply({})
+        elif kind == "failing":
+            # Its process ends next, maybe before Ray learns why.
+            self.cause = self.cause or error_from_record(body["error"])
+            reply({})
+        elif kind == "stopped":
+            with self._lock:
+                self._stopped.add(rank)
+            reply({})
+        elif kind == "returned":
+            with self._lock:
+                self._returned.add(rank)
+            reply({})
+            self._look_for_returned()
+        else:
+            raise Internal(f"a rank says {kind!r}, which nobody knows", reason="UNKNOWN_REQUEST")
+
+    def _take(self, rank: int, body: dict[str, Any], reply: Reply) -> None:
+        number = int(body["report"])
+        if number == self._acknowledged.get("committed"):
+            reply(self._acknowledged)  # asked again: the answer was lost
+            return
+        if number != self._number:
+            raise Internal(f"rank {rank} reports number {number}, and number {self._number} is due", reason="REPORT_LOST")
+        with self._lock:
+            if not self._parts:
+                self._met_at, self._named = time.monotonic(), False
+            self._parts[rank] = Part.of(rank, body)
+            self._replies[rank] = reply
+            complete = len(self._parts) == self._world_size
+        if not complete:
+            self._look_for_returned()
+            return
+        self.is_committing = True
+        try:
+            self._commit()
+        finally:
+            self.is_committing = False
+
+    def _commit(self) -> None:
+        number, parts = self._number, [self._parts[rank] for rank in sorted(self._parts)]
+        first = parts[0]
+        if any(one.shards for one in parts):
+            self._shards.append([one.shards for one in parts])
+        assert self._metrics is not None
+        self._metrics.add(number, first.epoch, {**first.metrics, "optimizer_steps": float(first.optimizer_steps)})
+        self._tell_progress(number, first)
+        carried = any(one.files is not None for one in parts)
+        if carried:
+            try:
+                self._commit_checkpoint(number, parts)
+            except StaleAttempt:
+                folder = self.folder(number)
+                patient(lambda: self._store.delete_folder(folder), "the files of a stale attempt")
+                raise
+        wish = self._stop_reason()
+        # Work since the last checkpoint would be done again; of a run that is cancelled nobody waits for it.
+        stop = wish if carried or wish >= CANCEL else GO_ON
+        self._acknowledged = {
+            "committed": number,
+            "stop": stop,
+            "checkpoint": described(self._newest) if carried else None,
+        }
+        with self._lock:
+            self._number = number + 1
+            if stop != GO_ON:
+                self._stop_told_at, self._stop_told = time.monotonic(), stop
+        self._answer_all(self._acknowledged)
+
+    def folder(self, number: int) -> str:
+        """Where the files of a report of this attempt are."""
+        return f"{self._registry.data_folder}/report-{number:08d}-a{self._attempt:05d}-{self.token}"
+
+    def _commit_checkpoint(self, number: int, parts: Sequence[Part]) -> None:
+        files, dropped, conflicts = merged_files(parts)
+        folder, first = self.folder(number), parts[0]
+        unknown = [path for path in conflicts if path not in self._warned_paths]
+        if unknown:
+            self._warned_paths.update(unknown)
+            self._warn(
+                f"report {number}: ranks reported different bytes as {', '.join(unknown[:5])}"
+                f"{' and others' if len(unknown) > 5 else ''}; those of the lowest rank count"
+            )
+        assert self._start is not None
+        assert self._metrics is not None
+        metrics, parent = self._metrics, self._newest
+
+        def write() -> tuple[str, int]:
+            # What tells of the steps in the checkpoint is durable before it is: no later attempt does them again.
+            metrics.write()
+            for file in dropped:
+                self._store.delete(f"{folder}/{file.object}")
+            coverage = self._append_coverage(number, _by_rank(self._shards)) if self._append_coverage else ()
+            content = ProgramContent(
+                training_job=self._job_name,
+                code_bundle=self._program.code_bundle,
+                entry=self._program.entry,
+                report=number,
+                epoch=first.epoch,
+                seed=self._spec.seed,
+                world_size=self._world_size,
+                optimizer_steps=first.optimizer_steps,
+                metrics=first.metrics,
+                files=files,
+                dataset_version=self._spec.dataset_version,
+                positions=self._merge_positions([one.shards for one in parts]),
+                coverage=tuple(coverage),
+                parent=parent.name if parent else "",
+                parent_manifest_sha256=parent.manifest_sha256 if parent else "",
+            )
+            return write_manifest(self._store, folder, content)
+
+        digest, size_bytes = patient(write, "a checkpoint")
+        entry = CheckpointEntry(
+            name=f"{self._job_name}/checkpoints/report-{number:08d}",
+            folder=folder,
+            manifest_sha256=digest,
+            step=number,
+            epoch=first.epoch,
+            attempt=self._attempt,
+            size_bytes=size_bytes,
+            create_time=time.time(),
+            metrics=first.metrics,
+            code_bundle=self._program.code_bundle,
+        )
+        patient(lambda: self._registry.commit(entry), "a checkpoint")
+        self._newest, self._shards = entry, []
+        self._tell(EventKind.CHECKPOINT_COMMITTED, entry.as_state())
+        if self._spec.checkpoints.keep_newest:
+            damaged = self._start.damaged
+            patient(
+                lambda: retain(self._store, self._registry, self._spec.checkpoints, self._attempt, damaged),
+                "old checkpoints",
+            )
+
+    def _tell_progress(self, number: int, part: Part) -> None:
+        now = time.monotonic()
+        if now - self._progress_at < REPORT_INTERVAL_S:
+            return
+        self._progress_at = now
+        others = dict(part.metrics)
+        told = {name: others.pop(name) for name in ("loss", "accuracy") if name in others}
+        self._tell(EventKind.PROGRESS, {"step": number, "epoch": part.epoch, **told, "metrics": others})
+
+    def _absent(self) -> list[int]:
+        return [rank for rank in range(self._world_size) if rank not in self._parts] if self._parts else []
+
+    def _look_for_returned(self) -> None:
+        """Fails the run where a rank waits in a report for one that has returned: it would wait for ever."""
+        with self._lock:
+            gone = [rank for rank in self._absent() if rank in self._returned]
+        if gone:
+            self._fail(
+                Internal(
+                    f"{self._sentence(gone)}: they have returned from the training function, while others wait in report "
+                    f"{self._number}. Every rank must call ray.train.report equally often",
+                    reason=NOT_BY_ALL,
+                    metadata={"ranks": ",".join(map(str, gone))},
+                )
+            )
+
+    def _look_for_missing(self) -> None:
+        with self._lock:
+            absent, waited_s = self._absent(), time.monotonic() - self._met_at
+            newly = bool(absent) and not self._named and waited_s >= self._named_after_s
+            self._named = self._named or newly
+        if newly:
+            self._warn(f"{self._sentence(absent)} for {waited_s:.0f} s; report {self._number} waits for them")
+        if absent and waited_s >= self._missing_for_s:
+            self._fail(
+                Internal(
+                    f"{self._sentence(absent)} within {self._missing_for_s:.0f} s. Every rank must call "
+                    "ray.train.report equally often",
+                    reason=NOT_BY_ALL,
+                    metadata={"ranks": ",".join(map(str, absent))},
+                )
+            )
+
+    def _sentence(self, absent: Sequence[int]) -> str:
+        """As Ray says it, with the ranks."""
+        return (
+            f"ray.train.report has not been called by all {self._world_size} workers in the group; "
+            f"missing are the ranks {list(absent)}"
+        )
+
+    def _fail(self, error: MillraceError) -> None:
+        self.cause = self.cause or error
+        logger.warning("the program's run ends: %s", error.message)
+        self._answer_all({"error": error.as_record()})
+
+    def _answer_all(self, answer: dict[str, Any]) -> None:
+        with self._lock:
+            replies = list(self._replies.values())
+            self._parts, self._replies, self._named = {}, {}, False
+        for reply in replies:
+            reply(answer)
+
+    def _warn(self, text: str) -> None:
+        logger.warning("%s", text)
+        self._tell(EventKind.WARNING, {"text": text})
+
+
+def _by_rank(reports: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Of several reports, each by rank, what each rank said, oldest first."""
+    return [{"reports": [one[rank] for one in reports]} for rank in range(len(reports[0]))] if reports else []
+
+
+def _as_ours(error: Exception) -> MillraceError:
+    if isinstance(error, MillraceError):
+        return error
+    return Internal(f"the report cannot be committed: {type(error).__name__}", reason="REPORT_NOT_COMMITTED")

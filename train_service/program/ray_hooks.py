@@ -1,0 +1,187 @@
+"""All uses of Ray's private parts by a program's worker, in one place.
+
+Every `ray.train.*` call of a training function goes through one object of the process, a `TrainFnUtils`, which Ray's own
+comment names as the place to change what these calls do. Ours answers `report`, `get_checkpoint` and
+`get_dataset_shard`; the context, the barrier and the broadcast, and with them `prepare_model`, `prepare_data_loader` and
+`get_device`, stay Ray's own.
+
+What a new release of Ray may break, and how it would be noticed:
+- `set_train_fn_utils` moves, or `report` gets another argument: a program's first report raises `TypeError` or
+  `ImportError` (`tests/integration/train_service/test_programs.py`).
+- `ray.train.get_dataset_shard` takes a `state_dict` of its own: ours shadows it; compare the two.
+- `StorageContext` loses `experiment_fs_path` or `storage_filesystem`: NO_UPLOAD and `checkpoint_upload_fn` find no folder.
+- The frames below Ray's `ThreadRunner` change: only the texts of stacks do.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow.fs
+import ray
+import ray.train
+from ray.train import Checkpoint
+from ray.train.v2._internal.data_integration.interfaces import DatasetShardMetadata
+from ray.train.v2._internal.execution import collective_impl
+from ray.train.v2._internal.execution.context import get_train_context
+from ray.train.v2._internal.execution.preemption import PreemptionInfo
+from ray.train.v2._internal.execution.train_fn_utils import DistributedTrainFnUtils, set_train_fn_utils
+from ray.train.v2.api.context import DistributedTrainContext
+from ray.train.v2.api.report_config import CheckpointUploadMode
+
+from shared.errors import FailedPrecondition, InvalidArgument
+from train_service.program.rank_reports import NO_UPLOAD, RankReports
+from train_service.program.restoring import NodeCopies
+from train_service.records.reporting import PREEMPT
+
+logger = logging.getLogger(__name__)
+
+
+class Shards(Protocol):
+    """The shards of the job's dataset version for this rank."""
+
+    def get(self, name: str, state_dict: dict[str, Any] | None = None) -> Any: ...
+
+
+class _Context(DistributedTrainContext):
+    """Ray's own, but that its storage is a folder of this rank's node: Ray's would be on the attempt's."""
+
+    def __init__(self, spool: Path) -> None:
+        self._spool = spool
+
+    def get_storage(self) -> Any:
+        storage = copy.copy(get_train_context().get_storage())
+        storage.storage_filesystem = pyarrow.fs.LocalFileSystem()
+        storage.storage_fs_path = str(self._spool.parent)
+        storage.experiment_dir_name = self._spool.name
+        return storage
+
+
+class ProgramTrainFnUtils(DistributedTrainFnUtils):
+    """What a program's `ray.train.*` calls do on this rank."""
+
+    def __init__(
+        self,
+        reports: RankReports,
+        copies: NodeCopies,
+        spool: Path,
+        shards: Callable[[], Shards],
+        wish: Callable[[], int],
+    ) -> None:
+        """`shards` is called with the first shard that the program asks for; `wish` is the attempt's reason to stop."""
+        self._reports = reports
+        self._copies = copies
+        self._spool = spool
+        self._shards = shards
+        self._wish = wish
+        # Whether the program has asked for its checkpoint: one that has not begins again after each loss.
+        self.asked_for_checkpoint = False
+
+    def report(
+        self,
+        metrics: dict[str, Any],
+        checkpoint: Checkpoint | None = None,
+        checkpoint_dir_name: str | None = None,
+        checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
+        delete_local_checkpoint_after_upload: bool | None = None,
+        checkpoint_upload_fn: Callable[[Checkpoint, str], Checkpoint] | None = None,
+        validation: Any = False,
+    ) -> None:
+        if validation:
+            raise InvalidArgument(
+                "ray.train.report got `validation`, and a program has no validation_config; validate in the function"
+            )
+        mode = checkpoint_upload_mode.value
+        folder = upload = None
+        if checkpoint is not None and checkpoint_upload_fn is not None:
+            name = checkpoint_dir_name or f"checkpoint_{self._reports.number + 1:08d}"
+            given, call = checkpoint, checkpoint_upload_fn
+
+            def upload() -> Path:
+                return self._in_spool(call(given, name), "your `checkpoint_upload_fn` returned a checkpoint")
+
+            folder = Path(checkpoint.path)
+        elif checkpoint is not None:
+            folder = self._in_spool(checkpoint, "the checkpoint is") if mode == NO_UPLOAD else local_folder(checkpoint)
+        self._reports.report(
+            metrics, folder, mode=mode, delete=bool(delete_local_checkpoint_after_upload), upload=upload
+        )
+
+    def get_checkpoint(self) -> Checkpoint | None:
+        self.asked_for_checkpoint = True
+        checkpoint = self._reports.checkpoint
+        return Checkpoint.from_directory(str(self._copies.folder_of(checkpoint))) if checkpoint else None
+
+    def get_dataset_shard(self, dataset_info: DatasetShardMetadata) -> Any:
+        return self.shard(dataset_info.dataset_name)
+
+    def shard(self, name: str, state_dict: dict[str, Any] | None = None) -> Any:
+        return self._shards().get(name, state_dict)
+
+    def get_context(self) -> DistributedTrainContext:
+        return _Context(self._spool)
+
+    def get_preemption_info(self) -> PreemptionInfo | None:
+        """As rank 0 knows it: every rank must see the same."""
+        leaving = self._wish() == PREEMPT
+        info = PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={}) if leaving else None
+        found: PreemptionInfo | None = collective_impl.broadcast_from_rank_zero(
+            info, caller_method_name="ray.train.get_preemption_info", relaxable=True
+        )
+        return found
+
+    def get_all_reported_checkpoints(self, *_: Any, **__: Any) -> list[Any]:
+        raise FailedPrecondition(
+            "ray.train.get_all_reported_checkpoints is not offered to programs yet; ray.train.get_checkpoint gives the "
+            "newest, and ListCheckpoints names all",
+            reason="NOT_OFFERED",
+        )
+
+    def _in_spool(self, checkpoint: Checkpoint, what: str) -> Path:
+        folder = local_folder(checkpoint)
+        if not folder.resolve().is_relative_to(self._spool.resolve()):
+            raise InvalidArgument(
+                f"{what} outside of the run's folder: {folder}. Write it below "
+                "`ray.train.get_context().get_storage().experiment_fs_path`, or leave the upload to ray.train.report"
+            )
+        return folder
+
+
+def local_folder(checkpoint: Checkpoint) -> Path:
+    """Where its files are. Raises `InvalidArgument` for a checkpoint that is on no local disk."""
+    if not isinstance(checkpoint, Checkpoint):
+        raise InvalidArgument(f"ray.train.report needs a ray.train.Checkpoint, not {type(checkpoint).__name__}")
+    if not isinstance(checkpoint.filesystem, pyarrow.fs.LocalFileSystem):
+        raise InvalidArgument(
+            f"the checkpoint is at {checkpoint.path} on a {checkpoint.filesystem.type_name} filesystem; report one made "
+            "by Checkpoint.from_directory of a local folder"
+        )
+    return Path(checkpoint.path)
+
+
+def install(utils: ProgramTrainFnUtils) -> None:
+    """From here on the process's `ray.train.*` calls are answered by `utils`. To be called before the program's module
+    is imported: it may import the functions by name."""
+    set_train_fn_utils(utils)
+
+    def get_dataset_shard(dataset_name: str | None = None, state_dict: dict[str, Any] | None = None) -> Any:
+        return utils.shard(dataset_name or "", state_dict)
+
+    ray.train.get_dataset_shard = get_dataset_shard
+    ray.init = _no_init  # type: ignore[assignment]
+    ray.shutdown = _no_shutdown  # type: ignore[assignment]
+
+
+def _no_init(*_: Any, **__: Any) -> Any:
+    logger.warning("ray.init() in a training function does nothing: its worker is connected already")
+    return ray.get_runtime_context()
+
+
+def _no_shutdown(*_: Any, **__: Any) -> None:
+    raise FailedPrecondition(
+        "ray.shutdown() in a training function would end its worker; leave it out", reason="RAY_SHUTDOWN"
+    )

@@ -1,0 +1,70 @@
+"""A checkpoint's files on a node: downloaded once for all ranks there, verified while they are written, read-only."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shared.checkpoint.program import Readable, load_program_checkpoint, read_pieces
+from shared.errors import DataLoss, Internal
+from train_service.patience import patient
+
+
+class NodeCopies:
+    """Copies below `folder`, which the ranks of one attempt on one node share."""
+
+    def __init__(self, store: Readable, folder: Path, advanced: Callable[[], None] = lambda: None) -> None:
+        """`advanced` is called as bytes come."""
+        self._store = store
+        self._folder = folder
+        self._advanced = advanced
+
+    def folder_of(self, checkpoint: Mapping[str, Any]) -> Path:
+        """The files of a checkpoint, as `coordinator.described` names it. Raises `Internal` where it is damaged: the
+        attempt has found it whole, and the next one chooses again."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        name = f"report-{checkpoint['report']:08d}-{checkpoint['manifest_sha256'][:8]}"
+        target = self._folder / name
+        with _locked(self._folder / f"{name}.lock"):
+            if not target.exists():
+                unfinished = self._folder / f"{name}.unfinished"
+                shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+                try:
+                    patient(lambda: self._download(checkpoint, unfinished), "the checkpoint to go on from")
+                except DataLoss as error:
+                    text = f"{checkpoint['name']} was read damaged: {error.message}"
+                    raise Internal(text, reason="READ_DAMAGED") from error
+                _make_read_only(unfinished)
+                unfinished.rename(target)
+        return target
+
+    def _download(self, checkpoint: Mapping[str, Any], folder: Path) -> None:
+        content = load_program_checkpoint(self._store, checkpoint["folder"], checkpoint["manifest_sha256"])
+        folder.mkdir(exist_ok=True)
+        for file in content.files:
+            path = folder / file.path
+            if not path.resolve().is_relative_to(folder.resolve()):
+                raise DataLoss(f"{checkpoint['name']} names a file outside of its folder: {file.path}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as written:
+                for piece in read_pieces(self._store, checkpoint["folder"], file, self._advanced):
+                    written.write(piece)
+
+
+def _make_read_only(folder: Path) -> None:
+    """The files; folders stay as they are, for whoever takes them away."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o444)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Held by one process of the node; the system lets go of it for one that dies."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

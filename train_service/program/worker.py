@@ -1,0 +1,218 @@
+"""What Ray Train runs on every worker of an attempt at a program: the user's function, with Millrace behind `ray.train`.
+
+The worker is a real one of Ray Train's, with its process group. Before the program's module is imported, `report`,
+`get_checkpoint` and `get_dataset_shard` are bound to Millrace (`ray_hooks`), and the process has a folder of its own,
+seeds, and captured output (`process`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import json
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+import torch
+
+from shared.checkpoint import CheckpointRegistry
+from shared.errors import FailedPrecondition, Internal, MillraceError, first_line
+from shared.log import StaleAttempt
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
+from shared.telemetry import configure_logging, identity
+from train_service.domain.spec import Program, TrainingSpec
+from train_service.domain.watchdog import Phase
+from train_service.program.process import (
+    AttemptFolder,
+    OptimizerSteps,
+    captured_output,
+    exits_announced,
+    line_of,
+    seed_everything,
+)
+from train_service.program.rank_reports import Begin, ProgramStopped, RankReports
+from train_service.program.ray_hooks import ProgramTrainFnUtils, Shards, install
+from train_service.program.restoring import NodeCopies
+from train_service.records.logs import LogShipper
+from train_service.worker.pulse import Pulse
+from train_service.worker.raised import lost_others
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramConfig:
+    """What an attempt tells the workers of a program; plain values, for they travel."""
+
+    store: StoreSettings
+    job_name: str
+    attempt: int
+    spec: TrainingSpec
+    # Where the attempt listens to its ranks, see `Pulse`.
+    pulse: str
+
+    @property
+    def program(self) -> Program:
+        assert self.spec.program is not None
+        return self.spec.program
+
+
+def work_on_program(config: dict[str, Any]) -> None:
+    """Ray Train's training function; `config["loop"]` is the attempt's `ProgramConfig`."""
+    program: ProgramConfig = config["loop"]
+    context = ray.train.get_context()
+    configure_logging("train-worker", "INFO")
+    run_program(
+        program, context.get_world_rank(), context.get_world_size(), ray.get_runtime_context().get_node_id()
+    )
+
+
+def run_program(config: ProgramConfig, rank: int, world_size: int, node_id: str) -> None:
+    """All that one rank does. Returns once the function has returned and all its reports are committed, or once it was
+    stopped at a report. Raises `Internal` for what it raised."""
+    torch.set_num_threads(config.spec.threads_per_worker)
+    store = open_store(config.store)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(identity(job=config.job_name, attempt=str(config.attempt), rank=str(rank)))
+        shipper = LogShipper(store, config.job_name, config.attempt, rank, tees=False)
+        stack.enter_context(shipper)
+        stack.enter_context(captured_output(shipper.add_lines))
+        pulse = stack.enter_context(Pulse(rank, config.pulse, node_id))
+        folder = stack.enter_context(AttemptFolder(config.job_name, config.attempt, rank).entered())
+        try:
+            _Rank(config, rank, world_size, store, pulse, folder).run()
+        except MillraceError as error:
+            # Ray may learn of another rank's end first, which is only a consequence of this one.
+            pulse.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
+            raise
+
+
+class _Rank:
+    def __init__(
+        self,
+        config: ProgramConfig,
+        rank: int,
+        world_size: int,
+        store: ObjectStore,
+        pulse: Pulse,
+        folder: AttemptFolder,
+    ) -> None:
+        self._config = config
+        self._rank = rank
+        self._world_size = world_size
+        self._store = store
+        self._pulse = pulse
+        self._folder = folder
+        self._shards: Shards | None = None
+
+    def run(self) -> None:
+        config, pulse = self._config, self._pulse
+        begin = Begin.ask(pulse)
+        seed_everything(config.spec.seed, begin.report, self._rank)
+        steps = OptimizerSteps(begin.optimizer_steps, self._stepped)
+        reports = RankReports(
+            self._store,
+            pulse,
+            self._rank,
+            CheckpointRegistry(self._store, config.job_name).data_folder,
+            config.attempt,
+            begin,
+            self._folder.run,
+            take_shards=self._take_shards,
+            optimizer_steps=lambda: steps.count,
+        )
+        copies = NodeCopies(self._store, self._folder.checkpoints, pulse.tick)
+        utils = ProgramTrainFnUtils(
+            reports, copies, self._folder.run, lambda: self._open_shards(begin), lambda: pulse.wish
+        )
+        install(utils)
+        code = self._unpack()
+        sys.path.append(str(code))
+        sys.dont_write_bytecode = True
+        pulse.at(begin.optimizer_steps, Phase.STARTING)
+        try:
+            with exits_announced(lambda status, where: self._announce_exit(status, where, code)):
+                self._call(code)
+                reports.finish()
+            pulse.ask({"kind": "returned"})
+        except ProgramStopped as stopped:
+            logger.info("%s", stopped)
+            pulse.ask({"kind": "stopped"})
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            raise self._as_told(error, code, reports.number) from error
+        finally:
+            reports.close()
+            steps.remove()
+
+    def _call(self, code: Path) -> None:
+        program = self._config.program
+        module_name, _, name = program.entry.partition(":")
+        module = importlib.import_module(module_name)
+        if not str(getattr(module, "__file__", "")).startswith(str(code)):
+            raise FailedPrecondition(
+                f"{module_name} is {module.__file__}, and not of the bundle: a module of that name is installed; rename it",
+                reason="MODULE_SHADOWED",
+            )
+        function: Callable[..., Any] = module
+        for part in name.split("."):
+            function = getattr(function, part)
+        if inspect.signature(function).parameters:
+            function(json.loads(program.config_json or "{}"))
+        else:
+            function()
+
+    def _stepped(self, count: int) -> None:
+        self._pulse.at(count, Phase.TRAINING)
+
+    def _unpack(self) -> Path:
+        from shared.code_bundle import unpack_on_node
+
+        digest = self._config.program.code_bundle.rpartition("/")[2]
+        return unpack_on_node(self._store, digest, self._folder.code)
+
+    def _open_shards(self, begin: Begin) -> Shards:
+        raise FailedPrecondition("the program asks for a shard of a dataset, and the job has none", reason="NO_DATASET")
+
+    def _take_shards(self) -> dict[str, Any]:
+        return {}
+
+    def _announce_exit(self, status: int, where: str, code: Path) -> None:
+        error = Internal(
+            f"os._exit({status}) on rank {self._rank} at {where.removeprefix(f'{code}/')}: the process ended before the "
+            "training function returned",
+            reason="PROGRAM_EXITED",
+            metadata={"ranks": str(self._rank)},
+        )
+        self._pulse.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
+
+    def _as_told(self, error: BaseException, code: Path, report: int) -> BaseException:
+        """`error` as one of ours that names its type, the rank, and the line of the program that it comes from."""
+        if isinstance(error, StaleAttempt) or (isinstance(error, Exception) and lost_others(error)):
+            return error
+        where = line_of(error, code)
+        at = f" at {where}" if where else ""
+        metadata = {"ranks": str(self._rank), "report": str(report), "line": where}
+        if isinstance(error, MillraceError):
+            if where and where not in error.message:
+                error.message = f"{error.message} (rank {self._rank}{at})"
+            error.metadata.setdefault("ranks", str(self._rank))
+            return error
+        logger.error("the training function raised", exc_info=error)
+        if isinstance(error, SystemExit):
+            text = f"sys.exit({error.code!r}) on rank {self._rank}{at}: the training function must return"
+            return Internal(text, reason="PROGRAM_EXITED", metadata=metadata)
+        kind = type(error).__name__
+        return Internal(
+            f"{kind} on rank {self._rank}{at} after report {report}: {first_line(error)}",
+            reason="WORKER_RAISED",
+            metadata={**metadata, "exception": kind},
+        )
