@@ -17,7 +17,7 @@ from shared.transforms import batch_of
 from train_service.domain.order import Ints
 from train_service.domain.spec import CLASSIFICATION
 from train_service.loading.labels import labels_of
-from train_service.loading.rows import Room, Rows, bytes_of_row
+from train_service.loading.rows import Array, Room, Rows, bytes_of_row
 from train_service.patience import patient, store_call
 
 # Threads that read ahead, and have as many processors: each asks a store far away for several ranges at once.
@@ -45,7 +45,7 @@ class RowCache:
         allow_non_finite: bool = False,
     ) -> None:
         """`columns` are those that the job's transform reads; `num_classes` is K for regression; `capacity` in
-        bytes."""
+        bytes. Without a `label_column` rows have no labels: (rows, 0)."""
         self._reader = reader
         self._groups = patient(lambda: reader.row_groups(split), "the row groups")
         self._columns = list(columns)
@@ -149,7 +149,8 @@ class RowCache:
         return [rows for _, of_file in by_file for rows in self._read_of_file(list(of_file))]
 
     def _read_of_file(self, groups: Sequence[RowGroup]) -> list[Rows]:
-        names = list(dict.fromkeys([*self._columns, self._label_column, ROW_ID]))
+        labelled = [self._label_column] if self._label_column else []
+        names = list(dict.fromkeys([*self._columns, *labelled, ROW_ID]))
         table = patient(lambda: self._reader.read_many(groups, names), "row groups")
         row_ids: Ints = table.column(ROW_ID).to_numpy()
         ends = np.cumsum([group.row_count for group in groups]).tolist()
@@ -159,7 +160,17 @@ class RowCache:
                 raise DataLoss(
                     f"the rows stored at {group.first_row_id} and after carry other row ids", reason="WRONG_ROW_IDS"
                 )
-        labels = labels_of(
+        labels = self._labels(table, row_ids)
+        columns = batch_of(table.select(self._columns))
+        tensors = {name: values for name, values in columns.items() if isinstance(values, np.ndarray)}
+        scalars = {name: values for name, values in columns.items() if isinstance(values, pa.Array)}
+        rows = Rows(tensors, pa.RecordBatch.from_pydict(scalars) if scalars else None, labels, row_ids)
+        return [rows.slice(end - group.row_count, end) for group, end in zip(groups, ends, strict=True)]
+
+    def _labels(self, table: pa.Table, row_ids: Ints) -> Array:
+        if not self._label_column:
+            return np.empty((len(row_ids), 0), np.int64)
+        return labels_of(
             table,
             self._label_column,
             row_ids,
@@ -167,8 +178,3 @@ class RowCache:
             self._task,
             allow_non_finite=self._allow_non_finite,
         )
-        columns = batch_of(table.select(self._columns))
-        tensors = {name: values for name, values in columns.items() if isinstance(values, np.ndarray)}
-        scalars = {name: values for name, values in columns.items() if isinstance(values, pa.Array)}
-        rows = Rows(tensors, pa.RecordBatch.from_pydict(scalars) if scalars else None, labels, row_ids)
-        return [rows.slice(end - group.row_count, end) for group, end in zip(groups, ends, strict=True)]
