@@ -101,7 +101,9 @@ class TrainServicer(SweepServicerPart):
         )
 
     async def GetCoverage(self, request: Any, context: Context) -> train_service_pb2.Coverage:
-        coverage = await asyncio.to_thread(self._records.coverage, request.name, request.epoch, request.checkpoint)
+        coverage = await asyncio.to_thread(
+            self._records.coverage, request.name, request.epoch, request.checkpoint, request.shard
+        )
         return coverage_to_proto(coverage)
 
     async def ListMetrics(self, request: Any, context: Context) -> train_service_pb2.ListMetricsResponse:

@@ -93,9 +93,10 @@ class TrainClient:
         """Who holds which CPUs and GPUs of the Ray cluster, over all services."""
         return self._caller.unary(self._stub.GetClusterUse, pb.GetClusterUseRequest(), pb.ClusterUse)
 
-    def get_coverage(self, name: str, epoch: int, *, checkpoint: str = "") -> pb.Coverage:
-        """How often each row was consumed in `epoch` (from 0), up to `checkpoint` or the newest."""
-        request = pb.GetCoverageRequest(name=name, epoch=epoch, checkpoint=checkpoint)
+    def get_coverage(self, name: str, epoch: int, *, checkpoint: str = "", shard: str = "") -> pb.Coverage:
+        """How often each row was consumed in `epoch` (from 0), up to `checkpoint` or the newest; of a program, how
+        often the `shard` of that split gave it."""
+        request = pb.GetCoverageRequest(name=name, epoch=epoch, checkpoint=checkpoint, shard=shard)
         return self._caller.unary(self._stub.GetCoverage, request, pb.Coverage)
 
     def list_metrics(self, name: str, *, after_step: int = 0) -> Iterator[pb.MetricPoint]:

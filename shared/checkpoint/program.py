@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from shared.checkpoint.format import MANIFEST, OTHER_FORMAT, PROGRAM_FORMAT, CoveragePart, sha256
+from shared.checkpoint.format import MANIFEST, OTHER_FORMAT, PROGRAM_FORMAT, sha256
 from shared.durable import fields_of
 from shared.errors import DataLoss
 from shared.storage import ObjectMissing, ObjectStore
@@ -67,9 +67,9 @@ class ProgramContent:
     files: Sequence[ProgramFile]
     # Empty where the program reads its own data.
     dataset_version: str = ""
-    # Where the shards of the dataset were, as `merge_positions` gives it.
+    # Where the shards of the dataset were, and what they had given by then: of each split what the train service's
+    # `merge_reports` gives.
     positions: Mapping[str, Any] = field(default_factory=dict)
-    coverage: Sequence[CoveragePart] = ()
     # The checkpoint that the run last went on from, and the digest of its manifest.
     parent: str = ""
     parent_manifest_sha256: str = ""
@@ -90,7 +90,6 @@ class ProgramContent:
             **{
                 **values,
                 "files": tuple(ProgramFile(**fields_of(ProgramFile, one)) for one in manifest["files"]),
-                "coverage": tuple(CoveragePart(**fields_of(CoveragePart, one)) for one in manifest["coverage"]),
             }
         )
 
@@ -130,6 +129,8 @@ def read_pieces(
     try:
         while start < file.size_bytes:
             piece = store.get_range(key, start, min(PIECE_BYTES, file.size_bytes - start))
+            if not piece:
+                raise _lost(key, f"has {start} bytes instead of {file.size_bytes}")
             digest.update(piece)
             start += len(piece)
             advanced()

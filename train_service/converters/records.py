@@ -22,6 +22,8 @@ def coverage_to_proto(coverage: Coverage) -> pb.Coverage:
         checkpoint=coverage.checkpoint,
         epoch_done=coverage.epoch_done,
         skipped_steps=coverage.skipped_steps,
+        witness=f"WITNESS_{coverage.witness}",
+        shard=coverage.shard,
         **asdict(coverage.counts),
     )
 

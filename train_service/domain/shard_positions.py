@@ -145,6 +145,11 @@ def place_to_resume(saved: Mapping[str, Any], rank: int, world_size: int, *, goe
     return Place(places[0].epoch, places[0].base + saved["world_size"] * places[0].taken)
 
 
+def last_epoch(saved: Mapping[str, Any]) -> int:
+    """The last one of which a row was given; 0 before the first row."""
+    return max((span[0] for span in saved["given"]), default=0)
+
+
 def is_epoch_done(saved: Mapping[str, Any], epoch: int) -> bool:
     """Whether all ranks were behind `epoch`."""
     return all((place or [0])[0] > epoch for place in saved["places"])

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from shared import names
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
+from shared.checkpoint.program import load_program_checkpoint
 from shared.checkpoint.registry import latest
 from shared.checkpoint.resolving import FINAL
-from shared.dataset_version import load_version
+from shared.dataset_version import VersionReader, load_version
 from shared.dataset_version.manifest import Split
 from shared.durable import fields_of
 from shared.errors import DataLoss, FailedPrecondition, NotFound, OutOfRange, invalid_field, not_found
@@ -17,7 +18,8 @@ from shared.jobs import JobRecord, Jobs
 from shared.storage import ObjectStore
 from train_service.checkpoints.coverage import read_part, row_ids_of, skipped_of
 from train_service.domain.coverage import Counts, count_rows
-from train_service.domain.order import Ints
+from train_service.domain.order import Ints, blocks_of, epoch_order
+from train_service.domain.shard_positions import count_given, is_epoch_done, last_epoch
 from train_service.domain.slices import steps_per_epoch
 from train_service.domain.spec import TrainingSpec
 from train_service.records.log_reading import LogReader, find_logs
@@ -26,6 +28,8 @@ from train_service.records.metrics_reading import metrics_page
 from train_service.records.reporting import TRAIN_KIND
 
 PATTERN = "trainingJobs/{j}"
+# What a coverage rests on, see the contract.
+OPTIMIZER, GIVEN, NO_WITNESS = "OPTIMIZER", "GIVEN", "NONE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,9 @@ class Coverage:
     epoch_done: bool
     # Of the epoch, by the loss scaler.
     skipped_steps: int = 0
+    witness: str = OPTIMIZER
+    # Of a program: the split.
+    shard: str = ""
 
 
 class RunRecords:
@@ -48,23 +55,23 @@ class RunRecords:
         self._store = store
         self._jobs = Jobs(store, TRAIN_KIND)
 
-    def coverage(self, name: str, epoch: int, checkpoint: str) -> Coverage:
-        """Raises `OutOfRange` for an epoch that the job does not have, `DataLoss` where a record is damaged, and
-        `FailedPrecondition` where only a dataset version that is gone knew the rows."""
+    def coverage(self, name: str, epoch: int, checkpoint: str, shard: str = "") -> Coverage:
+        """`shard` is the split that a program read; empty: the training split. Raises `OutOfRange` for an epoch that
+        the job does not have, `InvalidArgument` for a shard of a job without a program, `DataLoss` where a record is
+        damaged, and `FailedPrecondition` where only a dataset version that is gone knew the rows."""
         names.parse("name", name, PATTERN)
         job = self._jobs.get(name, name)
         spec = TrainingSpec.from_config(job.spec["training"])
-        if not 0 <= epoch < spec.epochs:
-            raise OutOfRange(
-                f"epoch {epoch} is none of {name}; use 0 to {spec.epochs - 1}",
-                reason="EPOCH_OUT_OF_RANGE",
-                metadata={"resource": name, "epochs": str(spec.epochs)},
-                fields=[("epoch", f"use 0 to {spec.epochs - 1}")],
-            )
-        split = self._train_split(job, spec)
+        if spec.program is None:
+            if shard:
+                raise invalid_field("shard", shard, f"{name} has no program: leave it out")
+            _check_epoch(name, epoch, spec.epochs)
+        split = self._train_split(job, spec) if spec.program is None else None
         while True:
             entry = self._checkpoint(name, checkpoint)
             try:
+                if split is None:
+                    return self._count_shard(name, spec, shard or spec.train_split, epoch, entry)
                 return self._count(name, spec, split, epoch, entry)
             except DataLoss:
                 # Retention may have taken it away meanwhile, and then another is named in its place.
@@ -102,6 +109,43 @@ class RunRecords:
             skipped_steps=len(skipped_steps),
         )
 
+    def _count_shard(
+        self, name: str, spec: TrainingSpec, shard: str, epoch: int, entry: CheckpointEntry | None
+    ) -> Coverage:
+        """By the positions that a program's checkpoint names."""
+        saved = None
+        if entry is not None:
+            saved = load_program_checkpoint(self._store, entry.folder, entry.manifest_sha256).positions.get(shard)
+        if entry is None or saved is None:
+            # It reads its own data, or has not been given a row of this split.
+            _check_epoch(name, epoch, 1)
+            nothing = Counts(row_count=0, seen_once=0, missing=0, repeated=0, missing_row_ids=[], repeated_row_ids=[])
+            return Coverage(
+                training_job=name,
+                epoch=epoch,
+                checkpoint=entry.name if entry else "",
+                counts=nothing,
+                epoch_done=False,
+                witness=NO_WITNESS,
+                shard=shard,
+            )
+        _check_epoch(name, epoch, last_epoch(saved) + 1)
+        try:
+            version = load_version(self._store, spec.dataset_version)
+        except NotFound as error:
+            raise _version_gone(name, spec, error) from None
+        groups = [group.row_count for group in VersionReader(self._store, version).row_groups(shard)]
+        order = epoch_order(blocks_of(groups, spec.lanes), spec.lanes, spec.seed, epoch, spec.window_rows)
+        return Coverage(
+            training_job=name,
+            epoch=epoch,
+            checkpoint=entry.name,
+            counts=count_given(saved["given"], order, version.split(shard).first_row_id),
+            epoch_done=is_epoch_done(saved, epoch),
+            witness=GIVEN,
+            shard=shard,
+        )
+
     def metrics(self, name: str, after_step: int, page_size: int, page_token: str) -> tuple[list[MetricPoint], str]:
         """A page of points behind `after_step`, and the token of the next."""
         names.parse("name", name, PATTERN)
@@ -128,11 +172,7 @@ class RunRecords:
         try:
             return load_version(self._store, spec.dataset_version).split(spec.train_split)
         except NotFound as error:
-            raise FailedPrecondition(
-                f"which rows {job.name} had to consume is not known any more: {error.message}",
-                reason="VERSION_GONE",
-                metadata={"resource": job.name, "dataset_version": spec.dataset_version},
-            ) from None
+            raise _version_gone(job.name, spec, error) from None
 
     def _checkpoint(self, name: str, checkpoint: str) -> CheckpointEntry | None:
         entries = CheckpointRegistry(self._store, name).entries()
@@ -145,3 +185,21 @@ class RunRecords:
             if entry.name == checkpoint or (entry.final and checkpoint == f"{name}/checkpoints/{FINAL}"):
                 return entry
         raise not_found(checkpoint)
+
+
+def _check_epoch(name: str, epoch: int, epochs: int) -> None:
+    if not 0 <= epoch < epochs:
+        raise OutOfRange(
+            f"epoch {epoch} is none of {name}; use 0 to {epochs - 1}",
+            reason="EPOCH_OUT_OF_RANGE",
+            metadata={"resource": name, "epochs": str(epochs)},
+            fields=[("epoch", f"use 0 to {epochs - 1}")],
+        )
+
+
+def _version_gone(name: str, spec: TrainingSpec, error: NotFound) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"which rows {name} had to consume is not known any more: {error.message}",
+        reason="VERSION_GONE",
+        metadata={"resource": name, "dataset_version": spec.dataset_version},
+    )

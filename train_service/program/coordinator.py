@@ -22,12 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.checkpoint import CheckpointEntry, CheckpointRegistry, CoveragePart
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.checkpoint.format import OTHER_FORMAT
 from shared.checkpoint.program import (
     ProgramContent,
     ProgramFile,
-    load_program_checkpoint,
     verify_program_checkpoint,
     write_manifest,
 )
@@ -35,6 +34,7 @@ from shared.errors import DataLoss, Internal, MillraceError, error_from_record
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from train_service.checkpoints.snapshots import retain
+from train_service.domain.shard_positions import merge_reports
 from train_service.domain.spec import Program, TrainingSpec
 from train_service.patience import patient
 from train_service.records.events import EventKind
@@ -148,14 +148,10 @@ class ReportCoordinator:
         *,
         tell: Tell,
         stop_reason: Callable[[], int] = lambda: GO_ON,
-        merge_positions: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda _: {},
-        append_coverage: Callable[[int, list[dict[str, Any]]], Sequence[CoveragePart]] | None = None,
         named_after_s: float = MISSING_NAMED_AFTER_S,
         missing_for_s: float = MISSING_FOR_S,
     ) -> None:
-        """`tell` writes events; `stop_reason` is what is wished of the run, see `reporting`. `merge_positions` makes the
-        manifest's positions of what the ranks' shards said, by rank. `append_coverage` writes the rows that they gave
-        since the last checkpoint, and returns the parts that the manifest must name."""
+        """`tell` writes events; `stop_reason` is what is wished of the run, see `reporting`."""
         assert spec.program is not None
         self._store = store
         self._job_name = job_name
@@ -165,8 +161,6 @@ class ReportCoordinator:
         self._world_size = world_size
         self._tell = tell
         self._stop_reason = stop_reason
-        self._merge_positions = merge_positions
-        self._append_coverage = append_coverage
         self._named_after_s = named_after_s
         self._missing_for_s = missing_for_s
         self._registry = CheckpointRegistry(store, job_name)
@@ -182,8 +176,9 @@ class ReportCoordinator:
         self._replies: dict[int, Reply] = {}
         self._met_at = 0.0
         self._named = False
-        # What the shards gave in reports since the last checkpoint, by rank.
+        # What the shards gave in reports since the last checkpoint, by rank, and where they were at that.
         self._shards: list[list[dict[str, Any]]] = []
+        self._positions: dict[str, Any] = {}
         self._acknowledged: dict[str, Any] = {}
         self._returned: set[int] = set()
         self._stopped: set[int] = set()
@@ -290,6 +285,7 @@ class ReportCoordinator:
         self._metrics = MetricsLog(self._store, self._job_name, self._attempt, start.report)
         self._metrics.__enter__()
         self._newest = start.entry
+        self._positions = dict(start.content.positions) if start.content else {}
         self._number = start.report + 1
         self._start = start
         started = {
@@ -345,7 +341,9 @@ class ReportCoordinator:
             reply(self._acknowledged)  # asked again: the answer was lost
             return
         if number != self._number:
-            raise Internal(f"rank {rank} reports number {number}, and number {self._number} is due", reason="REPORT_LOST")
+            raise Internal(
+                f"rank {rank} reports number {number}, and number {self._number} is due", reason="REPORT_LOST"
+            )
         with self._lock:
             if not self._parts:
                 self._met_at, self._named = time.monotonic(), False
@@ -408,13 +406,13 @@ class ReportCoordinator:
         assert self._start is not None
         assert self._metrics is not None
         metrics, parent = self._metrics, self._newest
+        positions = merge_reports(self._shards, self._world_size, self._positions)
 
         def write() -> tuple[str, int]:
             # What tells of the steps in the checkpoint is durable before it is: no later attempt does them again.
             metrics.write()
             for file in dropped:
                 self._store.delete(f"{folder}/{file.object}")
-            coverage = self._append_coverage(number, _by_rank(self._shards)) if self._append_coverage else ()
             content = ProgramContent(
                 training_job=self._job_name,
                 code_bundle=self._program.code_bundle,
@@ -427,8 +425,7 @@ class ReportCoordinator:
                 metrics=first.metrics,
                 files=files,
                 dataset_version=self._spec.dataset_version,
-                positions=self._merge_positions([one.shards for one in parts]),
-                coverage=tuple(coverage),
+                positions=positions,
                 parent=parent.name if parent else "",
                 parent_manifest_sha256=parent.manifest_sha256 if parent else "",
             )
@@ -448,7 +445,7 @@ class ReportCoordinator:
             code_bundle=self._program.code_bundle,
         )
         patient(lambda: self._registry.commit(entry), "a checkpoint")
-        self._newest, self._shards = entry, []
+        self._newest, self._positions, self._shards = entry, positions, []
         self._tell(EventKind.CHECKPOINT_COMMITTED, entry.as_state())
         if self._spec.checkpoints.keep_newest:
             damaged = self._start.damaged
@@ -522,11 +519,6 @@ class ReportCoordinator:
     def _warn(self, text: str) -> None:
         logger.warning("%s", text)
         self._tell(EventKind.WARNING, {"text": text})
-
-
-def _by_rank(reports: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Of several reports, each by rank, what each rank said, oldest first."""
-    return [{"reports": [one[rank] for one in reports]} for rank in range(len(reports[0]))] if reports else []
 
 
 def _as_ours(error: Exception) -> MillraceError:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.train
@@ -40,11 +40,14 @@ from train_service.program.process import (
     seed_everything,
 )
 from train_service.program.rank_reports import Begin, ProgramStopped, RankReports
-from train_service.program.ray_hooks import ProgramTrainFnUtils, Shards, install
+from train_service.program.ray_hooks import ProgramTrainFnUtils, install
 from train_service.program.restoring import NodeCopies
 from train_service.records.logs import LogShipper
 from train_service.worker.pulse import Pulse
 from train_service.worker.raised import lost_others
+
+if TYPE_CHECKING:
+    from train_service.program.shards import ProgramShards
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +74,7 @@ def work_on_program(config: dict[str, Any]) -> None:
     program: ProgramConfig = config["loop"]
     context = ray.train.get_context()
     configure_logging("train-worker", "INFO")
-    run_program(
-        program, context.get_world_rank(), context.get_world_size(), ray.get_runtime_context().get_node_id()
-    )
+    run_program(program, context.get_world_rank(), context.get_world_size(), ray.get_runtime_context().get_node_id())
 
 
 def run_program(config: ProgramConfig, rank: int, world_size: int, node_id: str) -> None:
@@ -112,7 +113,7 @@ class _Rank:
         self._store = store
         self._pulse = pulse
         self._folder = folder
-        self._shards: Shards | None = None
+        self._shards: ProgramShards | None = None
 
     def run(self) -> None:
         config, pulse = self._config, self._pulse
@@ -179,11 +180,17 @@ class _Rank:
         digest = self._config.program.code_bundle.rpartition("/")[2]
         return unpack_on_node(self._store, digest, self._folder.code)
 
-    def _open_shards(self, begin: Begin) -> Shards:
-        raise FailedPrecondition("the program asks for a shard of a dataset, and the job has none", reason="NO_DATASET")
+    def _open_shards(self, begin: Begin) -> ProgramShards:
+        """Once: a program that reads its own data does not pay for importing ray.data."""
+        if self._shards is None:
+            from train_service.program.shards import ProgramShards  # takes seconds to import
+
+            spec, store = self._config.spec, self._store
+            self._shards = ProgramShards(store, spec, self._rank, self._world_size, begin.positions, self._pulse.tick)
+        return self._shards
 
     def _take_shards(self) -> dict[str, Any]:
-        return {}
+        return self._shards.take() if self._shards is not None else {}
 
     def _announce_exit(self, status: int, where: str, code: Path) -> None:
         error = Internal(

@@ -12,8 +12,10 @@ from millrace_client.cli.exits import CommandFailed, PlainCommand
 from millrace_client.cli.options import address_options, connected, full_name, json_option
 from millrace_client.cli.output import console, new_table, print_json
 from millrace_client.connection import Millrace
+from millrace_client.errors import OutOfRange
 
 MAX_SHOWN_IDS = 10
+MAX_EPOCH = 2**31 - 1
 
 
 @click.command(cls=PlainCommand)
@@ -62,9 +64,20 @@ def begun_epochs(millrace: Millrace, name: str) -> list[int]:
     if not checkpoints:
         return [0]
     newest = max(checkpoints, key=lambda one: one.step)
-    epochs = millrace.train.get_training_job(name).spec.epochs
+    spec = millrace.train.get_training_job(name).spec
+    if spec.HasField("program"):
+        return _epochs_of_program(millrace, name)
     # Its epoch is that of the next step, which may not have been done.
-    return list(range(min(newest.epoch + 1, epochs)))
+    return list(range(min(newest.epoch + 1, spec.epochs)))
+
+
+def _epochs_of_program(millrace: Millrace, name: str) -> list[int]:
+    """A program's checkpoints do not say in which epoch its shard is; the refusal of one that it cannot have does."""
+    try:
+        millrace.train.get_coverage(name, MAX_EPOCH)
+    except OutOfRange as refused:
+        return list(range(int(refused.metadata["epochs"])))
+    raise CommandFailed(f"{name}: the service knows no end of its epochs")
 
 
 def _print_ids(one: pb.Coverage) -> None:

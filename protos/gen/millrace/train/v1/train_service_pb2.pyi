@@ -189,14 +189,16 @@ class DeleteTrainingJobRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., etag: _Optional[str] = ...) -> None: ...
 
 class GetCoverageRequest(_message.Message):
-    __slots__ = ("name", "epoch", "checkpoint")
+    __slots__ = ("name", "epoch", "checkpoint", "shard")
     NAME_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     name: str
     epoch: int
     checkpoint: str
-    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., checkpoint: _Optional[str] = ...) -> None: ...
+    shard: str
+    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., checkpoint: _Optional[str] = ..., shard: _Optional[str] = ...) -> None: ...
 
 class Coverage(_message.Message):
     __slots__ = ("training_job", "epoch", "checkpoint", "row_count", "seen_once", "missing", "repeated", "missing_row_ids", "repeated_row_ids", "epoch_done", "skipped", "skipped_row_ids", "skipped_steps", "witness", "shard")
