@@ -30,7 +30,7 @@ async def calls_of_all_kinds(kit: Kit, metadata: Any) -> dict[str, Any]:
     streams = kit.raw.stream_stream(
         ECHO, data_service_pb2.GetDatasetRequest.SerializeToString, resources_pb2.Dataset.FromString
     )
-    reflected: Any = reflection_pb2_grpc.ServerReflectionStub(kit.channel)  # type: ignore[no-untyped-call]
+    reflected = reflection_pb2_grpc.ServerReflectionStub(kit.raw)  # type: ignore[no-untyped-call]
     return {
         "unary": await _outcome(kit.get(metadata=metadata)),
         "server stream": await _outcome(everything(kit.read(metadata=metadata))),
@@ -108,7 +108,7 @@ def test_the_scheme_may_be_written_in_any_case(value: str) -> None:
 
 def test_health_needs_no_token() -> None:
     async def scenario(kit: Kit) -> tuple[Any, Any]:
-        health: Any = health_pb2_grpc.HealthStub(kit.channel)  # type: ignore[no-untyped-call]
+        health: Any = health_pb2_grpc.HealthStub(kit.channel)
         found = await health.Check(health_pb2.HealthCheckRequest(), timeout=10)
         watching = health.Watch(health_pb2.HealthCheckRequest(), timeout=10)
         watched = await watching.read()
