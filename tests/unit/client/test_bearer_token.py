@@ -16,6 +16,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from millrace.train.v1 import train_service_pb2_grpc
 from millrace_client import connect, errors
+from millrace_client.bearer_token import authorization
+from millrace_client.calls import Caller, open_channel
+from millrace_client.chunk_stream import ChunkStream
 from millrace_client.cli import millrace
 from millrace_client.connection import Millrace
 from millrace_client.stack.plan import StackOptions, make_plan
@@ -82,6 +85,14 @@ def test_calls_in_flight_bring_the_token(recording: Recording) -> None:
     with connect(token=TOKEN) as client, pytest.raises(errors.Unimplemented):
         list(client.inference.infer_many("m", [INPUTS]))
     assert recording.tokens == {"ModelInfer": SENT}
+
+
+def test_an_upload_brings_the_token(recording: Recording) -> None:
+    with connect() as client, open_channel(client.addresses.data) as channel:
+        stream = ChunkStream(Caller(channel, client.addresses.data, authorization=authorization(TOKEN)))
+        stream.finish(timeout_s=10)
+    assert isinstance(stream.error, errors.Unimplemented)
+    assert recording.tokens == {"UploadChunks": SENT}
 
 
 def sent(recording: Recording, **arguments: Any) -> str:
