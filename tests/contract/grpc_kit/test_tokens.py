@@ -38,10 +38,12 @@ async def calls_of_all_kinds(kit: Kit, metadata: Any, *, writes: bool = True) ->
     return {
         "unary": await _outcome(kit.get(metadata=metadata)),
         "server stream": await _outcome(everything(kit.read(metadata=metadata))),
-        "bidirectional stream": await _outcome(_first_answer(echoes(metadata=metadata), REQUEST if writes else None)),
+        "bidirectional stream": await _outcome(
+            _first_answer(echoes(metadata=metadata, timeout=20), REQUEST if writes else None)
+        ),
         "unknown method": await _outcome(kit.raw.unary_unary(UNKNOWN)(b"", metadata=metadata)),
         "reflection": await _outcome(
-            _first_answer(reflected.ServerReflectionInfo(metadata=metadata), REFLECTION if writes else None)
+            _first_answer(reflected.ServerReflectionInfo(metadata=metadata, timeout=20), REFLECTION if writes else None)
         ),
     }
 
