@@ -15,8 +15,9 @@ from millrace.train.v1 import train_service_pb2, train_service_pb2_grpc
 from shared.cluster_max import largest_cluster
 from shared.custom_transforms import allowed_functions
 from shared.errors import MillraceError
-from shared.grpc_server import serve
+from shared.grpc_server import BearerToken, bearer_token, serve
 from shared.jobs.supervisor import supervise
+from shared.own_code import own_code
 from shared.settings import ServiceSettings, SettingsError, service_settings
 from shared.storage import ObjectStore, open_store, probe
 from shared.storage.opening import ensure_bucket
@@ -42,6 +43,7 @@ async def run(
     store: ObjectStore,
     custom_allowed: Collection[str],
     cluster_max: Mapping[str, float] | None,
+    token: BearerToken | None,
 ) -> None:
     deletions = Deletions(store)
     jobs = TrainingJobs(store, deletions, cluster_max)
@@ -59,7 +61,7 @@ async def run(
     tasks.append(asyncio.create_task(sweep_periodically(sweep_deletions.finish_all, SWEEP_INTERVAL_S, stop)))
     if settings.ray_address:
         tasks.append(asyncio.create_task(supervise("train_service.reconciler", stop)))
-    await serve(settings.listen, register, stop=stop)
+    await serve(settings.listen, register, stop=stop, token=token)
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.gather(*tasks)
 
@@ -67,6 +69,9 @@ async def run(
 def main() -> int:
     try:
         settings = service_settings(os.environ, DEFAULT_LISTEN)
+        token = bearer_token(os.environ)
+        # Refuses a setting with which strangers could run code.
+        own_code(os.environ, settings.listen, has_token=token is not None)
         custom_allowed = allowed_functions(os.environ)
         cluster_max = largest_cluster(os.environ)
         configure_logging("train", settings.log_level)
@@ -77,7 +82,7 @@ def main() -> int:
     except (SettingsError, StoreRefused, MillraceError) as error:
         print(f"train_service: {error}", file=sys.stderr)
         return 2
-    asyncio.run(run(settings, store, custom_allowed, cluster_max))
+    asyncio.run(run(settings, store, custom_allowed, cluster_max, token))
     tracing().close()
     return 0
 

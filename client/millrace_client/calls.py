@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from millrace_client.bearer_token import Headers
 from millrace_client.errors import DETAILS_KEY, REQUEST_ID_KEY, from_rpc_error
 from millrace_client.patience import Backoff
 
@@ -76,7 +77,8 @@ def channel_options(address: str) -> list[tuple[str, Any]]:
 class Caller:
     """Calls the stubs of one service. Every error that it raises is a `MillraceError`.
 
-    `timeout_s` and `reconnect_for_s` are what `unary` takes where it is given none.
+    `timeout_s` and `reconnect_for_s` are what `unary` takes where it is given none; `authorization` are the headers
+    that bring the token.
     """
 
     def __init__(
@@ -85,11 +87,17 @@ class Caller:
         address: str,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         reconnect_for_s: float | None = None,
+        authorization: Headers = (),
     ) -> None:
         self.channel = channel
         self.address = address
         self.timeout_s = timeout_s
         self.reconnect_for_s = reconnect_for_s
+        self._authorization = authorization
+
+    def headers(self, request_id: str) -> Headers:
+        """What every call is sent with: its id, and the token where there is one."""
+        return ((REQUEST_ID_KEY, request_id), *self._authorization)
 
     def unary(
         self,
@@ -115,7 +123,7 @@ class Caller:
         while True:
             timeout = until - time.monotonic()
             try:
-                response = method(request, timeout=timeout, metadata=((REQUEST_ID_KEY, request_id),))
+                response = method(request, timeout=timeout, metadata=self.headers(request_id))
             except grpc.RpcError as failed:
                 error = from_rpc_error(failed, address=self.address, request_id=request_id)
                 pause_s = max(backoff.next_s(), error.retry_after_s or 0.0)
@@ -135,7 +143,7 @@ class Caller:
     ) -> Generator[Any, None, None]:
         """One request, a stream of responses; closing the iterator cancels the call. Unset: no deadline."""
         request_id = uuid.uuid4().hex
-        call = method(request, timeout=timeout_s, metadata=((REQUEST_ID_KEY, request_id),))
+        call = method(request, timeout=timeout_s, metadata=self.headers(request_id))
         try:
             yield from call
         except grpc.RpcError as error:

@@ -31,6 +31,9 @@ Where the services are, first that is named:
   127.0.0.1:50051, 127.0.0.1:50052, 127.0.0.1:50053
 
 \b
+The services' token, where they demand one: in the file that MILLRACE_TOKEN_FILE names.
+
+\b
 Exit codes:
   0  done                     4  refused: a value, a conflict, a wrong state
   1  failed                   5  a service is unavailable or too slow
