@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from shared.code_requirements import RequirementsError, declared_requirements, is_declaration
 
@@ -532,8 +532,8 @@ def _quoted(path: str) -> str:
     return text if len(path) <= 200 else text[:-1] + "…'"
 
 
-class _Discarded(io.RawIOBase):
+class _Discarded(io.BytesIO):
     """Takes bytes of which only the digest is wanted."""
 
-    def write(self, data: object) -> int:
-        return len(data)  # type: ignore[arg-type]
+    def write(self, data: Any) -> int:
+        return len(data)
