@@ -1,5 +1,5 @@
-"""What a job stands on stays: the dataset version and the checkpoint that it starts from while it is at work, the bundle
-of a program's code until the job is deleted."""
+"""What a job stands on stays: the dataset version and the checkpoint that it starts from while it is at work, the
+bundle of a program's code until the job is deleted."""
 
 from __future__ import annotations
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import NoReturn
 
 from shared.code_bundle import BundleRecord, load_bundle
 from shared.code_requirements import unmet
 from shared.errors import FailedPrecondition, invalid_field, invalid_fields
+from shared.settings import SettingsError
 from shared.storage import ObjectStore
 from train_service.domain import spec_rules
 from train_service.domain.spec import TrainingSpec
@@ -29,6 +30,14 @@ def refuse_own_code() -> NoReturn:
         reason="OWN_CODE_OFF",
         metadata={"variable": "MILLRACE_OWN_CODE", "value": "trusted"},
     )
+
+
+def own_code_gate(environ: Mapping[str, str]) -> Callable[[], None]:
+    """Reads MILLRACE_OWN_CODE: what a service calls before it takes code of its callers, or has it run."""
+    text = environ.get("MILLRACE_OWN_CODE") or "off"
+    if text not in ("off", "trusted"):
+        raise SettingsError(f"MILLRACE_OWN_CODE={text!r}: use off or trusted")
+    return refuse_own_code if text == "off" else lambda: None
 
 
 class ProgramCheck:
