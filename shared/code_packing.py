@@ -408,11 +408,11 @@ def _parsed(header: bytes) -> tuple[str, int]:
         path = (prefix + b"/" + name if prefix else name).decode()
     except UnicodeDecodeError:
         raise NotABundle(f"{prefix + name!r} is not UTF-8: rename it") from None
-    if problem := path_problem(path):
-        raise NotABundle(f"{_quoted(path)} {problem}")
     if header[156:157] != b"0":
         kind = KINDS_OF_ENTRIES.get(header[156:157], "an entry of another kind")
         raise NotABundle(f"{_quoted(path)} is {kind}; a bundle has regular files only: {REPACK}")
+    if problem := path_problem(path):
+        raise NotABundle(f"{_quoted(path)} {problem}")
     digits = header[124:135]
     size_bytes = int(digits, 8) if re.fullmatch(rb"[0-7]{11}", digits) else -1
     if size_bytes > MAX_BUNDLE_BYTES:
