@@ -178,7 +178,7 @@ def test_a_bundle_stays_until_the_last_job_that_names_it_is_deleted(store: Objec
     Deletions(store).begin("trainingJobs/a")
     Deletions(store).finish("trainingJobs/a")
     bundles.delete(bundle.name)
-    assert not [info for info in store.list("codeBundles")]
+    assert not list(store.list("codeBundles"))
 
 
 def test_requirements_are_compared_with_what_is_installed(store: ObjectStore) -> None:
