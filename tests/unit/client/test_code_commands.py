@@ -1,4 +1,4 @@
-"""`millrace code push|list|show|delete` and `millrace train run`, on the train service's own servicer and a real store."""
+"""`millrace code push|list|show|delete` and `millrace train run`, on the service's own servicer and a real store."""
 
 from __future__ import annotations
 
