@@ -141,10 +141,11 @@ class CodeBundles:
         return records, token
 
     def delete(self, name: str) -> None:
-        """Raises `InvalidArgument`, `NotFound`, and `FailedPrecondition` while a job that is not deleted names it."""
+        """Raises `InvalidArgument`, `NotFound`, `FailedPrecondition` while a job that is not deleted names it, and
+        `Unavailable` while another call deletes it."""
         sha256 = load_bundle(self._store, "name", name, deleting=True).sha256
         # Said first and looked for users then; a user marks first and looks for this then.
-        self._store.put(_key(sha256, "deleting.json"), json.dumps({"begun_at": time.time()}).encode())
+        self._say_deleting(sha256)
         if users := live_users(self._store, name, time.time()):
             self._store.delete(_key(sha256, "deleting.json"))
             shown = ", ".join(users[:5]) + (f" and {len(users) - 5} more" if len(users) > 5 else "")
@@ -207,6 +208,21 @@ class CodeBundles:
         with suppress(ObjectExists):
             self._store.put_if_absent(_key(facts.sha256, "bundle.json"), json.dumps(asdict(record)).encode())
         return self._existing(facts.sha256)
+
+    def _say_deleting(self, sha256: str) -> None:
+        """By one call at a time: one that finds users takes its word back, which must not be that of another."""
+        key = _key(sha256, "deleting.json")
+        word = json.dumps({"begun_at": time.time(), "by": uuid.uuid4().hex}).encode()
+        try:
+            self._store.put_if_absent(key, word)
+        except ObjectExists:
+            with suppress(ObjectMissing):
+                if self._store.get(key) == word:
+                    return  # a write whose answer was lost, and that was made again
+            began = _deleting_since(self._store, sha256)
+            if began is None or time.time() - began < DELETED_WITHIN_S:
+                raise _being_deleted(f"{COLLECTION}/{sha256}") from None
+            self._store.put(key, word)
 
     def _take_away(self, sha256: str) -> None:
         for name in ("bundle.json", "bundle.tar"):

@@ -8,12 +8,13 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from shared import code_bundle
+from shared import code_bundle, paging
 from shared.code_bundle import CodeBundles, release_bundle, unpack_on_node, using_bundle
 from shared.errors import (
     DataLoss,
@@ -80,7 +81,7 @@ def test_bundles_are_listed_by_pages_in_the_order_of_their_names(
         if not token:
             break
     assert found == made
-    monkeypatch.setattr(code_bundle.paging, "PAGE_BYTES", 1)
+    monkeypatch.setattr(paging, "PAGE_BYTES", 1)
     page, token = bundles.page(0, "")
     assert [record.name for record in page] == made[:1]
     assert [record.name for record in bundles.page(0, token)[0]] == made[1:2]
@@ -137,6 +138,8 @@ def test_a_deletion_that_was_begun_is_finished_by_the_sweep_and_by_a_push(store:
         bundles.get(bundle.name)
     with pytest.raises(Unavailable, match="is being deleted"):
         store_bundle(store, FILES)
+    with pytest.raises(Unavailable, match="is being deleted"):
+        bundles.delete(bundle.name)
     bundles.sweep()  # whoever began it may still be at it
     assert store.exists(f"{bundle.name}/bundle.tar")
     begin(1000)
@@ -191,17 +194,21 @@ def test_a_node_unpacks_once_and_read_only(store: ObjectStore, tmp_path: Path) -
 def test_files_that_were_changed_on_the_node_are_put_right(store: ObjectStore, tmp_path: Path) -> None:
     bundle = store_bundle(store, FILES)
     folder = unpack_on_node(store, bundle.sha256, tmp_path / "node")
-    for path in (folder, folder / "train.py"):
-        path.chmod(0o700)
-    changes = [
+
+    def write_cache() -> None:
+        (folder / "__pycache__").mkdir()
+        (folder / "__pycache__/train.cpython-311.pyc").write_bytes(b"evil")
+
+    changes: list[Callable[[], object]] = [
         lambda: (folder / "train.py").write_text("evil"),
         lambda: (folder / "more.py").write_text("evil"),
         lambda: (folder / "train.py").unlink(),
         lambda: (folder / "link.py").symlink_to("/etc/passwd"),
-        lambda: (folder / "__pycache__").mkdir() or (folder / "__pycache__/train.cpython-311.pyc").write_bytes(b"evil"),
+        write_cache,
     ]
     for change in changes:
         folder.chmod(0o700)
+        (folder / "train.py").chmod(0o600)  # as whoever is not root would have to
         change()
         assert unpack_on_node(store, bundle.sha256, tmp_path / "node") == folder
         assert sorted(path.name for path in folder.rglob("*")) == ["__init__.py", "pkg", "requirements.txt", "train.py"]
@@ -232,7 +239,7 @@ def _unpack_half(data: bytes, sha256: str, root: Path) -> None:
     def stop(_folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    code_bundle._make_read_only = stop
+    code_bundle._make_read_only = stop  # type: ignore[assignment]
     unpack_on_node(_OneBundle(data), sha256, root)
 
 

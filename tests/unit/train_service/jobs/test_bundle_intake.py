@@ -71,10 +71,13 @@ def test_other_streams_are_refused_and_leave_nothing(
 
 
 def test_no_bundle_is_taken_where_own_code_is_off(store: ObjectStore) -> None:
-    async def nothing() -> AsyncIterator[Header | bytes]:
-        pytest.fail("nothing of the stream is read")
-        yield b""
+    read = []
+
+    async def parts() -> AsyncIterator[Header | bytes]:
+        read.append(HEADER)
+        yield HEADER
 
     with pytest.raises(FailedPrecondition) as caught:
-        asyncio.run(BundleIntake(CodeBundles(store)).receive(nothing()))
+        asyncio.run(BundleIntake(CodeBundles(store)).receive(parts()))
     assert caught.value.specific_reason == "OWN_CODE_OFF"
+    assert not read
