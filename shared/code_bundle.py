@@ -1,0 +1,414 @@
+"""Bundles of users' own code in the object store: kept by their digest, read, listed, deleted, unpacked on nodes.
+
+A bundle is what `shared.code_packing` packs. It lies at `codeBundles/{sha256}/`:
+
+    bundle.tar      the packed bytes
+    bundle.json     what is told of it; written last, so a bundle is there once this is
+    deleting.json   while it is being deleted
+    users/          markers of the jobs that name it (`shared.user_markers`)
+
+For the services:
+
+    bundles = CodeBundles(store)
+    record = bundles.create(spooled, sha256)           # `spooled`: a local file that holds the bytes
+    record = bundles.get("codeBundles/{sha256}")
+    records, token = bundles.page(page_size, page_token)
+    bundles.delete("codeBundles/{sha256}")
+    with using_bundle(store, "codeBundles/{sha256}", kind, uid, user) as record: ...   # while a job is made
+    release_bundle(store, "codeBundles/{sha256}", kind, uid)                           # when it is deleted
+
+For the processes that run the code, which need nothing but an object with `get(key) -> bytes`:
+
+    folder = unpack_on_node(store, sha256, root)       # root: a folder of this node, e.g. below the attempt's own
+
+`folder` is read-only and holds the bundle's files; append it to `sys.path`. All calls of a node share it. Import with
+`sys.dont_write_bytecode = True`: `unpack_on_node` takes `__pycache__` out of it, since it could stand for other code.
+
+This module needs neither Ray nor torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import logging
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from shared import paging
+from shared.code_packing import MAX_BUNDLE_BYTES, BundleFacts, NotABundle, check, digest_of_folder, unpack
+from shared.errors import (
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    MillraceError,
+    ResourceExhausted,
+    Unavailable,
+    invalid_field,
+    not_found,
+)
+from shared.jobs import JobState
+from shared.requests import OUTCOME_UNKNOWN
+from shared.storage import ObjectExists, ObjectMissing, ObjectStore
+from shared.user_markers import keep_marker, let_go, live_users, markers, put_marker, unmark
+
+logger = logging.getLogger(__name__)
+
+COLLECTION = "codeBundles"
+PATTERN = "codeBundles/{sha256}"
+SHA256 = re.compile(r"[0-9a-f]{64}")
+# A deletion that was begun is over within this time, or whoever began it is dead.
+DELETED_WITHIN_S = 60.0
+LEFT_OVER_AFTER_S = 24 * 3600.0
+# How often a bundle is stored again that was deleted at the same time.
+TRIES = 3
+# Another process of the node unpacks at most 64 MiB meanwhile.
+UNPACKED_WITHIN_S = 300.0
+LOOK_AT_LOCK_EVERY_S = 0.05
+
+
+class Readable(Protocol):
+    """What workers read with. A missing key raises `ObjectMissing`."""
+
+    def get(self, key: str) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class BundleRecord:
+    """A stored bundle. `create_time` is in seconds since the epoch; for the rest see `BundleFacts`."""
+
+    sha256: str
+    size_bytes: int
+    unpacked_size_bytes: int
+    file_count: int
+    requirements: tuple[str, ...]
+    modules: tuple[str, ...]
+    create_time: float
+
+    @property
+    def name(self) -> str:
+        return f"{COLLECTION}/{self.sha256}"
+
+
+class CodeBundles:
+    """All methods block on the store. Names are `codeBundles/{sha256}`."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def create(self, spooled: Path, sha256: str) -> BundleRecord:
+        """Checks and stores the bytes of a local file. The same bytes again give the bundle that there is.
+
+        Raises `InvalidArgument` for bytes that are no bundle or have another digest, `ResourceExhausted` for too many,
+        and `Unavailable` where the bundle is being deleted at the same time. Each leaves no bundle behind.
+        """
+        with spooled.open("rb") as file:
+            facts = checked(file)
+        if facts.sha256 != sha256:
+            raise invalid_field("header.sha256", sha256, f"the bytes that came have {facts.sha256}; send them again")
+        for _ in range(TRIES):
+            if there := self._existing(sha256):
+                return there
+            if record := self._stored(spooled, facts):
+                return record
+        raise _being_deleted(f"{COLLECTION}/{sha256}")
+
+    def get(self, name: str) -> BundleRecord:
+        """Raises `InvalidArgument` and `NotFound`."""
+        return load_bundle(self._store, "name", name)
+
+    def page(self, page_size: int, page_token: str) -> tuple[list[BundleRecord], str]:
+        """In the order of their names. A page ends early where its bundles declare very many requirements."""
+        digests, token = paging.page(self._store.folders(COLLECTION), page_size, page_token)
+        records: list[BundleRecord] = []
+        told_bytes = 0
+        for digest in filter(SHA256.fullmatch, digests):
+            if record := _find(self._store, digest):
+                told_bytes += sum(len(text.encode()) for text in (*record.requirements, *record.modules))
+                if records and told_bytes > paging.PAGE_BYTES:
+                    return records, paging.token_of(records[-1].sha256)
+                records.append(record)
+        return records, token
+
+    def delete(self, name: str) -> None:
+        """Raises `InvalidArgument`, `NotFound`, `FailedPrecondition` while a job that is not deleted names it, and
+        `Unavailable` while another call deletes it."""
+        sha256 = load_bundle(self._store, "name", name, deleting=True).sha256
+        # Said first and looked for users then; a user marks first and looks for this then.
+        self._say_deleting(sha256)
+        if users := live_users(self._store, name, time.time()):
+            self._store.delete(_key(sha256, "deleting.json"))
+            shown = ", ".join(users[:5]) + (f" and {len(users) - 5} more" if len(users) > 5 else "")
+            raise FailedPrecondition(
+                f"{name} is named by {shown}; delete the jobs first",
+                reason="IN_USE",
+                metadata={"resource": name, "users": str(len(users))},
+            )
+        self._take_away(sha256)
+
+    def sweep(self) -> None:
+        """Finishes deletions whose caller died, takes away what uploads that died have left, and marks of jobs that are
+        gone. Raises where the store does not answer."""
+        for sha256 in filter(SHA256.fullmatch, self._store.folders(COLLECTION)):
+            began = _deleting_since(self._store, sha256)
+            if began is not None:
+                if time.time() - began > DELETED_WITHIN_S:
+                    self._finish(sha256)
+            elif _find(self._store, sha256) is not None:
+                self._drop_dead_markers(sha256)
+            else:
+                self._drop_left_over(sha256)
+
+    def _finish(self, sha256: str) -> None:
+        if _find(self._store, sha256, deleting=True) is None:
+            self._take_away(sha256)
+            return
+        with suppress(FailedPrecondition):  # somebody uses it: the deletion is taken back
+            self.delete(f"{COLLECTION}/{sha256}")
+
+    def _drop_dead_markers(self, sha256: str) -> None:
+        for marker in markers(self._store, f"{COLLECTION}/{sha256}"):
+            if not marker.counts(self._store, time.time()):
+                self._store.delete(marker.key)
+
+    def _drop_left_over(self, sha256: str) -> None:
+        """Bytes without a record, of an upload that has not got on for a day. Pushed at this moment they would be
+        pushed again: `_stored` looks once more at the end."""
+        for info in list(self._store.list(f"{COLLECTION}/{sha256}")):
+            if time.time() - info.modified > LEFT_OVER_AFTER_S:
+                self._store.delete(info.key)
+
+    def _existing(self, sha256: str) -> BundleRecord | None:
+        """The bundle that there is, unless its bytes are gone. Raises `Unavailable` while it is being deleted."""
+        began = _deleting_since(self._store, sha256)
+        if began is not None:
+            if time.time() - began < DELETED_WITHIN_S:
+                raise _being_deleted(f"{COLLECTION}/{sha256}")
+            self._take_away(sha256)
+            return None
+        record = _find(self._store, sha256)
+        there = record is not None and self._store.size(_key(sha256, "bundle.tar")) == record.size_bytes
+        return record if there else None
+
+    def _stored(self, spooled: Path, facts: BundleFacts) -> BundleRecord | None:
+        """Stores it; None where a deletion came in between."""
+        # Over what an upload that died, or a damaged store, may have left: whoever writes there writes these bytes.
+        self._store.upload_file(spooled, _key(facts.sha256, "bundle.tar"))
+        record = BundleRecord(**{**asdict(facts), "create_time": time.time()})
+        with suppress(ObjectExists):
+            self._store.put_if_absent(_key(facts.sha256, "bundle.json"), json.dumps(asdict(record)).encode())
+        return self._existing(facts.sha256)
+
+    def _say_deleting(self, sha256: str) -> None:
+        """By one call at a time: one that finds users takes its word back, which must not be that of another."""
+        key = _key(sha256, "deleting.json")
+        word = json.dumps({"begun_at": time.time(), "by": uuid.uuid4().hex}).encode()
+        try:
+            self._store.put_if_absent(key, word)
+        except ObjectExists:
+            with suppress(ObjectMissing):
+                if self._store.get(key) == word:
+                    return  # a write whose answer was lost, and that was made again
+            began = _deleting_since(self._store, sha256)
+            if began is None or time.time() - began < DELETED_WITHIN_S:
+                raise _being_deleted(f"{COLLECTION}/{sha256}") from None
+            self._store.put(key, word)
+
+    def _take_away(self, sha256: str) -> None:
+        for name in ("bundle.json", "bundle.tar"):
+            self._store.delete(_key(sha256, name))
+        for marker in markers(self._store, f"{COLLECTION}/{sha256}"):
+            self._store.delete(marker.key)
+        self._store.delete(_key(sha256, "deleting.json"))
+
+
+def checked(file: BinaryIO) -> BundleFacts:
+    """`code_packing.check` with the errors of an RPC."""
+    try:
+        return check(file)
+    except NotABundle as error:
+        raise (_too_large(str(error)) if error.too_large else _not_a_bundle(str(error))) from None
+
+
+def load_bundle(store: ObjectStore, field: str, name: str, *, deleting: bool = False) -> BundleRecord:
+    """Raises `InvalidArgument` for a malformed name in `field`, `NotFound` where there is no such bundle.
+
+    With `deleting` also one whose deletion was begun.
+    """
+    found = _find(store, digest_of(field, name), deleting)
+    if found is None:
+        raise not_found(name, "push it with `millrace code push`")
+    return found
+
+
+def digest_of(field: str, name: str) -> str:
+    """The SHA-256 in a bundle's name. Raises `InvalidArgument`, naming `field`."""
+    collection, _, sha256 = name.partition("/")
+    if collection != COLLECTION or not SHA256.fullmatch(sha256):
+        raise invalid_field(field, name, f"use a name of the form {PATTERN}, 64 digits of lower-case hex")
+    return sha256
+
+
+@contextmanager
+def using_bundle(store: ObjectStore, name: str, kind: str, uid: str, user: str) -> Iterator[BundleRecord]:
+    """Marks the bundle, which it gives, while the body makes the job `user`; the marker stays unless that is refused.
+
+    As `shared.dataset_version.users.using`, but the mark counts until the job is deleted: one that is over still names
+    the bundle, which its checkpoints were made with. Raises what `load_bundle` raises.
+    """
+    digest_of("spec.program.code_bundle", name)
+    put_marker(store, name, kind, uid, user, is_job=False, ends_in=JobState.DELETED)
+    try:
+        yield load_bundle(store, "spec.program.code_bundle", name)
+    except MillraceError as error:
+        if not isinstance(error, OUTCOME_UNKNOWN):
+            let_go(store, name, kind, uid)
+        raise
+    keep_marker(store, name, kind, uid, user, is_job=False, ends_in=JobState.DELETED)
+
+
+def release_bundle(store: ObjectStore, name: str, kind: str, uid: str) -> None:
+    """For a job that is being deleted. It is no error if it was not marked."""
+    unmark(store, name, kind, uid)
+
+
+def unpack_on_node(store: Readable, sha256: str, root: Path) -> Path:
+    """The folder below `root` that holds the files of the bundle, read-only; made once for all processes of the node.
+
+    Its files are compared with the digest each time, also when an earlier call has made it: what somebody changed since
+    is replaced. A process that is killed half way leaves nothing that a later call would take for the bundle.
+
+    Raises `NotFound` for a bundle that is not stored, `DataLoss` for stored bytes of another digest, `Unavailable`
+    where the store or another process of the node does not get on, and `OSError` of this node's disk.
+    """
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = root / sha256
+    with _locked(root / f"{sha256}.lock"):
+        for left in root.glob(f"{sha256}.*.unpacking"):
+            _remove(left)  # of a process that was killed: whoever holds the lock is alone
+        if folder.exists():
+            if _is_whole(folder, sha256):
+                return folder
+            logger.warning("%s is not what was unpacked there; it is unpacked anew", folder)
+            changed = root / f"{sha256}.{uuid.uuid4().hex}.unpacking"
+            folder.chmod(0o700)
+            folder.rename(changed)
+            _remove(changed)
+        data = read_bundle(store, sha256)
+        fresh = root / f"{sha256}.{uuid.uuid4().hex}.unpacking"
+        fresh.mkdir(mode=0o700)
+        try:
+            unpack(io.BytesIO(data), fresh)
+            _make_read_only(fresh)
+            fresh.rename(folder)
+        except BaseException:
+            _remove(fresh)
+            raise
+        return folder
+
+
+def read_bundle(store: Readable, sha256: str) -> bytes:
+    """The packed bytes, whose digest was compared. Raises `NotFound` and `DataLoss`."""
+    try:
+        data = store.get(_key(sha256, "bundle.tar"))
+    except ObjectMissing:
+        raise not_found(f"{COLLECTION}/{sha256}", "push it with `millrace code push`") from None
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise DataLoss(
+            f"the stored bytes of {COLLECTION}/{sha256} have another digest; push the bundle again",
+            metadata={"resource": f"{COLLECTION}/{sha256}"},
+        )
+    return data
+
+
+def _is_whole(folder: Path, sha256: str) -> bool:
+    for caches in sorted(folder.rglob("__pycache__"), reverse=True):
+        _remove(caches)
+    try:
+        return digest_of_folder(folder) == sha256
+    except NotABundle:
+        return False
+
+
+def _make_read_only(folder: Path) -> None:
+    for parent, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            Path(parent, name).chmod(0o444)
+        Path(parent).chmod(0o555)
+
+
+def _remove(path: Path) -> None:
+    """With what is read-only in it."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    for parent, _, _ in os.walk(path):
+        Path(parent).chmod(0o700)
+    shutil.rmtree(path)
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Holds the lock of that file; the system lets it go when its holder dies."""
+    until = time.monotonic() + UNPACKED_WITHIN_S
+    with file.open("a") as opened:
+        while True:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise Unavailable(
+                        f"another process has held {file} for {UNPACKED_WITHIN_S:g} s; end it, then try again"
+                    ) from None
+            time.sleep(LOOK_AT_LOCK_EVERY_S)
+        yield
+
+
+def _find(store: ObjectStore, sha256: str, deleting: bool = False) -> BundleRecord | None:
+    if not deleting and _deleting_since(store, sha256) is not None:
+        return None
+    try:
+        record = json.loads(store.get(_key(sha256, "bundle.json")))
+    except ObjectMissing:
+        return None
+    for field in ("requirements", "modules"):
+        record[field] = tuple(record[field])
+    return BundleRecord(**record)
+
+
+def _deleting_since(store: ObjectStore, sha256: str) -> float | None:
+    try:
+        return float(json.loads(store.get(_key(sha256, "deleting.json")))["begun_at"])
+    except ObjectMissing:
+        return None
+
+
+def _key(sha256: str, name: str) -> str:
+    return f"{COLLECTION}/{sha256}/{name}"
+
+
+def _being_deleted(name: str) -> Unavailable:
+    return Unavailable(f"{name} is being deleted; try again", metadata={"resource": name}, retry_after_s=1.0)
+
+
+def _not_a_bundle(text: str) -> InvalidArgument:
+    return InvalidArgument(f"the bytes are no code bundle: {text}", reason="NOT_A_BUNDLE")
+
+
+def _too_large(text: str) -> ResourceExhausted:
+    return ResourceExhausted(
+        f"the code bundle is too large: {text}",
+        reason="BUNDLE_TOO_LARGE",
+        metadata={"max_size_bytes": str(MAX_BUNDLE_BYTES)},
+    )

@@ -1,0 +1,307 @@
+"""Imports a user's module and looks at its function, in a process that may die: `entry_check` starts it.
+
+    python -I -B entry_child.py < question.json > answer.json
+
+Two or three processes: the guard, which this file is started as, watches the user's, in which the module is imported;
+where the kernel grants namespaces, a third between them is their first process, whose end takes all others with it.
+The guard writes one JSON object: `problem` is empty, or says what is wrong. It needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import inspect
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 1 << 17, 1 << 27, 1 << 28, 1 << 29, 1 << 30
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 1 << 14, 1 << 18
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+POLL_S = 0.05
+KILLED_WITHIN_S = 10.0
+MAX_ANSWER_BYTES = 64 * 1024
+MAX_TEXT = 500
+MAX_NAMES = 20
+# A process of another user than root has at most so many more than its user had before.
+MORE_PROCESSES = 256
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    question = json.load(sys.stdin)
+    limits = question["limits"]
+    # Whatever the user's processes leave behind becomes ours, so we can end it.
+    _libc().prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    isolated = question["namespaces"] and _enter_namespaces()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        _begin(question, writing, isolated)
+    os.close(writing)
+    try:
+        answer = _watch(pid, reading, limits)
+    finally:
+        _end_all(pid)
+    answer["isolated"] = isolated
+    json.dump(answer, sys.stdout)
+
+
+def _begin(question: dict[str, Any], writing: int, isolated: bool) -> NoReturn:
+    """The user's process; in namespaces of its own the first process of these, and the user's below it."""
+    _libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if isolated:
+        _mount_own_proc()
+        pid = os.fork()
+        if pid:
+            os.close(writing)
+            _reap_until(pid)
+    os.setsid()
+    _detach(writing)
+    _limit(question["limits"])
+    os.chdir(question["work"])
+    answer = json.dumps({"problem": look_up(question)}).encode()
+    with contextlib.suppress(OSError):  # the module has closed it; the guard says so
+        os.write(writing, answer[:MAX_ANSWER_BYTES])
+    os._exit(0)
+
+
+def look_up(question: dict[str, Any]) -> str:
+    """What is wrong with the entry; empty if nothing. `module` and `function` are looked for in `folder`."""
+    folder, name, function = question["folder"], question["module"], question["function"]
+    # Behind all that is installed: no module of the bundle stands in for one of ours or of Python.
+    sys.path[:] = [*question["path"], folder]
+    sys.argv = [""]
+    try:
+        module = importlib.import_module(name)
+    except BaseException as error:
+        return _told(error, folder)
+    where = os.path.realpath(getattr(module, "__file__", None) or "")
+    if not where.startswith(os.path.realpath(folder) + os.sep):
+        return f"module {name!r} is Python's or an installed package's, which comes first: rename the bundle's"
+    place = os.path.relpath(where, os.path.realpath(folder))
+    found = getattr(module, function, None)
+    if found is None:
+        there = [one for one, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == name]
+        listed = f"; it has {', '.join(there[:MAX_NAMES])}" if there else ""
+        return f"{place} has no function {function!r}{listed}"
+    if not callable(found):
+        return f"{function!r} of {place} is of type {type(found).__name__}: name a function"
+    code = getattr(found, "__code__", None)
+    line = f"{place}:{code.co_firstlineno}" if code else place
+    if inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+        return f"{line}: {function!r} is a coroutine or a generator, which a call does not run: use a plain function"
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError) as error:
+        return f"{line}: {function!r} has no signature: {_one_line(error)}"
+    for count in (0, 1):
+        with contextlib.suppress(TypeError):
+            signature.bind(*[{}] * count)
+            return ""
+    return f"{line}: {function}{signature} must take one argument, the configuration, or none"
+
+
+def _told(error: BaseException, folder: str) -> str:
+    """`train.py:12: ModuleNotFoundError: …`, by the last line of the bundle's that was at work."""
+    inside = os.path.realpath(folder) + os.sep
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = os.path.realpath(frame.filename)
+        if path.startswith(inside):
+            place = f"{path.removeprefix(inside)}:{frame.lineno}"
+    if isinstance(error, SyntaxError) and os.path.realpath(error.filename or "").startswith(inside):
+        place = f"{os.path.realpath(error.filename or '').removeprefix(inside)}:{error.lineno}"
+    text = f"{type(error).__name__}: {_one_line(error)}"
+    return f"{place}: {text}" if place else text
+
+
+def _one_line(error: BaseException) -> str:
+    try:
+        text = error.msg if isinstance(error, SyntaxError) else str(error)
+    except BaseException as failed:
+        text = f"its text cannot be had: {type(failed).__name__}"
+    text = " ".join(text[: 2 * MAX_TEXT].split())
+    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
+
+
+def _watch(pid: int, reading: int, limits: dict[str, Any]) -> dict[str, Any]:
+    """Until the process `pid` has ended, or all processes below us together are over a limit."""
+    os.set_blocking(reading, False)
+    began = time.monotonic()
+    answer = b""
+    while True:
+        status = _reap(pid)
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(reading, MAX_ANSWER_BYTES):
+                answer = (answer + data)[:MAX_ANSWER_BYTES]
+        if status is not None:
+            return _answered(answer, status)
+        if over := _over(limits, time.monotonic() - began):
+            return {"problem": over}
+        time.sleep(POLL_S)
+
+
+def _answered(answer: bytes, status: int) -> dict[str, Any]:
+    try:
+        problem = json.loads(answer)["problem"]
+        return {"problem": str(problem)[: 4 * MAX_TEXT]}
+    except (ValueError, TypeError, KeyError):
+        code = os.waitstatus_to_exitcode(status)
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
+        return {"problem": f"its module ended the process that imported it, {how}"}
+
+
+def _over(limits: dict[str, Any], elapsed_s: float) -> str:
+    processes = _below(os.getpid())
+    memory = sum(rss for _, rss, _ in processes)
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = ended.ru_utime + ended.ru_stime + sum(cpu for _, _, cpu in processes)
+    if len(processes) > limits["processes"]:
+        return f"its module starts more than {limits['processes']} processes"
+    if memory > limits["memory_bytes"]:
+        return f"its module takes more than {limits['memory_bytes'] >> 20} MiB of memory when it is imported"
+    if cpu_s > limits["cpu_s"]:
+        return f"its module takes more than {limits['cpu_s']:g} s of CPU time when it is imported"
+    if elapsed_s > limits["wall_s"]:
+        return f"its module takes more than {limits['wall_s']:g} s to be imported"
+    return ""
+
+
+def _below(root: int) -> list[tuple[int, int, float]]:
+    """All processes below `root`: (pid, resident bytes, seconds of CPU with those of its ended children)."""
+    children: dict[int, list[int]] = {}
+    facts: dict[int, tuple[int, float]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = (entry / "stat").read_bytes()
+        except OSError:  # it has ended
+            continue
+        # Its name, in brackets, may hold anything; the fields behind it begin with the state, number 3.
+        fields = stat[stat.rindex(b")") + 2 :].split()
+        children.setdefault(int(fields[1]), []).append(int(entry.name))
+        facts[int(entry.name)] = (int(fields[21]) * PAGE_BYTES, sum(map(int, fields[11:15])) / TICKS_PER_S)
+    found, ahead = [], list(children.get(root, []))
+    while ahead:
+        pid = ahead.pop()
+        found.append((pid, *facts[pid]))
+        ahead += children.get(pid, [])
+    return found
+
+
+def _reap(pid: int) -> int | None:
+    """Takes what has ended away. Returns the status of `pid` once that has."""
+    status = None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            ended, code = os.waitpid(-1, os.WNOHANG)
+            if ended == 0:
+                break
+            status = code if ended == pid else status
+    return status
+
+
+def _reap_until(pid: int) -> NoReturn:
+    while True:
+        ended, status = os.waitpid(-1, 0)
+        if ended == pid:
+            code = os.waitstatus_to_exitcode(status)
+            # This process cannot die by a signal of its own, so 128 + its number stands for it.
+            os._exit(code if code >= 0 else 128 - code)
+
+
+def _end_all(pid: int) -> None:
+    """Kills every process below us, those that others leave behind included."""
+    until = time.monotonic() + KILLED_WITHIN_S
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)  # all that have not left its group, at one moment
+    while time.monotonic() < until:
+        _reap(pid)
+        below = _below(os.getpid())
+        if not below:
+            return
+        for one, _, _ in below:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+
+
+def _limit(limits: dict[str, Any]) -> None:
+    cpu_s = int(limits["cpu_s"]) + 1
+    bounds = [
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_DATA, limits["memory_bytes"]),
+        (resource.RLIMIT_FSIZE, limits["file_bytes"]),
+        (resource.RLIMIT_NOFILE, limits["open_files"]),
+        (resource.RLIMIT_CORE, 0),
+    ]
+    if os.getuid() != 0:  # for root it does not hold
+        bounds.append((resource.RLIMIT_NPROC, _threads_of_user() + MORE_PROCESSES))
+    for kind, value in bounds:
+        _, hard = resource.getrlimit(kind)
+        most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (most, most))
+
+
+def _threads_of_user() -> int:
+    count, user = 0, os.getuid()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if entry.stat().st_uid == user:
+                    count += len(list((entry / "task").iterdir()))
+    return count
+
+
+def _detach(keep: int) -> None:
+    """Nothing to read, nowhere to print to, and no other open file but `keep`."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        number = int(entry.name)
+        if number > 2 and number != keep:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(number)
+
+
+def _enter_namespaces() -> bool:
+    """Own processes, network and IPC for what is started from here on, where the kernel grants them: to root with
+    CAP_SYS_ADMIN, and to others where it lets them have user namespaces."""
+    kinds = CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC
+    libc = _libc()
+    if libc.unshare(kinds) == 0:
+        return True
+    user, group = os.getuid(), os.getgid()
+    if user == 0 or libc.unshare(kinds | CLONE_NEWUSER) != 0:
+        return False
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        Path("/proc/self", name).write_text(text)
+    return True
+
+
+def _mount_own_proc() -> None:
+    """So that `/proc` shows no process outside. Some containers forbid it: then the processes are seen, but out of
+    reach of signals. The mounts are this process's own: the guard goes on to see all by its `/proc`."""
+    libc = _libc()
+    if libc.unshare(CLONE_NEWNS) == 0 and libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0:
+        libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None)
+
+
+def _libc() -> Any:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+if __name__ == "__main__":
+    main()
