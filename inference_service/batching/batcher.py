@@ -152,10 +152,6 @@ class Batcher:
         """What it had to do since this was last asked."""
         return self._load.read(self._loop.time())
 
-    def missed(self, rows: int) -> None:
-        """So many rows came, and nobody had time to read them: more replicas might."""
-        self._load.refuse(rows)
-
     async def drain(self, silent_s: float) -> None:
         """Takes no more rows and returns when all that it has are answered, however long that takes; gives up what is
         left after `silent_s` in which nothing was."""
