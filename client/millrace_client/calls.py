@@ -154,7 +154,7 @@ class Caller:
         while True:
             timeout = until - time.monotonic()
             try:
-                response = method(requests(), timeout=timeout, metadata=((REQUEST_ID_KEY, request_id),))
+                response = method(requests(), timeout=timeout, metadata=self.headers(request_id))
             except grpc.RpcError as failed:
                 error = from_rpc_error(failed, address=self.address, request_id=request_id)
                 pause_s = max(backoff.next_s(), error.retry_after_s or 0.0)
