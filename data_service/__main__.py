@@ -23,10 +23,11 @@ from data_service.versions import Versions
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc
 from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import MillraceError
-from shared.grpc_server import serve
+from shared.grpc_server import BearerToken, bearer_token, serve
 from shared.jobs import Jobs
 from shared.jobs.supervisor import Nudge, supervise
 from shared.operations import OperationsServicer
+from shared.own_code import own_code
 from shared.settings import SettingsError
 from shared.storage import ObjectStore, open_store, probe
 from shared.storage.opening import ensure_bucket
@@ -41,7 +42,7 @@ logger = logging.getLogger("data_service")
 RECONCILER = "data_service.reconciler"
 
 
-async def run(settings: DataSettings, store: ObjectStore) -> None:
+async def run(settings: DataSettings, store: ObjectStore, token: BearerToken | None) -> None:
     jobs = Jobs(store, IMPORT_KIND)
     datasets = Datasets(store)
     uploads = Uploads(store, datasets, presigner(settings.service.store))
@@ -77,7 +78,7 @@ async def run(settings: DataSettings, store: ObjectStore) -> None:
         else:
             logger.warning("RAY_ADDRESS is not set: versions wait to be made until the service is started with one")
         try:
-            await serve(settings.service.listen, register, stop=stop)
+            await serve(settings.service.listen, register, stop=stop, token=token)
         finally:
             stop.set()
 
@@ -85,6 +86,9 @@ async def run(settings: DataSettings, store: ObjectStore) -> None:
 def main() -> int:
     try:
         settings = data_settings(os.environ)
+        token = bearer_token(os.environ)
+        # Refuses a setting with which strangers could run code.
+        own_code(os.environ, settings.service.listen, has_token=token is not None)
         configure_logging("data", settings.service.log_level)
         configure_tracing("data", os.environ)
         ensure_bucket(settings.service.store)
@@ -93,7 +97,7 @@ def main() -> int:
     except (SettingsError, StoreRefused, MillraceError) as error:
         print(f"data_service: {error}", file=sys.stderr)
         return 2
-    asyncio.run(run(settings, store))
+    asyncio.run(run(settings, store, token))
     tracing().close()
     return 0
 

@@ -46,8 +46,9 @@ from inference_service.sibling_reports import SiblingReports
 from inference_service.store_check import StoreCheck
 from millrace.inference.v1 import deployment_service_pb2, deployment_service_pb2_grpc
 from shared.errors import MillraceError
-from shared.grpc_server import Door, Health, serve
+from shared.grpc_server import BearerToken, Door, Health, bearer_token, serve
 from shared.operations import OperationsServicer
+from shared.own_code import own_code
 from shared.settings import SettingsError
 from shared.storage import ObjectStore, open_store
 from shared.storage.probe import StoreRefused
@@ -63,7 +64,9 @@ BEHIND_DOOR = ("/inference.GRPCInferenceService/ModelInfer",)
 MAX_CALLS = 8192
 
 
-async def run(settings: InferenceSettings, store: ObjectStore, check: StoreCheck, siblings: Siblings) -> int:
+async def run(
+    settings: InferenceSettings, store: ObjectStore, check: StoreCheck, siblings: Siblings, token: BearerToken | None
+) -> int:
     """Serves until told to stop. Returns the process's exit status."""
     deployments = Deployments(store)
     operations = DeploymentOperations(store, deployments)
@@ -132,6 +135,7 @@ async def run(settings: InferenceSettings, store: ObjectStore, check: StoreCheck
                     shared_port=siblings.are_there,
                     door=Door(BEHIND_DOOR, dispatcher.turned_away),
                     max_calls=MAX_CALLS,
+                    token=token,
                 )
             for task in background:
                 task.cancel()
@@ -158,6 +162,9 @@ async def _first_of(wanted: Coroutine[Any, Any, None], other: Coroutine[Any, Any
 def main() -> None:
     try:
         settings = settings_from(os.environ)
+        token = bearer_token(os.environ)
+        # Refuses a setting with which strangers could run code.
+        own_code(os.environ, settings.service.listen, has_token=token is not None)
         configure_logging("inference", settings.service.log_level)
         check = StoreCheck(settings.service.store)
         check.begin()
@@ -176,7 +183,7 @@ def main() -> None:
         gc.collect()
         gc.freeze()
         # Not asyncio.run, which would wait for threads that wait for a Ray that is gone.
-        status = asyncio.new_event_loop().run_until_complete(run(settings, store, check, siblings))
+        status = asyncio.new_event_loop().run_until_complete(run(settings, store, check, siblings, token))
     except (SettingsError, StoreRefused, MillraceError) as error:
         print(f"inference_service: {error}", file=sys.stderr)
         sys.exit(REFUSED)

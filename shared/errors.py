@@ -109,6 +109,12 @@ class DeadlineExceeded(MillraceError):
     reason = "DEADLINE_EXCEEDED"
 
 
+class Unauthenticated(MillraceError):
+    """The call does not say who makes it, or nobody that may."""
+
+    reason = "UNAUTHENTICATED"
+
+
 class Cancelled(MillraceError):
     reason = "CANCELLED"
 
@@ -136,6 +142,7 @@ KINDS: dict[str, type[MillraceError]] = {
         ResourceExhausted,
         Unavailable,
         DeadlineExceeded,
+        Unauthenticated,
         Cancelled,
         Unimplemented,
         Internal,

@@ -24,6 +24,7 @@ STATUS: dict[type[errors.MillraceError], grpc.StatusCode] = {
     errors.ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.Cancelled: grpc.StatusCode.CANCELLED,
     errors.Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
     errors.Internal: grpc.StatusCode.INTERNAL,

@@ -23,6 +23,8 @@ from tests.support.scheduling import BySuite
 # Ray replaces 127.0.0.1 by the machine's outer address and listens on all interfaces, unless every process of it has
 # this before it starts: heads, services and whoever joins. The variable's name is history.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+# The services of the tests demand no token but where a test names its own.
+os.environ.pop("MILLRACE_TOKEN_FILE", None)
 
 # How long one example takes says more of the machine's other work than of ours.
 settings.register_profile("millrace", deadline=None)

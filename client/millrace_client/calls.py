@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
+from millrace_client.bearer_token import Headers
 from millrace_client.errors import DETAILS_KEY, REQUEST_ID_KEY, from_rpc_error
 from millrace_client.patience import Backoff
 
@@ -76,7 +77,8 @@ def channel_options(address: str) -> list[tuple[str, Any]]:
 class Caller:
     """Calls the stubs of one service. Every error that it raises is a `MillraceError`.
 
-    `timeout_s` and `reconnect_for_s` are what `unary` takes where it is given none.
+    `timeout_s` and `reconnect_for_s` are what `unary` takes where it is given none; `authorization` are the headers
+    that bring the token.
     """
 
     def __init__(
@@ -85,11 +87,17 @@ class Caller:
         address: str,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         reconnect_for_s: float | None = None,
+        authorization: Headers = (),
     ) -> None:
         self.channel = channel
         self.address = address
         self.timeout_s = timeout_s
         self.reconnect_for_s = reconnect_for_s
+        self._authorization = authorization
+
+    def headers(self, request_id: str) -> Headers:
+        """What every call is sent with: its id, and the token where there is one."""
+        return ((REQUEST_ID_KEY, request_id), *self._authorization)
 
     def unary(
         self,
@@ -115,11 +123,43 @@ class Caller:
         while True:
             timeout = until - time.monotonic()
             try:
-                response = method(request, timeout=timeout, metadata=((REQUEST_ID_KEY, request_id),))
+                response = method(request, timeout=timeout, metadata=self.headers(request_id))
             except grpc.RpcError as failed:
                 error = from_rpc_error(failed, address=self.address, request_id=request_id)
                 pause_s = max(backoff.next_s(), error.retry_after_s or 0.0)
                 if not may_repeat(request, failed) or time.monotonic() + pause_s >= repeat_until:
+                    raise error from None
+            else:
+                assert isinstance(response, response_type)
+                return response
+            time.sleep(pause_s)
+
+    def send(
+        self,
+        method: Any,
+        requests: Callable[[], Iterator[Any]],
+        response_type: type[Response],
+        *,
+        timeout_s: float,
+    ) -> Response:
+        """A stream of requests, which `requests` begins anew for each try, and one response, within `timeout_s`.
+
+        Where the service is UNAVAILABLE the call is made again, as in `unary`: it must be one that may be made twice.
+        """
+        request_id = uuid.uuid4().hex
+        began = time.monotonic()
+        until = began + timeout_s
+        repeat_until = until if self.reconnect_for_s is None else min(until, began + self.reconnect_for_s)
+        backoff = Backoff()
+        while True:
+            timeout = until - time.monotonic()
+            try:
+                response = method(requests(), timeout=timeout, metadata=self.headers(request_id))
+            except grpc.RpcError as failed:
+                error = from_rpc_error(failed, address=self.address, request_id=request_id)
+                pause_s = max(backoff.next_s(), error.retry_after_s or 0.0)
+                unavailable = failed.code() is grpc.StatusCode.UNAVAILABLE
+                if not unavailable or time.monotonic() + pause_s >= repeat_until:
                     raise error from None
             else:
                 assert isinstance(response, response_type)
@@ -135,7 +175,7 @@ class Caller:
     ) -> Generator[Any, None, None]:
         """One request, a stream of responses; closing the iterator cancels the call. Unset: no deadline."""
         request_id = uuid.uuid4().hex
-        call = method(request, timeout=timeout_s, metadata=((REQUEST_ID_KEY, request_id),))
+        call = method(request, timeout=timeout_s, metadata=self.headers(request_id))
         try:
             yield from call
         except grpc.RpcError as error:

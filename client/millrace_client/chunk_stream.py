@@ -12,7 +12,7 @@ import grpc
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import data_service_pb2_grpc
 from millrace_client.calls import MAX_MESSAGE_BYTES, Caller
-from millrace_client.errors import REQUEST_ID_KEY, MillraceError, Unavailable, from_rpc_error
+from millrace_client.errors import MillraceError, Unavailable, from_rpc_error
 
 CANCEL_TIMEOUT_S = 5.0
 # A channel of its own, without gRPC's retries: replaying a stream that broke, they now and then leave a message out, or
@@ -39,7 +39,7 @@ class ChunkStream:
         proxy_options = [("grpc.enable_http_proxy", 0)] if is_here else []
         self._channel = grpc.insecure_channel(caller.address, options=[*CHANNEL_OPTIONS, *proxy_options])
         stub: Any = data_service_pb2_grpc.DataServiceStub(self._channel)
-        metadata = ((REQUEST_ID_KEY, self._request_id),)
+        metadata = caller.headers(self._request_id)
         self._call = stub.UploadChunks(iter(self._requests.get, None), metadata=metadata)
         self._thread = threading.Thread(target=self._read, name="upload-acknowledgements", daemon=True)
         self._thread.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from millrace_client.addresses import SERVICES, Addresses, resolve
+from millrace_client.bearer_token import Headers, authorization
 from millrace_client.calls import DEFAULT_TIMEOUT_S, Caller, open_channel
 from millrace_client.data import DataClient
 from millrace_client.deployments import DeploymentClient
@@ -17,12 +18,18 @@ class Millrace:
     """The three services. Close it, or use it in a `with` statement."""
 
     def __init__(
-        self, addresses: Addresses, *, timeout_s: float = DEFAULT_TIMEOUT_S, reconnect_for_s: float | None = None
+        self,
+        addresses: Addresses,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        reconnect_for_s: float | None = None,
+        authorization: Headers = (),
     ) -> None:
         self.addresses = addresses
+        self.authorization = authorization
         self._channels = {service: open_channel(addresses.of(service)) for service in SERVICES}
         callers = {
-            service: Caller(channel, addresses.of(service), timeout_s, reconnect_for_s)
+            service: Caller(channel, addresses.of(service), timeout_s, reconnect_for_s, authorization)
             for service, channel in self._channels.items()
         }
         self.data = DataClient(callers["data"])
@@ -53,6 +60,7 @@ def connect(
     data: str | None = None,
     train: str | None = None,
     inference: str | None = None,
+    token: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     reconnect_for_s: float | None = None,
 ) -> Millrace:
@@ -61,9 +69,13 @@ def connect(
     Addresses left out are found as `millrace_client.addresses` lists. `timeout_s` is the default deadline of a call.
     Nothing is sent yet.
 
+    `token` is sent with every call; unset, that of the file that MILLRACE_TOKEN_FILE names, where it names one; ""
+    sends none. It travels in clear, since channels have no TLS yet. Raises `Unauthenticated` for one that cannot be
+    sent.
+
     Calls ride out a restart of a service: one that meets it UNAVAILABLE is made again, with growing pauses, for
     `reconnect_for_s` (unset: until its deadline; 0: never), and then raises `Unavailable`. That holds for reads and for
     what carries a request id; other calls, inference among them, are made again only if they were certainly not sent.
     """
     addresses = resolve(data=data, train=train, inference=inference)
-    return Millrace(addresses, timeout_s=timeout_s, reconnect_for_s=reconnect_for_s)
+    return Millrace(addresses, timeout_s=timeout_s, reconnect_for_s=reconnect_for_s, authorization=authorization(token))

@@ -151,6 +151,8 @@ class PermissionDenied(MillraceError):
 
 
 class Unauthenticated(MillraceError):
+    """The service demands a token, and the call did not bring it; `remedy` says how to give one."""
+
     status = "UNAUTHENTICATED"
 
 
@@ -181,6 +183,15 @@ KINDS: dict[str, type[MillraceError]] = {
     )
 }
 _NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
+TOKEN_REMEDY = (
+    "give the service's token: set MILLRACE_TOKEN_FILE to a file that holds it and that only you may read, or in "
+    "Python connect(token=…)"
+)
+
+
+def _remedy(status: str) -> str:
+    """Where the client knows better than the service what its user can do."""
+    return TOKEN_REMEDY if status == Unauthenticated.status else ""
 
 
 def from_status(status: status_pb2.Status, *, request_id: str = "") -> MillraceError:
@@ -201,7 +212,7 @@ def from_status(status: status_pb2.Status, *, request_id: str = "") -> MillraceE
         reason=info.reason,
         metadata=info.metadata,
         field_violations=violations,
-        remedy=info.metadata.get("remedy", ""),
+        remedy=info.metadata.get("remedy", "") or _remedy(_NAMES.get(status.code, "")),
         retry_after_s=retry_after_s,
         request_id=request_id,
     )
@@ -215,7 +226,7 @@ def from_rpc_error(error: grpc.RpcError, *, address: str, request_id: str) -> Mi
         if key == DETAILS_KEY:
             return from_status(status_pb2.Status.FromString(value), request_id=request_id)
     # No details: the call did not reach one of our servers, or gRPC itself ended it.
-    message, remedy = error.details() or code.name, ""
+    message, remedy = error.details() or code.name, _remedy(code.name)
     if code is grpc.StatusCode.UNAVAILABLE:
         message = f"nobody answers at {address} ({message.rpartition(': ')[2]})"
         remedy = "start the stack with `millrace up`, or name another address; `millrace status` shows what is up"

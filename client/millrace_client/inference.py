@@ -14,8 +14,9 @@ import numpy.typing as npt
 from inference import grpc_service_pb2 as pb
 from inference import grpc_service_pb2_grpc, model_config_pb2
 from millrace_client.answers import Answer, answer_of
+from millrace_client.bearer_token import Headers
 from millrace_client.calls import Caller, new_request_id, was_never_sent
-from millrace_client.errors import REQUEST_ID_KEY, MillraceError, ResourceExhausted, Unavailable, from_rpc_error
+from millrace_client.errors import MillraceError, ResourceExhausted, Unavailable, from_rpc_error
 from millrace_client.streaming import streamed_answers
 from millrace_client.tensors import RequestOptions, infer_request
 
@@ -103,7 +104,9 @@ class InferenceClient:
                 if len(waiting) == ANSWERS_HELD * in_flight:
                     yield self._settle(waiting.popleft(), timeout_s)
                 room.acquire()
-                waiting.append(_InFlight(self._stub.ModelInfer, request, timeout_s, room))
+                waiting.append(
+                    _InFlight(self._stub.ModelInfer, request, self._caller.headers(request.id), timeout_s, room)
+                )
                 while waiting and waiting[0].done():
                     yield self._settle(waiting.popleft(), timeout_s)
             while waiting:
@@ -186,7 +189,12 @@ class _InFlight:
     """One request on its way. It gives its place back as soon as its answer is there, whoever waits for it."""
 
     def __init__(
-        self, method: Any, request: pb.ModelInferRequest, timeout_s: float, room: threading.BoundedSemaphore
+        self,
+        method: Any,
+        request: pb.ModelInferRequest,
+        headers: Headers,
+        timeout_s: float,
+        room: threading.BoundedSemaphore,
     ) -> None:
         # None once it is answered: nobody sends it again.
         self.request: pb.ModelInferRequest | None = request
@@ -194,7 +202,7 @@ class _InFlight:
         self._room = room
         self._started = self._ended = time.perf_counter()
         self._arrived = threading.Event()
-        self._call = method.future(request, timeout=timeout_s, metadata=((REQUEST_ID_KEY, request.id),))
+        self._call = method.future(request, timeout=timeout_s, metadata=headers)
         self._call.add_done_callback(self._on_done)
 
     def _on_done(self, _: Any) -> None:

@@ -35,6 +35,8 @@ ADMIT_DEVIATIONS = 2.0
 # ahead in the queue, count as often as the fifth power of the load over `TOLERATED_LOAD`, from 1 to `MOST_CROWDED`.
 # Up to that load the queue is that of a burst or of a slow spell: whoever waits keeps the model at work after it.
 TOLERATED_LOAD, MOST_CROWDED = 1.4, 5.0
+# For rows of the next batch: they wait for the batches in flight alone, and without them it would leave half empty.
+MOST_CROWDED_NEXT = 3.0
 # The load is that of about so long, or since the model was idle, of which the first moments say little. What is
 # offered, other than what is refused, does not depend on the policy itself.
 LOAD_S, LITTLE_S = 0.5, 0.05
@@ -152,10 +154,6 @@ class Batcher:
         """What it had to do since this was last asked."""
         return self._load.read(self._loop.time())
 
-    def missed(self, rows: int) -> None:
-        """So many rows came, and nobody had time to read them: more replicas might."""
-        self._load.refuse(rows)
-
     async def drain(self, silent_s: float) -> None:
         """Takes no more rows and returns when all that it has are answered, however long that takes; gives up what is
         left after `silent_s` in which nothing was."""
@@ -188,6 +186,8 @@ class Batcher:
             self._offered, self._idle_s = Decaying(LOAD_S), now_s
         crowding = self._crowding(now_s, len(frees_s))
         ahead = self._queue.batches_ahead(rows, form, priority)
+        if not ahead:
+            crowding = min(crowding, MOST_CROWDED_NEXT)
         ends_s = starts_s(frees_s, ahead, full_batch_s * crowding)
         # An idle model always tries: an estimate that is too high could otherwise never be put right.
         if self._in_flight.batches:

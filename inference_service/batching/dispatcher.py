@@ -29,7 +29,6 @@ from inference_service.domain.signature import (
 )
 from inference_service.domain.tensors import Array, WireTensor
 from inference_service.domain.traffic import Shadow
-from shared.errors import ResourceExhausted
 from shared.grpc_server.server import MAX_MESSAGE_BYTES
 
 # Of the outputs alone: beside them an answer has names and parameters.
@@ -94,7 +93,7 @@ class Dispatcher:
             count, form = count_rows(signature, inputs, max_rows)
             batcher.admit(count, form, remaining_s, priority)
             # What waits to be decoded takes memory like what waits for the model.
-            with self._holding(decoding.size_bytes, count, batcher):
+            with self._holding(decoding.size_bytes):
                 inputs = await decoding.run(inputs)
             if remaining_s is not None:
                 remaining_s = max(remaining_s - (time.perf_counter() - began_s), 0.0)
@@ -110,7 +109,7 @@ class Dispatcher:
         if len(rows) * signature.answer_row_bytes > MAX_OUTPUT_BYTES:
             check_answer_fits(_unclassified(wanted, requested), len(rows), MAX_OUTPUT_BYTES)
         began_s = time.perf_counter()
-        with self._holding(rows.size_bytes, len(rows), batcher):
+        with self._holding(rows.size_bytes):
             # Of admitted requests alone: the shadow is to see what the version beside it sees.
             if deployment.shadow is not None:
                 self._shadow(deployment, version, deployment.shadow, rows, batcher)
@@ -134,13 +133,10 @@ class Dispatcher:
         self._models.unchosen.failed(status="RESOURCE_EXHAUSTED", now_s=time.time(), total_s=0.0)
 
     @contextmanager
-    def _holding(self, size_bytes: int, rows: int, batcher: Batcher) -> Iterator[None]:
-        """Within it, so many bytes of a request of so many rows are held. Raises `MemoryFull`."""
-        try:
-            self._held.take(size_bytes)
-        except ResourceExhausted:
-            batcher.missed(rows)
-            raise
+    def _holding(self, size_bytes: int) -> Iterator[None]:
+        """Holds `size_bytes` of a request within it. Raises `MemoryFull`, which counts as load of no model: the memory
+        is this process's, and may be held by requests for others. These scale by the rows that wait."""
+        self._held.take(size_bytes)
         try:
             yield
         finally:

@@ -18,6 +18,7 @@ from ray.serve.exceptions import RayServeException
 from inference_service.domain.load import Load
 from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.signature import Signature
+from inference_service.replica.cpu_priority import raise_priority
 from inference_service.replica.hang_watch import HangWatch
 from inference_service.replica.told_loads import ToldLoads
 from inference_service.sockets.replica_socket import Door, listen
@@ -93,6 +94,8 @@ class ModelReplica:
         self._loads = ToldLoads()
         self._watch = HangWatch()
         _log()
+        # Before the model's thread starts, which inherits it.
+        raise_priority()
         _trace(spec.tracing or {})
         try:
             self._model, self._loaded = self._thread.submit(_load, spec).result()

@@ -14,7 +14,8 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -105,11 +106,12 @@ class Door:
         """What opens to the process's own knocks."""
         return _Opening(self._opened)
 
-    async def watch(self, address: str) -> None:
-        """Knocks at its own server, while calls come, until cancelled. Where that is impossible, all calls come in."""
+    async def watch(self, address: str, metadata: Sequence[tuple[str, str]] = ()) -> None:
+        """Knocks at its own server, with the headers `metadata`, while calls come, until cancelled. Where that is
+        impossible, all calls come in."""
         try:
             async with aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-                await self._knock_on(channel.unary_unary(METHOD))
+                await self._knock_on(partial(channel.unary_unary(METHOD), metadata=metadata))
         except Exception:
             logger.exception("this process no longer knows how long calls wait, and turns none away")
         finally:

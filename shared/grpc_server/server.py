@@ -15,6 +15,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
+from shared.grpc_server.bearer_token import BearerToken, TokenCheck
 from shared.grpc_server.call_limit import CallLimit
 from shared.grpc_server.door import Door
 from shared.grpc_server.interceptor import DEFAULT_DEADLINE_S, CallInterceptor
@@ -66,13 +67,15 @@ async def serve(
     shared_port: bool = False,
     door: Door | None = None,
     max_calls: int = MAX_CALLS,
+    token: BearerToken | None = None,
 ) -> None:
     """Serves on `listen` (host:port) until SIGTERM, SIGINT or `stop`, then drains for at most `grace_s` seconds.
 
     `register` adds servicers to the server and returns their full names for reflection. With `ready=False` the caller
     says through `health` when it serves. With `shared_port` others that say so may serve on the same one, and the
     kernel shares out the connections. Calls above `max_calls`, health checks aside, are refused unread as
-    RESOURCE_EXHAUSTED with `RetryInfo`. Raises `RuntimeError` where the port cannot be bound.
+    RESOURCE_EXHAUSTED with `RetryInfo`. With a `token`, calls that do not bring it are refused as UNAUTHENTICATED,
+    health checks apart. Raises `RuntimeError` where the port cannot be bound.
     """
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(BLOCKING_THREADS, thread_name_prefix="blocking"))
@@ -92,6 +95,9 @@ async def serve(
             ("grpc.so_reuseport", int(shared_port)),
         ],
     )
+    if token is not None:
+        # First of all handlers: those behind it are not asked about a call without the token.
+        server.add_generic_rpc_handlers([TokenCheck(token)])
     limited = CallLimit(max_calls).around(server)
     names = list(register(CallInterceptor(default_deadline_s, door).around(limited)))
     # Health and reflection come from grpc itself and keep their own manners.
@@ -110,7 +116,7 @@ async def serve(
         loop.add_signal_handler(signal_number, stop.set)
     await server.start()
     if door is not None:
-        watching = loop.create_task(door.watch(own))
+        watching = loop.create_task(door.watch(own, token.metadata if token is not None else ()))
     logger.info("serving on %s", listen)
     await stop.wait()
     logger.info("stopping: draining calls for at most %.0f s", grace_s)

@@ -31,6 +31,7 @@ from inference_service.fronts.siblings import Siblings
 from inference_service.open_inference.inferring import Inference
 from inference_service.open_inference.servicer import OpenInferenceServicer
 from inference_service.open_inference.summed_statistics import SummedStatistics
+from shared.grpc_server import BearerToken
 from shared.grpc_server.interceptor import DEFAULT_DEADLINE_S
 from shared.settings import StoreSettings
 from shared.storage import open_store
@@ -127,6 +128,7 @@ async def inference_server(
     default_deadline_s: float = DEFAULT_DEADLINE_S,
     held: HeldBytes | None = None,
     siblings: Siblings | None = None,
+    token: BearerToken | None = None,
     **limits: Any,
 ) -> AsyncIterator[Server]:
     """`one` (by default `m`, of four numbers a row), answered by `model`."""
@@ -143,7 +145,7 @@ async def inference_server(
             oip_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
             return ["inference.GRPCInferenceService"]
 
-        async with running(register, default_deadline_s=default_deadline_s) as kit:
+        async with running(register, default_deadline_s=default_deadline_s, token=token) as kit:
             yield Server(models, deployments, classifier, kit)
             classifier.may_work.set()
 

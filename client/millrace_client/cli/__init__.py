@@ -14,6 +14,7 @@ COMMANDS = {
     "status": ("stack", "Show whether each part answers."),
     "demo": ("demo", "From raw digits to a served model."),
     "data": ("data", "Import, list and show datasets."),
+    "code": ("code", "Push, list, show and delete bundles of your own code."),
     "train": ("train", "Create, watch and end training jobs; coverage, metrics, logs."),
     "deploy": ("deploy", "Serve a checkpoint."),
     "deployments": ("deployments", "List, show and delete deployments; share their traffic out."),
@@ -29,6 +30,9 @@ Where the services are, first that is named:
   MILLRACE_DATA_ADDRESS, MILLRACE_TRAIN_ADDRESS, MILLRACE_INFERENCE_ADDRESS
   the stack that `millrace up` runs (stack.json in MILLRACE_HOME, default .millrace)
   127.0.0.1:50051, 127.0.0.1:50052, 127.0.0.1:50053
+
+\b
+The services' token, where they demand one: in the file that MILLRACE_TOKEN_FILE names.
 
 \b
 Exit codes:

@@ -66,7 +66,7 @@ def bench(
         raise click.UsageError("give either --in-flight (closed loop) or --rate (open loop)")
     with connected(values) as millrace:
         metadata = millrace.inference.model_metadata(model, version=version)
-        address = millrace.addresses.inference
+        address, headers = millrace.addresses.inference, millrace.authorization
     try:
         if rows_from is None:
             given = made_up_rows(metadata, max(MADE_UP_ROWS, rows), seed)
@@ -82,6 +82,7 @@ def bench(
         seconds=seconds,
         warm_up_s=warm_up,
         deadline_s=deadline,
+        metadata=headers,
     )
     loop = {"rate": rate} if rate is not None else {"in_flight": in_flight or 64}
     try:

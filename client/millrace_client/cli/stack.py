@@ -16,7 +16,7 @@ from millrace_client.cli.exits import UNAVAILABLE, PlainCommand
 from millrace_client.cli.options import address_options, connected, json_option
 from millrace_client.cli.output import console, duration_text, new_table, print_json, state_text, verbatim
 from millrace_client.connection import Millrace
-from millrace_client.errors import MillraceError
+from millrace_client.errors import MillraceError, Unauthenticated
 from millrace_client.stack import launch
 from millrace_client.stack.plan import StackOptions, make_plan
 from millrace_client.stack.ports import answers
@@ -83,8 +83,14 @@ def status(ctx: click.Context, /, as_json: bool, **values: Any) -> None:
     with connected(values) as millrace:
         health = {service: millrace.health.check(service) for service in SERVICES}
         addresses = millrace.addresses
-        use = _cluster_use(millrace) if health["train"] == "SERVING" else None
-        names = _deployment_names(millrace, health["inference"]) if use else {}
+        refusal: Unauthenticated | None = None
+        use, names = None, {}
+        try:
+            use = _cluster_use(millrace) if health["train"] == "SERVING" else None
+            names = _deployment_names(millrace, health["inference"]) if use else {}
+        except Unauthenticated as error:
+            # Health needs no token, so that is still told.
+            refusal = error
     rows = [(service, health[service], addresses.of(service), addresses.origins[service]) for service in SERVICES]
     if record is not None:
         ray = "SERVING" if answers(record.ray_address) else "UNREACHABLE"
@@ -99,6 +105,8 @@ def status(ctx: click.Context, /, as_json: bool, **values: Any) -> None:
         document = {"healthy": healthy, "parts": parts, "stack": stack}
         if use is not None:
             document["cluster"] = _use_document(use, names)
+        if refusal is not None:
+            document["refusal"] = refusal.as_dict()
         print_json(document)
     else:
         table = new_table("part", "health", "address", "pid", "named by", numbers=("pid",))
@@ -108,15 +116,21 @@ def status(ctx: click.Context, /, as_json: bool, **values: Any) -> None:
         console().print(table)
         if use is not None:
             _print_use(use, names)
+        if refusal is not None:
+            console().print(verbatim(f"Who holds which CPUs is not shown: {refusal.message}", "yellow"), soft_wrap=True)
+            console().print(verbatim(f"  remedy: {refusal.remedy}"), soft_wrap=True)
         if record is not None:
             console().print(f"Ray's dashboard: {record.dashboard}\nStore: {record.store}")
     ctx.exit(0 if healthy else UNAVAILABLE)
 
 
 def _cluster_use(millrace: Millrace) -> ClusterUse | None:
-    """None where nobody has looked yet, or an earlier release answers, which does not know."""
+    """None where nobody has looked yet, or an earlier release answers, which does not know. Raises
+    `Unauthenticated`."""
     try:
         use = millrace.train.get_cluster_use()
+    except Unauthenticated:
+        raise
     except MillraceError:
         return None
     return use if use.HasField("time") else None
@@ -128,6 +142,8 @@ def _deployment_names(millrace: Millrace, health: str) -> dict[str, str]:
         return {}
     try:
         return {one.uid: one.name for one in millrace.deployments.list_deployments()}
+    except Unauthenticated:
+        raise
     except MillraceError:
         return {}
 

@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace_client.addresses import DEFAULT_PORTS, SERVICES
+from millrace_client.bearer_token import VARIABLE as TOKEN_FILE
 from millrace_client.stack.ports import HOST, free_ports, is_free
 
 # A training job's workers and a served model fit side by side on a machine of two cores; Ray's CPUs are only tickets.
 FEWEST_RAY_CPUS = 4
+# The stack is one user's own, on loopback: their code may run on it unless they say otherwise. Other users of the
+# machine reach its loopback too; MILLRACE_TOKEN_FILE keeps them out.
+OWN_CODE = "trusted"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +79,8 @@ def make_plan(home: Path, options: StackOptions, environ: Mapping[str, str] = os
     ray = Part(
         name="ray",
         command=ray_command(gcs, client, dashboard, agent, ray_folder, options.ray_cpus),
-        environment={**shared, **RAY_HEAD_ENVIRONMENT},
+        # Ray's workers inherit it, and call no service.
+        environment={name: value for name, value in shared.items() if name != TOKEN_FILE} | RAY_HEAD_ENVIRONMENT,
         address=ray_address,
         log=home / "logs" / "ray.log",
         grace_s=15.0,
@@ -90,6 +95,7 @@ def make_plan(home: Path, options: StackOptions, environ: Mapping[str, str] = os
                 "MILLRACE_STORE": store,
                 "MILLRACE_LISTEN": f"{HOST}:{ports[service]}",
                 "MILLRACE_IMPORT_ROOTS": os.pathsep.join(import_roots),
+                "MILLRACE_OWN_CODE": environ.get("MILLRACE_OWN_CODE") or OWN_CODE,
             },
             address=f"{HOST}:{ports[service]}",
             log=home / "logs" / f"{service}.log",

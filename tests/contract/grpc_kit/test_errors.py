@@ -27,6 +27,7 @@ CODES = {
     "ResourceExhausted": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "Unavailable": grpc.StatusCode.UNAVAILABLE,
     "DeadlineExceeded": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "Unauthenticated": grpc.StatusCode.UNAUTHENTICATED,
     "Cancelled": grpc.StatusCode.CANCELLED,
     "Unimplemented": grpc.StatusCode.UNIMPLEMENTED,
     "Internal": grpc.StatusCode.INTERNAL,

@@ -15,6 +15,7 @@ from google.longrunning.operations_pb2 import GetOperationRequest
 
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1.resources_pb2 import DatasetVersion
+from millrace_client import connect, errors
 from shared.settings import StoreSettings
 from tests.integration.data_service.client import DataClient, metadata_of, parquet
 from tests.support.ports import free_ports
@@ -63,6 +64,33 @@ def test_while_ray_is_gone_the_api_answers_and_an_import_waits(file_store: Store
         assert [one.name for one in listed.versions] == [version]
         assert not client.operations.GetOperation(GetOperationRequest(name=started.name), timeout=10).done
         client.close()
+
+
+def test_with_a_token_it_answers_those_who_bring_it(file_store: StoreSettings, tmp_path: Path) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("a-token-of-the-tests\n")
+    token_file.chmod(0o600)
+    environ = {**store_environ(file_store), "RAY_ADDRESS": "", "MILLRACE_TOKEN_FILE": str(token_file)}
+    with running_service("data_service", environ, tmp_path / "service.log") as service:
+        with connect(data=service.address, token="") as stranger:
+            with pytest.raises(errors.Unauthenticated, match="demands a token"):
+                stranger.data.create_dataset("d")
+            with pytest.raises(errors.Unauthenticated, match="demands a token"):
+                stranger.data.read_table("datasets/d/versions/v1")
+        with connect(data=service.address, token="another-token-of-tests") as stranger:
+            with pytest.raises(errors.Unauthenticated) as raised:
+                stranger.data.create_dataset("d")
+            assert raised.value.reason == "TOKEN_INVALID"
+        with connect(data=service.address, token="a-token-of-the-tests") as client:
+            assert list(client.data.list_datasets()) == []
+            assert client.data.create_dataset("d").name == "datasets/d"
+            source = tmp_path / "source"
+            source.write_bytes(b"some bytes")
+            assert client.data.upload("datasets/d", source).size_bytes == len(b"some bytes")
+    log = service.log.read_text()
+    assert "brought no valid token" in log
+    assert "a-token-of-the-tests" not in log
+    assert "another-token-of-tests" not in log
 
 
 @pytest.mark.parametrize(

@@ -13,25 +13,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import grpc
 import pytest
 
+from millrace_client import connect, errors
 from shared.settings import StoreSettings
 from tests.integration.inference_service.client import Client, environment, eventually
 from tests.support.fronts_of import fronts_of
 from tests.support.ports import free_ports
 
 WITHIN_S = 90.0
+TOKEN = "a-token-of-the-tests"
 
 
 @contextmanager
 def service(folder: Path, address: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A service of two fronts that waits for a Ray which never comes."""
+    """A service of two fronts that waits for a Ray which never comes, and demands a token."""
+    token_file = folder / "token"
+    token_file.write_text(TOKEN)
+    token_file.chmod(0o600)
     environ = environment(StoreSettings(url=(folder / "store").as_uri()), f"127.0.0.1:{free_ports(1)[0]}")
     with (folder / "service.log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "inference_service"],
-            env={**os.environ, **environ, "MILLRACE_LISTEN": address, "MILLRACE_FRONTS": "2"},
+            env={
+                **os.environ,
+                **environ,
+                "MILLRACE_LISTEN": address,
+                "MILLRACE_FRONTS": "2",
+                "MILLRACE_TOKEN_FILE": str(token_file),
+            },
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -49,13 +59,24 @@ def address() -> str:
 
 
 def answers(address: str) -> bool:
-    """Whether somebody there reads the store."""
-    with Client(address) as client:
+    """Whether somebody there reads the store, for those who bring the token and nobody else."""
+    with connect(inference=address, token=TOKEN, reconnect_for_s=0) as client:
         try:
-            client.get("deployments/nobody")
-        except grpc.RpcError as error:
-            return bool(error.code() is grpc.StatusCode.NOT_FOUND)
-    return False
+            client.deployments.get_deployment("deployments/nobody")
+        except errors.NotFound:
+            pass
+        except errors.Unavailable:
+            return False
+    with connect(inference=address, token="", reconnect_for_s=0) as stranger:
+        for ask in (
+            lambda: stranger.deployments.get_deployment("deployments/nobody"),
+            stranger.inference.server_live,
+            lambda: list(stranger.inference.infer_stream("nothing", [])),
+        ):
+            with pytest.raises(errors.Unauthenticated) as raised:
+                ask()
+            assert raised.value.reason == "TOKEN_REQUIRED"
+    return True
 
 
 def both(process: subprocess.Popen[bytes]) -> dict[int, int]:

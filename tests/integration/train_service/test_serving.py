@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from millrace.train.v1 import train_service_pb2 as pb
+from millrace_client import connect, errors
+from shared.settings import StoreSettings
+from tests.support.service_process import running_service, store_environ
 from tests.support.training import TrainStack
 
 
@@ -52,3 +58,20 @@ def test_a_callers_request_id_comes_back(file_stack: TrainStack) -> None:
     _, answered = call(pb.ListTrainingJobsRequest(), timeout=30, metadata=(("x-request-id", "mine-1"),))
 
     assert ("x-request-id", "mine-1") in [(one.key, one.value) for one in answered.trailing_metadata()]
+
+
+def test_with_a_token_it_answers_those_who_bring_it(file_store: StoreSettings, tmp_path: Path) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("a-token-of-the-tests")
+    token_file.chmod(0o600)
+    environ = {**store_environ(file_store), "RAY_ADDRESS": "", "MILLRACE_TOKEN_FILE": str(token_file)}
+    with running_service("train_service", environ, tmp_path / "service.log") as service:
+        with connect(train=service.address, token="") as stranger:
+            with pytest.raises(errors.Unauthenticated, match="demands a token"):
+                stranger.train.get_training_job("trainingJobs/j")
+            with pytest.raises(errors.Unauthenticated, match="demands a token"):
+                list(stranger.train.watch_training_job("trainingJobs/j"))
+        with connect(train=service.address, token="a-token-of-the-tests") as client:
+            assert list(client.train.list_training_jobs()) == []
+            with pytest.raises(errors.NotFound):
+                list(client.train.watch_training_job("trainingJobs/j"))

@@ -1,0 +1,64 @@
+"""A foreign client of the Open Inference Protocol brings the token as a header."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import grpc
+
+from shared.grpc_server import BearerToken
+from tests.support.grpc_kit import told
+from tests.support.inference_server import Server, ask, served
+
+TOKEN = "a-token-of-the-tests"
+HEADERS = {"authorization": f"Bearer {TOKEN}"}
+# In a process of its own: tritonclient and our protos share names of messages.
+TRITON = """
+import queue
+import sys
+
+import numpy as np
+import tritonclient.grpc as triton
+
+address, token = sys.argv[1:]
+headers = {"authorization": f"Bearer {token}"}
+image = triton.InferInput("image", [1, 4], "UINT8")
+image.set_data_from_numpy(np.array([[0, 1, 2, 3]], np.uint8))
+answers = queue.SimpleQueue()
+with triton.InferenceServerClient(address) as client:
+    print(client.is_server_live(headers=headers))
+    print(client.infer("m", [image], headers=headers).as_numpy("label").tolist())
+    client.start_stream(lambda result, error: answers.put((result, error)), headers=headers)
+    client.async_stream_infer("m", [image])
+    result, error = answers.get(timeout=20)
+    client.stop_stream()
+    print(error or result.as_numpy("label").tolist())
+    try:
+        client.infer("m", [image])
+    except triton.InferenceServerException as error:
+        print(error.status())
+"""
+
+
+def test_tritonclient_asks_with_a_header() -> None:
+    async def scenario(server: Server) -> None:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", TRITON, server.kit.address, TOKEN, stdout=asyncio.subprocess.PIPE
+        )
+        said, _ = await process.communicate()
+        assert said.decode().splitlines() == ["True", "[3]", "[3]", "StatusCode.UNAUTHENTICATED"]
+
+    served(scenario, token=BearerToken(TOKEN))
+
+
+def test_without_the_token_no_request_reaches_a_model() -> None:
+    async def scenario(server: Server) -> None:
+        unary = await told(server.stub.ModelInfer(ask(1)))
+        stream = await told(server.stub.ModelStreamInfer().read())
+        assert (unary.code, stream.code) == (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAUTHENTICATED)
+        assert server.model.batches == []
+        await server.stub.ModelInfer(ask(1), metadata=tuple(HEADERS.items()))
+        assert server.model.batches == [[1]]
+
+    served(scenario, token=BearerToken(TOKEN))

@@ -1,0 +1,43 @@
+"""A replica's priority. Each in a process of its own: who is not root cannot go back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Started as by Ray: nice, and with a thread that is there already.
+AS_BY_RAY = """
+import os, threading
+from inference_service.replica.cpu_priority import raise_priority
+
+os.nice(15 - os.nice(0))
+ended = threading.Event()
+threading.Thread(target=ended.wait).start()
+if {unprivileged}:
+    os.setuid(65534)
+raise_priority()
+print({{os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir("/proc/self/task")}})
+ended.set()
+"""
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may lower a niceness, and become somebody else")
+
+
+def run_as_by_ray(*, unprivileged: bool) -> subprocess.CompletedProcess[str]:
+    code = AS_BY_RAY.format(unprivileged=unprivileged)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+
+
+@needs_root
+def test_all_threads_of_a_replica_get_as_much_cpu_as_a_frontend() -> None:
+    assert run_as_by_ray(unprivileged=False).stdout == "{0}\n"
+
+
+@needs_root
+def test_a_replica_that_may_not_raise_its_priority_goes_on_and_says_what_helps() -> None:
+    ran = run_as_by_ray(unprivileged=True)
+    assert ran.stdout == "{15}\n"
+    assert "start Ray with RAY_worker_niceness=0" in ran.stderr
