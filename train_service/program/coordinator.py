@@ -1,7 +1,7 @@
 """The attempt's side of a program's reports: where the ranks meet, and where what they reported becomes a checkpoint.
 
-A rank uploads its files below the attempt's own folder, and says then: {report n, metrics, files}. Once all W ranks have
-said so, the report is put together (of a path that several ranks reported the lowest rank's file counts), the manifest
+A rank uploads its files below the attempt's own folder, and says then: {report n, metrics, files}. Once all W ranks
+have said so, the report is put together (of a path that several ranks reported the lowest rank's file counts), the manifest
 is written, and the registry names it under the attempt's number: a stale attempt is refused there, and its files are
 taken away. Only then is every rank answered, and only then does its `ray.train.report` return.
 
@@ -27,7 +27,6 @@ from shared.checkpoint.format import OTHER_FORMAT
 from shared.checkpoint.program import (
     ProgramContent,
     ProgramFile,
-    load_program_checkpoint,
     verify_program_checkpoint,
     write_manifest,
 )
@@ -153,8 +152,8 @@ class ReportCoordinator:
         named_after_s: float = MISSING_NAMED_AFTER_S,
         missing_for_s: float = MISSING_FOR_S,
     ) -> None:
-        """`tell` writes events; `stop_reason` is what is wished of the run, see `reporting`. `merge_positions` makes the
-        manifest's positions of what the ranks' shards said, by rank. `append_coverage` writes the rows that they gave
+        """`tell` writes events; `stop_reason` is what is wished of the run, see `reporting`. `merge_positions` makes
+        the manifest's positions of what the ranks' shards said, by rank. `append_coverage` writes the rows that they gave
         since the last checkpoint, and returns the parts that the manifest must name."""
         assert spec.program is not None
         self._store = store
@@ -345,7 +344,9 @@ class ReportCoordinator:
             reply(self._acknowledged)  # asked again: the answer was lost
             return
         if number != self._number:
-            raise Internal(f"rank {rank} reports number {number}, and number {self._number} is due", reason="REPORT_LOST")
+            raise Internal(
+                f"rank {rank} reports number {number}, and number {self._number} is due", reason="REPORT_LOST"
+            )
         with self._lock:
             if not self._parts:
                 self._met_at, self._named = time.monotonic(), False
@@ -463,7 +464,7 @@ class ReportCoordinator:
             return
         self._progress_at = now
         others = dict(part.metrics)
-        told = {name: others.pop(name) for name in ("loss", "accuracy") if name in others}
+        told: dict[str, Any] = {name: others.pop(name) for name in ("loss", "accuracy") if name in others}
         self._tell(EventKind.PROGRESS, {"step": number, "epoch": part.epoch, **told, "metrics": others})
 
     def _absent(self) -> list[int]:
@@ -476,8 +477,8 @@ class ReportCoordinator:
         if gone:
             self._fail(
                 Internal(
-                    f"{self._sentence(gone)}: they have returned from the training function, while others wait in report "
-                    f"{self._number}. Every rank must call ray.train.report equally often",
+                    f"{self._sentence(gone)}: they have returned from the training function, while others wait in "
+                    f"report {self._number}. Every rank must call ray.train.report equally often",
                     reason=NOT_BY_ALL,
                     metadata={"ranks": ",".join(map(str, gone))},
                 )

@@ -1,4 +1,4 @@
-"""What Ray Train runs on every worker of an attempt at a program: the user's function, with Millrace behind `ray.train`.
+"""What Ray Train runs on every worker of a program: the user's function, with Millrace behind `ray.train`.
 
 The worker is a real one of Ray Train's, with its process group. Before the program's module is imported, `report`,
 `get_checkpoint` and `get_dataset_shard` are bound to Millrace (`ray_hooks`), and the process has a folder of its own,
@@ -13,7 +13,6 @@ import inspect
 import json
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,9 +70,7 @@ def work_on_program(config: dict[str, Any]) -> None:
     program: ProgramConfig = config["loop"]
     context = ray.train.get_context()
     configure_logging("train-worker", "INFO")
-    run_program(
-        program, context.get_world_rank(), context.get_world_size(), ray.get_runtime_context().get_node_id()
-    )
+    run_program(program, context.get_world_rank(), context.get_world_size(), ray.get_runtime_context().get_node_id())
 
 
 def run_program(config: ProgramConfig, rank: int, world_size: int, node_id: str) -> None:
@@ -131,9 +128,7 @@ class _Rank:
             optimizer_steps=lambda: steps.count,
         )
         copies = NodeCopies(self._store, self._folder.checkpoints, pulse.tick)
-        utils = ProgramTrainFnUtils(
-            reports, copies, self._folder.run, lambda: self._open_shards(begin), lambda: pulse.wish
-        )
+        utils = ProgramTrainFnUtils(reports, copies, self._folder.run, self._open_shards, lambda: pulse.wish)
         install(utils)
         code = self._unpack()
         sys.path.append(str(code))
@@ -159,10 +154,11 @@ class _Rank:
         module = importlib.import_module(module_name)
         if not str(getattr(module, "__file__", "")).startswith(str(code)):
             raise FailedPrecondition(
-                f"{module_name} is {module.__file__}, and not of the bundle: a module of that name is installed; rename it",
+                f"{module_name} is {module.__file__}, and not of the bundle: a module of that name is installed; rename "
+                "the bundle's",
                 reason="MODULE_SHADOWED",
             )
-        function: Callable[..., Any] = module
+        function: Any = module
         for part in name.split("."):
             function = getattr(function, part)
         if inspect.signature(function).parameters:
@@ -179,7 +175,7 @@ class _Rank:
         digest = self._config.program.code_bundle.rpartition("/")[2]
         return unpack_on_node(self._store, digest, self._folder.code)
 
-    def _open_shards(self, begin: Begin) -> Shards:
+    def _open_shards(self) -> Shards:
         raise FailedPrecondition("the program asks for a shard of a dataset, and the job has none", reason="NO_DATASET")
 
     def _take_shards(self) -> dict[str, Any]:
@@ -187,8 +183,8 @@ class _Rank:
 
     def _announce_exit(self, status: int, where: str, code: Path) -> None:
         error = Internal(
-            f"os._exit({status}) on rank {self._rank} at {where.removeprefix(f'{code}/')}: the process ended before the "
-            "training function returned",
+            f"os._exit({status}) on rank {self._rank} at {where.removeprefix(f'{code}/')}: the process ended before "
+            "the training function returned",
             reason="PROGRAM_EXITED",
             metadata={"ranks": str(self._rank)},
         )
