@@ -69,6 +69,7 @@ PATTERN = "codeBundles/{sha256}"
 SHA256 = re.compile(r"[0-9a-f]{64}")
 # A deletion that was begun is over within this time, or whoever began it is dead.
 DELETED_WITHIN_S = 60.0
+LEFT_OVER_AFTER_S = 24 * 3600.0
 # How often a bundle is stored again that was deleted at the same time.
 TRIES = 3
 # Another process of the node unpacks at most 64 MiB meanwhile.
@@ -127,15 +128,24 @@ class CodeBundles:
         return load_bundle(self._store, "name", name)
 
     def page(self, page_size: int, page_token: str) -> tuple[list[BundleRecord], str]:
+        """In the order of their names. A page ends early where its bundles declare very many requirements."""
         digests, token = paging.page(self._store.folders(COLLECTION), page_size, page_token)
-        found = [_find(self._store, digest) for digest in digests if SHA256.fullmatch(digest)]
-        return [record for record in found if record], token
+        records: list[BundleRecord] = []
+        told_bytes = 0
+        for digest in filter(SHA256.fullmatch, digests):
+            if record := _find(self._store, digest):
+                told_bytes += sum(len(text.encode()) for text in (*record.requirements, *record.modules))
+                if records and told_bytes > paging.PAGE_BYTES:
+                    return records, paging.token_of(records[-1].sha256)
+                records.append(record)
+        return records, token
 
     def delete(self, name: str) -> None:
-        """Raises `InvalidArgument`, `NotFound`, and `FailedPrecondition` while a job that is not deleted names it."""
+        """Raises `InvalidArgument`, `NotFound`, `FailedPrecondition` while a job that is not deleted names it, and
+        `Unavailable` while another call deletes it."""
         sha256 = load_bundle(self._store, "name", name, deleting=True).sha256
         # Said first and looked for users then; a user marks first and looks for this then.
-        self._store.put(_key(sha256, "deleting.json"), json.dumps({"begun_at": time.time()}).encode())
+        self._say_deleting(sha256)
         if users := live_users(self._store, name, time.time()):
             self._store.delete(_key(sha256, "deleting.json"))
             shown = ", ".join(users[:5]) + (f" and {len(users) - 5} more" if len(users) > 5 else "")
@@ -146,15 +156,37 @@ class CodeBundles:
             )
         self._take_away(sha256)
 
-    def finish_deletions(self) -> None:
-        """Finishes those whose caller died."""
-        for sha256 in self._store.folders(COLLECTION):
+    def sweep(self) -> None:
+        """Finishes deletions whose caller died, takes away what uploads that died have left, and marks of jobs that are
+        gone. Raises where the store does not answer."""
+        for sha256 in filter(SHA256.fullmatch, self._store.folders(COLLECTION)):
             began = _deleting_since(self._store, sha256)
-            if began is not None and time.time() - began > DELETED_WITHIN_S and _find(self._store, sha256, True):
-                with suppress(FailedPrecondition):
-                    self.delete(f"{COLLECTION}/{sha256}")
-            elif began is not None and time.time() - began > DELETED_WITHIN_S:
-                self._take_away(sha256)
+            if began is not None:
+                if time.time() - began > DELETED_WITHIN_S:
+                    self._finish(sha256)
+            elif _find(self._store, sha256) is not None:
+                self._drop_dead_markers(sha256)
+            else:
+                self._drop_left_over(sha256)
+
+    def _finish(self, sha256: str) -> None:
+        if _find(self._store, sha256, deleting=True) is None:
+            self._take_away(sha256)
+            return
+        with suppress(FailedPrecondition):  # somebody uses it: the deletion is taken back
+            self.delete(f"{COLLECTION}/{sha256}")
+
+    def _drop_dead_markers(self, sha256: str) -> None:
+        for marker in markers(self._store, f"{COLLECTION}/{sha256}"):
+            if not marker.counts(self._store, time.time()):
+                self._store.delete(marker.key)
+
+    def _drop_left_over(self, sha256: str) -> None:
+        """Bytes without a record, of an upload that has not got on for a day. Pushed at this moment they would be
+        pushed again: `_stored` looks once more at the end."""
+        for info in list(self._store.list(f"{COLLECTION}/{sha256}")):
+            if time.time() - info.modified > LEFT_OVER_AFTER_S:
+                self._store.delete(info.key)
 
     def _existing(self, sha256: str) -> BundleRecord | None:
         """The bundle that there is, unless its bytes are gone. Raises `Unavailable` while it is being deleted."""
@@ -176,6 +208,21 @@ class CodeBundles:
         with suppress(ObjectExists):
             self._store.put_if_absent(_key(facts.sha256, "bundle.json"), json.dumps(asdict(record)).encode())
         return self._existing(facts.sha256)
+
+    def _say_deleting(self, sha256: str) -> None:
+        """By one call at a time: one that finds users takes its word back, which must not be that of another."""
+        key = _key(sha256, "deleting.json")
+        word = json.dumps({"begun_at": time.time(), "by": uuid.uuid4().hex}).encode()
+        try:
+            self._store.put_if_absent(key, word)
+        except ObjectExists:
+            with suppress(ObjectMissing):
+                if self._store.get(key) == word:
+                    return  # a write whose answer was lost, and that was made again
+            began = _deleting_since(self._store, sha256)
+            if began is None or time.time() - began < DELETED_WITHIN_S:
+                raise _being_deleted(f"{COLLECTION}/{sha256}") from None
+            self._store.put(key, word)
 
     def _take_away(self, sha256: str) -> None:
         for name in ("bundle.json", "bundle.tar"):

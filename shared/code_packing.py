@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from shared.code_requirements import RequirementsError, declared_requirements, is_declaration
 
@@ -408,11 +408,11 @@ def _parsed(header: bytes) -> tuple[str, int]:
         path = (prefix + b"/" + name if prefix else name).decode()
     except UnicodeDecodeError:
         raise NotABundle(f"{prefix + name!r} is not UTF-8: rename it") from None
-    if problem := path_problem(path):
-        raise NotABundle(f"{_quoted(path)} {problem}")
     if header[156:157] != b"0":
         kind = KINDS_OF_ENTRIES.get(header[156:157], "an entry of another kind")
         raise NotABundle(f"{_quoted(path)} is {kind}; a bundle has regular files only: {REPACK}")
+    if problem := path_problem(path):
+        raise NotABundle(f"{_quoted(path)} {problem}")
     digits = header[124:135]
     size_bytes = int(digits, 8) if re.fullmatch(rb"[0-7]{11}", digits) else -1
     if size_bytes > MAX_BUNDLE_BYTES:
@@ -532,8 +532,8 @@ def _quoted(path: str) -> str:
     return text if len(path) <= 200 else text[:-1] + "…'"
 
 
-class _Discarded(io.RawIOBase):
+class _Discarded(io.BytesIO):
     """Takes bytes of which only the digest is wanted."""
 
-    def write(self, data: object) -> int:
-        return len(data)  # type: ignore[arg-type]
+    def write(self, data: Any) -> int:
+        return len(data)

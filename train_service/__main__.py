@@ -7,12 +7,13 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from grpc import aio
 
 from millrace.train.v1 import train_service_pb2, train_service_pb2_grpc
 from shared.cluster_max import largest_cluster
+from shared.code_bundle import CodeBundles
 from shared.custom_transforms import allowed_functions
 from shared.errors import MillraceError
 from shared.grpc_server import serve
@@ -24,7 +25,9 @@ from shared.storage.probe import StoreRefused
 from shared.sweeping import sweep_periodically
 from shared.telemetry import configure_logging
 from shared.tracing import configure_tracing, tracing
+from train_service.jobs.bundle_intake import BundleIntake
 from train_service.jobs.lifecycle import Deletions
+from train_service.jobs.program_check import ProgramCheck, own_code_gate
 from train_service.jobs.run_records import RunRecords
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.servicer import TrainServicer
@@ -42,21 +45,26 @@ async def run(
     store: ObjectStore,
     custom_allowed: Collection[str],
     cluster_max: Mapping[str, float] | None,
+    require_own_code: Callable[[], None],
 ) -> None:
     deletions = Deletions(store)
-    jobs = TrainingJobs(store, deletions, cluster_max)
+    jobs = TrainingJobs(store, deletions, cluster_max, ProgramCheck(store, require_own_code))
+    bundles = CodeBundles(store)
     sweep_deletions = SweepDeletions(store, deletions)
     sweeps = Sweeps(store, jobs, sweep_deletions)
     stop = asyncio.Event()
 
     def register(server: aio.Server) -> Sequence[str]:
-        servicer = TrainServicer(jobs, RunRecords(store), sweeps, custom_allowed)
+        servicer = TrainServicer(
+            jobs, RunRecords(store), sweeps, BundleIntake(bundles, require_own_code), custom_allowed
+        )
         train_service_pb2_grpc.add_TrainServiceServicer_to_server(servicer, server)
         return [train_service_pb2.DESCRIPTOR.services_by_name["TrainService"].full_name]
 
     tasks = [asyncio.create_task(asyncio.to_thread(jobs.warm_up))]
     tasks.append(asyncio.create_task(sweep_periodically(Sweeper(store, deletions).sweep, SWEEP_INTERVAL_S, stop)))
     tasks.append(asyncio.create_task(sweep_periodically(sweep_deletions.finish_all, SWEEP_INTERVAL_S, stop)))
+    tasks.append(asyncio.create_task(sweep_periodically(bundles.sweep, SWEEP_INTERVAL_S, stop)))
     if settings.ray_address:
         tasks.append(asyncio.create_task(supervise("train_service.reconciler", stop)))
     await serve(settings.listen, register, stop=stop)
@@ -69,6 +77,7 @@ def main() -> int:
         settings = service_settings(os.environ, DEFAULT_LISTEN)
         custom_allowed = allowed_functions(os.environ)
         cluster_max = largest_cluster(os.environ)
+        require_own_code = own_code_gate(os.environ)
         configure_logging("train", settings.log_level)
         configure_tracing("train", os.environ)
         ensure_bucket(settings.store)
@@ -77,7 +86,7 @@ def main() -> int:
     except (SettingsError, StoreRefused, MillraceError) as error:
         print(f"train_service: {error}", file=sys.stderr)
         return 2
-    asyncio.run(run(settings, store, custom_allowed, cluster_max))
+    asyncio.run(run(settings, store, custom_allowed, cluster_max, require_own_code))
     tracing().close()
     return 0
 

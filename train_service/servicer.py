@@ -11,9 +11,11 @@ from grpc import aio
 from millrace.train.v1 import resources_pb2, train_service_pb2
 from shared.jobs import JobState
 from shared.requests import body_digest
+from train_service.bundle_servicer import BundleServicerPart
 from train_service.converters.jobs import checkpoint_to_proto, event_to_proto, job_to_proto
 from train_service.converters.records import coverage_to_proto, log_to_proto, point_to_proto, use_to_proto
 from train_service.converters.specs import spec_from_proto
+from train_service.jobs.bundle_intake import BundleIntake
 from train_service.jobs.run_records import RunRecords
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.sweeps.servicer import SweepServicerPart
@@ -25,12 +27,18 @@ FOLLOW_INTERVAL_S = 0.5
 Context = aio.ServicerContext[Any, Any]
 
 
-class TrainServicer(SweepServicerPart):
+class TrainServicer(SweepServicerPart, BundleServicerPart):
     def __init__(
-        self, jobs: TrainingJobs, records: RunRecords, sweeps: Sweeps, custom_allowed: Collection[str]
+        self,
+        jobs: TrainingJobs,
+        records: RunRecords,
+        sweeps: Sweeps,
+        intake: BundleIntake,
+        custom_allowed: Collection[str],
     ) -> None:
         """`custom_allowed` are the functions that custom transform steps may name."""
-        super().__init__(sweeps, custom_allowed)
+        SweepServicerPart.__init__(self, sweeps, custom_allowed)
+        BundleServicerPart.__init__(self, intake)
         self._jobs = jobs
         self._records = records
         self._custom_allowed = custom_allowed

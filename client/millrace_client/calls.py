@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
 import grpc
@@ -120,6 +120,38 @@ class Caller:
                 error = from_rpc_error(failed, address=self.address, request_id=request_id)
                 pause_s = max(backoff.next_s(), error.retry_after_s or 0.0)
                 if not may_repeat(request, failed) or time.monotonic() + pause_s >= repeat_until:
+                    raise error from None
+            else:
+                assert isinstance(response, response_type)
+                return response
+            time.sleep(pause_s)
+
+    def send(
+        self,
+        method: Any,
+        requests: Callable[[], Iterator[Any]],
+        response_type: type[Response],
+        *,
+        timeout_s: float,
+    ) -> Response:
+        """A stream of requests, which `requests` begins anew for each try, and one response, within `timeout_s`.
+
+        Where the service is UNAVAILABLE the call is made again, as in `unary`: it must be one that may be made twice.
+        """
+        request_id = uuid.uuid4().hex
+        began = time.monotonic()
+        until = began + timeout_s
+        repeat_until = until if self.reconnect_for_s is None else min(until, began + self.reconnect_for_s)
+        backoff = Backoff()
+        while True:
+            timeout = until - time.monotonic()
+            try:
+                response = method(requests(), timeout=timeout, metadata=((REQUEST_ID_KEY, request_id),))
+            except grpc.RpcError as failed:
+                error = from_rpc_error(failed, address=self.address, request_id=request_id)
+                pause_s = max(backoff.next_s(), error.retry_after_s or 0.0)
+                unavailable = failed.code() is grpc.StatusCode.UNAVAILABLE
+                if not unavailable or time.monotonic() + pause_s >= repeat_until:
                     raise error from None
             else:
                 assert isinstance(response, response_type)

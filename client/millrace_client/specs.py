@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from google.protobuf.struct_pb2 import Struct
 from millrace.common.v1 import transform_pb2
 from millrace.data.v1 import data_service_pb2
 from millrace.data.v1 import resources_pb2 as data_resources_pb2
-from millrace.train.v1 import resources_pb2
+from millrace.train.v1 import code_bundle_pb2, resources_pb2
 
 # What a path may hold in a URI, and the wildcards.
 _PATH_CHARACTERS = "/-._~!$&'()+,;=:@*?"
@@ -181,6 +182,31 @@ def training_spec(
         global_batch_size=global_batch_size,
         **fields,
     )
+
+
+def program_spec(
+    bundle: code_bundle_pb2.CodeBundle | str,
+    entry: str,
+    *,
+    config: Mapping[str, Any] | None = None,
+    dataset_version: str = "",
+    data_resume: str = "REPLAY",
+    remainder: str = "DROP",
+    **fields: Any,
+) -> resources_pb2.TrainingSpec:
+    """A `TrainingSpec` that runs a function of your own: `entry` is `module:function` of a bundle that was pushed.
+
+    `config`, of values that JSON has, is the function's argument. `fields` are further fields of the specification,
+    e.g. `num_workers=2`. Raises `ValueError` for a configuration that JSON cannot hold.
+    """
+    program = code_bundle_pb2.Program(
+        code_bundle=bundle if isinstance(bundle, str) else bundle.name,
+        entry=entry,
+        config_json=json.dumps(dict(config or {}), allow_nan=False),
+        data_resume=f"DATA_RESUME_{data_resume}",
+        remainder=f"REMAINDER_{remainder}",
+    )
+    return resources_pb2.TrainingSpec(dataset_version=dataset_version, program=program, **fields)
 
 
 def _shares(weights: Mapping[str, float]) -> list[data_service_pb2.Share]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from millrace.train.v1 import resources_pb2, sweep_pb2, train_service_pb2_grpc
+from millrace.train.v1 import code_bundle_pb2, resources_pb2, sweep_pb2, train_service_pb2_grpc
 from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client.calls import Caller, new_request_id
 from millrace_client.errors import OutOfRange, Unavailable
@@ -36,13 +37,15 @@ SWEEP_OVER = frozenset(
 LOOK_AT_SWEEP_EVERY_S = 2.0
 # Each listed value and each end of a range is checked with a model.
 CHECKED_WITHIN_S = 120.0
+# The module of a program is imported once before its job is made.
+IMPORTED_WITHIN_S = 240.0
 # The most that one answer holds.
 POINTS_AT_ONCE = 10_000
 BEYOND_ANY_EVENT = 2**63 - 1
 
 
 class TrainClient:
-    """Names: `trainingJobs/{j}`, `trainingJobs/{j}/checkpoints/{c}` and `sweeps/{s}`."""
+    """Names: `trainingJobs/{j}`, `trainingJobs/{j}/checkpoints/{c}`, `sweeps/{s}` and `codeBundles/{sha256}`."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
@@ -58,7 +61,8 @@ class TrainClient:
             request_id=new_request_id(),
             validate_only=validate_only,
         )
-        return self._caller.unary(self._stub.CreateTrainingJob, request, resources_pb2.TrainingJob)
+        timeout_s = IMPORTED_WITHIN_S if spec.HasField("program") else None
+        return self._caller.unary(self._stub.CreateTrainingJob, request, resources_pb2.TrainingJob, timeout_s=timeout_s)
 
     def get_training_job(self, name: str) -> resources_pb2.TrainingJob:
         request = pb.GetTrainingJobRequest(name=name)
@@ -211,6 +215,29 @@ class TrainClient:
         for _ in self.watch_training_job(name, reconnect_for_s=reconnect_for_s):
             pass
         return self.get_training_job(name)
+
+    def push_code(self, source: str | os.PathLike[str]) -> code_bundle_pb2.CodeBundle:
+        """Packs a folder, a wheel (.whl) or one Python file and stores it under its digest, `codeBundles/{sha256}`.
+
+        The same content gives the same bundle on every machine. A folder's `.millraceignore` says what stays out.
+        Raises `ValueError`, naming the path, for what cannot be packed.
+        """
+        from millrace_client.code_bundles import push
+
+        return push(self._caller, self._stub, source)
+
+    def get_code_bundle(self, name: str) -> code_bundle_pb2.CodeBundle:
+        request = pb.GetCodeBundleRequest(name=name)
+        return self._caller.unary(self._stub.GetCodeBundle, request, code_bundle_pb2.CodeBundle)
+
+    def list_code_bundles(self) -> Iterator[code_bundle_pb2.CodeBundle]:
+        """All of them, in the order of their names."""
+        return every_page(self._caller, self._stub.ListCodeBundles, pb.ListCodeBundlesRequest(), "code_bundles")
+
+    def delete_code_bundle(self, name: str) -> None:
+        """Raises `FailedPrecondition` while a training job that is not deleted names it."""
+        request = pb.DeleteCodeBundleRequest(name=name)
+        self._caller.unary(self._stub.DeleteCodeBundle, request, pb.DeleteCodeBundleResponse)
 
     def create_sweep(self, sweep_id: str, spec: sweep_pb2.SweepSpec, *, validate_only: bool = False) -> sweep_pb2.Sweep:
         """Starts a search; see `millrace_client.sweeps.sweep_spec`. `validate_only` checks, and answers the trials that

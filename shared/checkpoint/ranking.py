@@ -22,7 +22,7 @@ T = TypeVar("T", bound=Ranked)
 
 @dataclass(frozen=True)
 class Ranking(Durable):
-    """By `metric`, the highest first where `maximize`."""
+    """By `metric`, the highest first where `maximize`. Without a metric nothing counts as measured."""
 
     metric: str = "validation_accuracy"
     maximize: bool = True

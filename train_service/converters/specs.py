@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf import json_format
 from google.protobuf.duration_pb2 import Duration
 
-from millrace.train.v1 import resources_pb2
+from millrace.train.v1 import code_bundle_pb2, resources_pb2
 from shared.errors import invalid_field
 from shared.model_spec import ModelSpec
 from shared.target_scaling import NONE
@@ -17,20 +17,24 @@ from train_service.domain.slices import default_lanes
 from train_service.domain.spec import (
     CLASSIFICATION,
     DDP,
+    DROP,
     FLOAT32,
     REGRESSION,
+    REPLAY,
     THREADS,
     CheckpointPolicy,
     EarlyStopping,
     LossSpec,
     OptimizerSpec,
     Placement,
+    Program,
     TrainingSpec,
     default_best_metric,
 )
-from train_service.domain.spec_rules import MAX_WORKERS
+from train_service.domain.spec_rules import FIELDS_OF_OWN_LOOP, MAX_WORKERS, check_unset
 
 _Policy = resources_pb2.CheckpointPolicy
+_Program = code_bundle_pb2.Program
 
 
 def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection[str]) -> TrainingSpec:
@@ -38,12 +42,14 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
 
     Raises `InvalidArgument` for what plain values cannot hold, such as a broken transform.
     """
+    if spec.HasField("program"):
+        return _program_spec_from_proto(spec)
     if not spec.HasField("model"):
         raise invalid_field("spec.model", None, "name a builder, e.g. torchvision.resnet18")
     input_column = spec.input_column or "image"
     pipeline = Pipeline.from_proto(spec.transform, input_column, "spec.transform", custom_allowed)
     task = _name(resources_pb2.TrainingSpec.Task, spec.task, "TASK_", CLASSIFICATION)
-    checkpoints = _checkpoints(spec.checkpoints, task)
+    checkpoints = _checkpoints(spec.checkpoints, default_best_metric(task))
     num_workers = spec.num_workers if spec.HasField("num_workers") else 1
     return TrainingSpec(
         dataset_version=spec.dataset_version,
@@ -89,6 +95,42 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
         allow_non_finite=spec.allow_non_finite,
         max_failures=spec.max_failures if spec.HasField("max_failures") else 3,
         max_preemptions=spec.max_preemptions if spec.HasField("max_preemptions") else 100,
+    )
+
+
+def _program_spec_from_proto(spec: resources_pb2.TrainingSpec) -> TrainingSpec:
+    """Of a program: what only Millrace's own loop reads must be unset, and keeps the values that stand for nothing."""
+    given = [field.name for field, _ in spec.ListFields()]
+    for parent in ("checkpoints", "placement"):
+        given += [f"{parent}.{field.name}" for field, _ in getattr(spec, parent).ListFields()]
+    check_unset(given)
+    num_workers = spec.num_workers if spec.HasField("num_workers") else 1
+    return TrainingSpec(
+        dataset_version=spec.dataset_version,
+        train_split=spec.train_split or "train",
+        validation_split=spec.validation_split,
+        model=ModelSpec(builder="", in_channels=0, num_classes=0),
+        epochs=0,
+        global_batch_size=0,
+        seed=spec.seed,
+        lanes=spec.lanes or default_lanes(min(num_workers, MAX_WORKERS)),
+        num_workers=num_workers,
+        min_workers=spec.min_workers,
+        threads_per_worker=spec.threads_per_worker or 1,
+        placement=_placement(spec.placement),
+        # Of a program any metric that it reports; without a name the newest checkpoint is the best.
+        checkpoints=_checkpoints(spec.checkpoints, ""),
+        max_failures=spec.max_failures if spec.HasField("max_failures") else 3,
+        max_preemptions=spec.max_preemptions if spec.HasField("max_preemptions") else 100,
+        program=Program(
+            code_bundle=spec.program.code_bundle,
+            entry=spec.program.entry,
+            config_json=spec.program.config_json or "{}",
+            data_resume=_name(_Program.DataResume, spec.program.data_resume, "DATA_RESUME_", REPLAY),
+            remainder=_name(_Program.Remainder, spec.program.remainder, "REMAINDER_", DROP),
+            hang_after_s=_seconds(spec.program.hang_after) if spec.program.HasField("hang_after") else 0.0,
+            stop_within_s=_seconds(spec.program.stop_within) if spec.program.HasField("stop_within") else 300.0,
+        ),
     )
 
 
@@ -151,7 +193,28 @@ def spec_to_proto(spec: TrainingSpec) -> resources_pb2.TrainingSpec:
         (message.optimizer.scheduler_kwargs, spec.optimizer.scheduler_kwargs),
     ):
         struct.update(values)
+    if spec.program is not None:
+        _set_program(message, spec.program)
     return message
+
+
+def _set_program(message: resources_pb2.TrainingSpec, program: Program) -> None:
+    """Takes away what the program leaves unset: so what is told can be given back."""
+    for path in FIELDS_OF_OWN_LOOP:
+        parent, _, field = path.rpartition(".")
+        (getattr(message, parent) if parent else message).ClearField(field)
+    message.program.CopyFrom(
+        _Program(
+            code_bundle=program.code_bundle,
+            entry=program.entry,
+            config_json=program.config_json,
+            data_resume=f"DATA_RESUME_{program.data_resume}",
+            remainder=f"REMAINDER_{program.remainder}",
+        )
+    )
+    if program.hang_after_s:
+        message.program.hang_after.CopyFrom(_duration(program.hang_after_s))
+    message.program.stop_within.CopyFrom(_duration(program.stop_within_s))
 
 
 def maximizes(metric: str) -> bool:
@@ -159,8 +222,8 @@ def maximizes(metric: str) -> bool:
     return not any(part in metric.lower() for part in ("loss", "error", "mae", "mse"))
 
 
-def _checkpoints(policy: resources_pb2.CheckpointPolicy, task: str) -> CheckpointPolicy:
-    metric = policy.best_metric or default_best_metric(task)
+def _checkpoints(policy: resources_pb2.CheckpointPolicy, default_metric: str) -> CheckpointPolicy:
+    metric = policy.best_metric or default_metric
     return CheckpointPolicy(
         every_s=_seconds(policy.every) if policy.HasField("every") else 0.0,
         keep_newest=policy.keep_newest,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import keyword
 import math
+from collections.abc import Iterable
+from typing import NoReturn
 
 from shared.errors import invalid_fields
 from shared.target_scaling import NONE, STANDARD
@@ -12,19 +16,54 @@ from train_service.domain.slices import FEWEST_ROWS_PER_RANK, fewest_rows_of_a_r
 from train_service.domain.spec import (
     BFLOAT16,
     CLASSIFICATION,
+    CONTINUE,
     DDP,
+    DROP,
     FLOAT16,
     FLOAT32,
     FSDP,
+    KEEP,
     RAY_DATA,
     REGRESSION,
+    REPLAY,
     THREADS,
+    Program,
     TrainingSpec,
 )
 
 MAX_WORKERS = 64
 MAX_LANES = 4096
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+MAX_CONFIG_BYTES = 64 * 1024
+MAX_ENTRY_CHARACTERS = 255
+# What only Millrace's own loop reads. With a program they are left unset, and the rules for them do not hold.
+FIELDS_OF_OWN_LOOP = frozenset(
+    {
+        "accumulation_steps",
+        "allow_non_finite",
+        "checkpoint_every_steps",
+        "compile",
+        "early_stopping",
+        "epochs",
+        "global_batch_size",
+        "ingest",
+        "initial_checkpoint",
+        "input_column",
+        "label_column",
+        "loss",
+        "max_gradient_norm",
+        "metrics",
+        "model",
+        "optimizer",
+        "precision",
+        "target_scaling",
+        "task",
+        "training_step",
+        "transform",
+        "checkpoints.every",
+        "placement.parallel",
+    }
+)
 # (whether it holds, the field, its value, the remedy)
 Rule = tuple[bool, str, object, str]
 
@@ -35,7 +74,17 @@ def check(spec: TrainingSpec) -> None:
     rules += _of_placement(spec)
     if spec.local:
         rules += _of_local_mode(spec)
+    if spec.program is not None:
+        rules = [*_of_a_program(spec.program, spec), *(rule for rule in rules if not _is_of_own_loop(rule[1]))]
     broken = [(f"spec.{path}", value, remedy) for holds, path, value, remedy in rules if not holds]
+    if broken:
+        raise invalid_fields(broken)
+
+
+def check_unset(fields: Iterable[str]) -> None:
+    """Raises `InvalidArgument` naming each of these fields of a specification that a program leaves to itself."""
+    remedy = "with a program it has no effect: leave it out, or give it in program.config_json"
+    broken = [(f"spec.{path}", "set", remedy) for path in sorted(fields) if path in FIELDS_OF_OWN_LOOP]
     if broken:
         raise invalid_fields(broken)
 
@@ -55,6 +104,64 @@ def check_rows(spec: TrainingSpec, rows: int) -> None:
                 "accumulation_steps"
             )
             raise invalid_fields([(path, spec.global_batch_size, remedy)])
+
+
+def _is_of_own_loop(path: str) -> bool:
+    return path in FIELDS_OF_OWN_LOOP or path.partition(".")[0] in FIELDS_OF_OWN_LOOP
+
+
+def _of_a_program(program: Program, spec: TrainingSpec) -> list[Rule]:
+    return [
+        (
+            _is_entry(program.entry),
+            "program.entry",
+            program.entry,
+            "use module:function, e.g. train:train_loop_per_worker",
+        ),
+        (not (remedy := _config_problem(program.config_json)), "program.config_json", program.config_json, remedy),
+        _one_of("program.data_resume", program.data_resume, (REPLAY, CONTINUE), "DATA_RESUME_"),
+        _one_of("program.remainder", program.remainder, (DROP, KEEP), "REMAINDER_"),
+        (
+            program.hang_after_s == 0 or 1 <= program.hang_after_s <= 604_800,
+            "program.hang_after",
+            program.hang_after_s,
+            "use 1 second to 7 days",
+        ),
+        (
+            1 <= program.stop_within_s <= 604_800,
+            "program.stop_within",
+            program.stop_within_s,
+            "use 1 second to 7 days",
+        ),
+        (
+            spec.num_workers != 0,
+            "num_workers",
+            spec.num_workers,
+            "a program runs on Ray Train's workers, which local mode has not; use 1 or more",
+        ),
+    ]
+
+
+def _is_entry(entry: str) -> bool:
+    module, colon, function = entry.partition(":")
+    names = [*module.split("."), function]
+    good = all(name.isidentifier() and not keyword.iskeyword(name) for name in names)
+    return bool(colon) and good and len(entry) <= MAX_ENTRY_CHARACTERS
+
+
+def _config_problem(text: str) -> str:
+    """What is wrong with a program's configuration, with the remedy; empty if nothing."""
+    if len(text.encode(errors="surrogatepass")) > MAX_CONFIG_BYTES:
+        return f"use at most {MAX_CONFIG_BYTES >> 10} KiB; larger things belong in the bundle or in a dataset version"
+    try:
+        value = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        return f"use a JSON object: {error}"
+    return "" if isinstance(value, dict) else 'use a JSON object, e.g. {"lr": 0.001}'
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON")
 
 
 def _of_the_run(spec: TrainingSpec) -> list[Rule]:

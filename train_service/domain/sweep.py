@@ -95,6 +95,9 @@ def trial_id(sweep_id: str, number: int) -> str:
 
 def check(spec: SweepSpec) -> None:
     """Raises `InvalidArgument` naming every field that is out of its bounds, or what of a trial is."""
+    if spec.base.program is not None:
+        remedy = "trials of programs are not supported yet: create a training job for each configuration"
+        raise invalid_field("spec.base.program.entry", spec.base.program.entry, remedy)
     broken = [*search_space.problems(spec.parameters), *_of_numbers(spec)]
     if broken:
         raise _refusal(broken)

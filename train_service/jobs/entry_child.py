@@ -1,4 +1,4 @@
-"""Imports a user's module and looks at its function, in a process that may die: started by `entry_check`, never imported.
+"""Imports a user's module and looks at its function, in a process that may die: `entry_check` starts it.
 
     python -I -B entry_child.py < question.json > answer.json
 
@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any, NoReturn
 
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 1 << 17, 1 << 27, 1 << 28, 1 << 29, 1 << 30
@@ -99,14 +100,14 @@ def look_up(question: dict[str, Any]) -> str:
     code = getattr(found, "__code__", None)
     line = f"{place}:{code.co_firstlineno}" if code else place
     if inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
-        return f"{line}: {function!r} is a coroutine or a generator, which does nothing when it is called: use a function"
+        return f"{line}: {function!r} is a coroutine or a generator, which a call does not run: use a plain function"
     try:
         signature = inspect.signature(found)
     except (TypeError, ValueError) as error:
         return f"{line}: {function!r} has no signature: {_one_line(error)}"
-    for arguments in ((), ({},)):
+    for count in (0, 1):
         with contextlib.suppress(TypeError):
-            signature.bind(*arguments)
+            signature.bind(*[{}] * count)
             return ""
     return f"{line}: {function}{signature} must take one argument, the configuration, or none"
 
@@ -181,18 +182,17 @@ def _below(root: int) -> list[tuple[int, int, float]]:
     """All processes below `root`: (pid, resident bytes, seconds of CPU with those of its ended children)."""
     children: dict[int, list[int]] = {}
     facts: dict[int, tuple[int, float]] = {}
-    for entry in os.listdir("/proc"):  # pathlib would take twice the time, twenty times a second
-        if not entry.isdigit():
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
             continue
         try:
-            with open(f"/proc/{entry}/stat", "rb") as file:
-                stat = file.read()
+            stat = (entry / "stat").read_bytes()
         except OSError:  # it has ended
             continue
         # Its name, in brackets, may hold anything; the fields behind it begin with the state, number 3.
         fields = stat[stat.rindex(b")") + 2 :].split()
-        children.setdefault(int(fields[1]), []).append(int(entry))
-        facts[int(entry)] = (int(fields[21]) * PAGE_BYTES, sum(map(int, fields[11:15])) / TICKS_PER_S)
+        children.setdefault(int(fields[1]), []).append(int(entry.name))
+        facts[int(entry.name)] = (int(fields[21]) * PAGE_BYTES, sum(map(int, fields[11:15])) / TICKS_PER_S)
     found, ahead = [], list(children.get(root, []))
     while ahead:
         pid = ahead.pop()
@@ -256,11 +256,11 @@ def _limit(limits: dict[str, Any]) -> None:
 
 def _threads_of_user() -> int:
     count, user = 0, os.getuid()
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                if os.stat(f"/proc/{entry}").st_uid == user:
-                    count += len(os.listdir(f"/proc/{entry}/task"))
+                if entry.stat().st_uid == user:
+                    count += len(list((entry / "task").iterdir()))
     return count
 
 
@@ -269,8 +269,8 @@ def _detach(keep: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
-    for entry in os.listdir("/proc/self/fd"):
-        number = int(entry)
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        number = int(entry.name)
         if number > 2 and number != keep:
             with contextlib.suppress(OSError):  # the listing's own
                 os.close(number)
@@ -287,8 +287,7 @@ def _enter_namespaces() -> bool:
     if user == 0 or libc.unshare(kinds | CLONE_NEWUSER) != 0:
         return False
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
+        Path("/proc/self", name).write_text(text)
     return True
 
 

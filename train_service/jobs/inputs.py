@@ -1,4 +1,5 @@
-"""What a job stands on, the dataset version and the checkpoint that it starts from, stays while it is at work."""
+"""What a job stands on stays: the dataset version and the checkpoint that it starts from while it is at work, the
+bundle of a program's code until the job is deleted."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shared.checkpoint import users as checkpoint_users
+from shared.code_bundle import release_bundle, using_bundle
 from shared.dataset_version import DatasetVersion
 from shared.dataset_version.users import unmark, using
 from shared.jobs import JobRecord
@@ -16,11 +18,15 @@ from train_service.domain.spec import TrainingSpec
 
 
 @contextlib.contextmanager
-def using_inputs(store: ObjectStore, kind: str, job: JobRecord, spec: TrainingSpec) -> Iterator[DatasetVersion]:
-    """Marks what `spec` reads, and gives its version, while the body makes `job`, of this kind; the marks stay unless
-    the body is refused."""
+def using_inputs(store: ObjectStore, kind: str, job: JobRecord, spec: TrainingSpec) -> Iterator[DatasetVersion | None]:
+    """Marks what `spec` reads, and gives its version, None of a program that names none, while the body makes `job`, of
+    this kind; the marks stay unless the body is refused."""
     with contextlib.ExitStack() as stack:
-        version = stack.enter_context(using(store, spec.dataset_version, kind, job.uid, job.name))
+        version = None
+        if spec.dataset_version or spec.program is None:
+            version = stack.enter_context(using(store, spec.dataset_version, kind, job.uid, job.name))
+        if spec.program is not None:
+            stack.enter_context(using_bundle(store, spec.program.code_bundle, kind, job.uid, job.name))
         if spec.initial_checkpoint:
             mark = checkpoint_users.using(store, FIELD, spec.initial_checkpoint, kind, job.uid, job.name)
             stack.enter_context(mark)
@@ -28,9 +34,11 @@ def using_inputs(store: ObjectStore, kind: str, job: JobRecord, spec: TrainingSp
 
 
 def release_inputs(store: ObjectStore, kind: str, uid: str, training: Mapping[str, Any]) -> None:
-    """For a job that has ended: its marks count for nothing, but they would be read for ever. `training` is the plain
-    form of what it read."""
+    """For a job that is being deleted: its marks count for nothing, but they would be read for ever. `training` is the
+    plain form of what it read."""
     if version := training.get("dataset_version"):
         unmark(store, version, kind, uid)
+    if program := training.get("program"):
+        release_bundle(store, program["code_bundle"], kind, uid)
     if initial := training.get("initial_checkpoint"):
         checkpoint_users.release(store, initial, kind, uid)

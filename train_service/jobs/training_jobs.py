@@ -19,6 +19,7 @@ from shared.errors import (
     OutOfRange,
     ResourceExhausted,
     already_exists,
+    invalid_field,
 )
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import take_up
@@ -34,6 +35,7 @@ from train_service.jobs.cluster_memory import ClusterMemory, check_ever_fits
 from train_service.jobs.inputs import using_inputs
 from train_service.jobs.lifecycle import Deletions
 from train_service.jobs.model_check import check_model
+from train_service.jobs.program_check import ProgramCheck
 from train_service.loading.version_fit import fitted, steps_of_run
 from train_service.records.events import Event, EventLog
 from train_service.records.reporting import TRAIN_KIND
@@ -62,12 +64,18 @@ class TrainingJobs:
     """All methods block on the store, so call them from threads. Names are `trainingJobs/{j}`."""
 
     def __init__(
-        self, store: ObjectStore, deletions: Deletions | None = None, cluster_max: Mapping[str, float] | None = None
+        self,
+        store: ObjectStore,
+        deletions: Deletions | None = None,
+        cluster_max: Mapping[str, float] | None = None,
+        programs: ProgramCheck | None = None,
     ) -> None:
-        """`cluster_max` is what the cluster never exceeds, by an operator's word; None: it is as large as it was."""
+        """`cluster_max` is what the cluster never exceeds, by an operator's word; None: it is as large as it was.
+        `programs` checks those of users; None: they are refused."""
         self._store = store
         self._cluster_max = cluster_max
         self._clusters = ClusterMemory(store)
+        self._programs = programs or ProgramCheck(store)
         self._deletions = deletions or Deletions(store)
         self._jobs = Jobs(store, TRAIN_KIND)
         # The first call imports torch, and first imports must not race; nor may what silences torch's warnings.
@@ -100,6 +108,9 @@ class TrainingJobs:
         Raises as `create` does, and `FailedPrecondition` for a job that the service runs, or that is being deleted.
         """
         names.check_id("job", job_id)
+        if spec.program is not None:
+            remedy = "a program runs on Ray Train's workers: create the job at a train service"
+            raise invalid_field("spec.program.entry", spec.program.entry, remedy)
         job = self._jobs.find(f"{COLLECTION}/{job_id}")
         if job is None:
             spec = self.checked(spec)
@@ -184,6 +195,8 @@ class TrainingJobs:
         if not job.state.final:
             return self._view(self._jobs.resume(name, name, etag))
         spec = self._still_read(job)
+        if spec.program is not None:
+            self._programs.require_own_code()
         try:
             # What a job stands on may be deleted once it is over; from here on it may not again. The marks stay even
             # if the wish is refused: another resumption may have been faster, and those of a job that stays as it is
@@ -229,6 +242,8 @@ class TrainingJobs:
 
     def checked(self, spec: TrainingSpec) -> TrainingSpec:
         """With defaults that depend on the version. Raises what `CreateTrainingJob` says of a spec."""
+        if spec.program is not None:
+            return self._programs.checked(spec)
         spec, version, prepared = fitted(self._store, spec)
         with self._alone():
             check_model(spec, prepared, steps_of_run(spec, version))
@@ -266,8 +281,9 @@ class TrainingJobs:
         try:
             with using_inputs(self._store, TRAIN_KIND, job, spec) as version:
                 # What the run consumed may be asked for when the version is gone.
-                split = asdict(version.split(spec.train_split))
-                return self._jobs.create(job.name, replace(job, spec={**job.spec, "train_split": split}))
+                if version is not None:
+                    job = replace(job, spec={**job.spec, "train_split": asdict(version.split(spec.train_split))})
+                return self._jobs.create(job.name, job)
         except AlreadyExists:
             # The same request, sent twice at once, may have made it in between.
             if there := self._jobs.made_by(job.spec["request_id"], job.name):

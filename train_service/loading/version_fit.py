@@ -43,6 +43,20 @@ def fitted(store: ObjectStore, spec: TrainingSpec) -> tuple[TrainingSpec, Datase
     return with_order(spec, version), version, prepared
 
 
+def fitted_program(store: ObjectStore, spec: TrainingSpec) -> TrainingSpec:
+    """Of a program: with the defaults that depend on the version, where it names one. Raises as `fitted`."""
+    spec_rules.check(spec)
+    if not spec.dataset_version:
+        return spec
+    names.parse("spec.dataset_version", spec.dataset_version, "datasets/{d}/versions/{v}")
+    version = load_version(store, spec.dataset_version)
+    spec = with_defaults(spec, version)
+    _check_splits(spec, version)
+    # Which columns the program reads is not known, so a row counts with all of them.
+    row_bytes = bytes_of_row(version, spec.train_split, [column.name for column in version.columns])
+    return replace(spec, window_rows=window_rows(row_bytes, spec.lanes))
+
+
 def with_defaults(spec: TrainingSpec, version: DatasetVersion) -> TrainingSpec:
     """Fills in the validation split: `validation` where the version has it, else none."""
     names = [split.name for split in version.manifest.splits]
@@ -53,14 +67,9 @@ def with_defaults(spec: TrainingSpec, version: DatasetVersion) -> TrainingSpec:
 
 def check_fits(spec: TrainingSpec, version: DatasetVersion) -> TensorSpec:
     """The model's input tensor for one row, prepared. Raises `InvalidArgument` naming the field that does not fit."""
-    names = {split.name: split for split in version.manifest.splits}
-    for field, split in (("train_split", spec.train_split), ("validation_split", spec.validation_split)):
-        if split and split not in names:
-            raise invalid_field(f"spec.{field}", split, f"{version.name} has {', '.join(names)}")
-        if split and not names[split].row_count:
-            raise invalid_field(f"spec.{field}", split, "it has no rows; choose another")
+    _check_splits(spec, version)
     _check_label(spec, version)
-    check_rows(spec, names[spec.train_split].row_count)
+    check_rows(spec, version.split(spec.train_split).row_count)
     # An operator's function must not hang or end the service that answers.
     with functions_in_children():
         prepared = Preprocessing(spec, version.columns, asked=True).output
@@ -72,6 +81,15 @@ def check_fits(spec: TrainingSpec, version: DatasetVersion) -> TensorSpec:
         hint = "concat" if dimensions == 1 else "to_float"
         raise invalid_field(FIELD, made, f"must make {wanted}; add steps such as {hint}")
     return prepared
+
+
+def _check_splits(spec: TrainingSpec, version: DatasetVersion) -> None:
+    names = {split.name: split for split in version.manifest.splits}
+    for field, split in (("train_split", spec.train_split), ("validation_split", spec.validation_split)):
+        if split and split not in names:
+            raise invalid_field(f"spec.{field}", split, f"{version.name} has {', '.join(names)}")
+        if split and not names[split].row_count:
+            raise invalid_field(f"spec.{field}", split, "it has no rows; choose another")
 
 
 def check_finite(store: ObjectStore, spec: TrainingSpec, version: DatasetVersion) -> None:

@@ -14,6 +14,7 @@ COMMANDS = {
     "status": ("stack", "Show whether each part answers."),
     "demo": ("demo", "From raw digits to a served model."),
     "data": ("data", "Import, list and show datasets."),
+    "code": ("code", "Push, list, show and delete bundles of your own code."),
     "train": ("train", "Create, watch and end training jobs; coverage, metrics, logs."),
     "deploy": ("deploy", "Serve a checkpoint."),
     "deployments": ("deployments", "List, show and delete deployments; share their traffic out."),

@@ -8,15 +8,16 @@ from typing import Any
 import click
 
 from millrace.train.v1 import resources_pb2
-from millrace_client.cli.exits import CommandFailed, PlainCommand
+from millrace_client.cli.exits import PlainCommand
 from millrace_client.cli.options import address_options, connected, full_name, json_option
 from millrace_client.cli.output import console, new_table, print_json, state_text, verbatim
 from millrace_client.cli.step_options import OrderedCommand
 from millrace_client.cli.train_records import coverage, export, logs, metrics, report
+from millrace_client.cli.train_run import run
 from millrace_client.cli.train_specs import read_message, refuse_beside_file, spec_of, spec_options
 from millrace_client.cli.train_sweeps import sweep, sweeps
+from millrace_client.cli.train_watching import watch_job
 from millrace_client.cli.train_wishes import cancel, delete, resume, suspend
-from millrace_client.connection import Millrace
 
 Job = resources_pb2.TrainingJob
 # Its answers are numbers: there is no share of right ones.
@@ -28,7 +29,7 @@ def train() -> None:
     """Create, watch, list, pause and end training jobs, and read what they left behind."""
 
 
-for command in (cancel, suspend, resume, delete, coverage, metrics, logs, report, export, sweep, sweeps):
+for command in (run, cancel, suspend, resume, delete, coverage, metrics, logs, report, export, sweep, sweeps):
     train.add_command(command)
 
 
@@ -70,7 +71,7 @@ def create(job: str, spec_file: Path | None, then_watch: bool, as_json: bool, **
                     f"[bold]{made.name}[/] is durable and starts. millrace train watch {job} shows how it goes."
                 )
             return
-        _watch(millrace, made, 0, as_json)
+        watch_job(millrace, made, 0, as_json)
 
 
 @train.command(cls=PlainCommand)
@@ -82,7 +83,7 @@ def watch(job: str, after_sequence: int, as_json: bool, **values: Any) -> None:
     """Show the progress of JOB until it ends; with --json, each update as a line. Exit code 1 if it fails."""
     with connected(values) as millrace:
         name = full_name("trainingJobs", job)
-        _watch(millrace, millrace.train.get_training_job(name), after_sequence, as_json)
+        watch_job(millrace, millrace.train.get_training_job(name), after_sequence, as_json)
 
 
 @train.command("list", cls=PlainCommand)
@@ -114,23 +115,3 @@ def list_(as_json: bool, **values: Any) -> None:
         for job in jobs:
             if job.waiting_for:
                 console().print(f"{job.name} [yellow]waits for[/] ", verbatim(job.waiting_for), sep="", soft_wrap=True)
-
-
-def _watch(millrace: Millrace, job: Job, after_sequence: int, as_json: bool) -> None:
-    updates = millrace.train.watch_training_job(job.name, after_sequence=after_sequence)
-    if as_json:
-        for update in updates:
-            print_json({"job": update} if isinstance(update, Job) else {"event": update})
-        last = millrace.train.get_training_job(job.name)
-    else:
-        from millrace_client.cli.progress import Curves, TrainingView
-
-        with TrainingView(job.spec) as view:
-            last = view.show(updates, Curves()) or job
-        console().print(
-            f"[bold]{last.name}[/] {state_text(Job.State.Name(last.state))}, best {last.best_checkpoint or '–'}"
-        )
-    # Who suspended it got what was wished for.
-    if last.state not in (Job.STATE_SUCCEEDED, Job.STATE_SUSPENDED):
-        state = Job.State.Name(last.state).removeprefix("STATE_").lower()
-        raise CommandFailed(f"{last.name} {state}" + (f": {last.error.message}" if last.error.message else ""))

@@ -12,12 +12,14 @@ from grpc import aio
 
 from millrace.train.v1 import train_service_pb2 as pb
 from millrace.train.v1 import train_service_pb2_grpc
+from shared.code_bundle import CodeBundles
 from shared.storage import ObjectStore
 from tests.support.grpc_kit import running, told
 from tests.support.training_records import JOB, begin, commit, finish, make_job
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.checkpoints.test_coverage import VERSION, table
 from train_service.checkpoints.coverage import CoverageChain
+from train_service.jobs.bundle_intake import BundleIntake
 from train_service.jobs.lifecycle import Deletions
 from train_service.jobs.run_records import RunRecords
 from train_service.jobs.training_jobs import TrainingJobs
@@ -35,7 +37,7 @@ def registered(store: ObjectStore) -> Callable[[aio.Server], list[str]]:
         deletions = Deletions(store)
         training = TrainingJobs(store, deletions)
         sweeps = Sweeps(store, training, SweepDeletions(store, deletions))
-        servicer = TrainServicer(training, RunRecords(store), sweeps, ())
+        servicer = TrainServicer(training, RunRecords(store), sweeps, BundleIntake(CodeBundles(store)), ())
         train_service_pb2_grpc.add_TrainServiceServicer_to_server(servicer, server)
         return ["millrace.train.v1.TrainService"]
 

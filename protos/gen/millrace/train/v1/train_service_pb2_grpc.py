@@ -163,10 +163,12 @@ class TrainServiceServicer:
     def CreateTrainingJob(self, request, context):
         """The job is durable when the call returns.
         Fails with INVALID_ARGUMENT (a field is malformed, or does not fit the version: an unknown split or column, a batch
-        larger than the split, NaN or infinities in a column that the model reads), NOT_FOUND (the version, or the initial
-        checkpoint), FAILED_PRECONDITION (the version is not ACTIVE; the initial checkpoint is damaged, or its job has none
-        yet or is being deleted; the cluster can never hold the fewest workers), DATA_LOSS (the version's manifest, or its report, is damaged) and ALREADY_EXISTS (the id is taken, or
-        `request_id` was used with another body).
+        larger than the split, NaN or infinities in a column that the model reads; of a program: a field that only Millrace's
+        own loop reads, a requirement that is not installed, or an entry that cannot be imported or called), NOT_FOUND (the
+        version, the initial checkpoint, or the code bundle), FAILED_PRECONDITION (the version is not ACTIVE; the initial
+        checkpoint is damaged, or its job has none yet or is being deleted; the cluster can never hold the fewest workers;
+        OWN_CODE_OFF: the operator does not allow users' own code), DATA_LOSS (the version's manifest, or its report, or the
+        code bundle is damaged) and ALREADY_EXISTS (the id is taken, or `request_id` was used with another body).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

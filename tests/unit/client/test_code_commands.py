@@ -1,0 +1,105 @@
+"""`millrace code push|list|show|delete` and `millrace train run`, on the service's own servicer and a real store."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import millrace_client as mc
+from millrace.train.v1 import code_bundle_pb2
+from shared.settings import StoreSettings
+from shared.storage import ObjectStore, open_store
+from tests.support.code_folders import LOOP, write_files
+from tests.support.train_server import commanded
+
+
+@pytest.fixture
+def store(file_store: StoreSettings) -> ObjectStore:
+    return open_store(file_store)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_files(tmp_path / "code", {"train.py": LOOP, "requirements.txt": "numpy>=1\n", ".git/HEAD": ""})
+
+
+def pushed(store: ObjectStore, folder: Path) -> str:
+    result = commanded(store, "code", "push", str(folder), "--json")
+    assert result.exit_code == 0, result.output
+    return str(json.loads(result.stdout)["name"])
+
+
+def test_a_pushed_folder_is_listed_shown_and_deleted(store: ObjectStore, folder: Path) -> None:
+    name = pushed(store, folder)
+    assert re.fullmatch("codeBundles/[0-9a-f]{64}", name)
+    assert name in commanded(store, "code", "push", str(folder)).stdout
+    listed = json.loads(commanded(store, "code", "list", "--json").stdout)["code_bundles"]
+    assert [(one["name"], one["file_count"], one["modules"]) for one in listed] == [(name, 2, ["train"])]
+    shown = commanded(store, "code", "show", name.partition("/")[2]).stdout
+    assert "module train" in shown
+    assert "requires numpy>=1" in shown
+    assert commanded(store, "code", "delete", name, answer="n\n").exit_code != 0
+    assert json.loads(commanded(store, "code", "delete", name, "--json").stdout) == {"deleted": name}
+    assert commanded(store, "code", "list").stdout == "None yet.\n"
+    assert commanded(store, "code", "show", name).exit_code == 3
+
+
+def test_what_cannot_be_packed_is_told_by_its_path(store: ObjectStore, folder: Path) -> None:
+    (folder / "data").symlink_to("/etc")
+    result = commanded(store, "code", "push", str(folder))
+    assert result.exit_code == 1
+    assert "'data' is a symbolic link" in " ".join(result.output.split())
+    assert list(store.list()) == []
+
+
+def test_a_service_that_runs_no_code_of_callers_says_how_to_allow_it(store: ObjectStore, folder: Path) -> None:
+    result = commanded(store, "code", "push", str(folder), own_code=False)
+    assert result.exit_code == 4
+    assert "MILLRACE_OWN_CODE=trusted" in " ".join(result.output.split())
+    assert list(store.list()) == []
+
+
+def test_run_pushes_the_folder_and_creates_a_job_of_it(store: ObjectStore, folder: Path) -> None:
+    settings = ("--config", "lr=0.1", "--config", "layers=[1,2]", "--config", "name=small", "--workers", "3")
+    result = commanded(store, "train", "run", f"{folder}:train:loop", *settings, "--best-metric", "loss", "--json")
+    assert result.exit_code == 0, result.output
+    job = json.loads(result.stdout)
+    assert re.fullmatch("trainingJobs/train-[0-9a-f]{8}", job["name"])
+    program = job["spec"]["program"]
+    assert program["code_bundle"] == pushed(store, folder)
+    assert json.loads(program["config_json"]) == {"lr": 0.1, "layers": [1, 2], "name": "small"}
+    assert job["spec"]["num_workers"] == 3
+    assert job["spec"]["checkpoints"]["best_metric"] == "loss"
+    listed = commanded(store, "train", "list")
+    assert listed.exit_code == 0
+    assert job["name"] in listed.stdout
+
+
+def test_run_of_one_file_names_its_job(store: ObjectStore, folder: Path) -> None:
+    result = commanded(store, "train", "run", f"{folder / 'train.py'}:train:loop", "--job", "mine", "--json")
+    assert json.loads(result.stdout)["name"] == "trainingJobs/mine"
+
+
+@pytest.mark.parametrize("entry", ["train:loop", "./no-such-folder:train:loop", "{folder}:train", ":train:loop"])
+def test_an_entry_of_another_form_is_wrong_usage(store: ObjectStore, folder: Path, entry: str) -> None:
+    result = commanded(store, "train", "run", entry.format(folder=folder))
+    assert result.exit_code == 2
+    assert list(store.list()) == []
+
+
+def test_an_entry_that_is_not_there_is_refused(store: ObjectStore, folder: Path) -> None:
+    result = commanded(store, "train", "run", f"{folder}:train:other")
+    assert result.exit_code == 4
+    assert "train.py has no function 'other'; it has loop" in " ".join(result.output.split())
+
+
+def test_a_specification_of_a_program_keeps_whole_numbers_and_refuses_what_json_cannot_hold() -> None:
+    bundle = code_bundle_pb2.CodeBundle(name="codeBundles/x")
+    spec = mc.program_spec(bundle, "train:loop", config={"n": 3, "x": 0.5}, dataset_version="datasets/d/versions/v")
+    assert spec.program.config_json == '{"n": 3, "x": 0.5}'
+    assert (spec.program.code_bundle, spec.dataset_version) == ("codeBundles/x", "datasets/d/versions/v")
+    with pytest.raises(ValueError, match="JSON compliant"):
+        mc.program_spec(bundle, "train:loop", config={"x": float("nan")})

@@ -1,0 +1,90 @@
+"""Whether a program of a user's own can be run: its bundle, its requirements, its dataset version, its entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from typing import NoReturn
+
+from shared.code_bundle import BundleRecord, load_bundle
+from shared.code_requirements import unmet
+from shared.errors import FailedPrecondition, invalid_field, invalid_fields
+from shared.settings import SettingsError
+from shared.storage import ObjectStore
+from train_service.domain import spec_rules
+from train_service.domain.spec import TrainingSpec
+from train_service.jobs.entry_check import EntryCheck
+from train_service.loading.version_fit import fitted_program
+
+BUNDLE_FIELD = "spec.program.code_bundle"
+ENTRY_FIELD = "spec.program.entry"
+# Of requirements that are not met, and of modules, at most so many are named.
+MAX_NAMED = 20
+
+
+def refuse_own_code() -> NoReturn:
+    """What a service does that runs no code of its callers. Raises `FailedPrecondition`."""
+    raise FailedPrecondition(
+        "this service runs no code of its callers; start it with MILLRACE_OWN_CODE=trusted if all who may call it may "
+        "also run code on its cluster",
+        reason="OWN_CODE_OFF",
+        metadata={"variable": "MILLRACE_OWN_CODE", "value": "trusted"},
+    )
+
+
+def own_code_gate(environ: Mapping[str, str]) -> Callable[[], None]:
+    """Reads MILLRACE_OWN_CODE: what a service calls before it takes code of its callers, or has it run."""
+    text = environ.get("MILLRACE_OWN_CODE") or "off"
+    if text not in ("off", "trusted"):
+        raise SettingsError(f"MILLRACE_OWN_CODE={text!r}: use off or trusted")
+    return refuse_own_code if text == "off" else lambda: None
+
+
+class ProgramCheck:
+    """`require_own_code` raises where callers' code is not to run."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        require_own_code: Callable[[], None] = refuse_own_code,
+        entries: EntryCheck | None = None,
+    ) -> None:
+        self._store = store
+        self.require_own_code = require_own_code
+        self._entries = entries or EntryCheck(store)
+
+    def checked(self, spec: TrainingSpec) -> TrainingSpec:
+        """With the defaults that depend on the version. Raises what `CreateTrainingJob` says of a program."""
+        program = spec.program
+        assert program is not None
+        self.require_own_code()
+        spec_rules.check(spec)
+        bundle = load_bundle(self._store, BUNDLE_FIELD, program.code_bundle)
+        _check_module(bundle, program.entry)
+        check_requirements(bundle, installed_version)
+        spec = fitted_program(self._store, spec)
+        self._entries.check(bundle.sha256, program.entry)
+        return spec
+
+
+def check_requirements(bundle: BundleRecord, installed: Callable[[str], str | None]) -> None:
+    """Raises `InvalidArgument` naming each requirement that this image does not meet, and the version that it has."""
+    problems = unmet(bundle.requirements, installed)
+    if problems:
+        remedy = "install it in the image of the services and of Ray's nodes, or change the bundle's requirements"
+        raise invalid_fields((BUNDLE_FIELD, text, f"{what}; {remedy}") for text, what in problems[:MAX_NAMED])
+
+
+def installed_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _check_module(bundle: BundleRecord, entry: str) -> None:
+    """Before a process is started for it."""
+    top = entry.partition(":")[0].partition(".")[0]
+    if top not in bundle.modules:
+        has = ", ".join(bundle.modules[:MAX_NAMED]) or "no module"
+        raise invalid_field(ENTRY_FIELD, entry, f"{bundle.name} has no module {top!r} at its top; it has {has}")
