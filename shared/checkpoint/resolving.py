@@ -20,8 +20,8 @@ FINAL = "final"
 def resolve(store: ObjectStore, field_path: str, name: str) -> CheckpointEntry:
     """The checkpoint of a model that `name` means: itself, the `final` one, or the best one of a job.
 
-    Raises `InvalidArgument` naming `field_path`, `NotFound`, and `FailedPrecondition` for a job without checkpoints, one
-    that is being deleted, or a checkpoint that a user's own training function reported.
+    Raises `InvalidArgument` naming `field_path`, `NotFound`, and `FailedPrecondition` for a job without checkpoints,
+    one that is being deleted, or a checkpoint that a user's own training function reported.
     """
     entry = _resolve(store, field_path, name)
     if entry.code_bundle:

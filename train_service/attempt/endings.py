@@ -10,14 +10,16 @@ from typing import Any
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
 from shared.checkpoint.registry import best, latest
-from shared.errors import DataLoss, Internal, MillraceError
+from shared.errors import DataLoss, Internal, MillraceError, Unavailable
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.jobs.transitions import NO_ROOM, PREEMPTED, RESIZED
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
+from train_service.attempt.pulses import Pulses
 from train_service.domain.devices import ATTEMPT_DEVICE, DEVICE_BEFORE
 from train_service.domain.spec import GPU, TrainingSpec
 from train_service.patience import patient
+from train_service.program.coordinator import ReportCoordinator
 from train_service.records.events import EventKind, EventLog
 from train_service.records.reporting import TRAIN_KIND
 
@@ -64,6 +66,38 @@ def result_of(context: AttemptContext, spec: TrainingSpec, cause: MillraceError 
     if cause is not None and cause.specific_reason == RESIZED:
         _require_progress(context, entries, cause)
     raise cause or Internal("the workers ended before the last epoch was saved", reason="RUN_INCOMPLETE")
+
+
+def program_result(
+    context: AttemptContext, spec: TrainingSpec, cause: MillraceError | None, *, done: bool
+) -> dict[str, Any]:
+    """As `result_of`, of an attempt at a program; `done`: its function has returned on every rank. One that reported no
+    checkpoint has none in its result."""
+    entries = patient(CheckpointRegistry(context.store, context.job.name).entries, "the checkpoints")
+    if done:
+        last, chosen = latest(entries), best(entries, spec.checkpoints.ranking)
+        return {"checkpoint": last.name if last else "", "best_checkpoint": chosen.name if chosen else ""}
+    patient(lambda: context.raise_if_stopped(fresh=True), "the job's state")
+    if cause is not None and cause.specific_reason == RESIZED:
+        _require_progress(context, entries, cause)
+    raise cause or Internal("the workers ended before the training function returned on all", reason="RUN_INCOMPLETE")
+
+
+def program_error(coordinator: ReportCoordinator, pulses: Pulses, lost: MillraceError) -> MillraceError:
+    """Why an attempt at a program ended, when Ray says `lost`: what a rank or the coordinator said before, else which
+    process was gone first."""
+    if coordinator.cause is not None:
+        return coordinator.cause
+    gone = sorted((one for one in pulses.heard() if one.lost), key=lambda one: one.lost_at)
+    if lost.specific_reason != "WORKERS_LOST" or not gone:
+        return lost
+    first = gone[0]
+    return Unavailable(
+        f"the process of rank {first.rank} (pid {first.pid}) ended without a word: by a signal, e.g. SIGKILL where "
+        "memory ran out, or by an exit in C code",
+        reason="WORKERS_LOST",
+        metadata={"ranks": str(first.rank)},
+    )
 
 
 def _require_progress(context: AttemptContext, entries: Sequence[CheckpointEntry], resized: MillraceError) -> None:

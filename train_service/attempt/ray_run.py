@@ -28,6 +28,7 @@ from shared.jobs.warm_workers import WarmWorkers
 from train_service.domain.sizing import ACCELERATOR
 from train_service.domain.spec import Placement
 from train_service.placement import Size, selector
+from train_service.program.worker import ProgramConfig, work_on_program
 from train_service.worker.loop import LoopConfig
 from train_service.worker.ray_worker import work
 
@@ -52,13 +53,13 @@ NOT_NEEDED = (PlacementGroupCleanerCallback, WorkingDirectorySetupCallback)
 class RayRun(TorchTrainer):
     """`fit` blocks until the workers have ended. Raises `TrainingFailedError` where one was lost or raised."""
 
-    def __init__(self, config: LoopConfig, size: Size) -> None:
+    def __init__(self, config: LoopConfig | ProgramConfig, size: Size) -> None:
         os.environ.update(OF_THE_ATTEMPT)
         placement = config.spec.placement
         # Ray insists on a folder for its own notes. Ours are in the store, and it need not know of that.
         self._folder = Path(tempfile.mkdtemp(prefix="millrace-ray-train-"))
         super().__init__(
-            work,
+            work_on_program if isinstance(config, ProgramConfig) else work,
             train_loop_config={"loop": config},
             torch_config=TorchConfig(backend=backend_of(placement, size), timeout_s=round(placement.timeout_s)),
             scaling_config=ScalingConfig(

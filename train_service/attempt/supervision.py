@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from statistics import median
 
@@ -28,9 +29,10 @@ from train_service.domain.devices import RUN_DEVICE
 from train_service.domain.sizing import Resources
 from train_service.domain.slices import most_rows_of_a_rank
 from train_service.domain.spec import CPU, GPU, TrainingSpec
-from train_service.domain.watchdog import culprits, hung, limit_s, silent_ranks
+from train_service.domain.watchdog import culprits, hung, limit_s, line_in_bundle, silent_ranks
 from train_service.patience import patient
 from train_service.placement import Size, size_now
+from train_service.program.coordinator import ReportCoordinator
 from train_service.records.logs import STACKS_CHUNK
 from train_service.records.reporting import GO_ON, PREEMPT, RESIZE
 
@@ -59,8 +61,20 @@ STORE_PATIENCE_S = 30.0
 class Supervision:
     """A thread beside `fit`. Use as a context; afterwards `cause` says why it ended the attempt, if it did."""
 
-    def __init__(self, context: AttemptContext, spec: TrainingSpec, pulses: Pulses, size: Size | None = None) -> None:
-        """`size` is the attempt's; None in local mode."""
+    def __init__(
+        self,
+        context: AttemptContext,
+        spec: TrainingSpec,
+        pulses: Pulses,
+        size: Size | None = None,
+        coordinator: ReportCoordinator | None = None,
+        wish: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """`size` is the attempt's; None in local mode. `coordinator` is that of a program. `wish` is called with a
+        reason to stop, beside the ranks."""
+        self._coordinator = coordinator
+        self._wish = wish
+        self._stacks_kept = False
         self._context = context
         self._spec = spec
         self._pulses = pulses
@@ -103,9 +117,12 @@ class Supervision:
         if len(self._pulses.heard()) < self._workers and time.monotonic() - self._began > START_WITHIN_S:
             self._give_up(Unavailable(f"the workers did not start within {START_WITHIN_S:.0f} s", reason="NO_START"))
         self._look_for_end(ranks)
+        if self._coordinator is not None:
+            self._look_at_reports(self._coordinator, ranks)
         self._look_for_hung(ranks)
         # Again at each look: a rank that starts may not have heard it, and one that has is not disturbed.
         if self._asked:
+            self._wish(self._asked)
             self._pulses.ask_to_stop(self._asked)
         # Also while it makes way for another size: a node may go before it has.
         if self.cause is None or self.cause.specific_reason == RESIZED:
@@ -127,25 +144,46 @@ class Supervision:
             text = f"its ranks had gone for {GONE_WITHIN_S:.0f} s, and their run did not end"
             self._give_up(self.cause or Unavailable(text, reason="RUN_STAYED"))
 
+    def _look_at_reports(self, coordinator: ReportCoordinator, ranks: list[Heard]) -> None:
+        """Keeps the stacks of all ranks once some are missing at a report, and ends those that were told to stop and
+        did not: what they reported is durable."""
+        if coordinator.missing and not self._stacks_kept:
+            self._keep(self._pulses.stacks(STACKS_WITHIN_S))
+        self._stacks_kept = bool(coordinator.missing)
+        overdue = set(coordinator.overdue())
+        late = [one for one in ranks if one.rank in overdue]
+        if late:
+            logger.warning("ranks %s did not stop at their report and are killed", sorted(overdue))
+            end_hard(late)
+
     def _look_for_hung(self, ranks: list[Heard]) -> None:
         now = time.monotonic()
         limit = limit_s(self._pulses.seconds_per_step, self._pulses.first_step_s)
         states = [one.state(now) for one in ranks]
+        if self._coordinator is not None:
+            program = self._spec.program
+            limit = (program.hang_after_s if program else 0.0) or limit
+            if self._coordinator.is_committing:
+                # They wait for this process, and it maybe for the store.
+                states = [replace(one, still_s=0.0) for one in states]
         suspects = hung(states, limit)
         if not suspects:
             return
         logger.warning("ranks %s stand still for more than %.0f s: %s", suspects, limit, states)
         silent = silent_ranks(states, limit)
         stacks = self._pulses.stacks(STACKS_WITHIN_S)
+        if self._spec.program is not None and not self._spec.local:
+            # Its file and line are part of the text; a rank whose interpreter is held left them in its file.
+            stacks = {**end_hard(ranks), **stacks}
         standing = culprits(suspects, stacks, silent)
         at = {state.rank: state.step for state in states}
-        told = ", ".join(f"rank {rank} at step {at[rank]}" for rank in standing)
+        told = ", ".join(f"rank {rank} at step {at[rank]}{self._line(stacks.get(rank, ''))}" for rank in standing)
         self.cause = Unavailable(
             f"{told} stood still for more than {limit:.0f} s; the stacks of all ranks are in its logs",
             reason="RANK_HUNG",
             metadata={"ranks": ",".join(str(rank) for rank in standing)},
         )
-        if not self._spec.local:  # whose only rank is this process; it ends at last
+        if not self._spec.local and self._spec.program is None:  # whose only rank is this process; it ends at last
             # What a rank whose interpreter is held wrote by itself; it must be read before its process ends.
             stacks = {**end_hard(ranks), **stacks}
         self._keep(stacks)
@@ -153,6 +191,12 @@ class Supervision:
             lambda: tell_end(self._context, HUNG, str(self.cause), standing), "the end of an attempt", STORE_PATIENCE_S
         )
         self._give_up(self.cause)
+
+    def _line(self, stacks: str) -> str:
+        """Where in the program's own code a rank stands, by its stacks."""
+        program = self._spec.program
+        line = line_in_bundle(stacks, program.code_bundle.rpartition("/")[2]) if program else ""
+        return f" ({line})" if line else ""
 
     def _keep(self, stacks: dict[int, str]) -> None:
         for rank, text in stacks.items():

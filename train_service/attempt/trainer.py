@@ -7,6 +7,7 @@ the attempt. The next attempt is a fresh Ray run that resumes from the newest go
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -24,17 +25,21 @@ from shared.jobs import AttemptContext
 from shared.jobs.transitions import NO_ROOM, RESIZED
 from shared.log import StaleAttempt
 from shared.telemetry import flush_logs
-from train_service.attempt.endings import result_of, tell_device, told
+from train_service.attempt.endings import program_error, program_result, result_of, tell_device, told
 from train_service.attempt.ingest_room import ingest_beside
+from train_service.attempt.node_access import end_hard
 from train_service.attempt.pulses import Pulses
 from train_service.attempt.ray_run import RayRun, room_was_taken
 from train_service.attempt.supervision import Supervision
 from train_service.domain.devices import attempt_device
-from train_service.domain.spec import TrainingSpec
+from train_service.domain.spec import Program, TrainingSpec
 from train_service.learning.ranks import Ranks
 from train_service.patience import patient
 from train_service.placement import Size, devices_of, lacking, size_now, usable_nodes
+from train_service.program.coordinator import ReportCoordinator
+from train_service.program.worker import ProgramConfig
 from train_service.records.logs import OWN_PROCESS, LogShipper
+from train_service.records.reporting import GO_ON, Reporter
 from train_service.worker.loop import LoopConfig, train_loop
 
 logger = logging.getLogger(__name__)
@@ -62,6 +67,8 @@ def run(context: AttemptContext) -> dict[str, Any]:
 
 def _run(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
     patient(lambda: tell_device(context.store, context.job), "the change of the device")
+    if spec.program is not None:
+        return _run_program(context, spec, spec.program)
     size = None if spec.local else _size(context, spec)
     with Pulses(ray.util.get_node_ip_address()) as pulses:  # type: ignore[no-untyped-call]
         config = LoopConfig(
@@ -71,12 +78,57 @@ def _run(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
             spec=spec,
             pulse=pulses.address,
         )
-        with _ends_when_stopped(context), Supervision(context, spec, pulses, size) as supervision:
+        with (
+            _ends_when_stopped(context, PAUSE_WITHIN_S, STOP_WITHIN_S),
+            Supervision(context, spec, pulses, size) as supervision,
+        ):
             if size is None:
                 train_loop(config, Ranks(0, 1, torch.device("cpu")), ray.get_runtime_context().get_node_id())
             else:
                 _fit(config, size, context, supervision)
     return result_of(context, spec, supervision.cause)
+
+
+def _run_program(context: AttemptContext, spec: TrainingSpec, program: Program) -> dict[str, Any]:
+    """A user's own training function in place of the loop; its ranks meet in this process at each report."""
+    size = _size(context, spec)
+    name, within_s = context.job.name, program.stop_within_s
+    asked = [GO_ON]
+    with contextlib.ExitStack() as stack:
+        reporter = stack.enter_context(Reporter(context.store, name, context.attempt, lambda: asked[0]))
+        coordinator = ReportCoordinator(
+            context.store,
+            name,
+            context.attempt,
+            spec,
+            size.workers,
+            tell=lambda kind, payload: reporter.tell(kind, **payload),
+            stop_reason=lambda: reporter.stop_reason,
+        )
+        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        pulses = stack.enter_context(Pulses(host, coordinator.handle))
+        stack.enter_context(coordinator)
+        config = ProgramConfig(
+            store=context.store.settings,
+            job_name=name,
+            attempt=context.attempt,
+            spec=spec,
+            pulse=pulses.address,
+        )
+        stack.enter_context(_ends_when_stopped(context, within_s, within_s, pulses))
+
+        def wish(reason: int) -> None:
+            asked[0] = reason
+
+        supervision = Supervision(context, spec, pulses, size, coordinator, wish)
+        stack.enter_context(supervision)
+        try:
+            _fit(config, size, context, supervision)
+        except MillraceError as lost:
+            raise program_error(coordinator, pulses, lost) from lost
+        if coordinator.all_returned:
+            coordinator.finish()
+    return program_result(context, spec, supervision.cause or coordinator.cause, done=coordinator.all_returned)
 
 
 def _size(context: AttemptContext, spec: TrainingSpec) -> Size:
@@ -95,7 +147,7 @@ def _size(context: AttemptContext, spec: TrainingSpec) -> Size:
     return size
 
 
-def _fit(config: LoopConfig, size: Size, context: AttemptContext, supervision: Supervision) -> None:
+def _fit(config: LoopConfig | ProgramConfig, size: Size, context: AttemptContext, supervision: Supervision) -> None:
     try:
         RayRun(config, size).fit()
     except TrainingFailedError as error:
@@ -136,9 +188,11 @@ def _own_error(raised: BaseException | None) -> MillraceError | None:
 
 
 @contextmanager
-def _ends_when_stopped(context: AttemptContext) -> Iterator[None]:
+def _ends_when_stopped(
+    context: AttemptContext, pause_within_s: float, stop_within_s: float, pulses: Pulses | None = None
+) -> Iterator[None]:
     """Ends this process, and with it its workers, should they not stop by themselves when a client or a later attempt
-    wishes it: `fit` cannot be interrupted while its workers start."""
+    wishes it: `fit` cannot be interrupted while its workers start. The ranks that `pulses` hears are killed first."""
     done = threading.Event()
 
     def watch() -> None:
@@ -149,8 +203,10 @@ def _ends_when_stopped(context: AttemptContext) -> Iterator[None]:
             except (Cancelled, StaleAttempt) as stop:
                 asked_at = asked_at or time.monotonic()
                 pausing = isinstance(stop, Cancelled) and context.is_suspending
-                if time.monotonic() - asked_at > (PAUSE_WITHIN_S if pausing else STOP_WITHIN_S):
+                if time.monotonic() - asked_at > (pause_within_s if pausing else stop_within_s):
                     logger.warning("the workers did not stop in time; ending the attempt")
+                    if pulses is not None:
+                        end_hard(pulses.at_work())
                     flush_logs()
                     os._exit(1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -14,9 +15,15 @@ STARTING_SECONDS = 1800.0
 # By so much longer may a rank that starts say nothing: what it imports and compiles may hold the interpreter.
 STARTING_FACTOR = 3.0
 # Frames in which a rank waits for the others: in backward, where gradients are added up, or in a call of its own.
-WAITING_FRAMES = ("torch/distributed/", "_engine_run_backward", "train_service/learning/ranks.py")
-# A frame of the thread that trains, whatever else a worker's process runs.
-TRAINING_FRAME = "train_loop"
+WAITING_FRAMES = (
+    "torch/distributed/",
+    "_engine_run_backward",
+    "train_service/learning/ranks.py",
+    "train_service/program/rank_reports.py",
+    "ray/train/v2/_internal/execution/collective_impl.py",
+)
+# Frames of the thread that trains, whatever else a worker's process runs: Millrace's loop, or a program's.
+TRAINING_FRAMES = ("in train_loop", "in run_program")
 
 
 class Phase(enum.StrEnum):
@@ -75,9 +82,20 @@ def _patience_s(one: RankState, limit: float) -> float:
 def waits_for_others(stacks: str) -> bool:
     """Whether the training thread of such stacks (faulthandler's text) waits for other ranks."""
     for thread in stacks.split("\n\n"):
-        if TRAINING_FRAME in thread:
+        if any(frame in thread for frame in TRAINING_FRAMES):
             return any(frame in thread for frame in WAITING_FRAMES)
     return False
+
+
+def line_in_bundle(stacks: str, bundle_sha256: str) -> str:
+    """`path:line` of the innermost frame of a program's own code in the thread that trains; empty where it is in none.
+
+    The code lies in a folder that has the bundle's digest for its name."""
+    for thread in stacks.split("\n\n"):
+        if any(frame in thread for frame in TRAINING_FRAMES):
+            found = re.search(rf'File "[^"]*/{re.escape(bundle_sha256)}/([^"]+)", line (\d+)', thread)
+            return f"{found[1]}:{found[2]}" if found else ""
+    return ""
 
 
 def culprits(suspects: Sequence[int], stacks: dict[int, str], silent: Sequence[int]) -> list[int]:

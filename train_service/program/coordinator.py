@@ -1,7 +1,7 @@
 """The attempt's side of a program's reports: where the ranks meet, and where what they reported becomes a checkpoint.
 
-A rank uploads its files below the attempt's own folder, and says then: {report n, metrics, files}. Once all W ranks have
-said so, the report is put together (of a path that several ranks reported the lowest rank's file counts), the manifest
+A rank uploads its files below the attempt's own folder, and says then: {report n, metrics, files}. Once all W ranks
+have said so, the report is put together (of a path that several ranks reported the lowest rank's file counts), the manifest
 is written, and the registry names it under the attempt's number: a stale attempt is refused there, and its files are
 taken away. Only then is every rank answered, and only then does its `ray.train.report` return.
 
@@ -460,7 +460,7 @@ class ReportCoordinator:
             return
         self._progress_at = now
         others = dict(part.metrics)
-        told = {name: others.pop(name) for name in ("loss", "accuracy") if name in others}
+        told: dict[str, Any] = {name: others.pop(name) for name in ("loss", "accuracy") if name in others}
         self._tell(EventKind.PROGRESS, {"step": number, "epoch": part.epoch, **told, "metrics": others})
 
     def _absent(self) -> list[int]:
@@ -473,8 +473,8 @@ class ReportCoordinator:
         if gone:
             self._fail(
                 Internal(
-                    f"{self._sentence(gone)}: they have returned from the training function, while others wait in report "
-                    f"{self._number}. Every rank must call ray.train.report equally often",
+                    f"{self._sentence(gone)}: they have returned from the training function, while others wait in "
+                    f"report {self._number}. Every rank must call ray.train.report equally often",
                     reason=NOT_BY_ALL,
                     metadata={"ranks": ",".join(map(str, gone))},
                 )

@@ -1,4 +1,4 @@
-"""What a worker's process is given before a program's module is imported: a folder, seeds, captured output, and hooks."""
+"""What a worker's process is given before a program's module is imported: a folder, seeds, captured output, hooks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def seed_everything(job_seed: int, report: int, rank: int) -> None:
     digest = hashlib.sha256(f"{job_seed}/{report}/{rank}".encode()).digest()
     seed = int.from_bytes(digest[:8], "little")
     torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - a program may draw from the global generator
+    np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
@@ -174,4 +174,3 @@ def line_of(error: BaseException, code: Path) -> str:
         ),
         "",
     )
-

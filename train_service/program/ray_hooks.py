@@ -1,15 +1,16 @@
 """All uses of Ray's private parts by a program's worker, in one place.
 
-Every `ray.train.*` call of a training function goes through one object of the process, a `TrainFnUtils`, which Ray's own
-comment names as the place to change what these calls do. Ours answers `report`, `get_checkpoint` and
-`get_dataset_shard`; the context, the barrier and the broadcast, and with them `prepare_model`, `prepare_data_loader` and
-`get_device`, stay Ray's own.
+Every `ray.train.*` call of a training function goes through one object of the process, a `TrainFnUtils`, which Ray's
+own comment names as the place to change what these calls do. Ours answers `report`, `get_checkpoint` and
+`get_dataset_shard`; the context, the barrier and the broadcast, and with them `prepare_model`, `prepare_data_loader`
+and `get_device`, stay Ray's own.
 
 What a new release of Ray may break, and how it would be noticed:
 - `set_train_fn_utils` moves, or `report` gets another argument: a program's first report raises `TypeError` or
   `ImportError` (`tests/integration/train_service/test_programs.py`).
 - `ray.train.get_dataset_shard` takes a `state_dict` of its own: ours shadows it; compare the two.
-- `StorageContext` loses `experiment_fs_path` or `storage_filesystem`: NO_UPLOAD and `checkpoint_upload_fn` find no folder.
+- `StorageContext` loses `experiment_fs_path` or `storage_filesystem`: NO_UPLOAD and `checkpoint_upload_fn` find no
+  folder.
 - The frames below Ray's `ThreadRunner` change: only the texts of stacks do.
 """
 
@@ -28,9 +29,9 @@ from ray.train import Checkpoint
 from ray.train.v2._internal.data_integration.interfaces import DatasetShardMetadata
 from ray.train.v2._internal.execution import collective_impl
 from ray.train.v2._internal.execution.context import get_train_context
-from ray.train.v2._internal.execution.preemption import PreemptionInfo
 from ray.train.v2._internal.execution.train_fn_utils import DistributedTrainFnUtils, set_train_fn_utils
 from ray.train.v2.api.context import DistributedTrainContext
+from ray.train.v2.api.preemption import PreemptionInfo
 from ray.train.v2.api.report_config import CheckpointUploadMode
 
 from shared.errors import FailedPrecondition, InvalidArgument
@@ -54,7 +55,7 @@ class _Context(DistributedTrainContext):
         self._spool = spool
 
     def get_storage(self) -> Any:
-        storage = copy.copy(get_train_context().get_storage())
+        storage = copy.copy(get_train_context().get_storage())  # type: ignore[no-untyped-call]
         storage.storage_filesystem = pyarrow.fs.LocalFileSystem()
         storage.storage_fs_path = str(self._spool.parent)
         storage.experiment_dir_name = self._spool.name
@@ -157,8 +158,8 @@ def local_folder(checkpoint: Checkpoint) -> Path:
         raise InvalidArgument(f"ray.train.report needs a ray.train.Checkpoint, not {type(checkpoint).__name__}")
     if not isinstance(checkpoint.filesystem, pyarrow.fs.LocalFileSystem):
         raise InvalidArgument(
-            f"the checkpoint is at {checkpoint.path} on a {checkpoint.filesystem.type_name} filesystem; report one made "
-            "by Checkpoint.from_directory of a local folder"
+            f"the checkpoint is at {checkpoint.path} and on no local disk; report one made by Checkpoint.from_directory "
+            "of a local folder"
         )
     return Path(checkpoint.path)
 
@@ -172,8 +173,8 @@ def install(utils: ProgramTrainFnUtils) -> None:
         return utils.shard(dataset_name or "", state_dict)
 
     ray.train.get_dataset_shard = get_dataset_shard
-    ray.init = _no_init  # type: ignore[assignment]
-    ray.shutdown = _no_shutdown  # type: ignore[assignment]
+    ray.init = _no_init
+    ray.shutdown = _no_shutdown
 
 
 def _no_init(*_: Any, **__: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What Ray Train runs on every worker of an attempt at a program: the user's function, with Millrace behind `ray.train`.
+"""What Ray Train runs on every worker of a program: the user's function, with Millrace behind `ray.train`.
 
 The worker is a real one of Ray Train's, with its process group. Before the program's module is imported, `report`,
 `get_checkpoint` and `get_dataset_shard` are bound to Millrace (`ray_hooks`), and the process has a folder of its own,
@@ -13,7 +13,6 @@ import inspect
 import json
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,10 +159,11 @@ class _Rank:
         module = importlib.import_module(module_name)
         if not str(getattr(module, "__file__", "")).startswith(str(code)):
             raise FailedPrecondition(
-                f"{module_name} is {module.__file__}, and not of the bundle: a module of that name is installed; rename it",
+                f"{module_name} is {module.__file__}, and not of the bundle: a module of that name is installed; "
+                "rename the bundle's",
                 reason="MODULE_SHADOWED",
             )
-        function: Callable[..., Any] = module
+        function: Any = module
         for part in name.split("."):
             function = getattr(function, part)
         if inspect.signature(function).parameters:
@@ -194,8 +194,8 @@ class _Rank:
 
     def _announce_exit(self, status: int, where: str, code: Path) -> None:
         error = Internal(
-            f"os._exit({status}) on rank {self._rank} at {where.removeprefix(f'{code}/')}: the process ended before the "
-            "training function returned",
+            f"os._exit({status}) on rank {self._rank} at {where.removeprefix(f'{code}/')}: the process ended before "
+            "the training function returned",
             reason="PROGRAM_EXITED",
             metadata={"ranks": str(self._rank)},
         )
