@@ -8,7 +8,7 @@ from google.protobuf import json_format
 
 from millrace.train.v1 import resources_pb2, suggestion_pb2
 from shared.errors import invalid_field
-from train_service.domain.suggesting import Preparation, Suggestion
+from train_service.domain.suggestion import Preparation, Suggestion
 
 
 def given_from_proto(spec: resources_pb2.TrainingSpec) -> dict[str, Any]:

@@ -18,19 +18,21 @@ from shared.storage import ObjectStore
 from shared.transforms import Pipeline, ScalarType, TensorType, schema_of_columns
 from shared.transforms.schema import ColumnType
 from shared.transforms.steps.custom_child import functions_in_children
-from train_service.domain import suggesting
-from train_service.domain.suggesting import MOST_VALUES, ColumnFacts, Suggestion, VersionFacts
+from train_service.domain import version_facts as known
+from train_service.domain.suggesting import suggest
+from train_service.domain.suggestion import Suggestion
+from train_service.domain.version_facts import MOST_VALUES, ColumnFacts, VersionFacts
 from train_service.loading.preprocessing import FIELD
 
 Json = Mapping[str, Any]
 # (check of an Arrow type, kind)
 KINDS = (
-    (kinds.is_boolean, suggesting.BOOLEAN),
-    (kinds.is_integer, suggesting.INTEGER),
-    (kinds.is_floating, suggesting.NUMBER),
-    (kinds.is_string, suggesting.TEXT),
-    (kinds.is_binary, suggesting.BYTES),
-    (kinds.is_temporal, suggesting.TIME),
+    (kinds.is_boolean, known.BOOLEAN),
+    (kinds.is_integer, known.INTEGER),
+    (kinds.is_floating, known.NUMBER),
+    (kinds.is_string, known.TEXT),
+    (kinds.is_binary, known.BYTES),
+    (kinds.is_temporal, known.TIME),
 )
 
 
@@ -43,7 +45,7 @@ def suggest_spec(store: ObjectStore, name: str, given: Json, custom_allowed: Col
     def shape_made(column: str) -> tuple[int, ...]:
         return _shape_made(version, given, column, custom_allowed)
 
-    return suggesting.suggest(facts, given, shape_made)
+    return suggest(facts, given, shape_made)
 
 
 def version_facts(version: DatasetVersion, statistics: Sequence[Json], train_split: str) -> VersionFacts:
@@ -69,7 +71,7 @@ def _facts(column: Column, given: ColumnType, statistics: Sequence[Json], train_
     values = _values(statistics)
     return ColumnFacts(
         name=column.name,
-        kind=suggesting.TENSOR if isinstance(given, TensorType) else _kind(given.arrow_type),
+        kind=known.TENSOR if isinstance(given, TensorType) else _kind(given.arrow_type),
         dtype=given.dtype if isinstance(given, TensorType) else "",
         shape=tuple(column.shape),
         value_names=tuple(column.value_names),
@@ -109,7 +111,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _kind(arrow_type: pa.DataType) -> str:
-    return next((kind for check, kind in KINDS if check(arrow_type)), suggesting.OTHER)
+    return next((kind for check, kind in KINDS if check(arrow_type)), known.OTHER)
 
 
 def _shape_made(version: DatasetVersion, given: Json, column: str, custom_allowed: Collection[str]) -> tuple[int, ...]:

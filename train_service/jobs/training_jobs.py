@@ -30,7 +30,7 @@ from train_service.domain.cluster_use import ClusterUse, kind_of
 from train_service.domain.devices import RUN_DEVICE, with_devices
 from train_service.domain.slices import FEWEST_LANES, default_lanes
 from train_service.domain.spec import TrainingSpec
-from train_service.domain.suggesting import Suggestion
+from train_service.domain.suggestion import Suggestion
 from train_service.jobs.cluster_memory import ClusterMemory, check_ever_fits
 from train_service.jobs.inputs import using_inputs
 from train_service.jobs.lifecycle import Deletions

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from shared.errors import FailedPrecondition, InvalidArgument
-from train_service.domain.suggesting import ColumnFacts, Suggestion, VersionFacts, suggest
+from train_service.domain.suggesting import suggest
+from train_service.domain.suggestion import Suggestion
+from train_service.domain.version_facts import ColumnFacts, VersionFacts
 
 NAME = "datasets/d/versions/v1"
 ROWS = 1000
