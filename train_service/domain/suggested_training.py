@@ -139,10 +139,9 @@ def _expected_width(one: ColumnFacts) -> int:
 def choose_training(made: Suggestion, task: str, rows: int, is_image: bool) -> None:
     spec = made.spec
     rate = LEARNING_RATE_OF_IMAGES if is_image else LEARNING_RATE_OF_TABLES
-    by_itself = "optimizer" not in spec
     made.choose("optimizer.name", "AdamW", "It works without much tuning.")
     made.choose("optimizer.learning_rate", rate, f"It is usual for {'images' if is_image else 'tables'} from scratch.")
-    if by_itself:
+    if "scheduler" not in spec["optimizer"]:
         why = "The rate warms up and then falls to 0, which ends a run of known length well."
         made.choose("optimizer.schedule", "SCHEDULE_COSINE_WITH_WARMUP", why)
     to_see, fewest, most = EPOCHS_OF_IMAGES if is_image else EPOCHS_OF_TABLES
@@ -152,7 +151,11 @@ def choose_training(made: Suggestion, task: str, rows: int, is_image: bool) -> N
     if task == REGRESSION:
         made.choose("metrics", ["mae", "rmse", "r2"], "They are in the target's own unit, but for r2.", "mae, rmse, r2")
     made.choose("checkpoints.keep_newest", 2, "Besides the best one; all others would only take room.")
-    if spec.get("validation_split"):
+    made.choose("num_workers", 1, "One worker needs the least room; more are faster where the cluster has them.")
+    if "early_stopping" in spec and not spec["early_stopping"]:
+        if made.preparation is None:
+            del spec["early_stopping"]
+    elif spec.get("validation_split"):
         patience = max(5, int(spec["epochs"]) // 4)
         made.choose(
             "early_stopping.patience", patience, "The run ends where validation gets no better for so many epochs."

@@ -306,11 +306,17 @@ def test_given_fields_win_and_are_not_told_as_choices() -> None:
     }
     made = suggested(pixels(28, 28), digit(), integer("kind", 0, 1), **given)
     assert made.spec["model"] == {"builder": "torchvision.resnet34", "num_classes": 12, "in_channels": 5}
-    assert {name: made.spec[name] for name in given if name != "model"} == {
-        name: value for name, value in given.items() if name != "model"
-    }
+    others = given.keys() - {"model", "optimizer"}
+    assert {name: made.spec[name] for name in others} == {name: given[name] for name in others}
+    assert made.spec["optimizer"].items() >= given["optimizer"].items()
     chosen = {one.field for one in made.choices}
-    assert not chosen & {"label_column", "epochs", "model.builder", "optimizer.name", "optimizer.schedule", "transform"}
+    assert not chosen & {"label_column", "epochs", "model.builder", "optimizer.name", "transform"}
+
+
+def test_early_stopping_that_was_given_without_patience_is_none() -> None:
+    first = suggested(SPECIES, number("a"), splits={"train": 344}, early_stopping={})
+    assert first.spec["early_stopping"] == {}, "so that the second answer knows it, too"
+    assert "early_stopping" not in suggested(FEATURES, digit(), early_stopping={}).spec
 
 
 @pytest.mark.parametrize("workers", [1, 4, 16])
