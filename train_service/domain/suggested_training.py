@@ -64,7 +64,7 @@ def _width(version: VersionFacts, columns: Sequence[str]) -> int:
 
 
 def _photo_transform(made: Suggestion, side: int) -> None:
-    steps = [
+    steps: list[dict[str, Any]] = [
         {"decode_image": {"mode": "MODE_RGB"}},
         {"resize": {"height": side, "width": side}},
         {"random_flip": {"horizontal_probability": 0.5}},

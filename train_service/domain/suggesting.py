@@ -37,9 +37,10 @@ from train_service.domain.version_facts import (
 
 # How a label is called, the surest names first. Two of one line leave open which is meant.
 LABEL_NAMES = (
-    ("label", "labels", "target", "class", "y"),
+    ("label", "labels", "target", "class"),
     ("species", "survived", "diagnosis", "outcome", "category", "churn", "sentiment", "variety"),
     ("price", "fare", "salary", "income", "cost", "rating", "quality", "mpg", "medv", "saleprice", "medhousevalue"),
+    ("y",),
 )
 IMAGE_NAMES = ("image", "images", "img", "picture", "photo", "pixels")
 FEATURES = "features"
@@ -258,7 +259,8 @@ def _counts_from_0(label: ColumnFacts) -> bool:
 
 def _label_steps(made: Suggestion, label: ColumnFacts, task: str) -> list[dict[str, Any]]:
     """What has to be done to the label before a run takes it."""
-    path, steps = "spec.label_column", []
+    path = "spec.label_column"
+    steps: list[dict[str, Any]] = []
     if label.kind in (BYTES, TIME, OTHER) or (label.kind == TEXT and task == REGRESSION):
         raise invalid_field(path, label.name, f"it is of a type ({label.kind}) that cannot be learnt; choose another")
     if label.nulls or label.nans:

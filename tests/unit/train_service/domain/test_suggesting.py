@@ -296,7 +296,7 @@ def test_validation_rows_are_found_or_divided_off(
 
 
 def test_given_fields_win_and_are_not_told_as_choices() -> None:
-    given = {
+    given: dict[str, Any] = {
         "label_column": "kind",
         "epochs": 3,
         "model": {"builder": "torchvision.resnet34", "num_classes": 12},
