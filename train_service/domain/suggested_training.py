@@ -31,36 +31,25 @@ LEARNING_RATE_OF_IMAGES, LEARNING_RATE_OF_TABLES = 0.002, 0.003
 PHOTO_MEAN, PHOTO_DEVIATION = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
-def choose_model_input(
-    made: Suggestion,
-    version: VersionFacts,
-    source: ColumnFacts | None,
-    columns: Sequence[str],
-    rows: int,
-    shape_made: Callable[[str], tuple[int, ...]],
-) -> None:
-    """The transform that runs in training, and the channels or the width that it makes."""
+def check_input(source: ColumnFacts) -> None:
+    """Raises `InvalidArgument` for a column that no model reads as it is, or as an image."""
+    tensor = source.kind == TENSOR and source.dtype == "float32" and len(source.shape) in (1, 3)
+    if not (tensor or source.is_image or source.kind == BYTES):
+        remedy = "it is neither an image nor a float32 tensor; choose another, or give a transform that makes one of it"
+        raise invalid_field("spec.input_column", source.name, remedy)
+
+
+def choose_model_input(made: Suggestion, source: ColumnFacts | None, rows: int, width: Callable[[], int]) -> None:
+    """The transform that runs in training, and the channels or the `width` that it makes."""
     if source is None or made.spec.get("transform", {}).get("steps"):
-        width = shape_made(made.spec["input_column"])[0] if not columns else _width(version, columns)
-        made.choose("model.in_channels", width, "It is what the transform makes.")
+        made.choose("model.in_channels", width(), "It is what the transform makes.")
     elif source.kind == BYTES:
-        side = by_rows(SIDE_BY_ROWS, rows)
-        _photo_transform(made, side)
+        _photo_transform(made, by_rows(SIDE_BY_ROWS, rows))
     elif source.is_image:
         _pixel_transform(made, source, rows)
-    elif source.kind == TENSOR and source.dtype == "float32" and len(source.shape) in (1, 3):
+    else:
         what = "width" if len(source.shape) == 1 else "number of channels"
         made.choose("model.in_channels", source.shape[0], f"It is the {what} of {source.name!r}.")
-    else:
-        raise invalid_field(
-            "spec.input_column",
-            source.name,
-            "it is neither an image nor a float32 tensor; choose another, or give a transform",
-        )
-
-
-def _width(version: VersionFacts, columns: Sequence[str]) -> int:
-    return sum(math.prod(one.shape) for one in version.columns if one.name in columns)
 
 
 def _photo_transform(made: Suggestion, side: int) -> None:
@@ -113,24 +102,26 @@ def choose_outputs(made: Suggestion, label: ColumnFacts, task: str) -> None:
     made.choose("model.num_classes", count, reason, f"{count} ({names_shown(list(map(str, names)))})" if names else "")
 
 
-def choose_model(
-    made: Suggestion, version: VersionFacts, source: ColumnFacts | None, is_image: bool, columns: Sequence[str]
-) -> None:
+def choose_model(made: Suggestion, is_image: bool, width: Callable[[], int]) -> None:
     if is_image:
         made.choose("model.builder", RESNET, "It is small, and learns images of most sizes from scratch.")
         return
     made.choose("model.builder", MLP, "Rows are vectors, which a multi-layer perceptron reads.")
     if made.spec["model"]["builder"] == MLP:
-        width = made.spec["model"].get("in_channels") or sum(
-            _expected_width(version.column(one, "")) for one in columns
-        )
-        hidden = by_rows(HIDDEN_BY_WIDTH, width)
-        why = f"Two hidden layers are enough for an input of {'about ' * (not source)}{width} numbers."
+        numbers = made.spec["model"].get("in_channels") or width()
+        hidden = by_rows(HIDDEN_BY_WIDTH, numbers)
+        about = "about " if made.preparation is not None else ""
+        why = f"Two hidden layers are enough for an input of {about}{numbers:,} numbers."
         made.choose("model.kwargs", {"hidden": hidden}, why, f"hidden={hidden}")
 
 
-def _expected_width(one: ColumnFacts) -> int:
-    """Of what becomes of a column before it is known which values are in the training rows."""
+def expected_width(version: VersionFacts, columns: Sequence[str]) -> int:
+    """Of what becomes of these columns of a table: before it is known which values are in the training rows."""
+    wanted = frozenset(columns)
+    return sum(_numbers(one) for one in version.columns if one.name in wanted)
+
+
+def _numbers(one: ColumnFacts) -> int:
     if one.kind == TENSOR:
         return math.prod(one.shape)
     return one.distinct if one.kind == TEXT or (one.kind == BOOLEAN and one.nulls) else 1

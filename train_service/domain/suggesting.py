@@ -7,7 +7,7 @@ What a step has to learn, or rows that cannot be used, make a preparation: a ver
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shared.errors import FailedPrecondition, invalid_field
@@ -15,10 +15,12 @@ from train_service.domain.slices import FEWEST_ROWS_PER_RANK
 from train_service.domain.spec import CLASSIFICATION, REGRESSION
 from train_service.domain.suggested_features import MOST_STEPS, feature_steps
 from train_service.domain.suggested_training import (
+    check_input,
     choose_model,
     choose_model_input,
     choose_outputs,
     choose_training,
+    expected_width,
 )
 from train_service.domain.suggestion import Preparation, Suggestion
 from train_service.domain.version_facts import (
@@ -69,6 +71,8 @@ def suggest(
     made = Suggestion({**json.loads(json.dumps(given)), "dataset_version": version.name})
     shares = _choose_splits(made, version)
     source = _find_input(made, version)
+    if source is not None and "transform" not in given:
+        check_input(source)
     label = _find_label(made, version, source)
     task = _choose_task(made, label)
     steps = _label_steps(made, label, task)
@@ -76,7 +80,8 @@ def suggest(
     if source is None and "transform" not in given:
         more, columns = feature_steps(made, version, label, MOST_STEPS - len(steps) - 1)
         steps += more
-    rows = version.splits[_source_split(version, made)]
+    # As if all rows without a label were among them.
+    rows = max(version.splits[_source_split(version, made)] - label.nulls - label.nans, FEWEST_ROWS_PER_RANK)
     rows = round(rows * shares["train"] / sum(shares.values())) if shares else rows
     if steps or shares:
         steps += [{"concat": {"columns": columns, "into": FEATURES}}] if columns else []
@@ -89,11 +94,26 @@ def suggest(
         made.note("transform", f"concat into {FEATURES}", "No column needs more: all are numbers on one scale.")
     is_image = source is not None and (source.is_image or source.kind == BYTES or len(source.shape) == 3)
     if made.preparation is None:
-        choose_model_input(made, version, source, columns, rows, shape_made)
+        choose_model_input(made, source, rows, lambda: _width(made, version, source, columns, shape_made))
         choose_outputs(made, label, task)
-    choose_model(made, version, source, is_image, columns)
+    choose_model(made, is_image, lambda: _width(made, version, source, columns, shape_made))
     choose_training(made, task, rows, is_image)
     return made
+
+
+def _width(
+    made: Suggestion,
+    version: VersionFacts,
+    source: ColumnFacts | None,
+    columns: Sequence[str],
+    shape_made: Callable[[str], tuple[int, ...]],
+) -> int:
+    """Of the model's input vector; before a preparation as far as statistics tell."""
+    if columns:
+        return expected_width(version, columns)
+    if source is None or "transform" in made.spec:
+        return shape_made(made.spec["input_column"])[0]
+    return source.shape[0]
 
 
 def _source_split(version: VersionFacts, made: Suggestion) -> str:

@@ -45,23 +45,16 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Read = TypeVar("Read", bound=Message)
 
 
-class WorkersType(click.ParamType):
-    """`N`, or `MIN..MAX` for a run that goes on with fewer; handed on as (fewest or 0, most)."""
-
-    name = "workers"
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:  # noqa: ARG002
-        return "N|MIN..MAX"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        fewest, elastic, most = str(value).partition("..")
-        try:
-            numbers = (int(fewest), int(most)) if elastic else (0, int(fewest))
-        except ValueError:
-            self.fail(f"{value!r}: use a number, or MIN..MAX, e.g. 1..4", param, ctx)
-        if elastic and not 1 <= numbers[0] <= numbers[1]:
-            self.fail(f"{value!r}: use 1 or more, and MAX at least MIN, e.g. 1..4", param, ctx)
-        return numbers
+def _workers(_context: click.Context, _option: click.Parameter, text: str) -> tuple[int, int]:
+    """Of `N`, or `MIN..MAX`: (fewest or 0, most)."""
+    fewest, elastic, most = text.partition("..")
+    try:
+        numbers = (int(fewest), int(most)) if elastic else (0, int(fewest))
+    except ValueError:
+        raise click.BadParameter(f"{text!r}: use a number, or MIN..MAX, e.g. 1..4") from None
+    if elastic and not 1 <= numbers[0] <= numbers[1]:
+        raise click.BadParameter(f"{text!r}: use 1 or more, and MAX at least MIN, e.g. 1..4")
+    return numbers
 
 
 OPTIONS = (
@@ -127,8 +120,9 @@ OPTIONS = (
     click.option("--gpus", type=float, help="Of each worker. Default: 1 where the cluster has enough."),
     click.option(
         "--workers",
-        type=WorkersType(),
+        callback=_workers,
         default="2",
+        metavar="N|MIN..MAX",
         show_default=True,
         help="MIN..MAX: it goes on with fewer, from MIN up, while nodes are lost. 0: local mode, to debug.",
     ),

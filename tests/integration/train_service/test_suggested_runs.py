@@ -15,6 +15,7 @@ import pytest
 from google.protobuf import json_format
 
 from millrace.data.v1.data_service_pb2 import ImportSource
+from millrace.train.v1 import resources_pb2
 from millrace_client.specs import csv_source, idx_source, image_folder_source
 from shared.checkpoint import CheckpointRegistry
 from shared.settings import StoreSettings
@@ -95,7 +96,7 @@ def test_a_version_alone_is_enough_to_train_something_good(dataset: str, tmp_pat
     assert bar.passed(statistics.median(reached), statistics.median(guessed))
 
 
-def trained(store: ObjectStore, folder: Path, spec: object, job: str) -> dict[str, float]:
+def trained(store: ObjectStore, folder: Path, spec: resources_pb2.TrainingSpec, job: str) -> dict[str, float]:
     """The metrics of the run's best checkpoint."""
     file = folder / f"{job}.json"
     file.write_text(json_format.MessageToJson(spec))

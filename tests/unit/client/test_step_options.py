@@ -168,7 +168,7 @@ def test_pixels_may_be_normalised_by_numbers_of_ones_own() -> None:
         (("--workers", "0"), Spec(num_workers=0)),
         (("--epochs", "3"), Spec(epochs=3)),
         (("--learning-rate", "0.002"), Spec(optimizer=resources_pb2.Optimizer(learning_rate=0.002))),
-        (("--constant",), Spec(optimizer=resources_pb2.Optimizer(schedule=1))),
+        (("--constant",), Spec(optimizer=resources_pb2.Optimizer(schedule="SCHEDULE_CONSTANT"))),
         (("--gpus", "1"), Spec(placement=resources_pb2.Placement(gpus_per_worker=1))),
         (("--patience", "0"), Spec(early_stopping=resources_pb2.EarlyStopping())),
         (("--precision", "float32"), Spec(precision=Spec.PRECISION_FLOAT32)),

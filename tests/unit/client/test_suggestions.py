@@ -32,7 +32,7 @@ def choice(field: str) -> suggestion_pb2.Choice:
 
 
 @dataclass
-class Both(train_service_pb2_grpc.TrainServiceServicer, data_service_pb2_grpc.DataServiceServicer):  # type: ignore[misc]
+class Both(train_service_pb2_grpc.TrainServiceServicer, data_service_pb2_grpc.DataServiceServicer):
     """A source that has to be prepared first. `gone`: the version that was made then was deleted; `failed`: making it
     had failed; `no_source`: so was the source."""
 
@@ -131,9 +131,8 @@ def test_nothing_is_made_unless_it_is_asked_for() -> None:
     assert made.spec.dataset_version == SOURCE
 
 
-@pytest.mark.parametrize("lost", ["gone", "failed"])
-def test_a_prepared_version_that_is_not_there_any_more_is_made_anew(lost: str) -> None:
-    both = Both(**{lost: True})
+@pytest.mark.parametrize("both", [Both(gone=True), Both(failed=True)], ids=["deleted", "cancelled"])
+def test_a_prepared_version_that_is_not_there_any_more_is_made_anew(both: Both) -> None:
     with client_of(both) as client:
         assert client.train.suggest_training_spec(SOURCE, prepare=True).version == PREPARED
     first, second = (one.request_id for one in both.transformed)

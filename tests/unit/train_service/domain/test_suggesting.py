@@ -327,6 +327,32 @@ def test_the_batch_has_rows_for_each_worker_in_each_step(workers: int) -> None:
     assert 2 * workers <= size <= 300
 
 
+def test_five_thousand_columns_that_need_no_step_are_put_together_soon() -> None:
+    columns = [number(f"column{index}", mean=0.0, deviation=1.0) for index in range(5000)]
+    begin = time.process_time()
+    made = suggested(digit(), *columns)
+    assert time.process_time() - begin < 2
+    assert made.spec["model"]["in_channels"] == 5000
+
+
+def test_an_input_that_no_model_reads_is_refused_before_anything_is_prepared() -> None:
+    error = refused(SPECIES, number("a"), splits={"train": 344}, input_column="a")
+    assert error.metadata["field"] == "spec.input_column"
+
+
+def test_a_model_is_as_wide_as_a_given_transform_makes_its_input() -> None:
+    given = {"steps": [{"concat": {"columns": ["a"], "into": "all"}}]}
+    made = suggested(SPECIES, number("a"), splits={"train": 344}, transform=given)
+    assert ops(made) == ["ordinal_encode"], "the label alone"
+    assert "about 5 numbers" in next(one.reason for one in made.choices if one.field == "model.kwargs")
+
+
+def test_rows_without_a_label_do_not_count_for_the_batch() -> None:
+    label = text("label", "a", "b", rows=20, nulls=14)
+    spec = suggested(label, FEATURES, splits={"train": 16, "validation": 4}).spec
+    assert spec["global_batch_size"] == 2
+
+
 def test_five_thousand_columns_are_judged_soon_and_within_the_steps_that_a_transform_has() -> None:
     columns = [number(f"column{index}", nulls=index % 2) for index in range(5000)]
     begin = time.process_time()
