@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from click.testing import CliRunner, Result
 from google.longrunning import operations_pb2
+from google.protobuf import json_format
 from google.rpc import code_pb2
 
 import millrace_client as mc
@@ -81,7 +83,8 @@ class Both(train_service_pb2_grpc.TrainServiceServicer, data_service_pb2_grpc.Da
         return data_pb2.DatasetVersion(name=request.name)
 
     def CreateTrainingJob(self, request: Any, _context: Any) -> resources_pb2.TrainingJob:  # noqa: N802
-        self.created.append(request.spec)
+        if not request.validate_only:
+            self.created.append(request.spec)
         return resources_pb2.TrainingJob(name="trainingJobs/j", spec=request.spec)
 
 
@@ -167,3 +170,15 @@ def test_a_dry_run_shows_the_preparation_and_makes_nothing() -> None:
     assert document["choices"][0]["reason"] == "Why label_column."
     assert document["preparation"]["request_id"] == REQUEST_ID
     assert (both.transformed, both.created) == ([], [])
+
+
+def test_a_dry_run_of_a_whole_specification_checks_it_and_makes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "spec.json"
+    file.write_text(json_format.MessageToJson(resources_pb2.TrainingSpec(dataset_version=SOURCE, epochs=2)))
+    both = Both()
+    with serving(register(both)) as address:
+        result = CliRunner().invoke(
+            millrace, ("train", "create", "j", "--spec", str(file), "--dry-run", "--train-address", address)
+        )
+    assert json.loads(result.stdout) == {"dataset_version": SOURCE, "epochs": 2}
+    assert (both.asked, both.created) == ([], [])
