@@ -8,13 +8,14 @@ from typing import Any
 
 from grpc import aio
 
-from millrace.train.v1 import resources_pb2, train_service_pb2
+from millrace.train.v1 import resources_pb2, suggestion_pb2, train_service_pb2
 from shared.jobs import JobState
 from shared.requests import body_digest
 from train_service.bundle_servicer import BundleServicerPart
 from train_service.converters.jobs import checkpoint_to_proto, event_to_proto, job_to_proto
 from train_service.converters.records import coverage_to_proto, log_to_proto, point_to_proto, use_to_proto
 from train_service.converters.specs import spec_from_proto
+from train_service.converters.suggestions import given_from_proto, suggestion_to_proto
 from train_service.jobs.bundle_intake import BundleIntake
 from train_service.jobs.run_records import RunRecords
 from train_service.jobs.training_jobs import TrainingJobs
@@ -50,6 +51,11 @@ class TrainServicer(SweepServicerPart, BundleServicerPart):
             self._jobs.create, request.training_job_id, spec, request.request_id, digest, request.validate_only
         )
         return job_to_proto(view)
+
+    async def SuggestTrainingSpec(self, request: Any, context: Context) -> suggestion_pb2.SuggestTrainingSpecResponse:
+        given = given_from_proto(request.spec)
+        made = await asyncio.to_thread(self._jobs.suggest, request.dataset_version, given, self._custom_allowed)
+        return suggestion_to_proto(made)
 
     async def GetTrainingJob(self, request: Any, context: Context) -> resources_pb2.TrainingJob:
         return job_to_proto(await asyncio.to_thread(self._jobs.get, request.name))

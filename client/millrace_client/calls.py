@@ -44,7 +44,7 @@ RETRIES = {
 }
 # Requests that only read, by how their names begin.
 READS = (
-    *("Get", "List", "Wait", "Preview"),
+    *("Get", "List", "Wait", "Preview", "Suggest"),
     *("Server", "ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics", "RepositoryIndex"),
 )
 # How gRPC begins to say that it found no connection to send a call over. Should it ever say it in other words, such

@@ -33,7 +33,7 @@ class Millrace:
             for service, channel in self._channels.items()
         }
         self.data = DataClient(callers["data"])
-        self.train = TrainClient(callers["train"])
+        self.train = TrainClient(callers["train"], self.data)
         self.deployments = DeploymentClient(callers["inference"])
         self.inference = InferenceClient(callers["inference"])
         self.health = HealthClient(callers)

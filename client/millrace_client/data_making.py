@@ -91,8 +91,11 @@ class MakingCalls(DataCalls):
         splits: pb.SplitRule | None = None,
         fit_split: str = "",
         checks: Iterable[quality_pb2.QualityCheck] = (),
+        request_id: str = "",
     ) -> Operation[resources_pb2.DatasetVersion]:
         """Starts making a new version of `dataset` (unset: the source's own) out of `datasets/{d}/versions/{v}`.
+
+        `request_id` is a UUID4: the same one with the same arguments returns what makes, or made, the first version.
 
         See `millrace_client.steps` for the steps, and `millrace_client.specs` for the rules of splits.
         """
@@ -104,7 +107,7 @@ class MakingCalls(DataCalls):
             splits=splits,
             fit_split=fit_split,
             checks=checks,
-            request_id=new_request_id(),
+            request_id=request_id or new_request_id(),
         )
         operation = self._caller.unary(self._stub.TransformVersion, request, operations_pb2.Operation)
         return Operation(self._caller, operation, resources_pb2.DatasetVersion, pb.TransformVersionMetadata)

@@ -6,13 +6,17 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from millrace.train.v1 import code_bundle_pb2, resources_pb2, sweep_pb2, train_service_pb2_grpc
+from millrace.train.v1 import code_bundle_pb2, resources_pb2, suggestion_pb2, sweep_pb2, train_service_pb2_grpc
 from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client.calls import Caller, new_request_id
 from millrace_client.errors import OutOfRange, Unavailable
 from millrace_client.paging import every_page
+from millrace_client.suggestions import Suggestion, given_spec, prepared_suggestion, suggestion_of
+
+if TYPE_CHECKING:
+    from millrace_client.data import DataClient
 
 Update = resources_pb2.TrainingJob | pb.TrainingEvent
 
@@ -47,8 +51,10 @@ BEYOND_ANY_EVENT = 2**63 - 1
 class TrainClient:
     """Names: `trainingJobs/{j}`, `trainingJobs/{j}/checkpoints/{c}`, `sweeps/{s}` and `codeBundles/{sha256}`."""
 
-    def __init__(self, caller: Caller) -> None:
+    def __init__(self, caller: Caller, data: DataClient | None = None) -> None:
+        """`data` makes the versions that suggestions need first."""
         self._caller = caller
+        self._data = data
         self._stub: Any = train_service_pb2_grpc.TrainServiceStub(caller.channel)
 
     def create_training_job(
@@ -63,6 +69,36 @@ class TrainClient:
         )
         timeout_s = IMPORTED_WITHIN_S if spec.HasField("program") else None
         return self._caller.unary(self._stub.CreateTrainingJob, request, resources_pb2.TrainingJob, timeout_s=timeout_s)
+
+    def suggest_training_spec(
+        self,
+        version: str,
+        *,
+        prepare: bool = False,
+        spec: resources_pb2.TrainingSpec | None = None,
+        **overrides: Any,
+    ) -> Suggestion:
+        """A specification that trains something sensible on `datasets/{d}/versions/{v}`, with reasons for all choices.
+
+        Fields of `spec`, and fields that are named, e.g. `label_column="fare"`, always win. Where steps must learn, or
+        a validation split is missing, the answer has a `preparation` and its `spec` is incomplete; with `prepare` the
+        data service makes the prepared version first, once for the same preparation, and the answer is for that one.
+        Raises `InvalidArgument` where the version leaves open what is meant, naming what there is to choose from.
+        """
+        first = suggestion_of(self.ask_for_suggestion(version, given_spec(spec, overrides)))
+        if not prepare:
+            return first
+        if self._data is None:
+            raise ValueError("this client has no data service to prepare a version with; use millrace_client.connect()")
+        return prepared_suggestion(self.ask_for_suggestion, self._data, first)
+
+    def ask_for_suggestion(
+        self, version: str, spec: resources_pb2.TrainingSpec | None = None
+    ) -> suggestion_pb2.SuggestTrainingSpecResponse:
+        """The service's own answer; see `suggest_training_spec`."""
+        request = suggestion_pb2.SuggestTrainingSpecRequest(dataset_version=version, spec=spec)
+        answer_type = suggestion_pb2.SuggestTrainingSpecResponse
+        return self._caller.unary(self._stub.SuggestTrainingSpec, request, answer_type)
 
     def get_training_job(self, name: str) -> resources_pb2.TrainingJob:
         request = pb.GetTrainingJobRequest(name=name)

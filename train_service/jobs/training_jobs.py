@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -31,11 +31,13 @@ from train_service.domain.cluster_use import ClusterUse, kind_of
 from train_service.domain.devices import RUN_DEVICE, with_devices
 from train_service.domain.slices import FEWEST_LANES, default_lanes
 from train_service.domain.spec import TrainingSpec
+from train_service.domain.suggestion import Suggestion
 from train_service.jobs.cluster_memory import ClusterMemory, check_ever_fits
 from train_service.jobs.inputs import using_inputs
 from train_service.jobs.lifecycle import Deletions
 from train_service.jobs.model_check import check_model
 from train_service.jobs.program_check import ProgramCheck
+from train_service.jobs.suggestions import suggest_spec
 from train_service.loading.version_fit import fitted, steps_of_run
 from train_service.records.events import Event, EventLog
 from train_service.records.reporting import TRAIN_KIND
@@ -148,6 +150,10 @@ class TrainingJobs:
             from shared.models import known_builders
 
             known_builders()
+
+    def suggest(self, version: str, given: Mapping[str, Any], custom_allowed: Collection[str]) -> Suggestion:
+        """A specification for a dataset version, see `suggest_spec`."""
+        return suggest_spec(self._store, version, given, custom_allowed)
 
     def get(self, name: str) -> JobView:
         names.parse("name", name, PATTERN)

@@ -1,9 +1,9 @@
 """The attempt's side of a program's reports: where the ranks meet, and where what they reported becomes a checkpoint.
 
 A rank uploads its files below the attempt's own folder, and says then: {report n, metrics, files}. Once all W ranks
-have said so, the report is put together (of a path that several ranks reported the lowest rank's file counts), the manifest
-is written, and the registry names it under the attempt's number: a stale attempt is refused there, and its files are
-taken away. Only then is every rank answered, and only then does its `ray.train.report` return.
+have said so, the report is put together (of a path that several ranks reported the lowest rank's file counts), the
+manifest is written, and the registry names it under the attempt's number: a stale attempt is refused there, and its
+files are taken away. Only then is every rank answered, and only then does its `ray.train.report` return.
 
     {job}/checkpoints/data/report-{n:08d}-a{attempt:05d}-{token}/r{rank:04d}/{path}
 

@@ -14,7 +14,8 @@ from millrace_client.cli.output import console, new_table, print_json, state_tex
 from millrace_client.cli.step_options import OrderedCommand
 from millrace_client.cli.train_records import coverage, export, logs, metrics, report
 from millrace_client.cli.train_run import run
-from millrace_client.cli.train_specs import read_message, refuse_beside_file, spec_of, spec_options
+from millrace_client.cli.train_specs import given_spec_of, read_message, refuse_beside_file, spec_options
+from millrace_client.cli.train_suggestions import show_dry_run, suggested
 from millrace_client.cli.train_sweeps import sweep, sweeps
 from millrace_client.cli.train_watching import watch_job
 from millrace_client.cli.train_wishes import cancel, delete, resume, suspend
@@ -42,16 +43,21 @@ for command in (run, cancel, suspend, resume, delete, coverage, metrics, logs, r
     help="A TrainingSpec as JSON, instead of the options below.",
 )
 @spec_options
+@click.option("--dry-run", is_flag=True, help="Show what would be trained, and why; make nothing.")
 @click.option("--watch", "then_watch", is_flag=True, help="Stay and show its progress.")
 @address_options
 @json_option
-def create(job: str, spec_file: Path | None, then_watch: bool, as_json: bool, **values: Any) -> None:
+def create(job: str, spec_file: Path | None, dry_run: bool, then_watch: bool, as_json: bool, **values: Any) -> None:
     """Start the training job JOB (an id).
 
-    Steps are options, too, in their order; --transform has more in a file, at its place among them. Without any, images
-    go through --to-float and --normalize.
+    --dataset-version alone is enough: label, task, transform, model and the rest follow from its schema and statistics,
+    and the command says what it chose and why. What an option says is taken as it is; defaults named below are those of
+    sweeps. Where steps have to learn, or a validation split is missing, a prepared version is made first.
+
+    Steps are options, too, in their order; --transform has more in a file, at its place among them.
 
     \b
+    millrace train create penguins --dataset-version datasets/penguins/versions/v1 --watch
     millrace train create photos --dataset-version datasets/photos/versions/v2 --in-channels 3 --num-classes 2 \\
       --random-flip 0.5 --to-float --normalize 0.485,0.456,0.406:0.229,0.224,0.225 --optimizer-arg weight_decay=0.01
     millrace train create fares --dataset-version datasets/taxis/versions/v2 --task regression --label-column fare \\
@@ -60,8 +66,18 @@ def create(job: str, spec_file: Path | None, then_watch: bool, as_json: bool, **
     """
     if spec_file:
         refuse_beside_file()
-    spec = read_message(spec_file, resources_pb2.TrainingSpec()) if spec_file else spec_of(values)
+    spec = read_message(spec_file, resources_pb2.TrainingSpec()) if spec_file else given_spec_of(values)
     with connected(values) as millrace:
+        if not spec_file:
+            suggestion = suggested(millrace, spec, dry_run, as_json)
+            spec = suggestion.spec
+            if dry_run:
+                show_dry_run(suggestion, as_json)
+                return
+        elif dry_run:
+            made = millrace.train.create_training_job(job.removeprefix("trainingJobs/"), spec, validate_only=True)
+            print_json(made.spec)
+            return
         made = millrace.train.create_training_job(job.removeprefix("trainingJobs/"), spec)
         if not then_watch:
             if as_json:

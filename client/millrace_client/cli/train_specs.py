@@ -20,9 +20,42 @@ from millrace_client.steps import normalize, to_float
 TRANSFORM = "--transform"
 MLP = "mlp"
 # What a command with `--spec` takes besides: it says nothing of the specification.
-BESIDE_FILE = ("spec_file", "then_watch", "as_json", "data_address", "train_address", "inference_address")
+# Options whose default is a value, and the fields that they set.
+WITH_DEFAULTS = {
+    "task": "task",
+    "target_scaling": "target_scaling",
+    "model": "model.builder",
+    "model_arg": "model.kwargs",
+    "in_channels": "model.in_channels",
+    "num_classes": "model.num_classes",
+    "optimizer_name": "optimizer.name",
+    "optimizer_arg": "optimizer.kwargs",
+    "learning_rate": "optimizer.learning_rate",
+    "cosine": "optimizer.schedule",
+    "epochs": "epochs",
+    "batch_size": "global_batch_size",
+    "precision": "precision",
+    "parallel": "placement.parallel",
+    "ingest": "ingest",
+    "workers": "num_workers",
+    "threads": "threads_per_worker",
+}
+BESIDE_FILE = ("spec_file", "then_watch", "dry_run", "as_json", "data_address", "train_address", "inference_address")
 Function = TypeVar("Function", bound=Callable[..., Any])
 Read = TypeVar("Read", bound=Message)
+
+
+def _workers(_context: click.Context, _option: click.Parameter, text: str) -> tuple[int, int]:
+    """Of `N`, or `MIN..MAX`: (fewest or 0, most)."""
+    fewest, elastic, most = text.partition("..")
+    try:
+        numbers = (int(fewest), int(most)) if elastic else (0, int(fewest))
+    except ValueError:
+        raise click.BadParameter(f"{text!r}: use a number, or MIN..MAX, e.g. 1..4") from None
+    if elastic and not 1 <= numbers[0] <= numbers[1]:
+        raise click.BadParameter(f"{text!r}: use 1 or more, and MAX at least MIN, e.g. 1..4")
+    return numbers
+
 
 OPTIONS = (
     click.option("--dataset-version", metavar="NAME", help="datasets/d/versions/v"),
@@ -69,6 +102,7 @@ OPTIONS = (
     click.option("--max-gradient-norm", default=0.0, help="Default: gradients are not clipped."),
     click.option("--compile", is_flag=True, help="Compile the model with torch.compile."),
     click.option("--checkpoint-every-steps", default=0, metavar="N", help="Besides that at the end of each epoch."),
+    click.option("--checkpoint-every", default=0.0, metavar="SECONDS", help="And when so long has gone by."),
     click.option("--keep-newest", default=0, metavar="N", help="Checkpoints that are kept. Default: all."),
     click.option("--keep-best", default=0, metavar="N", help="Besides them the best ones. Default: 1."),
     click.option(
@@ -84,7 +118,14 @@ OPTIONS = (
     click.option("--min-workers", default=0, help="The fewest to go on with. Default: --workers."),
     click.option("--cpus", default=0.0, help="Of each worker. Default: 1."),
     click.option("--gpus", type=float, help="Of each worker. Default: 1 where the cluster has enough."),
-    click.option("--workers", default=2, show_default=True, help="0: local mode, without Ray Train, to debug."),
+    click.option(
+        "--workers",
+        callback=_workers,
+        default="2",
+        metavar="N|MIN..MAX",
+        show_default=True,
+        help="MIN..MAX: it goes on with fewer, from MIN up, while nodes are lost. 0: local mode, to debug.",
+    ),
     click.option("--threads", default=1, show_default=True, help="CPU threads of each worker."),
     click.option("--seed", default=0, show_default=True),
     click.option("--allow-non-finite", is_flag=True, help="Train on inputs and labels that are NaN or infinite, too."),
@@ -137,14 +178,41 @@ def spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
         early_stopping=_early_stopping(values),
         placement=_placement(values),
         ingest=f"INGEST_{values['ingest'].upper().replace('-', '_')}",
-        min_workers=values["min_workers"],
+        min_workers=_fewest_workers(values),
         epochs=values["epochs"],
         global_batch_size=values["batch_size"],
-        num_workers=values["workers"],
+        num_workers=values["workers"][1],
         threads_per_worker=values["threads"],
         seed=values["seed"],
         allow_non_finite=values["allow_non_finite"],
     )
+
+
+def given_spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
+    """Only what options say: the rest is for the service to suggest."""
+    steps = any(was_given(one.name) for one in OF_TRAINING) or was_given("steps_file")
+    spec = spec_of(values)
+    if not (steps or was_given("mean") or was_given("std")):
+        spec.ClearField("transform")
+    for option, path in WITH_DEFAULTS.items():
+        outer, _, inner = path.rpartition(".")
+        if not was_given(option):
+            (getattr(spec, outer) if outer else spec).ClearField(inner)
+    if not any(was_given(name) for name in ("loss", "loss_arg", "label_smoothing")):
+        spec.ClearField("loss")
+    for outer in ("model", "optimizer", "checkpoints", "placement"):
+        if not getattr(spec, outer).ByteSize():
+            spec.ClearField(outer)
+    if was_given("patience") and not values["patience"]:
+        spec.early_stopping.SetInParent()
+    return spec
+
+
+def _fewest_workers(values: dict[str, Any]) -> int:
+    fewest: int = values["workers"][0]
+    if fewest and values["min_workers"]:
+        raise click.UsageError("--workers MIN..MAX has the fewest already; leave --min-workers out")
+    return fewest or int(values["min_workers"])
 
 
 def _loss(values: dict[str, Any]) -> resources_pb2.Loss:
@@ -161,7 +229,10 @@ def _optimizer(values: dict[str, Any]) -> resources_pb2.Optimizer:
 
 def _checkpoints(values: dict[str, Any]) -> resources_pb2.CheckpointPolicy:
     names = ("keep_newest", "keep_best", "best_metric")
-    return resources_pb2.CheckpointPolicy(**{name: values[name] for name in names})
+    policy = resources_pb2.CheckpointPolicy(**{name: values[name] for name in names})
+    if values["checkpoint_every"]:
+        policy.every.FromNanoseconds(round(values["checkpoint_every"] * 1e9))
+    return policy
 
 
 def _early_stopping(values: dict[str, Any]) -> resources_pb2.EarlyStopping | None:

@@ -169,6 +169,7 @@ def test_every_method_that_reads_is_known_and_none_that_writes() -> None:
         "ListCheckpoints",
         "GetCoverage",
         "GetClusterUse",
+        "SuggestTrainingSpec",
         "ListMetrics",
         "GetSweep",
         "ListSweeps",

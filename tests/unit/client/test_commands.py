@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from millrace.train.v1 import suggestion_pb2, train_service_pb2_grpc
 from millrace.train.v1 import train_service_pb2 as pb
-from millrace.train.v1 import train_service_pb2_grpc
 from millrace_client.cli import COMMANDS, millrace, options
 from millrace_client.stack import launch
 from tests.support.fake_servicers import BreakingStreams, Job, Refusing
@@ -161,6 +161,11 @@ def test_a_job_may_be_allowed_to_go_on_on_cpus(allowed: bool) -> None:
         def CreateTrainingJob(self, request: Any, _context: grpc.ServicerContext) -> Job:  # noqa: N802
             asked.append(request.spec)
             return Job(name="trainingJobs/j")
+
+        def SuggestTrainingSpec(  # noqa: N802
+            self, request: Any, _context: grpc.ServicerContext
+        ) -> suggestion_pb2.SuggestTrainingSpecResponse:
+            return suggestion_pb2.SuggestTrainingSpecResponse(spec=request.spec)
 
     with serving(
         lambda server: train_service_pb2_grpc.add_TrainServiceServicer_to_server(Creating(), server)

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from google.protobuf import json_format
 
 from millrace.common.v1 import transform_pb2
-from millrace.train.v1 import resources_pb2, train_service_pb2_grpc
+from millrace.train.v1 import resources_pb2, suggestion_pb2, train_service_pb2_grpc
 from millrace_client import specs, steps
 from millrace_client.cli import millrace
 from tests.support.grpc_answers import serving
@@ -26,6 +26,13 @@ class Creating(train_service_pb2_grpc.TrainServiceServicer):
 
     def __init__(self) -> None:
         self.specs: list[Spec] = []
+
+    def SuggestTrainingSpec(  # noqa: N802
+        self, request: Any, _context: Any
+    ) -> suggestion_pb2.SuggestTrainingSpecResponse:
+        """Nothing but what was given."""
+        request.spec.dataset_version = request.dataset_version
+        return suggestion_pb2.SuggestTrainingSpecResponse(spec=request.spec)
 
     def CreateTrainingJob(self, request: Any, _context: Any) -> resources_pb2.TrainingJob:  # noqa: N802
         self.specs.append(request.spec)
@@ -146,12 +153,35 @@ def test_a_wrong_option_of_a_transform_is_named_with_an_example(options: tuple[s
     assert told in " ".join(result.stderr.replace("│", " ").split())
 
 
-def test_images_are_prepared_as_before_where_no_step_is_given() -> None:
-    spec = created("--mean", "0.5", "--std", "0.25")
+def test_a_version_alone_leaves_all_the_rest_to_the_suggestion() -> None:
+    assert created() == Spec(dataset_version=VERSION)
 
-    assert spec.transform == of([steps.to_float(), steps.normalize(0.5, 0.25)])
-    assert (spec.model.builder, spec.input_column, spec.task) == ("torchvision.resnet18", "", Spec.TASK_CLASSIFICATION)
-    assert not spec.HasField("early_stopping")
+
+def test_pixels_may_be_normalised_by_numbers_of_ones_own() -> None:
+    assert created("--mean", "0.5", "--std", "0.25").transform == of([steps.to_float(), steps.normalize(0.5, 0.25)])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--workers", "1..4"), Spec(num_workers=4, min_workers=1)),
+        (("--workers", "0"), Spec(num_workers=0)),
+        (("--epochs", "3"), Spec(epochs=3)),
+        (("--learning-rate", "0.002"), Spec(optimizer=resources_pb2.Optimizer(learning_rate=0.002))),
+        (("--constant",), Spec(optimizer=resources_pb2.Optimizer(schedule="SCHEDULE_CONSTANT"))),
+        (("--gpus", "1"), Spec(placement=resources_pb2.Placement(gpus_per_worker=1))),
+        (("--patience", "0"), Spec(early_stopping=resources_pb2.EarlyStopping())),
+        (("--precision", "float32"), Spec(precision=Spec.PRECISION_FLOAT32)),
+        (("--num-classes", "10"), Spec(model=resources_pb2.Model(num_classes=10))),
+    ],
+)
+def test_each_option_sets_its_own_field_alone(options: tuple[str, ...], expected: Spec) -> None:
+    expected.dataset_version = VERSION
+    assert created(*options) == expected
+
+
+def test_checkpoints_may_be_taken_by_time() -> None:
+    assert created("--checkpoint-every", "90").checkpoints.every.seconds == 90
 
 
 def test_a_tables_regression_needs_no_file() -> None:
@@ -227,6 +257,9 @@ def test_how_and_where_it_runs_are_options() -> None:
         (("--color-jitter", "0.5"), "--color-jitter 0.2,0.2,0"),
         (("--mean", "0.5", "--to-float"), "use --normalize MEAN:STD"),
         (("--min-delta", "0.5"), "--min-delta needs --patience"),
+        (("--workers", "4..1"), "MAX at least MIN, e.g. 1..4"),
+        (("--workers", "many"), "use a number, or MIN..MAX"),
+        (("--workers", "1..4", "--min-workers", "2"), "leave --min-workers out"),
     ],
 )
 def test_a_wrong_option_of_a_job_is_named_with_an_example(options: tuple[str, ...], told: str) -> None:

@@ -3,6 +3,7 @@ import datetime
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from millrace.train.v1 import code_bundle_pb2 as _code_bundle_pb2
 from millrace.train.v1 import resources_pb2 as _resources_pb2
+from millrace.train.v1 import suggestion_pb2 as _suggestion_pb2
 from millrace.train.v1 import sweep_pb2 as _sweep_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper

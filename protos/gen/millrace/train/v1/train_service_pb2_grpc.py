@@ -5,6 +5,7 @@ import warnings
 
 from millrace.train.v1 import code_bundle_pb2 as millrace_dot_train_dot_v1_dot_code__bundle__pb2
 from millrace.train.v1 import resources_pb2 as millrace_dot_train_dot_v1_dot_resources__pb2
+from millrace.train.v1 import suggestion_pb2 as millrace_dot_train_dot_v1_dot_suggestion__pb2
 from millrace.train.v1 import sweep_pb2 as millrace_dot_train_dot_v1_dot_sweep__pb2
 from millrace.train.v1 import train_service_pb2 as millrace_dot_train_dot_v1_dot_train__service__pb2
 
@@ -45,6 +46,11 @@ class TrainServiceStub:
                 '/millrace.train.v1.TrainService/CreateTrainingJob',
                 request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.CreateTrainingJobRequest.SerializeToString,
                 response_deserializer=millrace_dot_train_dot_v1_dot_resources__pb2.TrainingJob.FromString,
+                _registered_method=True)
+        self.SuggestTrainingSpec = channel.unary_unary(
+                '/millrace.train.v1.TrainService/SuggestTrainingSpec',
+                request_serializer=millrace_dot_train_dot_v1_dot_suggestion__pb2.SuggestTrainingSpecRequest.SerializeToString,
+                response_deserializer=millrace_dot_train_dot_v1_dot_suggestion__pb2.SuggestTrainingSpecResponse.FromString,
                 _registered_method=True)
         self.GetTrainingJob = channel.unary_unary(
                 '/millrace.train.v1.TrainService/GetTrainingJob',
@@ -169,6 +175,18 @@ class TrainServiceServicer:
         checkpoint is damaged, or its job has none yet or is being deleted; the cluster can never hold the fewest workers;
         OWN_CODE_OFF: the operator does not allow users' own code), DATA_LOSS (the version's manifest, or its report, or the
         code bundle is damaged) and ALREADY_EXISTS (the id is taken, or `request_id` was used with another body).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SuggestTrainingSpec(self, request, context):
+        """From a version's schema and statistics to a specification that trains something sensible on it, with the reason for
+        each choice; nothing is made. Where the version needs preparing first, the answer says how.
+        Fails with INVALID_ARGUMENT (no column, or more than one, may be the label; it has no value, one class or over 10,000
+        classes; no column is left to learn from; a split or a column is not there), NOT_FOUND (the version),
+        FAILED_PRECONDITION (it is not ACTIVE, or has no statistics that a choice needs) and DATA_LOSS (its manifest, or its
+        report, is damaged).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -366,6 +384,11 @@ def add_TrainServiceServicer_to_server(servicer, server):
                     request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.CreateTrainingJobRequest.FromString,
                     response_serializer=millrace_dot_train_dot_v1_dot_resources__pb2.TrainingJob.SerializeToString,
             ),
+            'SuggestTrainingSpec': grpc.unary_unary_rpc_method_handler(
+                    servicer.SuggestTrainingSpec,
+                    request_deserializer=millrace_dot_train_dot_v1_dot_suggestion__pb2.SuggestTrainingSpecRequest.FromString,
+                    response_serializer=millrace_dot_train_dot_v1_dot_suggestion__pb2.SuggestTrainingSpecResponse.SerializeToString,
+            ),
             'GetTrainingJob': grpc.unary_unary_rpc_method_handler(
                     servicer.GetTrainingJob,
                     request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.GetTrainingJobRequest.FromString,
@@ -503,6 +526,33 @@ class TrainService:
             '/millrace.train.v1.TrainService/CreateTrainingJob',
             millrace_dot_train_dot_v1_dot_train__service__pb2.CreateTrainingJobRequest.SerializeToString,
             millrace_dot_train_dot_v1_dot_resources__pb2.TrainingJob.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SuggestTrainingSpec(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.train.v1.TrainService/SuggestTrainingSpec',
+            millrace_dot_train_dot_v1_dot_suggestion__pb2.SuggestTrainingSpecRequest.SerializeToString,
+            millrace_dot_train_dot_v1_dot_suggestion__pb2.SuggestTrainingSpecResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,127 @@
+"""A suggested specification for a version in the store: reads its schema and statistics, and lets the rules decide."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.types as kinds
+from google.protobuf import json_format
+
+from millrace.common.v1 import transform_pb2
+from shared.dataset_version import DatasetVersion, load_version
+from shared.dataset_version.attachments import read_report
+from shared.dataset_version.manifest import Column
+from shared.errors import invalid_field
+from shared.storage import ObjectStore
+from shared.transforms import Pipeline, ScalarType, TensorType, schema_of_columns
+from shared.transforms.schema import ColumnType
+from shared.transforms.steps.custom_child import functions_in_children
+from train_service.domain import version_facts as known
+from train_service.domain.suggesting import suggest
+from train_service.domain.suggestion import Suggestion
+from train_service.domain.version_facts import MOST_VALUES, ColumnFacts, VersionFacts
+from train_service.loading.preprocessing import FIELD
+
+Json = Mapping[str, Any]
+# (check of an Arrow type, kind)
+KINDS = (
+    (kinds.is_boolean, known.BOOLEAN),
+    (kinds.is_integer, known.INTEGER),
+    (kinds.is_floating, known.NUMBER),
+    (kinds.is_string, known.TEXT),
+    (kinds.is_binary, known.BYTES),
+    (kinds.is_temporal, known.TIME),
+)
+
+
+def suggest_spec(store: ObjectStore, name: str, given: Json, custom_allowed: Collection[str] = ()) -> Suggestion:
+    """For the version `name`; `given` is the JSON form of a partial specification. Raises as the RPC's comment says."""
+    version = load_version(store, name)
+    wanted = given.get("train_split") or "train"
+    facts = version_facts(version, read_report(store, version).get("columns", []), wanted)
+
+    def shape_made(column: str) -> tuple[int, ...]:
+        return _shape_made(version, given, column, custom_allowed)
+
+    return suggest(facts, given, shape_made)
+
+
+def version_facts(version: DatasetVersion, statistics: Sequence[Json], train_split: str) -> VersionFacts:
+    """`statistics` are those of the version's quality report."""
+    by_column: dict[str, list[Json]] = {}
+    for one in statistics:
+        by_column.setdefault(one["column"], []).append(one)
+    schema = schema_of_columns(version.columns)
+    columns = [_facts(one, schema[one.name], by_column.get(one.name, ()), train_split) for one in version.columns]
+    splits = {split.name: split.row_count for split in version.manifest.splits}
+    return VersionFacts(
+        name=version.name,
+        columns=columns,
+        splits=splits,
+        size_bytes=sum(file.size_bytes for file in version.manifest.files),
+    )
+
+
+def _facts(column: Column, given: ColumnType, statistics: Sequence[Json], train_split: str) -> ColumnFacts:
+    """Of all splits together; mean and deviation are those of the training split, or of the first."""
+    numbers = [one["numbers"] for one in statistics if "numbers" in one]
+    of_train = next((one for one in statistics if one["split"] == train_split), statistics[0] if statistics else {})
+    values = _values(statistics)
+    return ColumnFacts(
+        name=column.name,
+        kind=known.TENSOR if isinstance(given, TensorType) else _kind(given.arrow_type),
+        dtype=given.dtype if isinstance(given, TensorType) else "",
+        shape=tuple(column.shape),
+        value_names=tuple(column.value_names),
+        known=bool(statistics),
+        rows=sum(int(one["rowCount"]) for one in statistics),
+        nulls=sum(int(one["nullCount"]) for one in statistics),
+        nans=sum(int(one["nanCount"]) for one in statistics),
+        # As JSON spells infinities.
+        infinite=any(isinstance(one.get(bound), str) for one in numbers for bound in ("min", "max")),
+        distinct=max((int(one["distinctCount"]) for one in statistics), default=0) if values is None else len(values),
+        values=values,
+        least=min((float(one["min"]) for one in numbers), default=None),
+        most=max((float(one["max"]) for one in numbers), default=None),
+        mean=_finite(of_train.get("numbers", {}).get("mean")),
+        deviation=_finite(of_train.get("numbers", {}).get("deviation")),
+    )
+
+
+def _values(statistics: Sequence[Json]) -> tuple[Any, ...] | None:
+    """All different values of all splits; None where a split's statistics do not have all of its own."""
+    found: set[Any] = set()
+    for one in statistics:
+        values = one.get("values", ())
+        if not one["distinctIsExact"] or len(values) < int(one["distinctCount"]):
+            return None
+        found |= {_scalar(each["value"]) for each in values}
+    return tuple(sorted(found)) if statistics and 0 < len(found) <= MOST_VALUES else None
+
+
+def _scalar(value: Json) -> Any:
+    (kind,) = value
+    return int(value[kind]) if kind == "integer" else float(value[kind]) if kind == "number" else value[kind]
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _kind(arrow_type: pa.DataType) -> str:
+    return next((kind for check, kind in KINDS if check(arrow_type)), known.OTHER)
+
+
+def _shape_made(version: DatasetVersion, given: Json, column: str, custom_allowed: Collection[str]) -> tuple[int, ...]:
+    """Of a row of `column` behind the given transform. Raises `InvalidArgument` unless it is a fixed-shape tensor."""
+    message = json_format.ParseDict(given.get("transform", {}), transform_pb2.Transform())
+    pipeline = Pipeline.from_proto(message, column, FIELD, custom_allowed)
+    with functions_in_children():
+        made = pipeline.output(schema_of_columns(version.columns)).get(column)
+    lengths = tuple(one for one in made.shape if one is not None) if isinstance(made, TensorType) else ()
+    if not isinstance(made, TensorType) or not lengths or len(lengths) < len(made.shape):
+        shown = "nothing" if made is None else str(made.arrow_type) if isinstance(made, ScalarType) else str(made)
+        raise invalid_field(FIELD, shown, f"column {column!r} must become a tensor of a fixed shape; add steps")
+    return lengths
