@@ -29,6 +29,15 @@ def test_small_images_are_enlarged_by_whole_pixels() -> None:
     assert bright.shape == (CELL_PX, CELL_PX)
 
 
+def test_a_narrow_or_low_image_stands_in_the_middle_of_its_cell() -> None:
+    for shape in ((40, 10), (10, 40)):
+        sheet = np.asarray(opened(draw([("", [Tile(np.zeros(shape, np.uint8), "")])])).convert("L"))
+        dark = np.argwhere(sheet == 0)
+        (top, left), (bottom, right) = dark.min(axis=0), dark.max(axis=0)
+        assert abs((left - GAP_PX) - (GAP_PX + CELL_PX - 1 - right)) <= 1
+        assert (bottom - top > right - left) == (shape[0] > shape[1])
+
+
 def test_rows_wrap_after_ten() -> None:
     tile = Tile(np.zeros((8, 8), np.uint8), "")
     one, two = (opened(draw([("a", [tile] * count)])).height for count in (COLUMNS, COLUMNS + 1))

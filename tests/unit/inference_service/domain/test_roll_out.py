@@ -14,6 +14,7 @@ from shared.errors import InvalidArgument
 def test_no_steps_mean_four_of_a_minute() -> None:
     plan = check_plan(checkpoint="trainingJobs/j", steps=[], limits=RollOutLimits())
     assert [step.percent for step in plan.steps] == [5, 25, 50, 100]
+    assert {step.interval_s for step in plan.steps} == {60.0}
     assert plan.steps == DEFAULT_STEPS
 
 

@@ -12,13 +12,14 @@ import pytest
 
 from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
-from train_service.domain.spec import EarlyStopping, LossSpec, OptimizerSpec, Placement, TrainingSpec
+from train_service.domain.spec import CheckpointPolicy, EarlyStopping, LossSpec, OptimizerSpec, Placement, TrainingSpec
 from train_service.domain.spec_rules import check, check_rows
 
 MODEL = ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10)
 GOOD = TrainingSpec(
     dataset_version="datasets/digits/versions/v1", model=MODEL, epochs=2, global_batch_size=64, num_workers=2
 )
+KEPT = CheckpointPolicy(best_metric="validation_accuracy", maximize=True)
 LOW, HIGH = -(2**31), 2**31 - 1
 
 OUT_OF_BOUNDS: list[tuple[str, dict[str, Any]]] = [
@@ -28,6 +29,15 @@ OUT_OF_BOUNDS: list[tuple[str, dict[str, Any]]] = [
     *[("num_workers", {"num_workers": value, "lanes": 100}) for value in (-1, 65, LOW)],
     *[("threads_per_worker", {"threads_per_worker": value}) for value in (-1, 0, 257, HIGH)],
     *[("checkpoint_every_steps", {"checkpoint_every_steps": value}) for value in (-1, LOW)],
+    *[
+        (f"checkpoints.{field}", {"checkpoints": replace(KEPT, **{argument: value})})
+        for field, argument, values in (
+            ("every", "every_s", (-1.0, 0.5, 604_801.0, math.nan)),
+            ("keep_newest", "keep_newest", (-1, 10_001)),
+            ("keep_best", "keep_best", (-1, 0, 10_001)),
+        )
+        for value in values
+    ],
     *[("max_failures", {"max_failures": value}) for value in (-1, 1001, HIGH)],
     *[("lanes", {"lanes": value}) for value in (-1, 0, 1, 4097)],
     *[("model.in_channels", {"model": replace(MODEL, in_channels=value)}) for value in (0, -1, 65_537)],

@@ -51,6 +51,15 @@ def test_rows_come_in_the_order_asked_for(committed: Committed) -> None:
     assert np.array_equal(rows.labels, labels[asked])
 
 
+def test_no_rows_of_a_split_of_one_row_group_have_its_columns(store: ObjectStore) -> None:
+    commit_labels(store, np.arange(10, dtype=np.int64))
+
+    rows = cache_of(store).rows(np.asarray([], np.int64))
+
+    assert rows.tensors["image"].shape == (0, 28, 28)
+    assert rows.labels.shape == rows.row_ids.shape == (0,)
+
+
 def test_the_rows_of_a_later_split_carry_the_versions_own_ids(committed: Committed) -> None:
     rows = committed.cache("validation").rows(np.asarray([0, 89], np.int64))
 

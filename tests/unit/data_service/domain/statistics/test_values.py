@@ -190,3 +190,10 @@ def test_the_protos_json_is_read_back() -> None:
     for keep_names in (True, False):
         record = MessageToDict(message, preserving_proto_field_name=keep_names)
         assert ColumnStatistics.from_json(record) == one
+
+
+@pytest.mark.parametrize("weight", [1, 3])
+def test_a_quantile_is_the_least_value_that_so_many_percent_reach(weight: int) -> None:
+    values = np.random.default_rng(0).permutation(1000)
+    weights = np.full(1000, weight)
+    assert Weighted(values, weights).quantiles() == [percent * 10 - 1 for percent in (1, 5, 25, 50, 75, 95, 99)]
