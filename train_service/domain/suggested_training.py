@@ -147,7 +147,7 @@ def choose_training(made: Suggestion, task: str, rows: int, is_image: bool) -> N
     if "early_stopping" in spec and not spec["early_stopping"]:
         if made.preparation is None:
             del spec["early_stopping"]
-    elif spec.get("validation_split") and int(spec["epochs"]) > patience:
+    elif "early_stopping" in spec or (spec.get("validation_split") and int(spec["epochs"]) > patience):
         made.choose(
             "early_stopping.patience", patience, "The run ends where validation gets no better for so many epochs."
         )
