@@ -143,11 +143,11 @@ def choose_training(made: Suggestion, task: str, rows: int, is_image: bool) -> N
         made.choose("metrics", ["mae", "rmse", "r2"], "They are in the target's own unit, but for r2.", "mae, rmse, r2")
     made.choose("checkpoints.keep_newest", 2, "Besides the best one; all others would only take room.")
     made.choose("num_workers", 1, "One worker needs the least room; more are faster where the cluster has them.")
+    patience = max(5, int(spec["epochs"]) // 4)
     if "early_stopping" in spec and not spec["early_stopping"]:
         if made.preparation is None:
             del spec["early_stopping"]
-    elif spec.get("validation_split"):
-        patience = max(5, int(spec["epochs"]) // 4)
+    elif "early_stopping" in spec or (spec.get("validation_split") and int(spec["epochs"]) > patience):
         made.choose(
             "early_stopping.patience", patience, "The run ends where validation gets no better for so many epochs."
         )

@@ -313,6 +313,13 @@ def test_given_fields_win_and_are_not_told_as_choices() -> None:
     assert not chosen & {"label_column", "epochs", "model.builder", "optimizer.name", "transform"}
 
 
+def test_a_run_of_few_epochs_is_not_stopped_early() -> None:
+    assert "early_stopping" not in suggested(FEATURES, digit(), epochs=5).spec
+    assert suggested(FEATURES, digit(), epochs=6).spec["early_stopping"] == {"patience": 5}
+    given = suggested(FEATURES, digit(), epochs=3, early_stopping={"min_delta": 0.1}).spec
+    assert given["early_stopping"] == {"min_delta": 0.1, "patience": 5}
+
+
 def test_early_stopping_that_was_given_without_patience_is_none() -> None:
     first = suggested(SPECIES, number("a"), splits={"train": 344}, early_stopping={})
     assert first.spec["early_stopping"] == {}, "so that the second answer knows it, too"
