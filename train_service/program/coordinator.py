@@ -1,9 +1,9 @@
 """The attempt's side of a program's reports: where the ranks meet, and where what they reported becomes a checkpoint.
 
 A rank uploads its files below the attempt's own folder, and says then: {report n, metrics, files}. Once all W ranks
-have said so, the report is put together (of a path that several ranks reported the lowest rank's file counts), the manifest
-is written, and the registry names it under the attempt's number: a stale attempt is refused there, and its files are
-taken away. Only then is every rank answered, and only then does its `ray.train.report` return.
+have said so, the report is put together (of a path that several ranks reported the lowest rank's file counts), the
+manifest is written, and the registry names it under the attempt's number: a stale attempt is refused there, and its
+files are taken away. Only then is every rank answered, and only then does its `ray.train.report` return.
 
     {job}/checkpoints/data/report-{n:08d}-a{attempt:05d}-{token}/r{rank:04d}/{path}
 
@@ -153,8 +153,8 @@ class ReportCoordinator:
         missing_for_s: float = MISSING_FOR_S,
     ) -> None:
         """`tell` writes events; `stop_reason` is what is wished of the run, see `reporting`. `merge_positions` makes
-        the manifest's positions of what the ranks' shards said, by rank. `append_coverage` writes the rows that they gave
-        since the last checkpoint, and returns the parts that the manifest must name."""
+        the manifest's positions of what the ranks' shards said, by rank. `append_coverage` writes the rows that they
+        gave since the last checkpoint, and returns the parts that the manifest must name."""
         assert spec.program is not None
         self._store = store
         self._job_name = job_name

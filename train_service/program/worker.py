@@ -154,8 +154,8 @@ class _Rank:
         module = importlib.import_module(module_name)
         if not str(getattr(module, "__file__", "")).startswith(str(code)):
             raise FailedPrecondition(
-                f"{module_name} is {module.__file__}, and not of the bundle: a module of that name is installed; rename "
-                "the bundle's",
+                f"{module_name} is {module.__file__}, and not of the bundle: a module of that name is installed; "
+                "rename the bundle's",
                 reason="MODULE_SHADOWED",
             )
         function: Any = module

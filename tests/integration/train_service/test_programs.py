@@ -17,7 +17,7 @@ from tests.support.training import State, TrainStack
 
 pytestmark = pytest.mark.timeout(400)
 
-LOOP = '''
+LOOP = """
 import os
 import tempfile
 import time
@@ -52,10 +52,11 @@ def train_loop_per_worker(config):
                 checkpoint = ray.train.Checkpoint.from_directory(folder)
             ray.train.report({"loss": loss.item(), "epoch": epoch, "pid": os.getpid()}, checkpoint=checkpoint)
         time.sleep(config["pause_s"])
-'''
+"""
 
 
-def test_a_training_function_outlives_the_kill_of_a_rank(stack: TrainStack, tmp_path: Path) -> None:
+def test_a_training_function_outlives_the_kill_of_a_rank(file_stack: TrainStack, tmp_path: Path) -> None:
+    stack = file_stack
     epochs = 8
     with mc.connect(train=stack.service.address) as millrace:
         bundle = millrace.train.push_code(write_files(tmp_path / "code", {"train.py": LOOP}))
