@@ -62,6 +62,7 @@ def checkpoint_to_proto(entry: CheckpointEntry) -> resources_pb2.Checkpoint:
         manifest_sha256=entry.manifest_sha256,
         create_time=timestamp(entry.create_time),
         attempt=entry.attempt,
+        code_bundle=entry.code_bundle,
     )
 
 

@@ -243,7 +243,7 @@ def as_number(name: str, value: Any) -> float | None:
     """None for what is no number. Raises `ValueError` for a tensor, as Ray does."""
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
         raise ValueError(
-            f"the metric {name!r} is a torch tensor, and metrics are numbers; use `.item()`, or save it in the checkpoint"
+            f"the metric {name!r} is a torch tensor, no number; use `.item()`, or save it in the checkpoint"
         )
     if isinstance(value, (int, float)):
         return float(value)

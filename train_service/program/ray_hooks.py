@@ -158,8 +158,8 @@ def local_folder(checkpoint: Checkpoint) -> Path:
         raise InvalidArgument(f"ray.train.report needs a ray.train.Checkpoint, not {type(checkpoint).__name__}")
     if not isinstance(checkpoint.filesystem, pyarrow.fs.LocalFileSystem):
         raise InvalidArgument(
-            f"the checkpoint is at {checkpoint.path} and on no local disk; report one made by Checkpoint.from_directory "
-            "of a local folder"
+            f"the checkpoint is at {checkpoint.path} and on no local disk; report one of a local folder, by "
+            "Checkpoint.from_directory"
         )
     return Path(checkpoint.path)
 

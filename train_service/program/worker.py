@@ -92,7 +92,8 @@ def run_program(config: ProgramConfig, rank: int, world_size: int, node_id: str)
             _Rank(config, rank, world_size, store, pulse, folder).run()
         except MillraceError as error:
             # Ray may learn of another rank's end first, which is only a consequence of this one.
-            pulse.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
+            with contextlib.suppress(TimeoutError, ConnectionError):  # then Ray says it
+                pulse.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
             raise
 
 

@@ -76,6 +76,8 @@ class Pulse:
         self._asked = 0
         self._connection: socket.socket | None = None
         self._sending = threading.Lock()
+        # Written to at the end, so that the thread waits for nothing more.
+        self._waking, self._woken = socket.socketpair()
 
     @property
     def step(self) -> int:
@@ -121,8 +123,12 @@ class Pulse:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
+        self._waking.send(b"!")
         if self._address:
             self._thread.join(CONNECT_WITHIN_S)
+        if not self._thread.is_alive():
+            self._waking.close()
+            self._woken.close()
         with self._sending:
             for request in self._requests.values():
                 request.answered.set()
@@ -161,8 +167,8 @@ class Pulse:
                 said_at = time.monotonic()
                 self._say(connection, self._state())
             wait_s = max(0.0, said_at + INTERVAL_S - time.monotonic())
-            ready, _, _ = select.select([connection], [], [], wait_s)
-            if not ready:
+            ready, _, _ = select.select([connection, self._woken], [], [], wait_s)
+            if connection not in ready:
                 continue
             chunk = connection.recv(65536)
             if not chunk:

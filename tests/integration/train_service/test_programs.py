@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import uuid
 from pathlib import Path
@@ -17,50 +18,44 @@ from tests.support.training import State, TrainStack
 
 pytestmark = pytest.mark.timeout(400)
 
-LOOP = """
+EXTENDING = Path(__file__).parents[3] / "docs" / "extending.md"
+# So that there is a moment to strike; and what goes around Python to a descriptor.
+PACED = """
 import os
-import tempfile
 import time
 
 import ray.train
-import ray.train.torch
-import torch
+
+from train import train_loop_per_worker
+
+report = ray.train.report
 
 
-def train_loop_per_worker(config):
-    rank = ray.train.get_context().get_world_rank()
-    model = ray.train.torch.prepare_model(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
-    first = 0
-    if checkpoint := ray.train.get_checkpoint():
-        with checkpoint.as_directory() as folder:
-            state = torch.load(os.path.join(folder, "model.pt"), weights_only=True)
-        model.module.load_state_dict(state["model"])
-        first = state["epoch"] + 1
-    print(f"begins at epoch {first}", flush=True)
+def slow_report(metrics, **how):
+    report({**metrics, "pid": os.getpid()}, **how)
+    time.sleep(0.7)
+
+
+def loop(config):
+    ray.train.report = slow_report
     os.write(1, b"from a descriptor\\n")
-    for epoch in range(first, config["epochs"]):
-        inputs = torch.randn(8, 4)
-        loss = torch.nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        with tempfile.TemporaryDirectory() as folder:
-            checkpoint = None
-            if rank == 0:
-                torch.save({"model": model.module.state_dict(), "epoch": epoch}, os.path.join(folder, "model.pt"))
-                checkpoint = ray.train.Checkpoint.from_directory(folder)
-            ray.train.report({"loss": loss.item(), "epoch": epoch, "pid": os.getpid()}, checkpoint=checkpoint)
-        time.sleep(config["pause_s"])
+    train_loop_per_worker(config)
 """
 
 
-def test_a_training_function_outlives_the_kill_of_a_rank(stack: TrainStack, tmp_path: Path) -> None:
+def example() -> str:
+    """The training function of the documents."""
+    (code,) = [one for one in re.findall(r"```python\n(.*?)```", EXTENDING.read_text(), re.DOTALL) if "report(" in one]
+    return str(code)
+
+
+def test_a_training_function_outlives_the_kill_of_a_rank(file_stack: TrainStack, tmp_path: Path) -> None:
+    stack = file_stack
     epochs = 8
     with mc.connect(train=stack.service.address) as millrace:
-        bundle = millrace.train.push_code(write_files(tmp_path / "code", {"train.py": LOOP}))
-        config = {"lr": 0.05, "epochs": epochs, "pause_s": 0.7}
-        spec = mc.program_spec(bundle, "train:train_loop_per_worker", config=config, num_workers=2)
+        bundle = millrace.train.push_code(write_files(tmp_path / "code", {"train.py": example(), "paced.py": PACED}))
+        config = {"lr": 0.05, "epochs": epochs}
+        spec = mc.program_spec(bundle, "paced:loop", config=config, num_workers=2)
         job = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
     watch = stack.client.watch(job.name, within_s=350)
     second = watch.until("checkpoint_committed", lambda event: event.checkpoint_committed.step >= 2)
