@@ -169,6 +169,8 @@ def test_every_method_that_reads_is_known_and_none_that_writes() -> None:
         "ListCheckpoints",
         "GetCoverage",
         "GetClusterUse",
+        "GetCodeBundle",
+        "ListCodeBundles",
         "SuggestTrainingSpec",
         "ListMetrics",
         "GetSweep",
