@@ -80,3 +80,47 @@ def test_a_training_function_outlives_the_kill_of_a_rank(file_stack: TrainStack,
     said = stack.store.get(f"{job.name}/logs/a00002/r0000/00000000.txt").decode()
     assert f"begins at epoch {resumed.step}" in said
     assert "from a descriptor" in said
+
+
+ENDINGS = """
+import os
+import signal
+import sys
+
+import ray.train
+
+
+def loop(config):
+    ray.train.report({"loss": 1.0})
+    if ray.train.get_context().get_world_rank() == 1:
+        exec(config["end"])
+        return
+    ray.train.report({"loss": 0.5})
+"""
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        ("os._exit(0)", "os._exit(0) on rank 1"),
+        ("sys.exit(0)", "sys.exit(0) on rank 1 at train.py:12"),
+        ("1 / 0", "ZeroDivisionError on rank 1 at train.py:12 after report 1"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "the process of rank 1 "),
+        ("pass", "missing are the ranks [1]"),
+    ],
+)
+def test_each_wrong_end_of_a_rank_is_a_failure_of_its_own_kind(
+    file_stack: TrainStack, tmp_path: Path, end: str, text: str
+) -> None:
+    with mc.connect(train=file_stack.service.address) as millrace:
+        bundle = millrace.train.push_code(write_files(tmp_path / "code", {"train.py": ENDINGS}))
+        spec = mc.program_spec(bundle, "train:loop", config={"end": end}, num_workers=2, max_failures=0)
+        job = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
+    watch = file_stack.client.watch(job.name, within_s=200)
+    watch.rest()
+
+    assert watch.jobs[-1].state == State.STATE_FAILED
+    (ended,) = watch.of("attempt_ended")
+    assert text in ended.text
+    assert list(ended.ranks) == [1]
