@@ -33,6 +33,7 @@ def test_a_stranger_learns_the_contract_by_reflection(file_stack: TrainStack) ->
     assert {"millrace.train.v1.TrainService", "grpc.health.v1.Health"} <= services
     assert [method.name for method in file.service[0].method] == [
         "CreateTrainingJob",
+        "SuggestTrainingSpec",
         "GetTrainingJob",
         "ListTrainingJobs",
         "CancelTrainingJob",
@@ -50,6 +51,10 @@ def test_a_stranger_learns_the_contract_by_reflection(file_stack: TrainStack) ->
         "ListSweeps",
         "CancelSweep",
         "DeleteSweep",
+        "CreateCodeBundle",
+        "GetCodeBundle",
+        "ListCodeBundles",
+        "DeleteCodeBundle",
     ]
 
 
