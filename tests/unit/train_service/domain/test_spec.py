@@ -22,6 +22,11 @@ GOOD = TrainingSpec(
 KEPT = CheckpointPolicy(best_metric="validation_accuracy", maximize=True)
 LOW, HIGH = -(2**31), 2**31 - 1
 
+
+def kept(**changes: Any) -> CheckpointPolicy:
+    return replace(KEPT, **changes)
+
+
 OUT_OF_BOUNDS: list[tuple[str, dict[str, Any]]] = [
     *[("epochs", {"epochs": value}) for value in (0, -1, 10_001, LOW, HIGH)],
     *[("global_batch_size", {"global_batch_size": value}) for value in (0, -1, LOW, HIGH + 1)],
@@ -30,7 +35,7 @@ OUT_OF_BOUNDS: list[tuple[str, dict[str, Any]]] = [
     *[("threads_per_worker", {"threads_per_worker": value}) for value in (-1, 0, 257, HIGH)],
     *[("checkpoint_every_steps", {"checkpoint_every_steps": value}) for value in (-1, LOW)],
     *[
-        (f"checkpoints.{field}", {"checkpoints": replace(KEPT, **{argument: value})})
+        (f"checkpoints.{field}", {"checkpoints": kept(**{argument: value})})
         for field, argument, values in (
             ("every", "every_s", (-1.0, 0.5, 604_801.0, math.nan)),
             ("keep_newest", "keep_newest", (-1, 10_001)),
