@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import uuid
 from pathlib import Path
@@ -17,60 +18,45 @@ from tests.support.training import VERSION, State, TrainStack
 
 pytestmark = pytest.mark.timeout(400)
 
-# The loop of Ray Train's tutorial, which saves and loads the position of its shard; rank 0 does so for all.
-LOOP = """
+EXTENDING = Path(__file__).parents[3] / "docs" / "extending.md"
+# The loop of the documents, with a moment to strike.
+PACED = """
 import os
-import tempfile
 import time
 
 import ray.train
-import ray.train.torch
-import torch
+
+from train import train_loop_per_worker
+
+report = ray.train.report
 
 
-def train_loop_per_worker(config):
-    rank = ray.train.get_context().get_world_rank()
-    model = ray.train.torch.prepare_model(torch.nn.Linear(784, 10))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    first, state_dict = 0, None
-    if checkpoint := ray.train.get_checkpoint():
-        with checkpoint.as_directory() as folder:
-            state = torch.load(os.path.join(folder, "state.pt"), weights_only=True)
-        model.module.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first, state_dict = state["epoch"], state["shard"]
-    shard = ray.train.get_dataset_shard("train", state_dict=state_dict)
-    batches = shard.iter_torch_batches(batch_size=16, dtypes={"image": torch.float32, "label": torch.int64})
-    for epoch in range(first, config["epochs"]):
-        for number, batch in enumerate(batches):
-            loss = torch.nn.functional.cross_entropy(model(batch["image"].flatten(1) / 255), batch["label"])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if number % 4 == 3:
-                report(rank, model, optimizer, epoch, batches, loss)
-                time.sleep(config["pause_s"])
-        report(rank, model, optimizer, epoch + 1, batches, loss)
+def slow_report(metrics, **how):
+    report({**metrics, "pid": os.getpid()}, **how)
+    time.sleep(0.5)
 
 
-def report(rank, model, optimizer, epoch, batches, loss):
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = None
-        if rank == 0:
-            state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-            torch.save({**state, "shard": batches.state_dict()}, os.path.join(folder, "state.pt"))
-            checkpoint = ray.train.Checkpoint.from_directory(folder)
-        ray.train.report({"loss": loss.item(), "pid": os.getpid()}, checkpoint=checkpoint)
+def loop(config):
+    ray.train.report = slow_report
+    train_loop_per_worker(config)
 """
 
 
-def test_rows_are_given_exactly_once_an_epoch_over_the_kill_of_a_rank(stack: TrainStack, tmp_path: Path) -> None:
+def example() -> str:
+    """The training function of the documents that reads a shard."""
+    blocks = re.findall(r"```python\n(.*?)```", EXTENDING.read_text(), re.DOTALL)
+    (code,) = [block for block in blocks if "get_dataset_shard" in block]
+    return str(code)
+
+
+def test_rows_are_given_exactly_once_an_epoch_over_the_kill_of_a_rank(file_stack: TrainStack, tmp_path: Path) -> None:
+    stack = file_stack
     with mc.connect(train=stack.service.address) as millrace:
-        bundle = millrace.train.push_code(write_files(tmp_path / "code", {"train.py": LOOP}))
+        bundle = millrace.train.push_code(write_files(tmp_path / "code", {"train.py": example(), "paced.py": PACED}))
         spec = mc.program_spec(
             bundle,
-            "train:train_loop_per_worker",
-            config={"epochs": 2, "pause_s": 0.5},
+            "paced:loop",
+            config={"epochs": 2},
             dataset_version=VERSION,
             num_workers=2,
         )

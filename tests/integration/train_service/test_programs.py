@@ -45,7 +45,9 @@ def loop(config):
 
 def example() -> str:
     """The training function of the documents."""
-    (code,) = [one for one in re.findall(r"```python\n(.*?)```", EXTENDING.read_text(), re.DOTALL) if "report(" in one]
+    (code,) = [
+        one for one in re.findall(r"```python\n(.*?)```", EXTENDING.read_text(), re.DOTALL) if "torch.randn" in one
+    ]
     return str(code)
 
 
