@@ -26,18 +26,20 @@ def columns_of(schema: pa.Schema) -> list[Column]:
     return [Column(name=field.name, arrow_type=str(field.type), shape=shape_of(field.type)) for field in schema]
 
 
-def commit_version(store: ObjectStore, name: str, splits: dict[str, tuple[Array, Array]]) -> None:
-    """`splits` maps a name to images uint8 (rows, 28, 28) and labels int64 (rows,)."""
+def commit_version(
+    store: ObjectStore, name: str, splits: dict[str, tuple[Array, Array]], schema: pa.Schema = SCHEMA
+) -> None:
+    """`splits` maps a name to images uint8 (rows, 28, 28), or as `schema` has them, and labels int64 (rows,)."""
     folder = f"{name}/data/a00001-{uuid.uuid4().hex[:8]}"
     files, described, first = [], [], 0
     with tempfile.TemporaryDirectory() as scratch:
         for split, (images, labels) in splits.items():
-            writer = SplitWriter(store, folder, Path(scratch), schema=SCHEMA, split=split, first_row_id=first)
-            writer.write(pa.Table.from_arrays([tensor_array(images), pa.array(labels, pa.int64())], schema=SCHEMA))
+            writer = SplitWriter(store, folder, Path(scratch), schema=schema, split=split, first_row_id=first)
+            writer.write(pa.Table.from_arrays([tensor_array(images), pa.array(labels, pa.int64())], schema=schema))
             files += writer.close()
             described.append(Split(name=split, first_row_id=first, row_count=len(labels)))
             first += len(labels)
-    columns = columns_of(SCHEMA)
+    columns = columns_of(schema)
     manifest = Manifest(columns=columns, splits=described, files=files, ingested=columns).to_json()
     store.put(f"{folder}/manifest.json", manifest)
     jobs = Jobs(store, IMPORT_KIND)
