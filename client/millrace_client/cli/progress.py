@@ -135,11 +135,11 @@ class TrainingView:
 
     def _on_progress(self, now: resources_pb2.Progress) -> None:
         measured = self._measured(now, f"{now.accuracy:.1%}").items()
-        numbers = (
-            f"step {now.step}/{now.total_steps}  loss {now.loss:.3f}  "
-            + "".join(f"{name} {value}  " for name, value in measured)
-            + f"{now.rows_per_second:,.0f} rows/s  {duration_text(now.seconds_left)} left"
-        )
+        # A program says neither how many steps it has nor how long they take: its steps are its reports.
+        step = f"step {now.step}/{now.total_steps}" if now.total_steps else f"report {now.step}"
+        numbers = f"{step}  loss {now.loss:.3f}  " + "".join(f"{name} {value}  " for name, value in measured)
+        if now.total_steps:
+            numbers += f"{now.rows_per_second:,.0f} rows/s  {duration_text(now.seconds_left)} left"
         waits = [(now.data_wait_share, "for rows"), (now.checkpoint_stall_share, "for checkpoints")]
         told = ", ".join(f"{share:.0%} {what}" for share, what in waits if share >= LEAST_SHARE)
         if told:
@@ -148,8 +148,10 @@ class TrainingView:
             numbers += f"  {now.skipped_steps} steps skipped by the loss scaler"
         if self._checkpoints:
             numbers += f"  {self._checkpoints} checkpoints"
-        epoch = f"epoch {min(now.epoch + 1, self._epochs)}/{self._epochs}"
-        self._progress.update(self._task, description=epoch, completed=now.step, total=now.total_steps, numbers=numbers)
+        epoch = f"epoch {min(now.epoch + 1, self._epochs)}/{self._epochs}" if self._epochs else "running"
+        self._progress.update(
+            self._task, description=epoch, completed=now.step, total=now.total_steps or None, numbers=numbers
+        )
         if not console().is_terminal and time.monotonic() - self._last_line >= LINE_EVERY_S:
             self._last_line = time.monotonic()
             self._line(f"{epoch}  {numbers}")

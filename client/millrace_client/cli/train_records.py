@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from millrace.train.v1 import code_bundle_pb2
 from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client.cli.exits import CommandFailed, PlainCommand
 from millrace_client.cli.options import address_options, connected, full_name, json_option
@@ -28,7 +30,8 @@ def coverage(job: str, epoch: int | None, checkpoint: str, as_json: bool, **valu
     """Show how often each row of JOB's training split was consumed, by epoch.
 
     Exit code 1 where a row was consumed twice in an epoch, or left out of one that is over. Rows of steps that the loss
-    scaler of a FLOAT16 run skipped are counted by themselves, and are no such fault.
+    scaler of a FLOAT16 run skipped are counted by themselves, and are no such fault; nor are the rows of an epoch that
+    a program's workers cannot share equally, unless program.remainder is KEEP.
     """
     name = full_name("trainingJobs", job)
     if checkpoint and "/" not in checkpoint:
@@ -36,6 +39,7 @@ def coverage(job: str, epoch: int | None, checkpoint: str, as_json: bool, **valu
     with connected(values) as millrace:
         epochs = begun_epochs(millrace, name) if epoch is None else [epoch]
         found = [millrace.train.get_coverage(name, one, checkpoint=checkpoint) for one in epochs]
+        remainder = most_left_over(millrace, found)
     if as_json:
         print_json({"coverage": found})
     else:
@@ -51,7 +55,10 @@ def coverage(job: str, epoch: int | None, checkpoint: str, as_json: bool, **valu
             _print_ids(one)
         if found:
             console().print(f"up to {found[-1].checkpoint or 'now: there is no checkpoint yet'}", soft_wrap=True)
-    wrong = [one for one in found if one.repeated or (one.epoch_done and one.missing)]
+        if any(one.epoch_done and 0 < one.missing <= remainder for one in found):
+            text = "Missing are rows that the workers cannot share equally; program.remainder KEEP gives them, too."
+            console().print(text, soft_wrap=True)
+    wrong = [one for one in found if one.repeated or (one.epoch_done and one.missing > remainder)]
     if wrong and as_json:
         click.get_current_context().exit(1)
     if wrong:
@@ -78,6 +85,16 @@ def _epochs_of_program(millrace: Millrace, name: str) -> list[int]:
     except OutOfRange as refused:
         return list(range(int(refused.metadata["epochs"])))
     raise CommandFailed(f"{name}: the service knows no end of its epochs")
+
+
+def most_left_over(millrace: Millrace, found: Sequence[pb.Coverage]) -> int:
+    """The most rows of an epoch that a program's shard leaves out so that all workers get as many; else 0."""
+    given = [one for one in found if one.witness == pb.Coverage.WITNESS_GIVEN]
+    if not given:
+        return 0
+    spec = millrace.train.get_training_job(given[0].training_job).spec
+    keeps = spec.program.remainder == code_bundle_pb2.Program.REMAINDER_KEEP
+    return 0 if keeps else max(spec.num_workers - 1, 0)
 
 
 def _print_ids(one: pb.Coverage) -> None:
