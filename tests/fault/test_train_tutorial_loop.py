@@ -63,7 +63,7 @@ def test_each_epoch_is_trained_once_over_three_kills(tmp_path: Path) -> None:
         for number, (kind, choose) in enumerate(strikes, start=1):
             _committed(watch, number)
             os.kill(choose(head.processes(kind)), signal.SIGKILL)
-            watch.until("attempt_started", lambda event, number=number: event.attempt == number + 1)
+            _started(watch, number + 1)
         watch.rest()
 
         assert watch.jobs[-1].state == State.STATE_SUCCEEDED, watch.jobs[-1]
@@ -78,3 +78,7 @@ def test_each_epoch_is_trained_once_over_three_kills(tmp_path: Path) -> None:
 def _committed(watch: Watch, attempt: int) -> None:
     """Waits for a checkpoint of this attempt."""
     watch.until("checkpoint_committed", lambda event: event.attempt == attempt)
+
+
+def _started(watch: Watch, attempt: int) -> None:
+    watch.until("attempt_started", lambda event: event.attempt == attempt)
