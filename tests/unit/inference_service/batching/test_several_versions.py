@@ -149,6 +149,7 @@ def test_a_shadow_that_hangs_or_fails_neither_delays_nor_fails_a_request() -> No
         for _ in range(5):
             assert (await server.stub.ModelInfer(ask(1), timeout=5)).model_version == "1"
         # One is at work, one waits for it, and what came after that was left out.
+        await until(lambda: shadow.at_work == 1, "the copy is at work")
         assert (shadow.at_work, shadowed(server)) == (1, {"SHED": 3})
 
         class Broken:
@@ -192,6 +193,8 @@ def test_there_are_never_more_copies_than_allowed() -> None:
         shadow.may_work.clear()
         for _ in range(AT_ONCE + 4):
             await server.stub.ModelInfer(ask(1))
+        # An answer does not wait for its copy, which may be on its way to the shadow.
+        await until(lambda: shadow.at_work == AT_ONCE, "the copies are at work")
         assert (shadow.at_work, shadowed(server)) == (AT_ONCE, {"SHED": 4})
         shadow.may_work.set()
 
