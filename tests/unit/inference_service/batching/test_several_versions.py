@@ -193,9 +193,10 @@ def test_there_are_never_more_copies_than_allowed() -> None:
         shadow.may_work.clear()
         for _ in range(AT_ONCE + 4):
             await server.stub.ModelInfer(ask(1))
-        # An answer does not wait for its copy, which may be on its way to the shadow.
-        await until(lambda: shadow.at_work == AT_ONCE, "the copies are at work")
-        assert (shadow.at_work, shadowed(server)) == (AT_ONCE, {"SHED": 4})
+        # All but four of the copies were let in. Two that came together may share a batch.
+        assert shadowed(server) == {"SHED": 4}
+        await until(lambda: shadow.at_work > 0, "copies are at work")
+        assert shadow.at_work <= AT_ONCE
         shadow.may_work.set()
 
     served(scenario, one)
