@@ -176,8 +176,7 @@ class ReportCoordinator:
         self._replies: dict[int, Reply] = {}
         self._met_at = 0.0
         self._named = False
-        # What the shards gave in reports since the last checkpoint, by rank, and where they were at that.
-        self._shards: list[list[dict[str, Any]]] = []
+        # Where the shards were at the last report, and what they had given by then.
         self._positions: dict[str, Any] = {}
         self._acknowledged: dict[str, Any] = {}
         self._returned: set[int] = set()
@@ -363,7 +362,7 @@ class ReportCoordinator:
         number, parts = self._number, [self._parts[rank] for rank in sorted(self._parts)]
         first = parts[0]
         if any(one.shards for one in parts):
-            self._shards.append([one.shards for one in parts])
+            self._positions = merge_reports([[one.shards for one in parts]], self._world_size, self._positions)
         assert self._metrics is not None
         self._metrics.add(number, first.epoch, {**first.metrics, "optimizer_steps": float(first.optimizer_steps)})
         self._tell_progress(number, first)
@@ -372,8 +371,10 @@ class ReportCoordinator:
             try:
                 self._commit_checkpoint(number, parts)
             except StaleAttempt:
-                folder = self.folder(number)
-                patient(lambda: self._store.delete_folder(folder), "the files of a stale attempt")
+                # Where the retention after the commit finds a later attempt, that one stands on these files.
+                if self._newest is None or self._newest.step != number:
+                    folder = self.folder(number)
+                    patient(lambda: self._store.delete_folder(folder), "the files of a stale attempt")
                 raise
         wish = self._stop_reason()
         # Work since the last checkpoint would be done again; of a run that is cancelled nobody waits for it.
@@ -406,7 +407,7 @@ class ReportCoordinator:
         assert self._start is not None
         assert self._metrics is not None
         metrics, parent = self._metrics, self._newest
-        positions = merge_reports(self._shards, self._world_size, self._positions)
+        positions = self._positions
 
         def write() -> tuple[str, int]:
             # What tells of the steps in the checkpoint is durable before it is: no later attempt does them again.
@@ -445,7 +446,7 @@ class ReportCoordinator:
             code_bundle=self._program.code_bundle,
         )
         patient(lambda: self._registry.commit(entry), "a checkpoint")
-        self._newest, self._positions, self._shards = entry, positions, []
+        self._newest = entry
         self._tell(EventKind.CHECKPOINT_COMMITTED, entry.as_state())
         if self._spec.checkpoints.keep_newest:
             damaged = self._start.damaged

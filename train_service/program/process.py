@@ -105,10 +105,13 @@ class OptimizerSteps:
 
 @contextlib.contextmanager
 def exits_announced(announce: Callable[[int, str], None]) -> Iterator[None]:
-    """While it is entered, `os._exit` says first with what code and from which line it was called."""
-    leave = os._exit
+    """While it is entered, `os._exit` says first with what code and from which line it was called. A forked child, as
+    a DataLoader's worker is, leaves as ever: its end is not the rank's, and the connection is its parent's."""
+    leave, owner = os._exit, os.getpid()
 
     def announced(status: int) -> None:
+        if os.getpid() != owner:
+            leave(status)
         frame = sys._getframe(1)
         try:
             announce(status, f"{frame.f_code.co_filename}:{frame.f_lineno}")

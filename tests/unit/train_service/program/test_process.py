@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from train_service.domain.watchdog import line_in_bundle
-from train_service.program.process import AttemptFolder, OptimizerSteps, line_of, seed_everything
+from train_service.program.process import AttemptFolder, OptimizerSteps, exits_announced, line_of, seed_everything
 
 JOB = "trainingJobs/own"
 
@@ -113,3 +113,31 @@ def test_output_of_any_language_is_captured_and_an_exit_is_announced_with_its_li
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=environ)
     assert ended.stdout.splitlines() == ["and out again", "0 child.py:16"], ended.stderr
     assert "from a" not in ended.stderr
+
+
+def test_a_forked_child_ends_without_announcing_it() -> None:
+    announced: list[int] = []
+    with exits_announced(lambda status, _: announced.append(status)):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(7)
+        _, status = os.waitpid(pid, 0)
+    # A child that announced its end would have done so in its own memory, and taken its time: it leaves at once.
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert announced == []
+
+
+def test_a_forked_child_does_not_use_its_parents_connection() -> None:
+    reading, writing = os.pipe()
+
+    def announce(_status: int, _where: str) -> None:
+        os.write(writing, b"x")
+
+    with exits_announced(announce):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+    os.close(writing)
+    assert os.read(reading, 1) == b""
+    os.close(reading)
