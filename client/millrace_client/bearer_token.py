@@ -3,7 +3,7 @@
 It comes from `connect(token=…)`, else from the file that MILLRACE_TOKEN_FILE names, the same variable and file as a
 service has. There is no variable for the token itself: every child process would inherit it.
 
-Channels have no TLS yet, so the token travels in clear, and whoever can listen on the way can use it. On networks that
+Channels have no TLS yet, so the token travels in clear, and a listener on the way can use it. On networks that
 others share, send it through a tunnel.
 """
 

@@ -89,7 +89,7 @@ def status(ctx: click.Context, /, as_json: bool, **values: Any) -> None:
             use = _cluster_use(millrace) if health["train"] == "SERVING" else None
             names = _deployment_names(millrace, health["inference"]) if use else {}
         except Unauthenticated as error:
-            # Health needs no token, so that is still told.
+            # Health needs no token, so it is still shown.
             refusal = error
     rows = [(service, health[service], addresses.of(service), addresses.origins[service]) for service in SERVICES]
     if record is not None:

@@ -1,4 +1,4 @@
-"""What `millrace train create` trains where options leave it open: suggested, prepared and told."""
+"""What `millrace train create` trains where options leave it open: suggested, prepared and explained."""
 
 from __future__ import annotations
 
