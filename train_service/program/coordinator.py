@@ -208,9 +208,11 @@ class ReportCoordinator:
 
     @property
     def all_returned(self) -> bool:
-        """Whether the function has returned on every rank, and all that it reported is durable."""
+        """Whether the function has returned on every rank, and all that it reported is durable: no stop was answered to
+        a report, and nothing failed."""
         with self._lock:
-            return len(self._returned) == self._world_size
+            returned = len(self._returned) == self._world_size
+            return returned and self.cause is None and self._stop_told == GO_ON
 
     @property
     def missing(self) -> list[int]:
@@ -251,6 +253,7 @@ class ReportCoordinator:
             try:
                 self._handle(rank, body, reply)
             except StaleAttempt:
+                self._note_stop(STALE)
                 self._answer_all({"committed": self._number, "stop": STALE})
             except Exception as error:
                 logger.exception("a report cannot be handled")
@@ -386,8 +389,8 @@ class ReportCoordinator:
         }
         with self._lock:
             self._number = number + 1
-            if stop != GO_ON:
-                self._stop_told_at, self._stop_told = time.monotonic(), stop
+        if stop != GO_ON:
+            self._note_stop(stop)
         self._answer_all(self._acknowledged)
 
     def folder(self, number: int) -> str:
@@ -504,6 +507,10 @@ class ReportCoordinator:
             f"ray.train.report has not been called by all {self._world_size} workers in the group; "
             f"missing are the ranks {list(absent)}"
         )
+
+    def _note_stop(self, reason: int) -> None:
+        with self._lock:
+            self._stop_told_at, self._stop_told = self._stop_told_at or time.monotonic(), reason
 
     def _fail(self, error: MillraceError) -> None:
         self.cause = self.cause or error

@@ -145,11 +145,18 @@ class _Rank:
                 self._call(code)
                 reports.finish()
             pulse.ask({"kind": "returned"})
-        except ProgramStopped as stopped:
-            logger.info("%s", stopped)
+        except (Exception, SystemExit, KeyboardInterrupt, ProgramStopped) as error:
+            # What the function made of a stop or of a failed report, e.g. an error of its own, only follows from it.
+            first = reports.ended or error
+            if not isinstance(first, ProgramStopped):
+                told = self._as_told(first, code, reports.number)
+                if told is first:  # no cause of its own
+                    raise told
+                raise told from first
+            if error is not first:
+                logger.warning("the training function raised after it was stopped", exc_info=error)
+            logger.info("%s", first)
             pulse.ask({"kind": "stopped"})
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            raise self._as_told(error, code, reports.number) from error
         finally:
             reports.close()
             steps.remove()

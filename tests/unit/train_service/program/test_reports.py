@@ -40,6 +40,7 @@ class Attempt:
         self.events: list[tuple[EventKind, dict[str, Any]]] = []
         self.wish = GO_ON
         policy = options.pop("policy", CheckpointPolicy(best_metric="loss", maximize=False))
+        self._of_ranks = {name: options.pop(name) for name in ("take_shards",) if name in options}
         spec = TrainingSpec(
             dataset_version="",
             model=ModelSpec(builder="", in_channels=0, num_classes=0),
@@ -77,7 +78,8 @@ class Attempt:
             folder = CheckpointRegistry(self.store, JOB).data_folder
             self.pulses.append(pulse)
             self.begins.append(begin)
-            self.ranks.append(RankReports(self.store, pulse, rank, folder, self.number, begin, spool))
+            reports = RankReports(self.store, pulse, rank, folder, self.number, begin, spool, **self._of_ranks)
+            self.ranks.append(reports)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -303,16 +305,16 @@ def refused(text: str) -> Iterator[None]:
 
 
 def test_links_folders_that_are_gone_and_too_many_metrics_are_refused(attempt: Begun, tmp_path: Path) -> None:
-    run = attempt(world_size=1)
+    run = attempt(world_size=3)
     folder = tmp_path / "linked"
     folder.mkdir()
     (folder / "passwords").symlink_to("/etc/passwd")
     with refused("passwords in the checkpoint is a symbolic link"):
         run.ranks[0].report({}, folder)
     with refused("does not exist"):
-        run.ranks[0].report({}, tmp_path / "nothing")
+        run.ranks[1].report({}, tmp_path / "nothing")
     with refused("65536 are allowed"):
-        run.ranks[0].report({f"metric {number}": 1.0 for number in range(5000)}, None)
+        run.ranks[2].report({f"metric {number}": 1.0 for number in range(5000)}, None)
     assert run.entries() == []
 
 
