@@ -3,8 +3,8 @@
 Reports of a rank go one after the other through one thread, whatever their mode, so the attempt gets them in order.
 `report` returns once the attempt has committed (SYNC, NO_UPLOAD), or once the bytes are in the spool (ASYNC).
 
-The first stop and the first error end a rank's reports for good: `report` and `finish` raise it again from then on. So a
-training function that catches it cannot end as if all that it reported were durable.
+The first stop and the first error end a rank's reports for good: from then on `report` and `finish` raise it again. So
+a training function that catches it cannot end as if all that it reported were durable.
 """
 
 from __future__ import annotations

@@ -149,10 +149,8 @@ class _Rank:
             # What the function made of a stop or of a failed report, e.g. an error of its own, only follows from it.
             first = reports.ended or error
             if not isinstance(first, ProgramStopped):
-                told = self._as_told(first, code, reports.number)
-                if told is first:  # no cause of its own
-                    raise told
-                raise told from first
+                named = self._as_told(first, code, reports.number)
+                raise named from (first if named is not first else None)
             if error is not first:
                 logger.warning("the training function raised after it was stopped", exc_info=error)
             logger.info("%s", first)
