@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from shared.errors import InvalidArgument, error_from_record
+from shared.errors import InvalidArgument, error_from_record, shown
+from shared.storage import key_problem
 from train_service.patience import patient, waiting_for
 from train_service.records.reporting import GO_ON
 
@@ -156,7 +157,7 @@ class RankReports:
             numbers, epoch = self._numbers(metrics)
             number = self._number + 1
             if folder is not None and upload is None:
-                files_of(folder)
+                files_of(folder, self._prefix(number))
                 if mode == ASYNC:
                     folder, delete = self._into_spool(folder, number, move=delete), True
             body = {
@@ -229,14 +230,18 @@ class RankReports:
         return answer
 
     def _upload(self, number: int, folder: Path) -> list[tuple[str, int, str]]:
-        prefix = f"{self._data_folder}/report-{number:08d}-a{self._attempt:05d}-{self._token}/r{self._rank:04d}"
+        prefix = self._prefix(number)
         uploaded = []
-        for path in files_of(folder):
+        for path in files_of(folder, prefix):
             piecewise = _Pieces(folder / path, self._line.tick)
             key = f"{prefix}/{path}"
             patient(lambda key=key, piecewise=piecewise: self._store.put_pieces(key, piecewise), "a checkpoint")  # type: ignore[misc]
             uploaded.append((path, piecewise.size_bytes, piecewise.sha256))
         return uploaded
+
+    def _prefix(self, number: int) -> str:
+        """Of the keys of this rank's files in a report."""
+        return f"{self._data_folder}/report-{number:08d}-a{self._attempt:05d}-{self._token}/r{self._rank:04d}"
 
     def _into_spool(self, folder: Path, number: int, *, move: bool) -> Path:
         """A copy that nobody changes: a program may take the folder away, or write into it, once `report` returns."""
@@ -285,8 +290,9 @@ def as_number(name: str, value: Any) -> float | None:
     return None
 
 
-def files_of(folder: Path) -> list[str]:
-    """The paths of all files below `folder`, sorted. Raises `InvalidArgument` for what is no plain file."""
+def files_of(folder: Path, prefix: str) -> list[str]:
+    """The paths of all files below `folder`, sorted, each to be an object below `prefix`. Raises `InvalidArgument` for
+    what is no plain file, and for names that a store cannot hold."""
     if not folder.is_dir():
         raise InvalidArgument(f"the checkpoint's folder {folder} does not exist; report before it is taken away")
     found = []
@@ -297,8 +303,13 @@ def files_of(folder: Path) -> list[str]:
             relative = path.relative_to(folder).as_posix()
             if stat.S_ISLNK(mode) or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 kind = "a symbolic link" if stat.S_ISLNK(mode) else "no plain file"
-                raise InvalidArgument(f"{relative} in the checkpoint is {kind}; put a copy of the file there")
+                raise InvalidArgument(f"{shown(relative)} in the checkpoint is {kind}; put a copy of the file there")
             if stat.S_ISREG(mode):
+                if problem := key_problem(f"{prefix}/{relative}"):
+                    raise InvalidArgument(
+                        f"the file {shown(relative)} in the checkpoint cannot be stored: its path {problem}; rename it",
+                        reason="FILE_NAME",
+                    )
                 found.append(relative)
     if len(found) > MAX_FILES:
         raise InvalidArgument(f"the checkpoint has {len(found)} files, and at most {MAX_FILES} are allowed; pack them")

@@ -217,6 +217,7 @@ class _Rank:
         if isinstance(error, MillraceError):
             if where and where not in error.message:
                 error.message = f"{error.message} (rank {self._rank}{at})"
+                error.metadata.setdefault("line", where)
             error.metadata.setdefault("ranks", str(self._rank))
             return error
         logger.error("the training function raised", exc_info=error)
