@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import random
 import shutil
@@ -18,6 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from shared.background_logging import BackgroundHandler
 
 # Short: sockets of DataLoader's workers lie below TMPDIR, and their paths may have 107 bytes.
 ROOT = Path("/tmp")
@@ -128,13 +131,17 @@ def exits_announced(announce: Callable[[int, str], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def captured_output(add: Callable[[bytes], None]) -> Iterator[None]:
     """What the process writes to file descriptors 1 and 2, in whatever language, goes to `add`, in whole lines where
-    they are no longer than LINES_BYTES, and nowhere else."""
+    they are no longer than LINES_BYTES, and nowhere else. The process's own log goes on to where it went before: its
+    records are in what `add` serves already."""
     reading, writing = os.pipe()
     with contextlib.suppress(OSError):  # a small pipe only makes who prints wait sooner
         fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     kept = [os.dup(fd) for fd in (1, 2)]
+    logs = [one for one in logging.getLogger().handlers if isinstance(one, BackgroundHandler) and one.descriptor == 2]
+    for handler in logs:
+        handler.write_to(kept[1])
     for fd in (1, 2):
         os.dup2(writing, fd)
     os.close(writing)
@@ -161,6 +168,9 @@ def captured_output(add: Callable[[bytes], None]) -> Iterator[None]:
                 stream.flush()
         for fd, before in zip((1, 2), kept, strict=True):
             os.dup2(before, fd)
+        for handler in logs:
+            handler.write_to(2)
+        for before in kept:
             os.close(before)
         thread.join(5.0)  # a process that the program started may hold the pipe
         if not thread.is_alive():
