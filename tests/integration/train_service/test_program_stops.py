@@ -63,6 +63,10 @@ def endless(config):
         epoch += 1
 
 
+def faulty(config):
+    return config["not there"]
+
+
 def on_a_shard(config):
     batches = ray.train.get_dataset_shard("train").iter_batches(batch_size=config["rows"])
     while (epoch := batches.state_dict()["epoch"]) < config["epochs"]:
@@ -158,3 +162,18 @@ def test_an_elastic_program_takes_the_workers_that_there_are_and_reads_each_row_
         assert (found.repeated, found.epoch_done) == (0, True)
         assert found.missing <= 1  # which two workers cannot share
         assert found.seen_once + found.missing == found.row_count
+
+
+def test_an_error_in_the_code_that_a_second_attempt_repeats_is_the_last(
+    file_stack: TrainStack, millrace: mc.Millrace, bundle: code_bundle_pb2.CodeBundle
+) -> None:
+    spec = mc.program_spec(bundle, "train:faulty", num_workers=1, max_failures=5)
+    job = millrace.train.create_training_job(new_id(), spec)
+    watch = file_stack.client.watch(job.name, within_s=200)
+    watch.rest()
+
+    assert (watch.jobs[-1].state, watch.jobs[-1].attempt) == (State.STATE_FAILED, 2)
+    first, second = watch.of("attempt_ended")
+    line = CODE.splitlines().index('    return config["not there"]') + 1
+    assert f"KeyError on rank 0 at train.py:{line} after report 0" in first.text
+    assert "the attempt before ended with the same error at the same line" in second.text
