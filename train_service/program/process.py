@@ -21,6 +21,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 # Short: sockets of DataLoader's workers lie below TMPDIR, and their paths may have 107 bytes.
 ROOT = Path("/tmp")
+# What of a node's environment a user's code is not to see: the attempt has Ray start the processes of its ranks with
+# these empty, whatever the node was started with.
+HIDDEN_VARIABLES = (
+    "MILLRACE_S3_ACCESS_KEY",
+    "MILLRACE_S3_SECRET_KEY",
+    "MILLRACE_TOKEN_FILE",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+)
 PIPE_BYTES = 1024 * 1024
 LINES_BYTES = 256 * 1024
 
@@ -75,6 +85,13 @@ class AttemptFolder:
         with (self._job / "lock").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+
+def drop_hidden_variables() -> None:
+    """Takes away the variables that are empty here: libraries of clouds read an empty key as one that is wrong."""
+    for name in HIDDEN_VARIABLES:
+        if not os.environ.get(name):
+            os.environ.pop(name, None)
 
 
 def seed_everything(job_seed: int, report: int, rank: int) -> None:

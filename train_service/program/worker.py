@@ -32,6 +32,7 @@ from train_service.program.process import (
     AttemptFolder,
     OptimizerSteps,
     captured_output,
+    drop_hidden_variables,
     exits_announced,
     line_of,
     seed_everything,
@@ -73,6 +74,7 @@ def work_on_program(config: dict[str, Any]) -> None:
     program: ProgramConfig = config["loop"]
     context = ray.train.get_context()
     configure_logging("train-worker", "INFO")
+    drop_hidden_variables()
     run_program(program, context.get_world_rank(), context.get_world_size(), ray.get_runtime_context().get_node_id())
 
 

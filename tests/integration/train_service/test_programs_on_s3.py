@@ -1,0 +1,109 @@
+"""A user's own training function on an S3 store: its ranks hold none of the store's keys, and do all the same.
+
+The whole loop with a shard of the job's version, checkpoints, a kill and what goes on behind it; and what code that
+looks for the keys, or asks for what is not its job's, finds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import uuid
+from pathlib import Path
+
+import pytest
+
+import millrace_client as mc
+from shared.checkpoint.program import verify_program_checkpoint
+from shared.checkpoint.registry import CheckpointRegistry
+from tests.integration.train_service.test_program_shards import PACED, example
+from tests.support.code_folders import write_files
+from tests.support.s3_server import SECRET_KEY
+from tests.support.training import VERSION, State, TrainStack
+
+pytestmark = pytest.mark.timeout(400)
+
+SPEAKING = """
+import paced
+
+def loop(config):
+    print("every rank says something")
+    paced.loop(config)
+"""
+HOSTILE = (Path(__file__).parents[2] / "support" / "hostile_program.py").read_text()
+
+
+def test_a_training_function_outlives_the_kill_of_a_rank_on_s3(s3_stack: TrainStack, tmp_path: Path) -> None:
+    stack = s3_stack
+    with mc.connect(train=stack.service.address) as millrace:
+        bundle = millrace.train.push_code(
+            write_files(tmp_path / "code", {"train.py": example(), "paced.py": PACED, "own.py": SPEAKING})
+        )
+        spec = mc.program_spec(bundle, "own:loop", config={"epochs": 2}, dataset_version=VERSION, num_workers=2)
+        job = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
+        watch = stack.client.watch(job.name, within_s=350)
+        watch.until("checkpoint_committed", lambda event: event.checkpoint_committed.step >= 2)
+        os.kill(int(stack.client.checkpoints(job.name)[0].metrics["pid"]), signal.SIGKILL)
+        watch.rest()
+        assert watch.jobs[-1].state == State.STATE_SUCCEEDED, watch.jobs[-1]
+        assert watch.jobs[-1].failures == 1
+        for epoch in range(2):
+            found = millrace.train.get_coverage(job.name, epoch)
+            assert (found.seen_once, found.repeated, found.missing) == (found.row_count, 0, 0)
+    _, resumed = watch.of("attempt_started")
+    assert resumed.step >= 2
+    entries = CheckpointRegistry(stack.store, job.name).entries()
+    assert {one.attempt for one in entries} == {1, 2}
+    for entry in entries:
+        assert verify_program_checkpoint(stack.store, entry.folder, entry.manifest_sha256).files
+    # The log of each rank came by signed addresses, too.
+    for attempt, rank in ((1, 0), (1, 1), (2, 0), (2, 1)):
+        assert stack.store.exists(f"{job.name}/logs/a{attempt:05d}/r{rank:04d}/00000000.txt")
+
+
+def test_code_that_looks_for_the_stores_keys_finds_none_and_reaches_no_other_job(
+    s3_stack: TrainStack, tmp_path: Path
+) -> None:
+    stack, half = s3_stack, len(SECRET_KEY) // 2
+    name = f"j{uuid.uuid4().hex[:12]}"
+    stack.store.put("trainingJobs/other/checkpoints/data/model.pt", b"another's")
+    stack.store.put(f"trainingJobs/{name}/checkpoints/data/foreign/r0000/x", b"of the job's own checkpoints")
+    job = f"trainingJobs/{name}"
+    config = {
+        "wanted": {"secret": [SECRET_KEY[:half], SECRET_KEY[half:]], "planted": ["a text that is", " surely there"]},
+        "job": name,
+        "to_read": [
+            "trainingJobs/other/checkpoints/data/model.pt",
+            f"{job}/checkpoints/data/../../../other/checkpoints/data/model.pt",
+            f"{job}/checkpoints/log/00000000000000000001.json",
+            "datasets/digits/versions/v1/log/00000000000000000001.json",
+            f"{job}/checkpoints/data/foreign/r0000/x",
+        ],
+        "to_write": [
+            "trainingJobs/other/checkpoints/data/model.pt",
+            f"{job}/checkpoints/log/00000000000000000009.json",
+            f"{job}/checkpoints/data/report-00000001-a00001-00000000/r0000/model.pt",
+            f"{job}/logs/a00001/r0001/00000000.txt",
+            f"{job}/logs/a00001/r0000/../r0001/00000000.txt",
+            f"{job}/events/log/00000000000000000009.json",
+        ],
+    }
+    with mc.connect(train=stack.service.address) as millrace:
+        bundle = millrace.train.push_code(write_files(tmp_path / "code", {"train.py": HOSTILE}))
+        spec = mc.program_spec(bundle, "train:loop", config=config, num_workers=1, max_failures=0)
+        millrace.train.create_training_job(name, spec)
+    ended = stack.client.finished(job)
+    assert ended.state == State.STATE_SUCCEEDED, ended
+    (entry,) = CheckpointRegistry(stack.store, job).entries()
+    said = json.loads(stack.store.get(f"{entry.folder}/r0000/found.json"))
+
+    assert said["found"] == {"environ": [], "cmdline": [], "memory": ["planted"], "objects": []}
+    tried = said["tried"]
+    assert tried.pop(f"read {job}/checkpoints/data/foreign/r0000/x") == ""
+    assert tried.pop("forged address") == "HTTP 403"
+    assert len(tried) == 10
+    for what, refusal in tried.items():
+        assert "rank 0 may not" in refusal or "rank 0 names the object" in refusal, (what, refusal)
+    assert stack.store.get("trainingJobs/other/checkpoints/data/model.pt") == b"another's"
+    assert not stack.store.exists(f"{job}/logs/a00001/r0001/00000000.txt")
