@@ -24,6 +24,7 @@ from ray.data.block import BlockAccessor
 from shared.dataset_version import DatasetVersion, VersionReader
 from shared.dataset_version.footers import Footers
 from shared.errors import FailedPrecondition, InvalidArgument
+from shared.storage import ObjectStore
 from train_service.domain.order import EpochOrder, Ints, blocks_of, epoch_order
 from train_service.domain.shard_positions import (
     Pass,
@@ -38,7 +39,7 @@ from train_service.loading.batches import CACHE_BYTES, FOOTER_BYTES
 from train_service.loading.row_cache import RowCache
 from train_service.loading.rows import Room, Rows
 from train_service.patience import patient, waiting_for
-from train_service.program.rank_store import RankStore, Versions
+from train_service.program.rank_store import RankStore, StoredVersions, Versions
 from train_service.program.ray_data_hooks import IterableFromIterator, default_format, unwrap_finalized
 
 logger = logging.getLogger(__name__)
@@ -59,15 +60,16 @@ class ProgramShards:
     def __init__(
         self,
         store: RankStore,
-        versions: Versions,
         spec: TrainingSpec,
         rank: int,
         world_size: int,
         positions: Mapping[str, Any],
         advanced: Callable[[], None] = lambda: None,
+        versions: Versions | None = None,
     ) -> None:
         """`positions` are those of the checkpoint to go on from, as `merge_reports` made them; `advanced` is called
-        when rows are read or given. Raises `FailedPrecondition` for a job without a dataset version."""
+        when rows are read or given. Without `versions` `store` is an `ObjectStore`. Raises `FailedPrecondition` for a
+        job without a dataset version."""
         if not spec.dataset_version:
             raise FailedPrecondition(
                 "ray.train.get_dataset_shard: the job names no dataset version; set spec.dataset_version, or read the "
@@ -75,7 +77,7 @@ class ProgramShards:
                 reason="NO_DATASET",
             )
         self._store = store
-        self._versions = versions
+        self._versions = versions = versions or StoredVersions(cast(ObjectStore, store))
         self._spec = spec
         self._rank = rank
         self._world_size = world_size

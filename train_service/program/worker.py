@@ -28,8 +28,8 @@ from shared.log import StaleAttempt
 from shared.telemetry import configure_logging, identity
 from train_service.domain.spec import Program, TrainingSpec
 from train_service.domain.watchdog import Phase
+from train_service.program.attempt_folder import AttemptFolder
 from train_service.program.process import (
-    AttemptFolder,
     OptimizerSteps,
     captured_output,
     drop_hidden_variables,
@@ -90,7 +90,7 @@ def run_program(config: ProgramConfig, rank: int, world_size: int, node_id: str)
         shipper = LogShipper(store, config.job_name, config.attempt, rank, tees=False)
         stack.enter_context(shipper)
         stack.enter_context(captured_output(shipper.add_lines))
-        folder = stack.enter_context(AttemptFolder(config.job_name, config.attempt, rank).entered())
+        folder = stack.enter_context(AttemptFolder(config.store_url, config.job_name, config.attempt, rank).entered())
         try:
             _Rank(config, rank, world_size, store, versions, pulse, folder).run()
         except MillraceError as error:
@@ -193,12 +193,12 @@ class _Rank:
 
             self._shards = ProgramShards(
                 self._store,
-                self._versions,
                 self._config.spec,
                 self._rank,
                 self._world_size,
                 begin.positions,
                 self._pulse.tick,
+                self._versions,
             )
         return self._shards
 

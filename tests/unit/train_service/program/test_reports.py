@@ -40,14 +40,14 @@ class Attempt:
         self.events: list[tuple[EventKind, dict[str, Any]]] = []
         self.wish = GO_ON
         policy = options.pop("policy", CheckpointPolicy(best_metric="loss", maximize=False))
-        spec = TrainingSpec(
-            dataset_version="",
+        self.spec = spec = TrainingSpec(
+            dataset_version=options.pop("dataset_version", ""),
             model=ModelSpec(builder="", in_channels=0, num_classes=0),
             epochs=0,
             global_batch_size=0,
             num_workers=world_size,
             checkpoints=policy,
-            program=Program(code_bundle=BUNDLE, entry="train:loop"),
+            program=Program(code_bundle=options.pop("code_bundle", BUNDLE), entry="train:loop"),
         )
         self.coordinator = ReportCoordinator(
             store,
@@ -59,6 +59,7 @@ class Attempt:
             stop_reason=lambda: self.wish,
             **options,
         )
+        self.handle = self.coordinator.handle
         self.tmp = tmp / f"a{number}"
         self._stack = ExitStack()
         self.ranks: list[RankReports] = []
@@ -67,7 +68,7 @@ class Attempt:
         self._pool = ThreadPoolExecutor(world_size)
 
     def __enter__(self) -> Attempt:
-        pulses = self._stack.enter_context(Pulses("127.0.0.1", self.coordinator.handle))
+        pulses = self._stack.enter_context(Pulses("127.0.0.1", self.handle))
         self._stack.enter_context(self.coordinator)
         for rank in range(self.world_size):
             pulse = self._stack.enter_context(Pulse(rank, pulses.address))
@@ -77,7 +78,7 @@ class Attempt:
             folder = CheckpointRegistry(self.store, JOB).data_folder
             self.pulses.append(pulse)
             self.begins.append(begin)
-            self.ranks.append(RankReports(self.store, pulse, rank, folder, self.number, begin, spool))
+            self.ranks.append(RankReports(self.store_of(pulse), pulse, rank, folder, self.number, begin, spool))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -85,6 +86,10 @@ class Attempt:
             rank.close()
         self._stack.__exit__(None, None, None)
         self._pool.shutdown(wait=True)
+
+    def store_of(self, pulse: Pulse) -> Any:  # noqa: ARG002 - others need it
+        """The store as a rank has it that speaks by `pulse`."""
+        return self.store
 
     def on_rank(self, rank: int, metrics: dict[str, Any], files: dict[str, bytes] | None, **how: Any) -> Future[None]:
         """Reports on one rank, in a thread of its own; the folder is gone once `report` has returned."""

@@ -20,7 +20,6 @@ from tests.unit.train_service.conftest import TRAIN_ROWS, VALIDATION_ROWS, VERSI
 from train_service.domain.order import blocks_of, epoch_order
 from train_service.domain.shard_positions import count_given, is_epoch_done, merge_reports
 from train_service.domain.spec import CONTINUE, KEEP, Program, TrainingSpec
-from train_service.program.rank_store import StoredVersions
 from train_service.program.shards import ProgramShards, VersionShard
 
 PROGRAM = Program(code_bundle=f"codeBundles/{'0' * 64}", entry="train:loop")
@@ -47,8 +46,7 @@ class Ranks:
     ) -> None:
         self.before = positions or {}
         self.shards = [
-            ProgramShards(committed.store, StoredVersions(committed.store), spec, rank, world_size, self.before)
-            for rank in range(world_size)
+            ProgramShards(committed.store, spec, rank, world_size, self.before) for rank in range(world_size)
         ]
         self.train: list[VersionShard] = [one.get("train") for one in self.shards]
 
@@ -254,7 +252,7 @@ def test_batches_are_those_of_ray(committed: Committed) -> None:
 
 
 def test_names_of_tutorials_mean_the_validation_split(committed: Committed) -> None:
-    shards = ProgramShards(committed.store, StoredVersions(committed.store), SPEC, 0, 1, {})
+    shards = ProgramShards(committed.store, SPEC, 0, 1, {})
     assert shards.get("eval") is shards.get("validation") is shards.get("val")
     assert shards.get("") is shards.get("train")
     with pytest.raises(InvalidArgument, match="has the splits train, validation"):
@@ -272,7 +270,7 @@ def test_two_passes_at_once_are_refused(committed: Committed) -> None:
 
 def test_a_job_without_a_version_says_what_to_set(committed: Committed) -> None:
     with pytest.raises(FailedPrecondition, match=r"set spec\.dataset_version"):
-        ProgramShards(committed.store, StoredVersions(committed.store), replace(SPEC, dataset_version=""), 0, 1, {})
+        ProgramShards(committed.store, replace(SPEC, dataset_version=""), 0, 1, {})
 
 
 def test_what_reading_raises_reaches_the_program(committed: Committed, monkeypatch: pytest.MonkeyPatch) -> None:
