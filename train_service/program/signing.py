@@ -16,7 +16,9 @@ damage its own part of a checkpoint of this attempt, which the digests of the ma
 
 from __future__ import annotations
 
+import ctypes
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +37,7 @@ from train_service.domain.spec import TrainingSpec
 from train_service.program.coordinator import FOLDER_NAME, Reply, ReportCoordinator
 from train_service.records.logs import rank_folder
 
+PR_SET_DUMPABLE = 4
 SIGN, BEGIN, SIGN_PARTS, COMPLETE, ABORT = "sign", "begin_parts", "sign_parts", "complete_parts", "abort_parts"
 VERSION = "version"
 # Addresses that one message brings: of the files of a version that follow the one that was asked for, of parts.
@@ -90,6 +93,7 @@ class StoreSigner:
         }
 
     def __enter__(self) -> StoreSigner:
+        hide_memory()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -201,6 +205,13 @@ class StoreSigner:
                 return key
         own = f"{self._data_folder}/{self._coordinator.folder_name(due)}/r{rank:04d}/, of that report and later ones"
         raise _refused(rank, "write", key, f"its own logs, and what is below {own}")
+
+
+def hide_memory() -> None:
+    """From here on other processes of this user read neither this one's memory nor its environment, unless they are
+    root's: a rank may be on the same node. Linux alone has that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def check_key(rank: int, key: str) -> None:

@@ -359,6 +359,18 @@ def test_ranks_of_a_node_share_one_verified_read_only_copy(attempt: Begun, tmp_p
     assert damaged.value.specific_reason == "READ_DAMAGED"
 
 
+def test_a_node_keeps_the_newest_two_copies(attempt: Begun, tmp_path: Path) -> None:
+    run = attempt(world_size=1)
+    copies = NodeCopies(run.store, tmp_path / "copies")
+    folders = []
+    for number in (1, 2, 3, 4):
+        run.report({"model.pt": b"%d" % number})
+        assert run.ranks[0].checkpoint is not None
+        folders.append(copies.folder_of(run.ranks[0].checkpoint))
+    assert [folder.exists() for folder in folders] == [False, False, True, True]
+    assert (folders[2] / "model.pt").read_bytes() == b"3"
+
+
 def test_a_request_whose_connection_broke_is_asked_again(attempt: Begun) -> None:
     run = attempt()
     waiting = run.on_rank(0, {"loss": 1.0}, {"m": b"1"})

@@ -6,6 +6,8 @@ The store is a real S3 server; the ranks have no key of it.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -225,3 +227,37 @@ def test_a_rank_unpacks_the_bundle_of_its_job(attempt: Begun, store: ObjectStore
     run = attempt(world_size=1, code_bundle=f"codeBundles/{digest}")
     folder = unpack_on_node(run.stores[0], digest, tmp_path / "unpacked")
     assert (folder / "train.py").read_text().startswith("def loop")
+
+
+READS = """
+import ctypes, os, sys
+from pathlib import Path
+from train_service.program.signing import PR_SET_DUMPABLE, hide_memory
+
+if os.getuid() == 0:  # whom nothing is hidden from
+    os.setgid(65534)
+    os.setuid(65534)
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # as for a process that was that user's from its start
+
+def read_by_another():
+    pid, (reading, writing) = os.getpid(), os.pipe()
+    if os.fork() == 0:
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+        try:
+            os.write(writing, b"read" if b"A_KEY=secret" in Path(f"/proc/{pid}/environ").read_bytes() else b"not there")
+        except PermissionError:
+            os.write(writing, b"refused")
+        os._exit(0)
+    os.wait()
+    return os.read(reading, 100).decode()
+
+before = read_by_another()
+hide_memory()
+print(before, read_by_another())
+"""
+
+
+def test_other_processes_of_the_user_do_not_read_the_attempts_environment() -> None:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "A_KEY": "secret"}
+    ended = subprocess.run([sys.executable, "-c", READS], capture_output=True, text=True, timeout=60, env=environ)
+    assert ended.stdout.split() == ["read", "refused"], ended.stderr
