@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import time
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -42,6 +43,10 @@ AGAIN_PAUSE_S = 0.1
 
 # A local directory's file for an object that is being written; no object can have such a key.
 TORN_NAME = re.compile(r".+#\d+")
+# S3 allows keys of 1024 bytes; the difference is for the folder of the store in its bucket.
+MAX_KEY_BYTES = 896
+# File systems allow 255; the difference is for the ending that an object has while it is written.
+MAX_NAME_BYTES = 245
 
 
 class ObjectExists(Exception):
@@ -198,6 +203,27 @@ class ObjectStore:
     def filesystem(self) -> fs.FileSystem:
         """The same objects for Arrow and Ray Data; its paths are this store's keys."""
         return self._filesystem
+
+
+def key_problem(key: str) -> str:
+    """Why no store can be relied on to hold an object of that key; empty where nothing speaks against it. Without this
+    check a store refuses such a key as if it were away."""
+    try:
+        encoded = key.encode()
+    except UnicodeEncodeError:
+        return "is not valid UTF-8"
+    if len(encoded) > MAX_KEY_BYTES:
+        return f"makes a key of {len(encoded)} bytes, and at most {MAX_KEY_BYTES} are allowed"
+    if any(unicodedata.category(character) == "Cc" for character in key):
+        return "has a control character"
+    for name in key.split("/"):
+        if name in ("", ".", ".."):
+            return f"has a part {name!r}"
+        if len(name.encode()) > MAX_NAME_BYTES:
+            return f"has a name of {len(name.encode())} bytes in it, and at most {MAX_NAME_BYTES} are allowed"
+    if re.fullmatch(r"#\d+|" + TORN_NAME.pattern, key.rpartition("/")[2]):
+        return "ends with # and a number, which marks an object that is still being written"
+    return ""
 
 
 def _folder(prefix: str) -> str | None:

@@ -69,16 +69,16 @@ def result_of(context: AttemptContext, spec: TrainingSpec, cause: MillraceError 
 
 
 def program_result(
-    context: AttemptContext, spec: TrainingSpec, cause: MillraceError | None, *, done: bool
+    context: AttemptContext, coordinator: ReportCoordinator, ended_for: MillraceError | None
 ) -> dict[str, Any]:
-    """As `result_of`, of an attempt at a program; `done`: its function has returned on every rank. One that reported no
-    checkpoint has none in its result."""
-    entries = patient(CheckpointRegistry(context.store, context.job.name).entries, "the checkpoints")
-    if done:
-        last, chosen = latest(entries), best(entries, spec.checkpoints.ranking)
-        return {"checkpoint": last.name if last else "", "best_checkpoint": chosen.name if chosen else ""}
+    """As `result_of`, of an attempt at a program: it is done once its function has returned on every rank. `ended_for`
+    is what its supervision ended it for."""
+    if coordinator.all_returned:
+        return coordinator.result()
     patient(lambda: context.raise_if_stopped(fresh=True), "the job's state")
+    cause = ended_for or coordinator.cause
     if cause is not None and cause.specific_reason == RESIZED:
+        entries = patient(CheckpointRegistry(context.store, context.job.name).entries, "the checkpoints")
         _require_progress(context, entries, cause)
     raise cause or Internal("the workers ended before the training function returned on all", reason="RUN_INCOMPLETE")
 

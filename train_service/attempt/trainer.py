@@ -133,7 +133,7 @@ def _run_program(context: AttemptContext, spec: TrainingSpec, program: Program) 
             raise program_error(coordinator, pulses, lost) from lost
         if coordinator.all_returned:
             coordinator.finish()
-    return program_result(context, spec, supervision.cause or coordinator.cause, done=coordinator.all_returned)
+    return program_result(context, coordinator, supervision.cause)
 
 
 def _size(context: AttemptContext, spec: TrainingSpec) -> Size:

@@ -21,7 +21,7 @@ from train_service.domain.order import EpochOrder, Ints
 
 # [epoch, start, stop, step] of positions.
 Span = list[int]
-# Ranks that do not go in step leave a span each, and there are 64 at most.
+# Of the newest spans, those that may go on; a rank leaves a few between two reports.
 LOOK_BACK = 128
 
 
@@ -81,12 +81,11 @@ def merge_reports(
             parts = [said.get(name) for said in report]
             about = next(part for part in parts if part is not None)
             known = merged.get(name, {})
-            spans = [list(span) for span in known.get("given", ())]
-            for span in merge_spans([part["given"] if part else [] for part in parts], world_size):
-                extend(spans, span)
-            places = [
-                part["place"] if part else _place_before(known, rank, world_size) for rank, part in enumerate(parts)
-            ]
+            spans = join_spans(known.get("given", ()), [span for part in parts if part for span in part["given"]])
+            places = _settled(
+                [part["place"] if part else _place_before(known, rank, world_size) for rank, part in enumerate(parts)],
+                about["shard"]["row_count"],
+            )
             merged[name] = {
                 **about["shard"],
                 "world_size": world_size,
@@ -104,20 +103,81 @@ def _place_before(known: Mapping[str, Any], rank: int, world_size: int) -> list[
     return places[rank] if known.get("world_size") == world_size else None
 
 
-def merge_spans(by_rank: Sequence[Sequence[Span]], world_size: int) -> list[Span]:
-    """What all ranks were given together: one span for every W that lie side by side, as where ranks go in step; the
-    rest as they are, rank by rank."""
-    if by_rank and len({len(spans) for spans in by_rank}) == 1 and len(by_rank) == world_size:
-        joined = [_side_by_side(spans, world_size) for spans in zip(*by_rank, strict=True)]
-        if all(joined):
-            return [span for span in joined if span]
-    return [list(span) for spans in by_rank for span in spans]
+def _settled(places: list[list[int] | None], row_count: int) -> list[list[int] | None]:
+    """The places of all ranks. Once the last rank is out of rows of an epoch, all are at the next one; a rank that is
+    out of rows before others knows nothing of that."""
+    epoch = min(place[0] for place in places if place)
+
+    def is_out(rank: int, place: list[int]) -> bool:
+        if place[0] != epoch:
+            return place == [epoch + 1, 0, 0]
+        _, base, taken = place
+        most = Pass(row_count, base, len(places), keeps_remainder=True).rows_of(rank)
+        return base + taken > 0 and taken >= most
+
+    if all(is_out(rank, place) for rank, place in enumerate(places) if place):
+        return [[epoch + 1, 0, 0] if place else None for place in places]
+    return places
 
 
-def _side_by_side(spans: Sequence[Span], world_size: int) -> Span | None:
-    epoch, start, stop, _ = spans[0]
-    wanted = [[epoch, start + rank, stop + rank, world_size] for rank in range(world_size)]
-    return [epoch, start, stop, 1] if [list(span) for span in spans] == wanted else None
+def join_spans(before: Sequence[Span], fresh: Sequence[Span]) -> list[Span]:
+    """The positions of both, each as often as before, in few spans. Only epochs of `fresh` are looked at.
+
+    A pass of W ranks takes one span of step 1, up to its first position that was not given, and one of step W for each
+    rank that is ahead of that: none where ranks go in step, and none once all have come to the end. So a pass that is
+    left before its end, e.g. by a lost attempt, may keep W spans for good, and so may one whose ranks drop different
+    last rows. Each pass over the same epoch has spans of its own.
+    """
+    epochs = sorted({span[0] for span in fresh})
+    joined = [span for span in before if span[0] not in epochs]
+    for epoch in epochs:
+        joined += _joined(epoch, [span for span in (*before, *fresh) if span[0] == epoch])
+    return joined
+
+
+def _joined(epoch: int, spans: Sequence[Span]) -> list[Span]:
+    steps = sorted({span[3] for span in spans} | {1})
+    blocks = _chained([(start, stop) for _, start, stop, step in spans if step == 1])
+    left: list[Span] = []
+    for world_size in steps[1:]:
+        lanes: dict[int, list[int]] = {}
+        for start, stop in _chained([(start, stop) for _, start, stop, step in spans if step == world_size]):
+            lanes.setdefault(start, []).append(stop)
+        blocks = [(start, _advance(stop, lanes, world_size)) for start, stop in blocks]
+        for start in sorted(lanes):
+            if all(lanes.get(start + rank) for rank in range(world_size)):
+                blocks.append((start, _advance(start, lanes, world_size)))
+        left += [[epoch, start, stop, world_size] for start, stops in sorted(lanes.items()) for stop in stops]
+    return [[epoch, start, stop, 1] for start, stop in _chained(blocks)] + left
+
+
+def _chained(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges of one step, sorted, those that follow on one another as one."""
+    ends: dict[int, list[int]] = {}
+    chained: list[list[int]] = []
+    for start, stop in sorted(ranges):
+        number = ends[start].pop() if ends.get(start) else len(chained)
+        if number == len(chained):
+            chained.append([start, stop])
+        chained[number][1] = stop
+        ends.setdefault(stop, []).append(number)
+    return [(start, stop) for start, stop in chained]
+
+
+def _advance(stop: int, lanes: dict[int, list[int]], world_size: int) -> int:
+    """Where a block that ends at `stop` ends with the rows of `lanes` that follow on it, which are taken from there:
+    all ranks' rows as far as the shortest lane goes, then one row of each rank that is ahead."""
+    while True:
+        run = list(itertools.takewhile(lanes.get, range(stop, stop + world_size)))
+        if not run:
+            return stop
+        whole = len(run) == world_size
+        rows = min((lanes[start][-1] - start) // world_size for start in run) if whole else 1
+        for start in run:
+            end = lanes[start].pop()
+            if start + rows * world_size < end:
+                lanes.setdefault(start + rows * world_size, []).append(end)
+        stop += rows * world_size if whole else len(run)
 
 
 class UnevenRanks(ValueError):
@@ -128,21 +188,27 @@ def place_to_resume(saved: Mapping[str, Any], rank: int, world_size: int, *, goe
     """Where a rank begins after a checkpoint whose shard was `saved` by `merge_reports`. `goes_on`: with the rest of
     the epoch; else with the epoch's beginning, in the same order.
 
-    Raises `UnevenRanks`.
+    Ranks that had not asked for the shard do not count: a split that one rank reads is that rank's alone. All ranks
+    begin in the same epoch but where each goes on from a place of its own. Raises `UnevenRanks`.
     """
-    places = [Place(*place) if place else Place() for place in saved["places"]]
-    same_size = saved["world_size"] == world_size
+    places = [Place(*place) if place else None for place in saved["places"]]
+    begun = [place for place in places if place is not None]
+    earliest = Place(min((place.epoch for place in begun), default=0))
     if not goes_on:
-        own = places[rank] if same_size and len(places) > 1 else min(places, key=lambda place: place.epoch)
-        return Place(own.epoch)
-    if same_size:
-        return places[rank] if len(places) > 1 else places[0]
-    if len(places) > 1:
+        return earliest
+    if len(places) == 1:
+        (place,) = begun
+        if saved["world_size"] == world_size:
+            return place
+        return Place(place.epoch, place.base + saved["world_size"] * place.taken)
+    if saved["world_size"] == world_size:
+        return places[rank] or earliest
+    if any(place.base or place.taken for place in begun):
         raise UnevenRanks(
             f"its {saved['world_size']} workers had read different numbers of rows at the checkpoint, so {world_size} "
             "workers cannot go on from there"
         )
-    return Place(places[0].epoch, places[0].base + saved["world_size"] * places[0].taken)
+    return earliest
 
 
 def last_epoch(saved: Mapping[str, Any]) -> int:

@@ -20,6 +20,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
@@ -30,7 +31,8 @@ from shared.checkpoint.program import (
     verify_program_checkpoint,
     write_manifest,
 )
-from shared.errors import DataLoss, Internal, MillraceError, error_from_record
+from shared.checkpoint.registry import best
+from shared.errors import DataLoss, Internal, InvalidArgument, MillraceError, error_from_record, shown
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from train_service.checkpoints.snapshots import retain
@@ -87,7 +89,8 @@ class Part:
 def merged_files(parts: Sequence[Part]) -> tuple[list[ProgramFile], list[ProgramFile], list[str]]:
     """Of all ranks' files those that count, those that do not, and the paths under which ranks had different bytes.
 
-    Of a path that several ranks reported, the lowest rank's counts."""
+    Of a path that several ranks reported, the lowest rank's counts. Raises `InvalidArgument` where one rank's file is a
+    folder of another rank's: no folder can hold both."""
     kept: dict[str, ProgramFile] = {}
     dropped, conflicts = [], set[str]()
     for part in sorted(parts, key=lambda one: one.rank):
@@ -97,6 +100,15 @@ def merged_files(parts: Sequence[Part]) -> tuple[list[ProgramFile], list[Program
                 dropped.append(file)
                 if first.sha256 != file.sha256:
                     conflicts.add(file.path)
+    for file in kept.values():
+        for parent in PurePosixPath(file.path).parents:
+            if above := kept.get(str(parent)):
+                raise InvalidArgument(
+                    f"rank {above.rank} reported the file {shown(above.path)}, and rank {file.rank} "
+                    f"{shown(file.path)} below it; rename one of them",
+                    reason="FILE_IN_FILE",
+                    metadata={"ranks": f"{above.rank},{file.rank}"},
+                )
     return [kept[path] for path in sorted(kept)], dropped, sorted(conflicts)
 
 
@@ -118,7 +130,11 @@ class Start:
         return {
             "report": self.report,
             "checkpoint": described(self.entry),
-            "positions": dict(content.positions) if content else {},
+            # Without what the shards gave, which takes a span an epoch and is the attempt's alone.
+            "positions": {
+                split: {key: value for key, value in shard.items() if key != "given"}
+                for split, shard in (content.positions if content else {}).items()
+            },
             "optimizer_steps": content.optimizer_steps if content else 0,
         }
 
@@ -214,9 +230,11 @@ class ReportCoordinator:
 
     @property
     def all_returned(self) -> bool:
-        """Whether the function has returned on every rank, and all that it reported is durable."""
+        """Whether the function has returned on every rank, and all that it reported is durable: no stop was answered to
+        a report, and nothing failed."""
         with self._lock:
-            return len(self._returned) == self._world_size
+            returned = len(self._returned) == self._world_size
+            return returned and self.cause is None and self._stop_told == GO_ON
 
     @property
     def missing(self) -> list[int]:
@@ -230,6 +248,15 @@ class ReportCoordinator:
             if self._stop_told_at is None or (now or time.monotonic()) - self._stop_told_at < STOPS_WITHIN_S:
                 return []
             return sorted(set(range(self._world_size)) - self._stopped - self._returned)
+
+    def result(self) -> dict[str, Any]:
+        """The newest checkpoint, which is whole, and the best of those that are not known to be damaged; both empty for
+        a program that reported none."""
+        entries = patient(self._registry.entries, "the checkpoints")
+        damaged = self._start.damaged if self._start else set()
+        chosen = best([entry for entry in entries if entry.folder not in damaged], self._spec.checkpoints.ranking)
+        newest = self._newest
+        return {"checkpoint": newest.name if newest else "", "best_checkpoint": chosen.name if chosen else ""}
 
     def finish(self) -> None:
         """Once all ranks have returned: the newest checkpoint is the run's final one; without any, that is told."""
@@ -257,6 +284,7 @@ class ReportCoordinator:
             try:
                 self._handle(rank, body, reply)
             except StaleAttempt:
+                self._note_stop(STALE)
                 self._answer_all({"committed": self._number, "stop": STALE})
             except Exception as error:
                 logger.exception("a report cannot be handled")
@@ -326,7 +354,9 @@ class ReportCoordinator:
             reply({})
         elif kind == "failing":
             # Its process ends next, maybe before Ray learns why.
-            self.cause = self.cause or error_from_record(body["error"])
+            error = error_from_record(body["error"])
+            if self.cause is None or _adds_line(error, self.cause):
+                self.cause = error
             reply({})
         elif kind == "stopped":
             with self._lock:
@@ -367,20 +397,24 @@ class ReportCoordinator:
     def _commit(self) -> None:
         number, parts = self._number, [self._parts[rank] for rank in sorted(self._parts)]
         first = parts[0]
+        carried = any(one.files is not None for one in parts)
+        try:
+            files = merged_files(parts)
+        except InvalidArgument:
+            self._take_away(number)
+            raise
         if any(one.shards for one in parts):
             self._positions = merge_reports([[one.shards for one in parts]], self._world_size, self._positions)
         assert self._metrics is not None
         self._metrics.add(number, first.epoch, {**first.metrics, "optimizer_steps": float(first.optimizer_steps)})
         self._tell_progress(number, first)
-        carried = any(one.files is not None for one in parts)
         if carried:
             try:
-                self._commit_checkpoint(number, parts)
+                self._commit_checkpoint(number, first, *files)
             except StaleAttempt:
                 # Where the retention after the commit finds a later attempt, that one stands on these files.
                 if self._newest is None or self._newest.step != number:
-                    folder = self.folder(number)
-                    patient(lambda: self._store.delete_folder(folder), "the files of a stale attempt")
+                    self._take_away(number)
                 raise
         wish = self._stop_reason()
         # Work since the last checkpoint would be done again; of a run that is cancelled nobody waits for it.
@@ -392,8 +426,8 @@ class ReportCoordinator:
         }
         with self._lock:
             self._number = number + 1
-            if stop != GO_ON:
-                self._stop_told_at, self._stop_told = time.monotonic(), stop
+        if stop != GO_ON:
+            self._note_stop(stop)
         self._answer_all(self._acknowledged)
 
     def folder(self, number: int) -> str:
@@ -403,9 +437,15 @@ class ReportCoordinator:
     def folder_name(self, number: int) -> str:
         return f"report-{number:08d}-a{self._attempt:05d}-{self.token}"
 
-    def _commit_checkpoint(self, number: int, parts: Sequence[Part]) -> None:
-        files, dropped, conflicts = merged_files(parts)
-        folder, first = self.folder(number), parts[0]
+    def _take_away(self, number: int) -> None:
+        """The files of a report that is not committed."""
+        folder = self.folder(number)
+        patient(lambda: self._store.delete_folder(folder), "files that are not committed")
+
+    def _commit_checkpoint(
+        self, number: int, first: Part, files: list[ProgramFile], dropped: list[ProgramFile], conflicts: list[str]
+    ) -> None:
+        folder = self.folder(number)
         unknown = [path for path in conflicts if path not in self._warned_paths]
         if unknown:
             self._warned_paths.update(unknown)
@@ -514,6 +554,10 @@ class ReportCoordinator:
             f"missing are the ranks {list(absent)}"
         )
 
+    def _note_stop(self, reason: int) -> None:
+        with self._lock:
+            self._stop_told_at, self._stop_told = self._stop_told_at or time.monotonic(), reason
+
     def _fail(self, error: MillraceError) -> None:
         self.cause = self.cause or error
         logger.warning("the program's run ends: %s", error.message)
@@ -529,6 +573,12 @@ class ReportCoordinator:
     def _warn(self, text: str) -> None:
         logger.warning("%s", text)
         self._tell(EventKind.WARNING, {"text": text})
+
+
+def _adds_line(error: MillraceError, cause: MillraceError) -> bool:
+    """Whether `error` is `cause`, raised in a rank's report, and says where in the program that was."""
+    same = error.specific_reason == cause.specific_reason and error.message.startswith(cause.message)
+    return same and bool(error.metadata.get("line")) and not cause.metadata.get("line")
 
 
 def _as_ours(error: Exception) -> MillraceError:

@@ -2,6 +2,9 @@
 
 Reports of a rank go one after the other through one thread, whatever their mode, so the attempt gets them in order.
 `report` returns once the attempt has committed (SYNC, NO_UPLOAD), or once the bytes are in the spool (ASYNC).
+
+The first stop and the first error end a rank's reports for good: from then on `report` and `finish` raise it again. So
+a training function that catches it cannot end as if all that it reported were durable.
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from shared.errors import InvalidArgument, error_from_record
+from shared.errors import InvalidArgument, error_from_record, shown
+from shared.storage import key_problem
 from train_service.patience import patient, waiting_for
 from train_service.records.reporting import GO_ON
 
@@ -85,7 +90,7 @@ def checked(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 class RankReports:
-    """One rank's reports in one attempt. Called by the thread that trains."""
+    """One rank's reports in one attempt. Threads that report at the same time take turns."""
 
     def __init__(
         self,
@@ -112,6 +117,9 @@ class RankReports:
         self._take_shards = take_shards
         self._optimizer_steps = optimizer_steps
         self._number = begin.report
+        # Held for a whole report: its number, its rows and its place in the queue belong together.
+        self._reporting = threading.Lock()
+        self._ended: BaseException | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="program-reports")
         self._thread = self._pool.submit(threading.current_thread).result()
         self._waiting: list[Future[dict[str, Any]]] = []
@@ -121,8 +129,13 @@ class RankReports:
 
     @property
     def number(self) -> int:
-        """Of the newest report that was begun."""
+        """Of the newest report that was begun. One whose metrics, folder or files are refused has no number."""
         return self._number
+
+    @property
+    def ended(self) -> BaseException | None:
+        """The stop or the error that ended the reports, whether or not the training function has caught it."""
+        return self._ended
 
     def report(
         self,
@@ -136,34 +149,56 @@ class RankReports:
         """Reports `metrics`, and the files in `folder` as a checkpoint; `delete` takes the folder away once it is
         committed. `upload` is called, where it is given, to say which folder counts instead.
 
-        Raises `ProgramStopped`, `InvalidArgument` for what cannot be reported, and what the attempt ended for."""
-        self._collect(wait=False)
-        self._line.tick()
-        numbers, epoch = self._numbers(metrics)
-        number = self._number + 1
-        body = {
-            "kind": "report",
-            "report": number,
-            "metrics": numbers,
-            "epoch": epoch,
-            "shards": self._take_shards(),
-            "optimizer_steps": self._optimizer_steps(),
-        }
-        if folder is not None and mode == ASYNC and upload is None:
-            folder, delete = self._into_spool(folder, number, move=delete), True
-        self._number = number
-        self._waiting.append(self._pool.submit(self._deliver, body, folder, upload, delete))
-        if mode != ASYNC:
-            self._collect(wait=True)
-        self._line.tick()
+        Raises `ProgramStopped`, `InvalidArgument` for what cannot be reported, and what the attempt ended for; once it
+        has raised, the same at every call."""
+        with self._turn():
+            self._collect(wait=False)
+            self._line.tick()
+            numbers, epoch = self._numbers(metrics)
+            number = self._number + 1
+            if folder is not None and upload is None:
+                files_of(folder, self._prefix(number))
+                if mode == ASYNC:
+                    folder, delete = self._into_spool(folder, number, move=delete), True
+            body = {
+                "kind": "report",
+                "report": number,
+                "metrics": numbers,
+                "epoch": epoch,
+                # What a shard gave is taken from it for good, so only once nothing can be refused here any more.
+                "shards": self._take_shards(),
+                "optimizer_steps": self._optimizer_steps(),
+            }
+            self._number = number
+            self._waiting.append(self._pool.submit(self._deliver, body, folder, upload, delete))
+            if mode != ASYNC:
+                self._collect(wait=True)
+            self._line.tick()
 
     def finish(self) -> None:
         """Returns once all that was reported is committed. Raises as `report` does."""
-        self._collect(wait=True)
+        with self._turn():
+            self._collect(wait=True)
 
     def close(self) -> None:
         """Ends the thread; what was not begun is dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Around a report or the end of all: one at a time, and none after a stop or an error."""
+        with waiting_for(self._thread):
+            self._reporting.acquire()
+        try:
+            if self._ended is not None:
+                raise self._ended
+            try:
+                yield
+            except (Exception, ProgramStopped) as error:
+                self._ended = error
+                raise
+        finally:
+            self._reporting.release()
 
     def _collect(self, *, wait: bool) -> None:
         """Takes what the attempt has answered."""
@@ -195,18 +230,21 @@ class RankReports:
         return answer
 
     def _upload(self, number: int, folder: Path) -> list[tuple[str, int, str]]:
-        prefix = f"{self._data_folder}/report-{number:08d}-a{self._attempt:05d}-{self._token}/r{self._rank:04d}"
+        prefix = self._prefix(number)
         uploaded = []
-        for path in files_of(folder):
+        for path in files_of(folder, prefix):
             piecewise = _Pieces(folder / path, self._line.tick)
             key = f"{prefix}/{path}"
             patient(lambda key=key, piecewise=piecewise: self._store.put_pieces(key, piecewise), "a checkpoint")  # type: ignore[misc]
             uploaded.append((path, piecewise.size_bytes, piecewise.sha256))
         return uploaded
 
+    def _prefix(self, number: int) -> str:
+        """Of the keys of this rank's files in a report."""
+        return f"{self._data_folder}/report-{number:08d}-a{self._attempt:05d}-{self._token}/r{self._rank:04d}"
+
     def _into_spool(self, folder: Path, number: int, *, move: bool) -> Path:
         """A copy that nobody changes: a program may take the folder away, or write into it, once `report` returns."""
-        files_of(folder)
         kept = self._spool / f"waiting-{number:08d}"
         if move:
             shutil.move(folder, kept)
@@ -252,8 +290,9 @@ def as_number(name: str, value: Any) -> float | None:
     return None
 
 
-def files_of(folder: Path) -> list[str]:
-    """The paths of all files below `folder`, sorted. Raises `InvalidArgument` for what is no plain file."""
+def files_of(folder: Path, prefix: str) -> list[str]:
+    """The paths of all files below `folder`, sorted, each to be an object below `prefix`. Raises `InvalidArgument` for
+    what is no plain file, and for names that a store cannot hold."""
     if not folder.is_dir():
         raise InvalidArgument(f"the checkpoint's folder {folder} does not exist; report before it is taken away")
     found = []
@@ -264,8 +303,13 @@ def files_of(folder: Path) -> list[str]:
             relative = path.relative_to(folder).as_posix()
             if stat.S_ISLNK(mode) or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 kind = "a symbolic link" if stat.S_ISLNK(mode) else "no plain file"
-                raise InvalidArgument(f"{relative} in the checkpoint is {kind}; put a copy of the file there")
+                raise InvalidArgument(f"{shown(relative)} in the checkpoint is {kind}; put a copy of the file there")
             if stat.S_ISREG(mode):
+                if problem := key_problem(f"{prefix}/{relative}"):
+                    raise InvalidArgument(
+                        f"the file {shown(relative)} in the checkpoint cannot be stored: its path {problem}; rename it",
+                        reason="FILE_NAME",
+                    )
                 found.append(relative)
     if len(found) > MAX_FILES:
         raise InvalidArgument(f"the checkpoint has {len(found)} files, and at most {MAX_FILES} are allowed; pack them")

@@ -354,10 +354,11 @@ class VersionShard(ray.data.DataIterator):
         return Pass(self._rows.row_count, place.base, self._world_size, self._rows.keeps_remainder)
 
     def _normalized(self) -> Place:
-        """Behind the last row of a pass the rank is at the beginning of the next epoch."""
+        """Behind the last row of a pass the rank is at the beginning of the next epoch. The longest pass is rank 0's:
+        a rank that has a row less stays in the epoch until it begins another pass, and all ranks are in the same."""
         with self._lock:
             place = self._place
-        done = place.taken >= self._way(place).rows_of(self._rank) and (place.taken > 0 or place.base > 0)
+        done = place.taken >= self._way(place).rows_of(0) and (place.taken > 0 or place.base > 0)
         return Place(place.epoch + 1) if done else place
 
     def _begin_pass(self) -> tuple[int, Place]:
@@ -386,7 +387,10 @@ class VersionShard(ray.data.DataIterator):
         with self._lock:
             if self._passes == number:
                 # Also where its last rows were too few for a batch.
-                self._place, self._is_begun = Place(place.epoch + 1), False
+                if way.rows_of(self._rank) < way.rows_of(0):
+                    self._place = Place(place.epoch, place.base, way.rows_of(self._rank))
+                else:
+                    self._place, self._is_begun = Place(place.epoch + 1), False
 
     def _note(self, number: int, way: Pass, count: int) -> None:
         with self._lock:

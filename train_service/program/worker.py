@@ -150,11 +150,16 @@ class _Rank:
                 self._call(code)
                 reports.finish()
             pulse.ask({"kind": "returned"})
-        except ProgramStopped as stopped:
-            logger.info("%s", stopped)
+        except (Exception, SystemExit, KeyboardInterrupt, ProgramStopped) as error:
+            # What the function made of a stop or of a failed report, e.g. an error of its own, only follows from it.
+            first = reports.ended or error
+            if not isinstance(first, ProgramStopped):
+                named = self._as_told(first, code, reports.number)
+                raise named from (first if named is not first else None)
+            if error is not first:
+                logger.warning("the training function raised after it was stopped", exc_info=error)
+            logger.info("%s", first)
             pulse.ask({"kind": "stopped"})
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            raise self._as_told(error, code, reports.number) from error
         finally:
             reports.close()
             steps.remove()
@@ -224,6 +229,7 @@ class _Rank:
         if isinstance(error, MillraceError):
             if where and where not in error.message:
                 error.message = f"{error.message} (rank {self._rank}{at})"
+                error.metadata.setdefault("line", where)
             error.metadata.setdefault("ranks", str(self._rank))
             return error
         logger.error("the training function raised", exc_info=error)

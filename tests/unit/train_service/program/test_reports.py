@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -40,6 +41,7 @@ class Attempt:
         self.events: list[tuple[EventKind, dict[str, Any]]] = []
         self.wish = GO_ON
         policy = options.pop("policy", CheckpointPolicy(best_metric="loss", maximize=False))
+        self._of_ranks = {name: options.pop(name) for name in ("take_shards",) if name in options}
         self.spec = spec = TrainingSpec(
             dataset_version=options.pop("dataset_version", ""),
             model=ModelSpec(builder="", in_channels=0, num_classes=0),
@@ -78,7 +80,9 @@ class Attempt:
             folder = CheckpointRegistry(self.store, JOB).data_folder
             self.pulses.append(pulse)
             self.begins.append(begin)
-            self.ranks.append(RankReports(self.store_of(pulse), pulse, rank, folder, self.number, begin, spool))
+            store = self.store_of(pulse)
+            reports = RankReports(store, pulse, rank, folder, self.number, begin, spool, **self._of_ranks)
+            self.ranks.append(reports)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -308,17 +312,62 @@ def refused(text: str) -> Iterator[None]:
 
 
 def test_links_folders_that_are_gone_and_too_many_metrics_are_refused(attempt: Begun, tmp_path: Path) -> None:
-    run = attempt(world_size=1)
+    run = attempt(world_size=3)
     folder = tmp_path / "linked"
     folder.mkdir()
     (folder / "passwords").symlink_to("/etc/passwd")
-    with refused("passwords in the checkpoint is a symbolic link"):
+    with refused("'passwords' in the checkpoint is a symbolic link"):
         run.ranks[0].report({}, folder)
     with refused("does not exist"):
-        run.ranks[0].report({}, tmp_path / "nothing")
+        run.ranks[1].report({}, tmp_path / "nothing")
     with refused("65536 are allowed"):
-        run.ranks[0].report({f"metric {number}": 1.0 for number in range(5000)}, None)
+        run.ranks[2].report({f"metric {number}": 1.0 for number in range(5000)}, None)
     assert run.entries() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (b"model#1", "'model#1' .* ends with # and a number.*; rename it"),
+        (b"#1", "ends with # and a number"),
+        (b"a\nb", r"'a\\nb' .* has a control character"),
+        (b"\xff", r"'\\udcff' .* is not valid UTF-8"),
+        (b"n" * 255, "has a name of 255 bytes"),
+        (b"/".join([b"deep" * 60] * 4), "makes a key of .* at most 896 are allowed"),
+    ],
+)
+def test_names_that_a_store_cannot_hold_are_refused(attempt: Begun, tmp_path: Path, name: bytes, text: str) -> None:
+    run = attempt(world_size=1)
+    folder = tmp_path / "files"
+    path = folder / os.fsdecode(name)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"1")
+    with refused(text):
+        run.ranks[0].report({}, folder)
+
+
+def test_unusual_names_that_a_store_can_hold_are_kept(attempt: Begun) -> None:
+    run = attempt(world_size=1)
+    files = dict.fromkeys(("a b", "%20", "ü", "#1/model", "model#", "model#1.pt", "a\\b", ".hidden", "n" * 245), b"1")
+    run.report(files)
+    assert run.read(1) == files
+
+
+@pytest.mark.parametrize(
+    ("of_rank_0", "of_rank_1", "file", "below"),
+    [("model", "model/w", 0, 1), ("model/w", "model", 1, 0), ("a/b", "a/b/c/d", 0, 1)],
+)
+def test_a_file_of_one_rank_that_is_a_folder_of_another_is_refused(
+    attempt: Begun, of_rank_0: str, of_rank_1: str, file: int, below: int
+) -> None:
+    run = attempt()
+    paths = [of_rank_0, of_rank_1]
+    calls = [run.on_rank(rank, {}, {path: b"1"}) for rank, path in enumerate(paths)]
+    for call in calls:
+        with refused(f"rank {file} reported the file '{paths[file]}', and rank {below} '{paths[below]}' below it"):
+            call.result(30)
+    assert run.entries() == []
+    assert list(run.store.list(CheckpointRegistry(run.store, JOB).data_folder)) == []
 
 
 def test_what_is_no_finite_number_is_left_out_and_told_once(attempt: Begun) -> None:

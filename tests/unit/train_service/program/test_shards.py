@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -100,6 +101,51 @@ def test_a_kept_remainder_gives_every_row_once(committed: Committed) -> None:
     assert coverage(committed, ranks.report(), 0).seen_once == TRAIN_ROWS
 
 
+def test_a_rank_that_is_out_of_rows_stays_in_the_epoch_until_all_are(committed: Committed) -> None:
+    """Of 700 rows on 3 ranks rank 0 has one more, a batch for itself."""
+    ranks = Ranks(committed, 3, KEEPING)
+    iterators = [iter(shard.iter_batches(batch_size=233)) for shard in ranks.train]
+    for batches in iterators:
+        next(batches)
+    assert ranks.report()["train"]["places"] == [[0, 0, 233]]
+
+    for batches in iterators[1:]:
+        assert next(batches, None) is None
+    positions = ranks.report()
+    assert positions["train"]["places"] == [[0, 0, 233]]
+    assert not is_epoch_done(positions["train"], 0)
+    assert {len(rows) for rows in Ranks(committed, 3, KEEPING, positions).read()} == {233, 234}  # epoch 0 again
+    continuing = replace(KEEPING, program=replace(PROGRAM, remainder=KEEP, data_resume=CONTINUE))
+    for world_size in (2, 3):
+        rest = Ranks(committed, world_size, continuing, positions).read()
+        assert list(itertools.chain(*rest)) == order_of(committed, 0).rows(np.array([699])).tolist()
+
+    assert len(rows_of(iterators[0])) == 1
+    positions = ranks.report()
+    assert positions["train"]["places"] == [[1, 0, 0]]
+    assert is_epoch_done(positions["train"], 0)
+    assert {len(rows) for rows in ranks.read()} == {233, 234}
+    assert ranks.report()["train"]["places"] == [[2, 0, 0]]
+
+
+def test_an_epoch_of_which_all_ranks_have_their_last_batch_is_done_where_the_remainder_is_kept(
+    committed: Committed,
+) -> None:
+    ranks = Ranks(committed, 3, KEEPING)
+    iterators = [iter(shard.iter_batches(batch_size=TRAIN_ROWS)) for shard in ranks.train]
+    for batches in iterators:
+        next(batches)  # and no more: they do not know yet that it was the last one
+    assert ranks.report()["train"]["places"] == [[1, 0, 0]]
+
+
+def test_ranks_at_different_epochs_all_replay_the_earliest(committed: Committed) -> None:
+    ranks = Ranks(committed, 2)
+    ranks.read()
+    rows_of(ranks.train[1].iter_batches(batch_size=16))
+    resumed = Ranks(committed, 2, positions=ranks.report())
+    assert [rows[0] for rows in resumed.read()] == order_of(committed, 1).rows(np.arange(2)).tolist()
+
+
 def test_each_pass_is_an_epoch_in_an_order_of_its_own(committed: Committed) -> None:
     ranks = Ranks(committed, 2)
     first, second = ranks.read(), ranks.read()
@@ -196,6 +242,34 @@ def test_ranks_that_are_not_in_step_go_on_where_each_was(committed: Committed) -
     assert coverage(committed, resumed.report(), 0).seen_once == TRAIN_ROWS
     with pytest.raises(FailedPrecondition, match="resume on 2 workers"):
         Ranks(committed, 3, CONTINUING, positions)
+
+
+def test_a_shard_that_only_one_rank_reads_goes_on_with_its_next_epoch_on_any_number_of_ranks(
+    committed: Committed,
+) -> None:
+    """As where rank 0 alone validates, after each epoch."""
+    ranks = Ranks(committed, 2, CONTINUING)
+    ranks.read()
+    list(ranks.shards[0].get("eval").iter_batches(batch_size=16))
+    for world_size, spec in itertools.product((1, 2, 3), (SPEC, CONTINUING)):
+        resumed = Ranks(committed, world_size, spec, ranks.report())
+        resumed.read()
+        for _ in resumed.shards[0].get("eval").iter_batches(batch_size=16):
+            pass
+        assert resumed.report()["train"]["places"] == [[2, 0, 0]]
+        place, *others = resumed.report()["validation"]["places"]
+        assert place == [2, 0, 0]
+        assert all(other in (None, [1, 0, 0]) for other in others)
+
+
+def test_a_shard_that_one_rank_has_half_read_goes_on_on_as_many_ranks_only(committed: Committed) -> None:
+    ranks = Ranks(committed, 2, CONTINUING)
+    list(islice(ranks.shards[0].get("eval").iter_batches(batch_size=16), 1))
+    positions = ranks.report()
+    with pytest.raises(FailedPrecondition, match="resume on 2 workers"):
+        Ranks(committed, 3, CONTINUING, positions).shards[0].get("eval")
+    shard = Ranks(committed, 2, CONTINUING, positions).shards[0].get("eval")
+    assert sum(len(batch["label"]) for batch in shard.iter_batches(batch_size=16)) == VALIDATION_ROWS // 2 - 16
 
 
 def test_a_loop_that_skips_by_itself_trains_on_each_row_once(committed: Committed) -> None:
