@@ -17,7 +17,6 @@ damage its own part of a checkpoint of this attempt, which the digests of the ma
 from __future__ import annotations
 
 import ctypes
-import re
 import sys
 import threading
 import time
@@ -30,7 +29,7 @@ from shared.code_bundle import bundle_key
 from shared.dataset_version import DatasetVersion, load_version
 from shared.dataset_version.version import MANIFEST, check_not_deleted
 from shared.errors import FailedPrecondition, InvalidArgument, MillraceError, shown
-from shared.storage import ObjectStore
+from shared.storage import ObjectStore, key_problem
 from shared.storage.multipart import MultipartUploads
 from shared.storage.presigning import VALID_FOR, Presigner
 from train_service.domain.spec import TrainingSpec
@@ -50,8 +49,6 @@ SIGNED_ANEW_AFTER_S = 600.0
 HOLDS_FOR_S = VALID_FOR.total_seconds() - SIGNED_ANEW_AFTER_S - 600.0
 # Requests of ranks that wait for the store.
 THREADS = 8
-MOST_KEY_BYTES = 1024
-NOT_IN_A_KEY = re.compile(r"[\x00-\x1f\x7f\\]")
 REFUSED = "KEY_REFUSED"
 
 
@@ -216,12 +213,10 @@ def hide_memory() -> None:
 
 def check_key(rank: int, key: str) -> None:
     """Refuses what a server could take for another key: it may resolve `..`, or join what `//` parts."""
-    parts = key.split("/")
-    if len(key.encode()) > MOST_KEY_BYTES or NOT_IN_A_KEY.search(key) or any(part in ("", ".", "..") for part in parts):
+    problem = key_problem(key) or ("has a backslash" if "\\" in key else "")
+    if problem:
         raise InvalidArgument(
-            f"rank {rank} names the object {shown(key)}; use at most {MOST_KEY_BYTES} bytes, no empty part, no `.` or "
-            "`..` as a part, no backslash and no control character",
-            reason=REFUSED,
+            f"rank {rank} names the object {shown(key)}, which {problem}; use another name", reason=REFUSED
         )
 
 

@@ -31,6 +31,53 @@ def loop(config):
     print("every rank says something")
     paced.loop(config)
 """
+MODES = """
+import shutil
+import tempfile
+from pathlib import Path
+
+import ray.train
+from ray.train import Checkpoint
+from ray.train.v2.api.report_config import CheckpointUploadMode as Mode
+
+
+def saved(folder, text):
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder, "model.pt").write_text(text)
+    return Checkpoint.from_directory(str(folder))
+
+
+def loop(config):
+    rank = ray.train.get_context().get_world_rank()
+    spool = Path(ray.train.get_context().get_storage().experiment_fs_path)
+
+    def upload(checkpoint, name):
+        shutil.copytree(checkpoint.path, spool / name)
+        Path(spool / name, "model.pt").write_text(Path(checkpoint.path, "model.pt").read_text() + " by a function")
+        return Checkpoint.from_directory(str(spool / name))
+
+    for mode in (Mode.SYNC, Mode.ASYNC, Mode.NO_UPLOAD):
+        if rank:
+            ray.train.report({"n": 1}, checkpoint_upload_mode=mode)
+        elif mode is Mode.NO_UPLOAD:
+            mine = spool / "mine"
+            ray.train.report({"n": 1}, saved(mine, mode.value), checkpoint_upload_mode=mode)
+            shutil.rmtree(mine)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                ray.train.report({"n": 1}, saved(folder, mode.value), checkpoint_upload_mode=mode)
+    with tempfile.TemporaryDirectory() as folder:
+        how = {} if rank else {"checkpoint": saved(folder, "uploaded"), "checkpoint_upload_fn": upload}
+        ray.train.report({"n": 2}, **how)
+    read = Path(ray.train.get_checkpoint().path, "model.pt").read_text()
+    ray.train.report({"read": float(read == "uploaded by a function")})
+    if rank == 0:
+        elsewhere = saved(tempfile.mkdtemp(), "x")
+        try:
+            ray.train.report({"n": 3}, elsewhere, checkpoint_upload_mode=Mode.NO_UPLOAD)
+        except Exception as error:
+            print("refused:", error)
+"""
 HOSTILE = (Path(__file__).parents[2] / "support" / "hostile_program.py").read_text()
 
 
@@ -107,3 +154,22 @@ def test_code_that_looks_for_the_stores_keys_finds_none_and_reaches_no_other_job
         assert "rank 0 may not" in refusal or "rank 0 names the object" in refusal, (what, refusal)
     assert stack.store.get("trainingJobs/other/checkpoints/data/model.pt") == b"another's"
     assert not stack.store.exists(f"{job}/logs/a00001/r0001/00000000.txt")
+
+
+def test_every_way_to_upload_commits_what_was_reported_on_real_workers(s3_stack: TrainStack, tmp_path: Path) -> None:
+    stack = s3_stack
+    with mc.connect(train=stack.service.address) as millrace:
+        bundle = millrace.train.push_code(write_files(tmp_path / "code", {"train.py": MODES}))
+        spec = mc.program_spec(bundle, "train:loop", num_workers=2, max_failures=0)
+        job = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
+        ended = stack.client.finished(job.name)
+        metrics = [point.values for point in millrace.train.list_metrics(job.name)]
+    entries = CheckpointRegistry(stack.store, job.name).entries()
+    assert [one.step for one in entries] == [1, 2, 3, 4]
+    for entry, text in zip(entries, ("SYNC", "ASYNC", "NO_UPLOAD", "uploaded by a function"), strict=True):
+        assert verify_program_checkpoint(stack.store, entry.folder, entry.manifest_sha256).files
+        assert stack.store.get(f"{entry.folder}/r0000/model.pt").decode() == text
+    assert metrics[4]["read"] == 1.0
+    # The report that is refused on one rank ends the run, whether or not the function catches the refusal.
+    assert ended.state == State.STATE_FAILED
+    assert "outside of the run's folder" in ended.error.message

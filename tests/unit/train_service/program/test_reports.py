@@ -275,6 +275,24 @@ def test_asynchronous_reports_are_committed_in_order_from_copies(attempt: Begun)
     assert list((run.tmp / "r0").iterdir()) == []
 
 
+def test_at_most_one_asynchronous_report_waits_beside_the_one_that_is_delivered(attempt: Begun) -> None:
+    run = attempt()
+    for number in (1, 2):
+        run.on_rank(0, {}, {"model.pt": b"%d" % number}, mode=ASYNC).result(30)
+    third = run.on_rank(0, {}, {"model.pt": b"3"}, mode=ASYNC)
+    spool = run.tmp / "r0"
+    wait_until(lambda: 0 in run.coordinator._parts, "rank 0's first report", within_s=10)
+    assert not third.done()
+    assert sorted(path.name for path in spool.iterdir()) == ["waiting-00000001", "waiting-00000002"]
+    run.on_rank(1, {}, None).result(30)
+    third.result(30)
+    for _ in (2, 3):
+        run.on_rank(1, {}, None).result(30)
+    run.ranks[0].finish()
+    assert [run.read(number)["model.pt"] for number in (1, 2, 3)] == [b"1", b"2", b"3"]
+    assert list(spool.iterdir()) == []
+
+
 def test_the_last_checkpoint_is_final_and_none_at_all_is_told(attempt: Begun) -> None:
     run = attempt(world_size=1)
     run.report({"m": b"1"})

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,14 @@ from shared.code_packing import pack
 from shared.dataset_version.version import load_version
 from shared.errors import FailedPrecondition, InvalidArgument, NotFound
 from shared.settings import StoreSettings
-from shared.storage import ObjectStore, open_store
+from shared.storage import ObjectStore, object_store, open_store, opening, signed_store
 from shared.storage.signed_store import SignedStore
+from tests.support.s3_fault_proxy import NONE, S3FaultProxy, failing, fault_proxy
 from tests.support.versions import commit_version, striped_digits
+from tests.support.waiting import wait_until
 from tests.unit.train_service.program.test_reports import BUNDLE, JOB, Attempt
+from train_service import patience
+from train_service.patience import waits_for_store
 from train_service.program.rank_reports import ASYNC, NO_UPLOAD, SYNC
 from train_service.program.rank_store import AskedVersions
 from train_service.program.restoring import NodeCopies
@@ -80,17 +85,17 @@ def attempt(store: ObjectStore, tmp_path: Path) -> Iterator[Begun]:
 def test_files_of_all_ranks_become_a_checkpoint_that_the_next_attempt_restores(attempt: Begun, tmp_path: Path) -> None:
     large = os.urandom(40 * MIB)
     run = attempt()
-    calls = [run.on_rank(rank, {"loss": 1.0}, {f"part-{rank}": large, "deep/x y#1": b"small"}) for rank in (0, 1)]
+    calls = [run.on_rank(rank, {"loss": 1.0}, {f"part-{rank}": large, "deep/x y#z": b"small"}) for rank in (0, 1)]
     for call in calls:
         call.result(60)
-    assert run.read(1) == {"deep/x y#1": b"small", "part-0": large, "part-1": large}
+    assert run.read(1) == {"deep/x y#z": b"small", "part-0": large, "part-1": large}
 
     later = attempt(2)
     described = later.begins[1].checkpoint
     assert described is not None
     copy = NodeCopies(later.stores[1], tmp_path / "copies").folder_of(described)
     assert (copy / "part-0").read_bytes() == large
-    assert (copy / "deep" / "x y#1").read_bytes() == b"small"
+    assert (copy / "deep" / "x y#z").read_bytes() == b"small"
 
 
 @pytest.mark.parametrize("mode", [SYNC, ASYNC, NO_UPLOAD])
@@ -99,6 +104,58 @@ def test_a_folder_that_is_gone_after_report_loses_nothing(attempt: Begun, mode: 
     for number in (1, 2, 3):
         run.on_rank(0, {}, {"model.pt": b"%d" % number}, mode=mode, delete=True).result(30)
     run.ranks[0].finish()
+    assert [run.read(number)["model.pt"] for number in (1, 2, 3)] == [b"1", b"2", b"3"]
+
+
+@pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of everything that waits for a store, so that a test sees it wait several times."""
+    monkeypatch.setattr(signed_store, "RETRY_FOR_S", 0.5)
+    monkeypatch.setattr(signed_store, "RETRY_PART_FOR_S", 0.5)
+    monkeypatch.setattr(object_store, "AGAIN_FOR_S", 0.5)
+    monkeypatch.setattr(opening, "RETRY_FOR", timedelta(seconds=0.5))
+    monkeypatch.setattr(patience, "AGAIN_AFTER_S", 0.1)
+
+
+@pytest.fixture
+def proxied(s3_store: StoreSettings) -> Iterator[tuple[S3FaultProxy, StoreSettings]]:
+    with fault_proxy(s3_store) as proxy:
+        yield proxy, proxy.settings(s3_store)
+
+
+@pytest.mark.usefixtures("short_waits")
+@pytest.mark.parametrize("size", [100, 40 * MIB], ids=["small", "in parts"])
+def test_a_report_waits_while_the_store_is_away_and_is_committed_once_it_is_back(
+    attempt: Begun, proxied: tuple[S3FaultProxy, StoreSettings], size: int
+) -> None:
+    proxy, settings = proxied
+    run, data = attempt(world_size=1, of=open_store(settings)), os.urandom(size)
+    proxy.fault = failing(503)
+    call = run.on_rank(0, {"loss": 1.0}, {"model.pt": data}, mode=SYNC)
+    reporting = run.ranks[0]._thread
+    wait_until(lambda: proxy.struck > 4 and waits_for_store(reporting.ident or 0), "the report to wait", within_s=20)
+    assert not call.done()
+    proxy.fault = NONE
+    call.result(60)
+    assert run.read(1) == {"model.pt": data}
+
+
+@pytest.mark.usefixtures("short_waits")
+def test_asynchronous_reports_go_on_while_the_store_is_away_and_are_committed_in_order(
+    attempt: Begun, proxied: tuple[S3FaultProxy, StoreSettings]
+) -> None:
+    proxy, settings = proxied
+    run = attempt(world_size=1, of=open_store(settings))
+    proxy.fault = failing(503)
+    for number in (1, 2):
+        run.on_rank(0, {}, {"model.pt": b"%d" % number}, mode=ASYNC, delete=True).result(10)
+    third = run.on_rank(0, {}, {"model.pt": b"3"}, mode=ASYNC, delete=True)
+    wait_until(lambda: proxy.struck > 4, "requests", within_s=20)
+    assert not third.done()  # the disk is not to fill up
+    proxy.fault = NONE
+    third.result(60)
+    run.ranks[0].finish()
+    assert [one.step for one in run.entries()] == [1, 2, 3]
     assert [run.read(number)["model.pt"] for number in (1, 2, 3)] == [b"1", b"2", b"3"]
 
 
