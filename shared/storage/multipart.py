@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from urllib.parse import urlsplit
 
 import urllib3
@@ -26,6 +27,8 @@ from shared.storage.object_store import (
 
 logger = logging.getLogger(__name__)
 
+# Some servers copy the parts together, and say nothing meanwhile.
+COMPLETED_WITHIN = timedelta(seconds=300)
 # Gone meanwhile: completed, or aborted by another.
 GONE = "NoSuchUpload"
 
@@ -40,6 +43,7 @@ class MultipartUploads:
         self._store = store
         self._bucket, self._prefix = parts.netloc, parts.path.strip("/")
         self._client = minio_client(store.settings)
+        self._completing = minio_client(store.settings, COMPLETED_WITHIN)
 
     def begin(self, key: str) -> str:
         """The id of a new upload."""
@@ -52,7 +56,7 @@ class MultipartUploads:
         parts = [Part(number, etag) for number, etag in enumerate(etags, 1)]
         with self._errors(key):
             try:
-                self._client._complete_multipart_upload(self._bucket, self._path(key), upload_id, parts)
+                self._completing._complete_multipart_upload(self._bucket, self._path(key), upload_id, parts)
             except S3Error as error:
                 # Where it is there as a whole, it was made so by the call whose answer was lost.
                 if error.code != GONE or self._store.size(key) != size_bytes:

@@ -58,8 +58,9 @@ RETRY_PART_FOR_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 # A server may take long to answer once it has all bytes of a write.
 WRITTEN_WITHIN_S = 30.0
-# How long an answer of who signs is waited for.
+# How long an answer of who signs is waited for: somewhat longer than they wait for the store.
 SIGNED_WITHIN_S = 15.0
+COMPLETED_WITHIN_S = 330.0
 MOST_ADDRESSES = 50_000
 CODE = re.compile(rb"<Code>(\w+)</Code>")
 
@@ -122,7 +123,7 @@ class SignedStore:
         upload = _Upload(key, self._asked({"kind": "begin_parts", "key": key}))
         try:
             etags = self._send_parts(upload, first, second, parts)
-            self._asked({"kind": "complete_parts", **upload.named, "etags": etags, "size_bytes": upload.size_bytes})
+            self._complete(upload, etags)
         except BaseException:
             with suppress(MillraceError):  # then the store has it cleaned up with the folder
                 self._asked({"kind": "abort_parts", **upload.named})
@@ -172,6 +173,19 @@ class SignedStore:
         finally:
             for one in sent:
                 one.exception()
+
+    def _complete(self, upload: _Upload, etags: Sequence[str]) -> None:
+        """Asks again where the store does not answer: what was sent is there, and the call may be repeated."""
+        body = {"kind": "complete_parts", **upload.named, "etags": etags, "size_bytes": upload.size_bytes}
+        until = time.monotonic() + RETRY_PART_FOR_S
+        while True:
+            try:
+                self._asked(body, COMPLETED_WITHIN_S)
+                return
+            except Unavailable as error:
+                if error.specific_reason != SILENT or time.monotonic() > until:
+                    raise
+            time.sleep(LONGEST_PAUSE_S)
 
     def _send_part(self, upload: _Upload, number: int, part: list[bytes]) -> str:
         def address(anew: bool) -> str:
@@ -264,10 +278,10 @@ class SignedStore:
                 self._addresses.popitem(last=False)
         return str(answer["addresses"][key])
 
-    def _asked(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _asked(self, body: dict[str, Any], within_s: float = SIGNED_WITHIN_S) -> dict[str, Any]:
         """The answer of who signs. Raises what they refuse it for, and `Unavailable` where they do not answer."""
         try:
-            answer = self._ask(body, SIGNED_WITHIN_S)
+            answer = self._ask(body, within_s)
         except (TimeoutError, ConnectionError) as error:
             raise Unavailable(
                 f"nobody signs requests to the store: {error}", reason=SILENT, retry_after_s=1.0

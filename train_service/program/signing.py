@@ -32,6 +32,7 @@ from shared.errors import FailedPrecondition, InvalidArgument, MillraceError, sh
 from shared.storage import ObjectStore, key_problem
 from shared.storage.multipart import MultipartUploads
 from shared.storage.presigning import VALID_FOR, Presigner
+from shared.storage.signed_store import SIGNED_WITHIN_S
 from train_service.domain.spec import TrainingSpec
 from train_service.program.coordinator import FOLDER_NAME, Reply, ReportCoordinator
 from train_service.records.logs import rank_folder
@@ -48,7 +49,7 @@ SIGNED_ANEW_AFTER_S = 600.0
 # Of an answer's addresses each holds for so long at least: with room for a request that begins at the last moment.
 HOLDS_FOR_S = VALID_FOR.total_seconds() - SIGNED_ANEW_AFTER_S - 600.0
 # Requests of ranks that wait for the store.
-THREADS = 8
+THREADS = 16
 REFUSED = "KEY_REFUSED"
 
 
@@ -105,7 +106,21 @@ class StoreSigner:
         elif kind in (SIGN, SIGN_PARTS):
             reply(_answered(answer, rank, body))
         else:  # these call the store, and the rank's heartbeats come by the same thread
-            self._pool.submit(lambda: reply(_answered(answer, rank, body)))
+            asked_at = time.monotonic()
+            self._pool.submit(lambda: self._answer_in_time(answer, rank, body, reply, asked_at))
+
+    def _answer_in_time(
+        self,
+        answer: Callable[[int, dict[str, Any]], dict[str, Any]],
+        rank: int,
+        body: dict[str, Any],
+        reply: Reply,
+        asked_at: float,
+    ) -> None:
+        """Begins no upload for a rank that has given up waiting for it: nobody would end that."""
+        if body["kind"] == BEGIN and time.monotonic() - asked_at > SIGNED_WITHIN_S:
+            return
+        reply(_answered(answer, rank, body))
 
     # --- addresses -------------------------------------------------------------------------------------------------
 

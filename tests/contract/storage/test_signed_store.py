@@ -17,6 +17,7 @@ from shared.errors import DataLoss, FailedPrecondition, ResourceExhausted, Unava
 from shared.settings import StoreSettings
 from shared.storage import ObjectMissing, ObjectStore, open_store, presigning, signed_store
 from shared.storage.multipart import MultipartUploads
+from shared.storage.object_store import silent_store
 from shared.storage.presigning import Presigner
 from shared.storage.signed_store import SignedStore
 from tests.support.peak_memory import growth_here
@@ -50,7 +51,10 @@ class Signer:
         if kind == "sign_parts":
             return self.parts(key, body["upload_id"], body["first"])
         if kind == "complete_parts":
-            self.uploads.complete(key, body["upload_id"], body["etags"], body["size_bytes"])
+            try:
+                self.uploads.complete(key, body["upload_id"], body["etags"], body["size_bytes"])
+            except Unavailable as error:
+                return {"error": error.as_record()}
             return {}
         assert kind == "abort_parts", kind
         self.uploads.abort(key, body["upload_id"])
@@ -215,6 +219,23 @@ def test_a_part_is_sent_again_through_an_outage_and_the_upload_is_not_begun_anew
     assert signer.asked.count("begin_parts") == 2
     assert plain.get("large") == data
     assert plain.get("other") == data
+
+
+def test_an_upload_whose_end_is_not_answered_is_ended_again(
+    signed: SignedStore, signer: Signer, plain: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete, calls = signer.uploads.complete, []
+
+    def fail_at_first(*arguments: Any) -> None:
+        calls.append(arguments)
+        complete(*arguments)
+        if len(calls) == 1:
+            raise silent_store("large")  # after the server has done it
+
+    monkeypatch.setattr(signer.uploads, "complete", fail_at_first)
+    signed.put_pieces("large", of_pieces(bytes(40 * MIB)))
+    assert (len(calls), plain.size("large")) == (2, 40 * MIB)
+    assert "abort_parts" not in signer.asked
 
 
 def test_an_upload_that_fails_leaves_neither_object_nor_parts(s3_store: StoreSettings, plain: ObjectStore) -> None:

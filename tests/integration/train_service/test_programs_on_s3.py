@@ -170,6 +170,7 @@ def test_every_way_to_upload_commits_what_was_reported_on_real_workers(s3_stack:
         assert verify_program_checkpoint(stack.store, entry.folder, entry.manifest_sha256).files
         assert stack.store.get(f"{entry.folder}/r0000/model.pt").decode() == text
     assert metrics[4]["read"] == 1.0
-    # The report that is refused on one rank ends the run, whether or not the function catches the refusal.
-    assert ended.state == State.STATE_FAILED
-    assert "outside of the run's folder" in ended.error.message
+    assert ended.state == State.STATE_SUCCEEDED, ended
+    # Of a folder elsewhere nobody knows how long it stays.
+    said = stack.store.get(f"{job.name}/logs/a00001/r0000/00000000.txt").decode()
+    assert "refused: the checkpoint is outside of the run's folder" in said
