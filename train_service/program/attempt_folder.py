@@ -69,7 +69,7 @@ class AttemptFolder:
         try:
             yield self
         finally:
-            os.environ.pop("TMPDIR")
+            os.environ.pop("TMPDIR", None)
             if before is not None:
                 os.environ["TMPDIR"] = before
             tempfile.tempdir = None

@@ -74,18 +74,18 @@ class AskedVersions:
         try:
             manifest = Manifest.from_json(self._store.get(key), digest)
         except ObjectMissing:
-            self._find()  # which says so where it was deleted
+            self._find(again=True)  # which says so where it was deleted
             raise DataLoss(
                 f"the manifest of {name} is gone", reason="MANIFEST_MISSING", metadata={"resource": name}
             ) from None
         return DatasetVersion(found["name"], manifest, digest, found["folder"])
 
     def check_not_deleted(self, version: DatasetVersion) -> None:
-        if self._find()["folder"] != version.folder:
+        if self._find(again=True)["folder"] != version.folder:
             raise not_found(version.name, "it was deleted while it was read")
 
-    def _find(self) -> dict[str, Any]:
-        return checked(self._line.ask({"kind": "version"}))
+    def _find(self, *, again: bool = False) -> dict[str, Any]:
+        return checked(self._line.ask({"kind": "version", "again": again}))
 
 
 def open_rank_store(url: str, line: Line) -> tuple[RankStore, Versions]:

@@ -10,8 +10,9 @@ and write, or write over
     {job}/checkpoints/data/report-{n}-a{attempt}-{token}/r{rank}/...    of reports that are not committed yet
     {job}/logs/a{attempt}/r{rank}/...
 
-It lists and deletes nothing. An address holds for an hour, also after the report that it was signed for; so a rank can
-damage its own part of a checkpoint of this attempt, which the digests of the manifest then tell.
+A rank is who says so: ranks of one attempt share its token, and are one user's. A rank lists and deletes nothing.
+An address holds for an hour, also after the report that it was signed for; so a rank can damage its own part of a
+checkpoint of this attempt, which the digests of the manifest then tell.
 """
 
 from __future__ import annotations
@@ -73,11 +74,13 @@ class StoreSigner:
         self._uploads = MultipartUploads(store)
         self._data_folder = data_folder_of(job_name)
         self._bundle = bundle_key(spec.program.code_bundle)
-        self._lock = threading.Lock()
+        # Held by the first rank that asks for the version; the others come a moment later.
+        self._loading = threading.Lock()
         # The version once it is read, its keys in their order, and the place of each.
         self._version: DatasetVersion | None = None
         self._files: list[str] = []
         self._places: dict[str, int] = {}
+        self._lock = threading.Lock()
         # URLs to read by, and when each was signed.
         self._signed: dict[str, tuple[str, float]] = {}
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="signer")
@@ -171,20 +174,19 @@ class StoreSigner:
 
     # --- the dataset version ---------------------------------------------------------------------------------------
 
-    def _find_version(self, rank: int, _: dict[str, Any]) -> dict[str, Any]:
-        """Where the job's version is. Raises `NotFound` where it was deleted since it was found."""
+    def _find_version(self, rank: int, body: dict[str, Any]) -> dict[str, Any]:
+        """Where the job's version is. With `again` raises `NotFound` where it was deleted since it was found."""
         if not self._spec.dataset_version:
             raise FailedPrecondition(f"rank {rank} asks for a dataset version, and the job names none")
-        with self._lock:
+        with self._loading:
             known = self._version
-        if known is not None:
-            check_not_deleted(self._store, known)
-        else:
-            known = load_version(self._store, self._spec.dataset_version)
-            files = [f"{known.folder}/{MANIFEST}", *(f"{known.folder}/{one.path}" for one in known.manifest.files)]
-            with self._lock:
-                self._version, self._files = known, files
+            if known is None:
+                known = self._version = load_version(self._store, self._spec.dataset_version)
+                files = [f"{known.folder}/{MANIFEST}", *(f"{known.folder}/{one.path}" for one in known.manifest.files)]
+                self._files = files
                 self._places = {key: place for place, key in enumerate(files)}
+        if body.get("again"):
+            check_not_deleted(self._store, known)
         return {"name": known.name, "folder": known.folder, "manifest_sha256": known.manifest_sha256}
 
     # --- what a rank may do ----------------------------------------------------------------------------------------
