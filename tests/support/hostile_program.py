@@ -84,14 +84,15 @@ def names_in_memory(wanted: Wanted) -> list[str]:
 
 
 def resident_regions() -> Iterator[tuple[int, int]]:
+    """The process's own: what is only read there is the libraries' code."""
     begin = end = 0
-    is_readable = False
+    is_own = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *rest = line.split()
         if not name.endswith(":"):
             begin, end = (int(bound, 16) for bound in name.split("-"))
-            is_readable = rest[0].startswith("r") and "[v" not in line
-        elif name == "Rss:" and is_readable and int(rest[0]):
+            is_own = rest[0].startswith("rw") and "[v" not in line
+        elif name == "Rss:" and is_own and int(rest[0]):
             yield begin, end
 
 

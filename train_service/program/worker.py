@@ -28,6 +28,7 @@ from shared.log import StaleAttempt
 from shared.telemetry import configure_logging, identity
 from train_service.domain.spec import Program, TrainingSpec
 from train_service.domain.watchdog import Phase
+from train_service.patience import patient
 from train_service.program.attempt_folder import AttemptFolder
 from train_service.program.process import (
     OptimizerSteps,
@@ -189,7 +190,7 @@ class _Rank:
         from shared.code_bundle import unpack_on_node
 
         digest = self._config.program.code_bundle.rpartition("/")[2]
-        return unpack_on_node(self._store, digest, self._folder.code)
+        return patient(lambda: unpack_on_node(self._store, digest, self._folder.code), "the code bundle")
 
     def _open_shards(self, begin: Begin) -> ProgramShards:
         """Once: a program that reads its own data does not pay for importing ray.data."""

@@ -1,14 +1,11 @@
-"""A user's own training function on an S3 store: its ranks hold none of the store's keys, and do all the same.
+"""A user's own training function on an S3 store: its ranks hold none of the store's keys, and report in all ways.
 
-The whole loop with a shard of the job's version, checkpoints, a kill and what goes on behind it; and what code that
-looks for the keys, or asks for what is not its job's, finds.
+`test_program_shards.py` has the whole loop there, with a kill and what goes on behind it.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import uuid
 from pathlib import Path
 
@@ -17,20 +14,12 @@ import pytest
 import millrace_client as mc
 from shared.checkpoint.program import verify_program_checkpoint
 from shared.checkpoint.registry import CheckpointRegistry
-from tests.integration.train_service.test_program_shards import PACED, example
 from tests.support.code_folders import write_files
 from tests.support.s3_server import SECRET_KEY
-from tests.support.training import VERSION, State, TrainStack
+from tests.support.training import State, TrainStack
 
 pytestmark = pytest.mark.timeout(400)
 
-SPEAKING = """
-import paced
-
-def loop(config):
-    print("every rank says something")
-    paced.loop(config)
-"""
 MODES = """
 import shutil
 import tempfile
@@ -79,34 +68,6 @@ def loop(config):
             print("refused:", error)
 """
 HOSTILE = (Path(__file__).parents[2] / "support" / "hostile_program.py").read_text()
-
-
-def test_a_training_function_outlives_the_kill_of_a_rank_on_s3(s3_stack: TrainStack, tmp_path: Path) -> None:
-    stack = s3_stack
-    with mc.connect(train=stack.service.address) as millrace:
-        bundle = millrace.train.push_code(
-            write_files(tmp_path / "code", {"train.py": example(), "paced.py": PACED, "own.py": SPEAKING})
-        )
-        spec = mc.program_spec(bundle, "own:loop", config={"epochs": 2}, dataset_version=VERSION, num_workers=2)
-        job = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
-        watch = stack.client.watch(job.name, within_s=350)
-        watch.until("checkpoint_committed", lambda event: event.checkpoint_committed.step >= 2)
-        os.kill(int(stack.client.checkpoints(job.name)[0].metrics["pid"]), signal.SIGKILL)
-        watch.rest()
-        assert watch.jobs[-1].state == State.STATE_SUCCEEDED, watch.jobs[-1]
-        assert watch.jobs[-1].failures == 1
-        for epoch in range(2):
-            found = millrace.train.get_coverage(job.name, epoch)
-            assert (found.seen_once, found.repeated, found.missing) == (found.row_count, 0, 0)
-    _, resumed = watch.of("attempt_started")
-    assert resumed.step >= 2
-    entries = CheckpointRegistry(stack.store, job.name).entries()
-    assert {one.attempt for one in entries} == {1, 2}
-    for entry in entries:
-        assert verify_program_checkpoint(stack.store, entry.folder, entry.manifest_sha256).files
-    # The log of each rank came by signed addresses, too.
-    for attempt, rank in ((1, 0), (1, 1), (2, 0), (2, 1)):
-        assert stack.store.exists(f"{job.name}/logs/a{attempt:05d}/r{rank:04d}/00000000.txt")
 
 
 def test_code_that_looks_for_the_stores_keys_finds_none_and_reaches_no_other_job(
