@@ -42,6 +42,16 @@ class BackgroundHandler(logging.Handler):
         self._is_forked = False
         os.register_at_fork(after_in_child=self._after_fork)
 
+    @property
+    def descriptor(self) -> int:
+        """Of the file that lines are written to."""
+        return self._file
+
+    def write_to(self, descriptor: int) -> None:
+        """Lines from here on go there; those that wait are written first, within `FLUSH_WITHIN_S` seconds."""
+        self.flush()
+        self._file = descriptor
+
     def emit(self, record: logging.LogRecord) -> None:
         try:
             # Here, not in the thread: a line's identity is of the context that logs it.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from shared.jobs import JobRecord, JobState
 from shared.jobs.reconciler import JobKind, run_reconciler
+from shared.log import StaleAttempt
+from shared.own_code import TRUSTED, VARIABLE, OwnCode, own_code
 from shared.settings import service_settings, spare_attempt
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging
@@ -18,6 +21,7 @@ from train_service.domain.devices import RUN_DEVICE, attempt_device, with_device
 from train_service.domain.spec import CPU, GPU, RAY_DATA, TrainingSpec
 from train_service.jobs.cluster_memory import ClusterMemory
 from train_service.placement import cluster_use, devices_of, is_settling, lacking, totals, usable_nodes
+from train_service.records.events import EventKind, EventLog
 from train_service.records.reporting import TRAIN_KIND
 from train_service.sweeps.trials import SWEEP_KIND, end_trials
 
@@ -31,9 +35,40 @@ CLUSTER_LOOK_EVERY_S = 5.0
 FALLBACK_AFTER_S = 15.0
 
 
-def lacks(room: IngestRoom, job: JobRecord) -> str:
+class OwnCodeGate:
+    """Keeps programs waiting where callers' code is not to run; one that has begun goes on. A job that waits for it can
+    be cancelled or suspended like others."""
+
+    def __init__(self, store: ObjectStore, own_code: OwnCode) -> None:
+        self._store = store
+        self._own_code = own_code
+        # By uid: the attempt of which the job's events say that it does not begin.
+        self._noted: dict[str, int] = {}
+
+    def refusal(self, job: JobRecord, spec: TrainingSpec) -> str:
+        """Why no attempt at the job may begin, empty where one may. The job's events say so once an attempt."""
+        if spec.program is None or self._own_code.is_trusted:
+            return ""
+        text = f"own code is switched off: the service must be started with {VARIABLE}={TRUSTED}"
+        if self._noted.get(job.uid) != job.attempt:
+            self._note(job, f"no attempt begins: {text}")
+            self._noted[job.uid] = job.attempt
+        return text
+
+    def _note(self, job: JobRecord, text: str) -> None:
+        log = EventLog(self._store, job.name)
+        # An earlier process of this service may have noted it.
+        newest = log.find(job.attempt, EventKind.WARNING)
+        if newest is None or newest.payload["text"] != text:
+            with suppress(StaleAttempt):  # another reconciler has begun a later attempt
+                log.append(job.attempt, EventKind.WARNING, {"text": text}, f"own-code-{job.attempt}")
+
+
+def lacks(room: IngestRoom, gate: OwnCodeGate, job: JobRecord) -> str:
     """What the cluster lacks for the fewest workers that the job may go on with."""
     spec = TrainingSpec.from_config(job.spec["training"])
+    if refusal := gate.refusal(job, spec):
+        return refusal
     if spec.local:
         return ""
     nodes = usable_nodes()
@@ -83,8 +118,10 @@ class ClusterWatch:
             self._memory.note_use(cluster_use())
 
 
-def training(store: ObjectStore, prepare: str = "") -> JobKind:
-    """Training jobs in that store, which are looked at one after the other."""
+def training(store: ObjectStore, prepare: str = "", own_code: OwnCode | None = None) -> JobKind:
+    """Training jobs in that store, which are looked at one after the other. Attempts at programs begin only where
+    `own_code` trusts callers' code; None: it does not."""
+    gate = OwnCodeGate(store, own_code or OwnCode())
     room, watch = IngestRoom(store), ClusterWatch()
 
     def looks(store: ObjectStore) -> None:
@@ -95,7 +132,7 @@ def training(store: ObjectStore, prepare: str = "") -> JobKind:
         name=TRAIN_KIND,
         entry=ENTRY,
         prepare=prepare,
-        lacks=partial(lacks, room),
+        lacks=partial(lacks, room, gate),
         choose=choose,
         lost=tell_lost,
         spare_beside_work=True,
@@ -106,7 +143,9 @@ def training(store: ObjectStore, prepare: str = "") -> JobKind:
 def main() -> None:
     settings = service_settings(os.environ, "127.0.0.1:0")
     configure_logging("train-reconciler", settings.log_level)
-    kind = training(open_store(settings.store), PREPARE if spare_attempt(os.environ) else "")
+    # The service that started this process has refused `trusted` where strangers could reach it.
+    callers_code = own_code(os.environ, settings.listen, has_token=True)
+    kind = training(open_store(settings.store), PREPARE if spare_attempt(os.environ) else "", callers_code)
     run_reconciler(settings, kind, JobKind(name=SWEEP_KIND, entry=SWEEP_ENTRY, ended=end_trials))
 
 

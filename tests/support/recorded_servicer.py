@@ -192,3 +192,23 @@ class RecordedRun(train_service_pb2_grpc.TrainServiceServicer):
     def DeleteTrainingJob(self, request: Any, context: grpc.ServicerContext) -> Job:
         self.wishes.append(request)
         return job(Job.STATE_DELETING)
+
+
+class ProgramRun(RecordedRun):
+    """A program that stopped early: it left epoch 1, and began no other; its reports name no epoch."""
+
+    def GetCoverage(self, request: Any, context: grpc.ServicerContext) -> pb.Coverage:
+        found = super().GetCoverage(request, context)
+        found.epoch_done = request.epoch == 0
+        found.seen_once = (1000, 300, 0)[request.epoch]
+        found.missing = 1000 - found.seen_once
+        return found
+
+    def ListMetrics(self, request: Any, context: grpc.ServicerContext) -> pb.ListMetricsResponse:
+        return pb.ListMetricsResponse(points=[pb.MetricPoint(step=5, epoch=-1, attempt=1, values={"loss": 0.5})])
+
+    def ListTrainingJobs(self, request: Any, context: grpc.ServicerContext) -> pb.ListTrainingJobsResponse:
+        answer = super().ListTrainingJobs(request, context)
+        for job in answer.training_jobs:
+            job.progress.step, job.progress.total_steps = 17, 0
+        return answer

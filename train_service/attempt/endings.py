@@ -4,13 +4,13 @@ each change of its device."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
 from shared.checkpoint.registry import best, latest
-from shared.errors import DataLoss, Internal, MillraceError, Unavailable
+from shared.errors import DataLoss, FailedPrecondition, Internal, MillraceError, Unavailable
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.jobs.transitions import NO_ROOM, PREEMPTED, RESIZED
 from shared.log import StaleAttempt
@@ -28,6 +28,32 @@ logger = logging.getLogger(__name__)
 FAILURE, HUNG = "CAUSE_FAILURE", "CAUSE_HUNG"
 PREEMPTION, RESIZING = "CAUSE_PREEMPTED", "CAUSE_RESIZED"
 SUSPENDED, CANCELLED = "CAUSE_SUSPENDED", "CAUSE_CANCELLED"
+# Errors of Python's that come from the code and its data, by their names.
+ERRORS_IN_CODE = frozenset(
+    kind.__name__
+    for kind in (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        FloatingPointError,
+        ImportError,
+        IndentationError,
+        IndexError,
+        KeyError,
+        ModuleNotFoundError,
+        NameError,
+        NotImplementedError,
+        OverflowError,
+        RecursionError,
+        SyntaxError,
+        TypeError,
+        UnboundLocalError,
+        UnicodeDecodeError,
+        UnicodeEncodeError,
+        ValueError,
+        ZeroDivisionError,
+    )
+)
 OF_REASON = {"RANK_HUNG": HUNG, PREEMPTED: PREEMPTION, RESIZED: RESIZING, NO_ROOM: RESIZING}
 
 
@@ -97,6 +123,27 @@ def program_error(coordinator: ReportCoordinator, pulses: Pulses, lost: Millrace
         "memory ran out, or by an exit in C code",
         reason="WORKERS_LOST",
         metadata={"ranks": str(first.rank)},
+    )
+
+
+def as_last_error(error: MillraceError, before: Mapping[str, Any] | None) -> MillraceError:
+    """`error`, which ended an attempt at a program, as one after which no other attempt begins where the attempt before
+    ended with the same: an error in the code, of the same type, at the same line, with no report in between. Attempts
+    get the same seeds and the same rows, so another one would only repeat it. `before` is the record of that error.
+
+    What a disk, a network or a device may cause is never such an error, for it may pass.
+    """
+    if before is None or error.metadata.get("exception") not in ERRORS_IN_CODE or not error.metadata.get("line"):
+        return error
+    place = ("exception", "line", "report")
+    if any(error.metadata.get(key) != before["metadata"].get(key) for key in place):
+        return error
+    return FailedPrecondition(
+        f"{error.message}; the attempt before ended with the same error at the same line, and no report came in "
+        "between, so no other attempt is made: correct the program and push it again, or resume the job where only "
+        "something outside of the program was wrong",
+        reason="ERROR_REPEATED",
+        metadata=error.metadata,
     )
 
 

@@ -26,7 +26,7 @@ from shared.jobs import AttemptContext
 from shared.jobs.transitions import NO_ROOM, RESIZED
 from shared.log import StaleAttempt
 from shared.telemetry import flush_logs
-from train_service.attempt.endings import program_error, program_result, result_of, tell_device, told
+from train_service.attempt.endings import as_last_error, program_error, program_result, result_of, tell_device, told
 from train_service.attempt.ingest_room import ingest_beside
 from train_service.attempt.node_access import end_hard
 from train_service.attempt.pulses import Pulses
@@ -130,7 +130,8 @@ def _run_program(context: AttemptContext, spec: TrainingSpec, program: Program) 
         try:
             _fit(config, size, context, supervision)
         except MillraceError as lost:
-            raise program_error(coordinator, pulses, lost) from lost
+            error = program_error(coordinator, pulses, lost)
+            raise as_last_error(error, context.job.error if coordinator.reported == 0 else None) from lost
         if coordinator.all_returned:
             coordinator.finish()
     return program_result(context, coordinator, supervision.cause)

@@ -217,8 +217,8 @@ def last_epoch(saved: Mapping[str, Any]) -> int:
 
 
 def is_epoch_done(saved: Mapping[str, Any], epoch: int) -> bool:
-    """Whether all ranks were behind `epoch`."""
-    return all((place or [0])[0] > epoch for place in saved["places"])
+    """Whether all ranks that read the shard were behind `epoch`."""
+    return all(place[0] > epoch for place in saved["places"] if place)
 
 
 def times_given(spans: Iterable[Span], epoch: int, row_count: int) -> NDArray[np.uint8]:

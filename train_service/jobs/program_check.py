@@ -37,8 +37,9 @@ class ProgramCheck:
         spec_rules.check(spec)
         bundle = load_bundle(self._store, BUNDLE_FIELD, program.code_bundle)
         _check_module(bundle, program.entry)
-        check_requirements(bundle, installed_version)
+        # What the request itself names comes before what its bundle needs, and that before a process is started.
         spec = fitted_program(self._store, spec)
+        check_requirements(bundle, installed_version)
         self._entries.check(bundle.sha256, program.entry)
         return spec
 

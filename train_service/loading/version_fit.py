@@ -12,7 +12,7 @@ from shared import names
 from shared.dataset_version import DatasetVersion, load_version
 from shared.dataset_version.attachments import read_report
 from shared.dataset_version.manifest import Column
-from shared.errors import InvalidArgument, invalid_field
+from shared.errors import InvalidArgument, NotFound, invalid_field
 from shared.models import input_dimensions
 from shared.storage import ObjectStore
 from shared.transforms import ScalarType, TensorSpec, TensorType, schema_of_columns
@@ -36,7 +36,7 @@ def fitted(store: ObjectStore, spec: TrainingSpec) -> tuple[TrainingSpec, Datase
     `CreateTrainingJob` says of a specification, but for its model and initial checkpoint."""
     names.parse("spec.dataset_version", spec.dataset_version, "datasets/{d}/versions/{v}")
     spec_rules.check(spec)
-    version = load_version(store, spec.dataset_version)
+    version = _version_of(store, spec)
     spec = with_defaults(spec, version)
     prepared = check_fits(spec, version)
     check_finite(store, spec, version)
@@ -49,12 +49,26 @@ def fitted_program(store: ObjectStore, spec: TrainingSpec) -> TrainingSpec:
     if not spec.dataset_version:
         return spec
     names.parse("spec.dataset_version", spec.dataset_version, "datasets/{d}/versions/{v}")
-    version = load_version(store, spec.dataset_version)
+    version = _version_of(store, spec)
     spec = with_defaults(spec, version)
     _check_splits(spec, version)
     # Which columns the program reads is not known, so a row counts with all of them.
     row_bytes = bytes_of_row(version, spec.train_split, [column.name for column in version.columns])
     return replace(spec, window_rows=window_rows(row_bytes, spec.lanes))
+
+
+def _version_of(store: ObjectStore, spec: TrainingSpec) -> DatasetVersion:
+    """Raises as `load_version`; a `NotFound` names the field."""
+    try:
+        return load_version(store, spec.dataset_version)
+    except NotFound as error:
+        text = f"{error.message}; name a version that ListVersions shows"
+        raise NotFound(
+            f"spec.dataset_version: {text}",
+            reason=error.specific_reason,
+            metadata=error.metadata,
+            fields=[("spec.dataset_version", text)],
+        ) from None
 
 
 def with_defaults(spec: TrainingSpec, version: DatasetVersion) -> TrainingSpec:

@@ -237,6 +237,12 @@ class ReportCoordinator:
             return returned and self.cause is None and self._stop_told == GO_ON
 
     @property
+    def reported(self) -> int:
+        """How many reports this attempt has acknowledged."""
+        with self._lock:
+            return self._number - 1 - self._start.report if self._start else 0
+
+    @property
     def missing(self) -> list[int]:
         """The ranks that others have waited for in a report for so long that they are named; empty before."""
         with self._lock:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import random
 import sys
@@ -17,6 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from shared.background_logging import BackgroundHandler
 
 # What of a node's environment a user's code is not to see: the attempt has Ray start the processes of its ranks with
 # these empty, whatever the node was started with.
@@ -90,13 +93,17 @@ def exits_announced(announce: Callable[[int, str], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def captured_output(add: Callable[[bytes], None]) -> Iterator[None]:
     """What the process writes to file descriptors 1 and 2, in whatever language, goes to `add`, in whole lines where
-    they are no longer than LINES_BYTES, and nowhere else."""
+    they are no longer than LINES_BYTES, and nowhere else. The process's own log goes on to where it went before: its
+    records are in what `add` serves already."""
     reading, writing = os.pipe()
     with contextlib.suppress(OSError):  # a small pipe only makes who prints wait sooner
         fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     kept = [os.dup(fd) for fd in (1, 2)]
+    logs = [one for one in logging.getLogger().handlers if isinstance(one, BackgroundHandler) and one.descriptor == 2]
+    for handler in logs:
+        handler.write_to(kept[1])
     for fd in (1, 2):
         os.dup2(writing, fd)
     os.close(writing)
@@ -123,6 +130,9 @@ def captured_output(add: Callable[[bytes], None]) -> Iterator[None]:
                 stream.flush()
         for fd, before in zip((1, 2), kept, strict=True):
             os.dup2(before, fd)
+        for handler in logs:
+            handler.write_to(2)
+        for before in kept:
             os.close(before)
         thread.join(5.0)  # a process that the program started may hold the pipe
         if not thread.is_alive():

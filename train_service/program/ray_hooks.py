@@ -11,11 +11,13 @@ What a new release of Ray may break, and how it would be noticed:
 - `ray.train.get_dataset_shard` takes a `state_dict` of its own: ours shadows it; compare the two.
 - `StorageContext` loses `experiment_fs_path` or `storage_filesystem`: NO_UPLOAD and `checkpoint_upload_fn` find no
   folder.
+- Ray Train patches `print` elsewhere: what a program prints is in its log twice.
 - The frames below Ray's `ThreadRunner` change: only the texts of stacks do.
 """
 
 from __future__ import annotations
 
+import builtins
 import copy
 import logging
 from collections.abc import Callable
@@ -30,6 +32,7 @@ from ray.train.v2._internal.data_integration.interfaces import DatasetShardMetad
 from ray.train.v2._internal.execution import collective_impl
 from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.train_fn_utils import DistributedTrainFnUtils, set_train_fn_utils
+from ray.train.v2._internal.logging.patch_print import _original_print
 from ray.train.v2.api.context import DistributedTrainContext
 from ray.train.v2.api.preemption import PreemptionInfo
 from ray.train.v2.api.report_config import CheckpointUploadMode
@@ -173,6 +176,8 @@ def install(utils: ProgramTrainFnUtils) -> None:
         return utils.shard(dataset_name or "", state_dict)
 
     ray.train.get_dataset_shard = get_dataset_shard
+    # Ray Train's own gives the text to the root logger as well: it would be in the rank's log twice.
+    builtins.print = _original_print
     ray.init = _no_init
     ray.shutdown = _no_shutdown
 

@@ -102,6 +102,13 @@ def watch(job: str, after_sequence: int, as_json: bool, **values: Any) -> None:
         watch_job(millrace, millrace.train.get_training_job(name), after_sequence, as_json)
 
 
+def _step_text(now: resources_pb2.Progress) -> str:
+    """A program's steps are its reports, and nobody knows how many there will be."""
+    if now.total_steps:
+        return f"{now.step}/{now.total_steps}"
+    return str(now.step) if now.step else ""
+
+
 @train.command("list", cls=PlainCommand)
 @address_options
 @json_option
@@ -122,7 +129,7 @@ def list_(as_json: bool, **values: Any) -> None:
             table.add_row(
                 job.name,
                 state_text(Job.State.Name(job.state)),
-                f"{now.step}/{now.total_steps}" if now.total_steps else "",
+                _step_text(now),
                 f"{now.accuracy:.1%}" if now.total_steps and job.spec.task != REGRESSION else "",
                 job.spec.dataset_version,
                 job.best_checkpoint.rpartition("/")[2],

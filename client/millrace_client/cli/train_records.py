@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from millrace.train.v1 import code_bundle_pb2
+from millrace.train.v1 import code_bundle_pb2, resources_pb2
 from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client.cli.exits import CommandFailed, PlainCommand
 from millrace_client.cli.options import address_options, connected, full_name, json_option
@@ -18,6 +18,12 @@ from millrace_client.errors import OutOfRange
 
 MAX_SHOWN_IDS = 10
 MAX_EPOCH = 2**31 - 1
+# States of a job whose newest checkpoint is its last one, unless it is resumed.
+OVER = (
+    resources_pb2.TrainingJob.STATE_SUCCEEDED,
+    resources_pb2.TrainingJob.STATE_FAILED,
+    resources_pb2.TrainingJob.STATE_CANCELLED,
+)
 
 
 @click.command(cls=PlainCommand)
@@ -40,6 +46,7 @@ def coverage(job: str, epoch: int | None, checkpoint: str, as_json: bool, **valu
         epochs = begun_epochs(millrace, name) if epoch is None else [epoch]
         found = [millrace.train.get_coverage(name, one, checkpoint=checkpoint) for one in epochs]
         remainder = most_left_over(millrace, found)
+        is_over = millrace.train.get_training_job(name).state in OVER
     if as_json:
         print_json({"coverage": found})
     else:
@@ -49,7 +56,7 @@ def coverage(job: str, epoch: int | None, checkpoint: str, as_json: bool, **valu
         for one in found:
             counts = [one.row_count, one.seen_once, one.missing, one.repeated]
             counts += [one.skipped, one.skipped_steps] if skips else []
-            table.add_row(str(one.epoch), "done" if one.epoch_done else "at work", *(f"{count:,}" for count in counts))
+            table.add_row(str(one.epoch), _epoch_state(one, is_over), *(f"{count:,}" for count in counts))
         console().print(table)
         for one in found:
             _print_ids(one)
@@ -63,6 +70,15 @@ def coverage(job: str, epoch: int | None, checkpoint: str, as_json: bool, **valu
         click.get_current_context().exit(1)
     if wrong:
         raise CommandFailed(f"{name}: epoch {wrong[0].epoch} did not have every row exactly once")
+
+
+def _epoch_state(one: pb.Coverage, is_over: bool) -> str:
+    """Of an epoch, in a word; a run that is over may have left its last one before the end, or not begun it."""
+    if one.epoch_done:
+        return "done"
+    if not is_over:
+        return "at work"
+    return "left early" if one.seen_once or one.repeated else "not begun"
 
 
 def begun_epochs(millrace: Millrace, name: str) -> list[int]:
@@ -127,7 +143,9 @@ def metrics(job: str, after_step: int, last: int | None, as_json: bool, **values
     table = new_table("step", "epoch", "attempt", *names, numbers=("step", "epoch", "attempt", *names))
     for point in points:
         cells = (f"{point.values[name]:.5g}" if name in point.values else "" for name in names)
-        table.add_row(str(point.step), str(point.epoch), str(point.attempt), *cells)
+        # A program's report may name no epoch.
+        epoch = str(point.epoch) if point.epoch >= 0 else ""
+        table.add_row(str(point.step), epoch, str(point.attempt), *cells)
     console().print(table if points else "None yet.")
 
 

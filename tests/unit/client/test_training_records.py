@@ -17,7 +17,7 @@ from millrace_client.cli import millrace
 from millrace_client.report.curves import HEIGHT, WIDTH, curve
 from millrace_client.report.training import attempts_of
 from tests.support.grpc_answers import serving
-from tests.support.recorded_servicer import NASTY, REGRESSION, STEPS, Job, RecordedRun
+from tests.support.recorded_servicer import NASTY, REGRESSION, STEPS, Job, ProgramRun, RecordedRun
 from tests.unit.client.test_show import Page
 
 
@@ -41,6 +41,32 @@ def test_coverage_shows_every_epoch() -> None:
     ]
     document = json.loads(run(RecordedRun(), "coverage", "j", "--json", "--checkpoint", "c", "--epoch", "1").stdout)
     assert [one["checkpoint"] for one in document["coverage"]] == ["trainingJobs/j/checkpoints/c"]
+
+
+@pytest.mark.parametrize(
+    ("state", "of_one", "of_two"),
+    [
+        (Job.STATE_SUCCEEDED, "left early", "not begun"),
+        (Job.STATE_CANCELLED, "left early", "not begun"),
+        (Job.STATE_RUNNING, "at work", "at work"),
+        (Job.STATE_SUSPENDED, "at work", "at work"),
+    ],
+)
+def test_an_epoch_is_at_work_only_where_the_run_is_not_over(state: Job.State, of_one: str, of_two: str) -> None:
+    result = run(ProgramRun(state=state), "coverage", "j")
+    assert result.exit_code == 0, result.output
+    assert re.findall(r"^ *(\d) +(\D+?) +[\d,]+ ", result.stdout, re.MULTILINE) == [
+        ("0", "done"),
+        ("1", of_one),
+        ("2", of_two),
+    ]
+
+
+def test_a_program_shows_its_reports_as_steps_and_no_epoch_that_it_did_not_name() -> None:
+    assert re.search(r"trainingJobs/j +\S+ +17 ", run(ProgramRun(), "list").stdout)
+    table = run(ProgramRun(), "metrics", "j").stdout
+    assert re.search(r"^ *5 +1 +0\.5", table, re.MULTILINE), table
+    assert "-1" not in table
 
 
 def test_rows_consumed_twice_are_told_and_are_exit_code_1() -> None:

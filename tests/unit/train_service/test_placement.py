@@ -11,13 +11,15 @@ import pytest
 from shared.errors import Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import begin_attempt, lose_attempt
+from shared.own_code import OwnCode
 from shared.storage import ObjectStore
 from tests.unit.train_service.domain.test_spec import GOOD
 from train_service import placement, reconciler
 from train_service.attempt.ingest_room import IngestRoom, ingest_beside
 from train_service.domain.cluster_use import ClusterUse
-from train_service.domain.spec import CPU, GPU, RAY_DATA, THREADS, Placement, TrainingSpec
+from train_service.domain.spec import CPU, GPU, RAY_DATA, THREADS, Placement, Program, TrainingSpec
 from train_service.placement import Node, Size, lacking, size_now
+from train_service.records.events import EventKind, EventLog
 from train_service.records.reporting import TRAIN_KIND
 
 B = "trainingJobs/b"
@@ -190,7 +192,24 @@ def a_job(spec: TrainingSpec, waited_s: float = 0.0, **choices: str) -> JobRecor
 
 
 def lacks(store: ObjectStore, job: JobRecord) -> str:
-    return reconciler.lacks(IngestRoom(store), job)
+    return reconciler.lacks(IngestRoom(store), reconciler.OwnCodeGate(store, OwnCode()), job)
+
+
+def test_no_attempt_at_a_program_begins_while_own_code_is_switched_off_and_its_events_say_so(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster(monkeypatch, HEAD)
+    job = a_job(replace(workers(1), program=Program(code_bundle=f"codeBundles/{'0' * 64}", entry="train:loop")))
+    for _ in range(2):  # reconcilers, one after the other
+        kind = reconciler.training(store)
+        for _ in range(3):
+            assert "MILLRACE_OWN_CODE=trusted" in kind.lacks(job)
+    (event,) = EventLog(store, job.name).after(0)
+    assert event.kind is EventKind.WARNING
+    assert "own code is switched off" in event.payload["text"]
+
+    assert reconciler.training(store, own_code=OwnCode(is_trusted=True)).lacks(job) == ""
+    assert reconciler.training(store).lacks(a_job(workers(1))) == ""
 
 
 def on_gpus(fallback: bool, number: int = 8, **placed: object) -> TrainingSpec:

@@ -9,7 +9,7 @@ from typing import NoReturn
 import pytest
 
 from shared.checkpoint.format import WEIGHTS
-from shared.errors import Internal, Unavailable
+from shared.errors import FailedPrecondition, Internal, Unavailable
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState, reconciler
 from shared.jobs.reconciler import LOOKS_BEFORE_LOST, JobKind, Reconciler
 from shared.jobs.transitions import NO_ROOM, PREEMPTED, RESIZED, confirm_cancel, confirm_delete, request_delete
@@ -26,6 +26,7 @@ from train_service.attempt.endings import (
     PREEMPTION,
     RESIZING,
     SUSPENDED,
+    as_last_error,
     cause_of,
     result_of,
     tell_device,
@@ -55,6 +56,38 @@ def test_the_cause_comes_from_the_wish_else_from_the_error() -> None:
     assert cause_of(Unavailable("x", reason=NO_ROOM), running) == RESIZING
     assert cause_of(Internal("x"), running) == FAILURE
     assert cause_of(Internal("x"), JobState.SUSPENDING) == SUSPENDED
+
+
+RAISED = {"exception": "KeyError", "line": "train.py:7", "report": "3", "ranks": "0"}
+
+
+def test_the_same_error_in_the_code_at_the_same_line_in_two_attempts_is_the_last_one() -> None:
+    error = Internal("KeyError on rank 0 at train.py:7", metadata=RAISED)
+    last = as_last_error(error, Internal("the same", metadata={**RAISED, "ranks": "1"}).as_record())
+    assert isinstance(last, FailedPrecondition)  # after which no attempt is made
+    assert last.message.startswith("KeyError on rank 0 at train.py:7; the attempt before ended with the same error")
+    assert (last.specific_reason, last.metadata) == ("ERROR_REPEATED", RAISED)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (None, {}),
+        ({"line": "train.py:8"}, {}),
+        ({"exception": "ValueError"}, {}),
+        ({"report": "2"}, {}),
+        # What passes by itself, or on another device.
+        ({"exception": "ConnectionError"}, {"exception": "ConnectionError"}),
+        ({"exception": "RuntimeError"}, {"exception": "RuntimeError"}),
+        ({"line": ""}, {"line": ""}),
+    ],
+)
+def test_another_error_or_one_that_may_pass_is_followed_by_another_attempt(
+    before: dict[str, str] | None, now: dict[str, str]
+) -> None:
+    error = Internal("it raised", metadata={**RAISED, **now})
+    record = None if before is None else Internal("before", metadata={**RAISED, **before}).as_record()
+    assert as_last_error(error, record) is error
 
 
 ON_CPUS = {"device": "GPU", "attempt_device": "CPU", "device_before": "GPU"}

@@ -21,6 +21,7 @@ from tests.support.training import VERSION, commit_digits
 from train_service.converters.jobs import job_to_proto
 from train_service.converters.specs import spec_from_proto, spec_to_proto
 from train_service.domain.spec import TrainingSpec
+from train_service.jobs import program_check
 from train_service.jobs.lifecycle import Deletions
 from train_service.jobs.program_check import ProgramCheck, check_requirements
 from train_service.jobs.training_jobs import JobView, TrainingJobs
@@ -133,6 +134,20 @@ def test_durations_and_local_mode_are_bounded(store: ObjectStore, bundle: Bundle
 def test_a_missing_bundle_and_a_missing_version_are_not_found(store: ObjectStore, bundle: BundleRecord) -> None:
     with pytest.raises(NotFound, match="millrace code push"):
         create(store, message(bundle, code_bundle=f"codeBundles/{'0' * 64}"))
+    spec = message(bundle)
+    spec.dataset_version = VERSION
+    with pytest.raises(NotFound, match=r"spec\.dataset_version: datasets/.* does not exist") as caught:
+        create(store, spec)
+    assert [field for field, _ in caught.value.fields] == ["spec.dataset_version"]
+
+
+def test_what_the_request_names_is_checked_before_what_its_bundle_requires(
+    store: ObjectStore, bundle: BundleRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("the requirements were checked first")
+
+    monkeypatch.setattr(program_check, "check_requirements", never)
     spec = message(bundle)
     spec.dataset_version = VERSION
     with pytest.raises(NotFound):

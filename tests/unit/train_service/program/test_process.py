@@ -82,18 +82,23 @@ def test_a_hang_is_told_by_the_line_of_the_bundle() -> None:
 
 
 CHILD = """
-import os, sys
+import logging, os, sys
+from shared.telemetry import configure_logging
 from train_service.program.process import captured_output, exits_announced
 
 said = []
+configure_logging("train-worker", "INFO")
 with captured_output(said.append):
     print("from Python")
+    logging.info("from the log, within")
     os.write(1, b"from a descriptor\\n")
     os.system("echo from a child >&2")
     os.write(2, b"x" * 10_000_000)
 text = b"\\n".join(said)
 assert b"from Python" in text and b"from a descriptor" in text and b"from a child" in text
 assert text.count(b"x") >= 10_000_000, text.count(b"x")
+assert text.count(b"from Python") == 1 and b"from the log" not in text
+logging.info("from the log, behind")
 print("and out again")
 with exits_announced(lambda status, where: print(status, where.rpartition("/")[2], flush=True)):
     os._exit(0)
@@ -105,8 +110,9 @@ def test_output_of_any_language_is_captured_and_an_exit_is_announced_with_its_li
     script.write_text(CHILD)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=environ)
-    assert ended.stdout.splitlines() == ["and out again", "0 child.py:16"], ended.stderr
+    assert ended.stdout.splitlines() == ["and out again", "0 child.py:21"], ended.stderr
     assert "from a" not in ended.stderr
+    assert [line.count("from the log") for line in ended.stderr.splitlines()] == [1, 1]
 
 
 def test_a_forked_child_ends_without_announcing_it() -> None:

@@ -300,6 +300,7 @@ def test_a_rank_that_never_asks_for_a_shard_does_not_hold_the_others_up(committe
     list(ranks.shards[0].get("eval").iter_batches(batch_size=16))
     positions = ranks.report()["validation"]
     assert positions["places"] == [[1, 0, 0], None]
+    assert is_epoch_done(positions, 0)
     assert positions["given"] == [[0, 0, VALIDATION_ROWS, 2]]
 
 
