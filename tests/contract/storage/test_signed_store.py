@@ -311,5 +311,5 @@ def test_ending_an_upload_again_is_no_error(s3_store: StoreSettings, plain: Obje
     # As where the answer to the first call was lost, and a server that forgets what it has ended.
     uploads.complete("key", "an-upload-that-is-gone", [answer.headers["ETag"]], 5)
     with pytest.raises(Unavailable, match="is not there any more"):
-        uploads.complete("key", "an-upload-that-is-gone", [answer.headers["ETag"]], 6)
+        uploads.complete("another", "an-upload-that-is-gone", [answer.headers["ETag"]], 5)
     store.close()
