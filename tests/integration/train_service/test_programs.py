@@ -109,7 +109,8 @@ def loop(config):
         ("sys.exit(0)", "sys.exit(0) on rank 1 at train.py:12"),
         ("1 / 0", "ZeroDivisionError on rank 1 at train.py:12 after report 1"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "the process of rank 1 "),
-        ("pass", "missing are the ranks [1]"),
+        ("pass", "missing are the ranks [1]: they have returned"),
+        ("pass", "equally often (rank 0 at train.py:14)"),
     ],
 )
 def test_each_wrong_end_of_a_rank_is_a_failure_of_its_own_kind(

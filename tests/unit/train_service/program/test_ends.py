@@ -201,7 +201,8 @@ def test_reports_without_a_checkpoint_do_not_grow_the_attempt(attempt: Begun) ->
         coordinator._metrics.write()
         return len(repr(kept))
 
-    assert size_after(100) < size_after(20) + 200
+    after_20 = size_after(20)
+    assert size_after(100) < after_20 + 200
     assert run.coordinator._positions["train"]["given"] == [[0, 0, 120, 1]]
 
 
