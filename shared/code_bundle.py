@@ -394,6 +394,11 @@ def _deleting_since(store: ObjectStore, sha256: str) -> float | None:
         return None
 
 
+def bundle_key(name: str) -> str:
+    """Where the packed bytes of the bundle `codeBundles/{sha256}` are in the store."""
+    return f"{name}/bundle.tar"
+
+
 def _key(sha256: str, name: str) -> str:
     return f"{COLLECTION}/{sha256}/{name}"
 

@@ -87,13 +87,18 @@ class RegistryState(Durable):
         )
 
 
+def data_folder_of(job_name: str) -> str:
+    """Below which the files of a job's checkpoints are."""
+    return f"{job_name}/checkpoints/data"
+
+
 class CheckpointRegistry:
     """The committed checkpoints of the job `trainingJobs/{j}`. Not shared between threads; open one each."""
 
     def __init__(self, store: ObjectStore, job_name: str) -> None:
         self._store = store
         self._log = ResourceLog(store, f"{job_name}/checkpoints/log")
-        self.data_folder = f"{job_name}/checkpoints/data"
+        self.data_folder = data_folder_of(job_name)
 
     def read(self) -> RegistryState:
         return RegistryState.from_record(self._log.head())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,12 +34,30 @@ class RowGroup:
     row_count: int
 
 
+class RangeStore(Protocol):
+    """What reading needs of a store; as the methods of `ObjectStore` of these names."""
+
+    def get_ranges(self, key: str, ranges: Ranges) -> list[memoryview]: ...
+
+    def local_file(self, key: str) -> AbstractContextManager[pa.NativeFile | None]: ...
+
+
 class VersionReader:
     """Thread-safe. Where files are elsewhere, each read is one request for each run of neighbouring columns and groups,
     all at the same time; the footers last used are kept, in `footers`, which readers may share."""
 
-    def __init__(self, store: ObjectStore, version: DatasetVersion, footers: Footers | None = None) -> None:
+    def __init__(
+        self,
+        store: RangeStore,
+        version: DatasetVersion,
+        footers: Footers | None = None,
+        *,
+        check_there: Callable[[DatasetVersion], None] | None = None,
+    ) -> None:
+        """`check_there` is called when a file is missing, and raises `NotFound` where the version was deleted. Without
+        it `store` must be an `ObjectStore`, which is then asked."""
         self._store = store
+        self._check_there = check_there or (lambda found: check_not_deleted(cast(ObjectStore, store), found))
         self.version = version
         self._files = version.manifest.files
         self._footers = Footers() if footers is None else footers
@@ -159,7 +178,7 @@ class VersionReader:
         try:
             yield
         except ObjectMissing:
-            check_not_deleted(self._store, self.version)
+            self._check_there(self.version)
             raise _lost(self.version, file, "is gone") from None
 
     def _count(self, fetched_bytes: int) -> None:

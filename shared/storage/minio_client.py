@@ -18,7 +18,8 @@ CONNECT_TIMEOUT = timedelta(seconds=5)
 SILENCE_TIMEOUT = timedelta(seconds=10)
 
 
-def minio_client(settings: StoreSettings) -> Minio:
+def minio_client(settings: StoreSettings, silence: timedelta = SILENCE_TIMEOUT) -> Minio:
+    """`silence` is how long a server may say nothing."""
     # Here alone: they take a sixth of a second, and workers, which start often, need none.
     import urllib3
     from minio import Minio
@@ -31,7 +32,7 @@ def minio_client(settings: StoreSettings) -> Minio:
         region=settings.s3_region,
         secure=endpoint.scheme == "https",
         http_client=urllib3.PoolManager(
-            timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT.total_seconds(), read=SILENCE_TIMEOUT.total_seconds()),
+            timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT.total_seconds(), read=silence.total_seconds()),
             retries=urllib3.Retry(total=2, backoff_factor=0.2),
         ),
     )

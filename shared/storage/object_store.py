@@ -273,27 +273,55 @@ def _errors(key: str) -> Iterator[None]:
         raise
     except (exceptions.BaseError, OSError) as error:
         if _is_full(error):  # first: some servers say so with 403 Forbidden
-            raise ResourceExhausted(
-                "the object store is full: free space in it, by deleting versions, jobs or uploads, or give it more; "
-                "then try again",
-                reason=STORE_FULL,
-                metadata={"object": key},
-                retry_after_s=30.0,
-            ) from error
+            raise store_is_full(key) from error
         if refusal := _refusal(error):
-            raise Unavailable(
-                f"the object store cannot be used: {refusal}", reason="STORE_REFUSED", retry_after_s=30.0
-            ) from error
+            raise refused_by_store(refusal) from error
         if isinstance(error, (exceptions.NotFoundError, FileNotFoundError)):
             raise ObjectMissing(key) from None
-        raise Unavailable("the object store does not answer; try again", reason=SILENT, retry_after_s=1.0) from error
+        raise silent_store(key) from error
+
+
+def store_is_full(key: str) -> ResourceExhausted:
+    return ResourceExhausted(
+        "the object store is full: free space in it, by deleting versions, jobs or uploads, or give it more; "
+        "then try again",
+        reason=STORE_FULL,
+        metadata={"object": key},
+        retry_after_s=30.0,
+    )
+
+
+def refused_by_store(refusal: str) -> Unavailable:
+    """For what an operator has to put right."""
+    return Unavailable(f"the object store cannot be used: {refusal}", reason="STORE_REFUSED", retry_after_s=30.0)
+
+
+def silent_store(key: str) -> Unavailable:
+    return Unavailable(
+        "the object store does not answer; try again", reason=SILENT, metadata={"object": key}, retry_after_s=1.0
+    )
+
+
+def upload_is_gone(key: str) -> Unavailable:
+    """For an upload in parts that another has ended, or that the store has cleaned up."""
+    return Unavailable(
+        f"the upload of {key} in parts is not there any more; it is begun anew",
+        reason=CONFLICT,
+        metadata={"object": key},
+        retry_after_s=1.0,
+    )
+
+
+def is_full_sign(text: str) -> bool:
+    """Whether that is how a server says that it has no room."""
+    return any(sign in text for sign in FULL_SIGNS)
 
 
 def _is_full(error: Exception) -> bool:
     """The library has no class of its own for it, neither for the system's error nor for what S3 servers answer."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return any(sign in str(error) for sign in FULL_SIGNS)
+    return is_full_sign(str(error))
 
 
 def _refusal(error: Exception) -> str | None:

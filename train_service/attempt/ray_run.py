@@ -28,6 +28,7 @@ from shared.jobs.warm_workers import WarmWorkers
 from train_service.domain.sizing import ACCELERATOR
 from train_service.domain.spec import Placement
 from train_service.placement import Size, selector
+from train_service.program.process import HIDDEN_VARIABLES
 from train_service.program.worker import ProgramConfig, work_on_program
 from train_service.worker.loop import LoopConfig
 from train_service.worker.ray_worker import work
@@ -75,8 +76,7 @@ class RayRun(TorchTrainer):
             run_config=RunConfig(
                 name=f"{config.job_name.rpartition('/')[2]}-attempt-{config.attempt:05d}",
                 storage_path=str(self._folder),
-                # By it they take processes that wait for them. For the first attempt's there are none but Ray's own.
-                worker_runtime_env=WARM_WORKERS.runtime_env if config.attempt > 1 else None,
+                worker_runtime_env=environment_of_workers(config),
                 # Both kinds of failure end the attempt; by default it would try to start its workers for ever.
                 failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
             ),
@@ -107,6 +107,15 @@ class _Group(WorkerGroup):
         """Ray would add variables of this process, and workers take a process that waits only where both have the very
         same environment."""
         return custom_runtime_env
+
+
+def environment_of_workers(config: LoopConfig | ProgramConfig) -> dict[str, Any] | None:
+    """Ray's runtime environment of the workers: they take only a process that was started for the very same one."""
+    if isinstance(config, ProgramConfig):
+        # So none that has worked for somebody else, and may still hold a key of the store in its memory.
+        return {"env_vars": dict.fromkeys(HIDDEN_VARIABLES, "")}
+    # By it they take processes that wait for them. For the first attempt's there are none but Ray's own.
+    return WARM_WORKERS.runtime_env if config.attempt > 1 else None
 
 
 def room_was_taken(error: BaseException | None) -> bool:

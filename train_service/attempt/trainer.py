@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 import torch
@@ -37,6 +38,7 @@ from train_service.learning.ranks import Ranks
 from train_service.patience import patient
 from train_service.placement import Size, devices_of, lacking, size_now, usable_nodes
 from train_service.program.coordinator import ReportCoordinator
+from train_service.program.signing import StoreSigner
 from train_service.program.worker import ProgramConfig
 from train_service.records.logs import OWN_PROCESS, LogShipper
 from train_service.records.reporting import GO_ON, Reporter
@@ -106,10 +108,13 @@ def _run_program(context: AttemptContext, spec: TrainingSpec, program: Program) 
             stop_reason=lambda: reporter.stop_reason,
         )
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        pulses = stack.enter_context(Pulses(host, coordinator.handle))
+        handle = coordinator.handle
+        if urlsplit(context.store.settings.url).scheme == "s3":
+            handle = stack.enter_context(StoreSigner(context.store, name, context.attempt, spec, coordinator)).handle
+        pulses = stack.enter_context(Pulses(host, handle))
         stack.enter_context(coordinator)
         config = ProgramConfig(
-            store=context.store.settings,
+            store_url=context.store.settings.url,
             job_name=name,
             attempt=context.attempt,
             spec=spec,

@@ -52,7 +52,7 @@ MISSING_NAMED_AFTER_S = 60.0
 MISSING_FOR_S = 600.0
 # A rank that was told to stop says within so long that it does; its work is durable by then.
 STOPS_WITHIN_S = 20.0
-FOLDER_NAME = re.compile(r"report-\d{8}-a(\d{5})-[0-9a-f]+")
+FOLDER_NAME = re.compile(r"report-(?P<report>\d{8})-a(?P<attempt>\d{5})-[0-9a-f]+")
 
 Reply = Callable[[dict[str, Any]], None]
 # Tells the world of an event of the run; its payload fits the message of its kind.
@@ -223,6 +223,12 @@ class ReportCoordinator:
         self._said.put((rank, body, reply))
 
     @property
+    def due(self) -> int:
+        """The number of the report that the ranks come to next, or meet in."""
+        with self._lock:
+            return self._number
+
+    @property
     def all_returned(self) -> bool:
         """Whether the function has returned on every rank, and all that it reported is durable: no stop was answered to
         a report, and nothing failed."""
@@ -334,7 +340,7 @@ class ReportCoordinator:
         named = {one.folder for one in state.checkpoints} | {one.entry.folder for one in state.retiring}
         for name in self._store.folders(self._registry.data_folder):
             folder, match = f"{self._registry.data_folder}/{name}", FOLDER_NAME.fullmatch(name)
-            if match and int(match[1]) < self._attempt and folder not in named:
+            if match and int(match["attempt"]) < self._attempt and folder not in named:
                 self._store.delete_folder(folder)
                 self._store.delete_unfinished(folder, time.time())
 
@@ -432,7 +438,10 @@ class ReportCoordinator:
 
     def folder(self, number: int) -> str:
         """Where the files of a report of this attempt are."""
-        return f"{self._registry.data_folder}/report-{number:08d}-a{self._attempt:05d}-{self.token}"
+        return f"{self._registry.data_folder}/{self.folder_name(number)}"
+
+    def folder_name(self, number: int) -> str:
+        return f"report-{number:08d}-a{self._attempt:05d}-{self.token}"
 
     def _take_away(self, number: int) -> None:
         """The files of a report that is not committed."""

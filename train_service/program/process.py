@@ -1,4 +1,5 @@
-"""What a worker's process is given before a program's module is imported: a folder, seeds, captured output, hooks."""
+"""What a worker's process is given before a program's module is imported: an environment without keys, seeds, captured
+output, hooks."""
 
 from __future__ import annotations
 
@@ -8,9 +9,7 @@ import hashlib
 import logging
 import os
 import random
-import shutil
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,62 +21,25 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shared.background_logging import BackgroundHandler
 
-# Short: sockets of DataLoader's workers lie below TMPDIR, and their paths may have 107 bytes.
-ROOT = Path("/tmp")
+# What of a node's environment a user's code is not to see: the attempt has Ray start the processes of its ranks with
+# these empty, whatever the node was started with.
+HIDDEN_VARIABLES = (
+    "MILLRACE_S3_ACCESS_KEY",
+    "MILLRACE_S3_SECRET_KEY",
+    "MILLRACE_TOKEN_FILE",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+)
 PIPE_BYTES = 1024 * 1024
 LINES_BYTES = 256 * 1024
 
 
-class AttemptFolder:
-    """A folder of one attempt on this node, for its ranks there. What earlier attempts of the job left goes first.
-
-    r{rank}/tmp     TMPDIR of the rank
-    r{rank}/run     the rank's run folder: what it reports from, and copies that wait for their upload
-    checkpoints     copies of checkpoints, for all ranks
-    """
-
-    def __init__(self, job_name: str, attempt: int, rank: int, root: Path = ROOT) -> None:
-        self._root = root / f"millrace-{os.getuid()}"
-        self._job = self._root / hashlib.sha256(job_name.encode()).hexdigest()[:10]
-        self._attempt = attempt
-        self.path = self._job / f"a{attempt}"
-        self._own = self.path / f"r{rank}"
-        self.tmp, self.run = self._own / "tmp", self._own / "run"
-        self.checkpoints = self.path / "checkpoints"
-        # Where bundles of code are unpacked, for all jobs.
-        self.code = self._root / "code"
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[AttemptFolder]:
-        """Makes it, and its `tmp` the process's TMPDIR; the last rank of the node that leaves takes it away."""
-        self._root.mkdir(mode=0o700, exist_ok=True)
-        with self._locked():
-            for other in self._job.glob("a*"):
-                number = other.name[1:]
-                if number.isdecimal() and int(number) < self._attempt:
-                    shutil.rmtree(other, ignore_errors=True)
-            for folder in (self.tmp, self.run):
-                folder.mkdir(parents=True, exist_ok=True)
-        before = os.environ.get("TMPDIR")
-        os.environ["TMPDIR"], tempfile.tempdir = str(self.tmp), None
-        try:
-            yield self
-        finally:
-            os.environ.pop("TMPDIR")
-            if before is not None:
-                os.environ["TMPDIR"] = before
-            tempfile.tempdir = None
-            with self._locked():
-                shutil.rmtree(self._own, ignore_errors=True)
-                if not any(self.path.glob("r*")):
-                    shutil.rmtree(self.path, ignore_errors=True)
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        self._job.mkdir(exist_ok=True)
-        with (self._job / "lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+def drop_hidden_variables() -> None:
+    """Takes away the variables that are empty here: libraries of clouds read an empty key as one that is wrong."""
+    for name in HIDDEN_VARIABLES:
+        if not os.environ.get(name):
+            os.environ.pop(name, None)
 
 
 def seed_everything(job_seed: int, report: int, rank: int) -> None:

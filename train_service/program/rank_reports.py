@@ -1,7 +1,8 @@
 """A rank's side of a program's reports: what it reported is read once, uploaded, told to the attempt, and acknowledged.
 
 Reports of a rank go one after the other through one thread, whatever their mode, so the attempt gets them in order.
-`report` returns once the attempt has committed (SYNC, NO_UPLOAD), or once the bytes are in the spool (ASYNC).
+`report` returns once the attempt has committed (SYNC, NO_UPLOAD), or once the bytes are in the spool (ASYNC). Of those
+in the spool one is delivered and at most one waits: the next asynchronous report begins once there is room for it.
 
 The first stop and the first error end a rank's reports for good: from then on `report` and `finish` raise it again. So
 a training function that catches it cannot end as if all that it reported were durable.
@@ -26,7 +27,7 @@ from typing import Any, Protocol
 
 from shared.errors import InvalidArgument, error_from_record, shown
 from shared.storage import key_problem
-from train_service.patience import patient, waiting_for
+from train_service.patience import patient, store_call, waiting_for
 from train_service.records.reporting import GO_ON
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,10 @@ MAX_FILES = 10_000
 # All that one report says of its files, as JSON.
 MAX_REPORT_BYTES = 16 * 1024 * 1024
 PIECE_BYTES = 4 * 1024 * 1024
+# Files of a report that are uploaded at the same time.
+UPLOADS = 4
+# Asynchronous reports that may wait, the one that is being delivered included, when another begins.
+MOST_WAITING = 1
 
 
 class ProgramStopped(BaseException):
@@ -152,7 +157,8 @@ class RankReports:
         Raises `ProgramStopped`, `InvalidArgument` for what cannot be reported, and what the attempt ended for; once it
         has raised, the same at every call."""
         with self._turn():
-            self._collect(wait=False)
+            # A copy of each report that is under way takes room on the node's disk.
+            self._collect(most=MOST_WAITING if mode == ASYNC else len(self._waiting))
             self._line.tick()
             numbers, epoch = self._numbers(metrics)
             number = self._number + 1
@@ -172,13 +178,13 @@ class RankReports:
             self._number = number
             self._waiting.append(self._pool.submit(self._deliver, body, folder, upload, delete))
             if mode != ASYNC:
-                self._collect(wait=True)
+                self._collect(most=0)
             self._line.tick()
 
     def finish(self) -> None:
         """Returns once all that was reported is committed. Raises as `report` does."""
         with self._turn():
-            self._collect(wait=True)
+            self._collect(most=0)
 
     def close(self) -> None:
         """Ends the thread; what was not begun is dropped."""
@@ -200,9 +206,9 @@ class RankReports:
         finally:
             self._reporting.release()
 
-    def _collect(self, *, wait: bool) -> None:
-        """Takes what the attempt has answered."""
-        while self._waiting and (wait or self._waiting[0].done()):
+    def _collect(self, *, most: int) -> None:
+        """Takes what the attempt has answered, and waits while more than `most` reports are not answered."""
+        while self._waiting and (len(self._waiting) > most or self._waiting[0].done()):
             with waiting_for(self._thread):
                 answer = self._waiting.pop(0).result()
             if answer.get("checkpoint") is not None:
@@ -231,13 +237,16 @@ class RankReports:
 
     def _upload(self, number: int, folder: Path) -> list[tuple[str, int, str]]:
         prefix = self._prefix(number)
-        uploaded = []
-        for path in files_of(folder, prefix):
+
+        def upload(path: str) -> tuple[str, int, str]:
             piecewise = _Pieces(folder / path, self._line.tick)
-            key = f"{prefix}/{path}"
-            patient(lambda key=key, piecewise=piecewise: self._store.put_pieces(key, piecewise), "a checkpoint")  # type: ignore[misc]
-            uploaded.append((path, piecewise.size_bytes, piecewise.sha256))
-        return uploaded
+            patient(lambda: self._store.put_pieces(f"{prefix}/{path}", piecewise), "a checkpoint")
+            return path, piecewise.size_bytes, piecewise.sha256
+
+        paths = files_of(folder, prefix)
+        # Each file takes a few round trips to the store, of maybe 25 ms each.
+        with store_call(), ThreadPoolExecutor(UPLOADS, thread_name_prefix="program-uploads") as uploads:
+            return list(uploads.map(upload, paths))
 
     def _prefix(self, number: int) -> str:
         """Of the keys of this rank's files in a report."""

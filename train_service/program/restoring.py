@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import fcntl
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shared.checkpoint.program import Readable, load_program_checkpoint, read_pieces
+from shared.checkpoint.program import ProgramFile, Readable, load_program_checkpoint, read_pieces
 from shared.errors import DataLoss, Internal
 from train_service.patience import patient
 
+# Files that are read at the same time.
+DOWNLOADS = 4
+# A rank may still read the copy before the newest; the reports meet in between, so no rank is further behind.
+KEPT_COPIES = 2
+NAME = re.compile(r"report-\d{8}-[0-9a-f]{8}")
+
 
 class NodeCopies:
-    """Copies below `folder`, which the ranks of one attempt on one node share."""
+    """Copies below `folder`, which the ranks of one attempt on one node share; the newest `KEPT_COPIES` are kept."""
 
     def __init__(self, store: Readable, folder: Path, advanced: Callable[[], None] = lambda: None) -> None:
         """`advanced` is called as bytes come."""
@@ -40,12 +48,20 @@ class NodeCopies:
                     raise Internal(text, reason="READ_DAMAGED") from error
                 _make_read_only(unfinished)
                 unfinished.rename(target)
+                self._drop_old()
         return target
+
+    def _drop_old(self) -> None:
+        copies = sorted(path for path in self._folder.iterdir() if NAME.fullmatch(path.name))
+        for old in copies[:-KEPT_COPIES]:
+            with _locked(old.with_name(f"{old.name}.lock")):
+                shutil.rmtree(old, ignore_errors=True)
 
     def _download(self, checkpoint: Mapping[str, Any], folder: Path) -> None:
         content = load_program_checkpoint(self._store, checkpoint["folder"], checkpoint["manifest_sha256"])
         folder.mkdir(exist_ok=True)
-        for file in content.files:
+
+        def write(file: ProgramFile) -> None:
             path = folder / file.path
             if not path.resolve().is_relative_to(folder.resolve()):
                 raise DataLoss(f"{checkpoint['name']} names a file outside of its folder: {file.path}")
@@ -53,6 +69,10 @@ class NodeCopies:
             with path.open("wb") as written:
                 for piece in read_pieces(self._store, checkpoint["folder"], file, self._advanced):
                     written.write(piece)
+
+        with ThreadPoolExecutor(DOWNLOADS, thread_name_prefix="checkpoint") as downloads:
+            for _ in downloads.map(write, content.files):
+                pass
 
 
 def _make_read_only(folder: Path) -> None:

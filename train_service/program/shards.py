@@ -21,7 +21,7 @@ import ray.data
 from ray.data import DataContext
 from ray.data.block import BlockAccessor
 
-from shared.dataset_version import DatasetVersion, VersionReader, load_version
+from shared.dataset_version import DatasetVersion, VersionReader
 from shared.dataset_version.footers import Footers
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.storage import ObjectStore
@@ -39,6 +39,7 @@ from train_service.loading.batches import CACHE_BYTES, FOOTER_BYTES
 from train_service.loading.row_cache import RowCache
 from train_service.loading.rows import Room, Rows
 from train_service.patience import patient, waiting_for
+from train_service.program.rank_store import RankStore, StoredVersions, Versions
 from train_service.program.ray_data_hooks import IterableFromIterator, default_format, unwrap_finalized
 
 logger = logging.getLogger(__name__)
@@ -58,15 +59,17 @@ class ProgramShards:
 
     def __init__(
         self,
-        store: ObjectStore,
+        store: RankStore,
         spec: TrainingSpec,
         rank: int,
         world_size: int,
         positions: Mapping[str, Any],
         advanced: Callable[[], None] = lambda: None,
+        versions: Versions | None = None,
     ) -> None:
         """`positions` are those of the checkpoint to go on from, as `merge_reports` made them; `advanced` is called
-        when rows are read or given. Raises `FailedPrecondition` for a job without a dataset version."""
+        when rows are read or given. Without `versions` `store` is an `ObjectStore`. Raises `FailedPrecondition` for a
+        job without a dataset version."""
         if not spec.dataset_version:
             raise FailedPrecondition(
                 "ray.train.get_dataset_shard: the job names no dataset version; set spec.dataset_version, or read the "
@@ -74,12 +77,13 @@ class ProgramShards:
                 reason="NO_DATASET",
             )
         self._store = store
+        self._versions = versions = versions or StoredVersions(cast(ObjectStore, store))
         self._spec = spec
         self._rank = rank
         self._world_size = world_size
         self._positions = positions
         self._advanced = advanced
-        self._version = patient(lambda: load_version(store, spec.dataset_version), "the dataset version")
+        self._version = patient(lambda: versions.load(spec.dataset_version), "the dataset version")
         self._shards: dict[str, VersionShard] = {}
 
     def get(self, name: str, state_dict: Mapping[str, Any] | None = None) -> VersionShard:
@@ -127,7 +131,7 @@ class ProgramShards:
                     "workers, or set program.data_resume to REPLAY",
                     reason="UNEVEN_RANKS",
                 ) from None
-        rows = _SplitRows(self._store, self._version, self._spec, split, self._advanced)
+        rows = _SplitRows(self._store, self._versions, self._version, self._spec, split, self._advanced)
         return VersionShard(rows, self._rank, self._world_size, place, self._advanced)
 
 
@@ -136,7 +140,8 @@ class _SplitRows:
 
     def __init__(
         self,
-        store: ObjectStore,
+        store: RankStore,
+        versions: Versions,
         version: DatasetVersion,
         spec: TrainingSpec,
         split: str,
@@ -147,7 +152,7 @@ class _SplitRows:
         self.split = split
         self.spec = spec
         # Labels are columns like others here, so the cache looks at none.
-        reader = VersionReader(store, version, Footers(FOOTER_BYTES))
+        reader = VersionReader(store, version, Footers(FOOTER_BYTES), check_there=versions.check_not_deleted)
         self._cache = RowCache(reader, split, self.columns, "", 0, CACHE_BYTES)
         self._cache.touched = advanced
         self._blocks = blocks_of(self._cache.row_groups, spec.lanes)

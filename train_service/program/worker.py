@@ -22,23 +22,24 @@ import ray.train
 import ray.train.torch
 import torch
 
-from shared.checkpoint import CheckpointRegistry
+from shared.checkpoint.registry import data_folder_of
 from shared.errors import FailedPrecondition, Internal, MillraceError, first_line
 from shared.log import StaleAttempt
-from shared.settings import StoreSettings
-from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging, identity
 from train_service.domain.spec import Program, TrainingSpec
 from train_service.domain.watchdog import Phase
+from train_service.patience import patient
+from train_service.program.attempt_folder import AttemptFolder
 from train_service.program.process import (
-    AttemptFolder,
     OptimizerSteps,
     captured_output,
+    drop_hidden_variables,
     exits_announced,
     line_of,
     seed_everything,
 )
 from train_service.program.rank_reports import Begin, ProgramStopped, RankReports
+from train_service.program.rank_store import RankStore, Versions, open_rank_store
 from train_service.program.ray_hooks import ProgramTrainFnUtils, install
 from train_service.program.restoring import NodeCopies
 from train_service.records.logs import LogShipper
@@ -55,7 +56,8 @@ logger = logging.getLogger(__name__)
 class ProgramConfig:
     """What an attempt tells the workers of a program; plain values, for they travel."""
 
-    store: StoreSettings
+    # Of the store's settings this alone: a worker holds no key, see `rank_store`.
+    store_url: str
     job_name: str
     attempt: int
     spec: TrainingSpec
@@ -73,6 +75,7 @@ def work_on_program(config: dict[str, Any]) -> None:
     program: ProgramConfig = config["loop"]
     context = ray.train.get_context()
     configure_logging("train-worker", "INFO")
+    drop_hidden_variables()
     run_program(program, context.get_world_rank(), context.get_world_size(), ray.get_runtime_context().get_node_id())
 
 
@@ -80,16 +83,17 @@ def run_program(config: ProgramConfig, rank: int, world_size: int, node_id: str)
     """All that one rank does. Returns once the function has returned and all its reports are committed, or once it was
     stopped at a report. Raises `Internal` for what it raised."""
     torch.set_num_threads(config.spec.threads_per_worker)
-    store = open_store(config.store)
     with contextlib.ExitStack() as stack:
         stack.enter_context(identity(job=config.job_name, attempt=str(config.attempt), rank=str(rank)))
+        # Left last: the end of the log goes into the store by what the attempt signs.
+        pulse = stack.enter_context(Pulse(rank, config.pulse, node_id))
+        store, versions = open_rank_store(config.store_url, pulse)
         shipper = LogShipper(store, config.job_name, config.attempt, rank, tees=False)
         stack.enter_context(shipper)
         stack.enter_context(captured_output(shipper.add_lines))
-        pulse = stack.enter_context(Pulse(rank, config.pulse, node_id))
-        folder = stack.enter_context(AttemptFolder(config.job_name, config.attempt, rank).entered())
+        folder = stack.enter_context(AttemptFolder(config.store_url, config.job_name, config.attempt, rank).entered())
         try:
-            _Rank(config, rank, world_size, store, pulse, folder).run()
+            _Rank(config, rank, world_size, store, versions, pulse, folder).run()
         except MillraceError as error:
             # Ray may learn of another rank's end first, which is only a consequence of this one.
             with contextlib.suppress(TimeoutError, ConnectionError):  # then Ray says it
@@ -103,7 +107,8 @@ class _Rank:
         config: ProgramConfig,
         rank: int,
         world_size: int,
-        store: ObjectStore,
+        store: RankStore,
+        versions: Versions,
         pulse: Pulse,
         folder: AttemptFolder,
     ) -> None:
@@ -111,6 +116,7 @@ class _Rank:
         self._rank = rank
         self._world_size = world_size
         self._store = store
+        self._versions = versions
         self._pulse = pulse
         self._folder = folder
         self._shards: ProgramShards | None = None
@@ -124,7 +130,7 @@ class _Rank:
             self._store,
             pulse,
             self._rank,
-            CheckpointRegistry(self._store, config.job_name).data_folder,
+            data_folder_of(config.job_name),
             config.attempt,
             begin,
             self._folder.run,
@@ -184,15 +190,22 @@ class _Rank:
         from shared.code_bundle import unpack_on_node
 
         digest = self._config.program.code_bundle.rpartition("/")[2]
-        return unpack_on_node(self._store, digest, self._folder.code)
+        return patient(lambda: unpack_on_node(self._store, digest, self._folder.code), "the code bundle")
 
     def _open_shards(self, begin: Begin) -> ProgramShards:
         """Once: a program that reads its own data does not pay for importing ray.data."""
         if self._shards is None:
             from train_service.program.shards import ProgramShards  # takes seconds to import
 
-            spec, store = self._config.spec, self._store
-            self._shards = ProgramShards(store, spec, self._rank, self._world_size, begin.positions, self._pulse.tick)
+            self._shards = ProgramShards(
+                self._store,
+                self._config.spec,
+                self._rank,
+                self._world_size,
+                begin.positions,
+                self._pulse.tick,
+                self._versions,
+            )
         return self._shards
 
     def _take_shards(self) -> dict[str, Any]:

@@ -16,10 +16,9 @@ import threading
 import time
 from collections import deque
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from shared.errors import STORE_OUTAGES
-from shared.storage import ObjectStore
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +43,12 @@ def rank_folder(job: str, attempt: int, rank: int) -> str:
     return f"{job}/logs/a{attempt:05d}/r{rank:04d}"
 
 
+class Puts(Protocol):
+    """What shipping needs of a store; as the method of `ObjectStore`."""
+
+    def put(self, key: str, data: bytes | bytearray | memoryview) -> None: ...
+
+
 class LogShipper:
     """Ships the records of the root logger, and what goes to stdout and stderr, which still gets there as before.
 
@@ -52,7 +57,7 @@ class LogShipper:
     of the log itself. Nothing of it fails the process or makes it wait.
     """
 
-    def __init__(self, store: ObjectStore, job: str, attempt: int, rank: int, *, tees: bool = True) -> None:
+    def __init__(self, store: Puts, job: str, attempt: int, rank: int, *, tees: bool = True) -> None:
         """Without `tees` stdout and stderr are left alone: somebody gives what goes there to `add_lines`."""
         self._takes_streams = tees
         self._store = store

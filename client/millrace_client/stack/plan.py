@@ -16,6 +16,8 @@ from millrace_client.stack.ports import HOST, free_ports, is_free
 
 # A training job's workers and a served model fit side by side on a machine of two cores; Ray's CPUs are only tickets.
 FEWEST_RAY_CPUS = 4
+# What of the environment is the services' alone.
+OF_SERVICES = (TOKEN_FILE, "MILLRACE_S3_ACCESS_KEY", "MILLRACE_S3_SECRET_KEY")
 # The stack is one user's own, on loopback: their code may run on it unless they say otherwise. Other users of the
 # machine reach its loopback too; MILLRACE_TOKEN_FILE keeps them out.
 OWN_CODE = "trusted"
@@ -79,8 +81,8 @@ def make_plan(home: Path, options: StackOptions, environ: Mapping[str, str] = os
     ray = Part(
         name="ray",
         command=ray_command(gcs, client, dashboard, agent, ray_folder, options.ray_cpus),
-        # Ray's workers inherit it, and call no service.
-        environment={name: value for name, value in shared.items() if name != TOKEN_FILE} | RAY_HEAD_ENVIRONMENT,
+        # Ray's workers inherit it. They call no service, and are told the store's keys where they need them.
+        environment={name: value for name, value in shared.items() if name not in OF_SERVICES} | RAY_HEAD_ENVIRONMENT,
         address=ray_address,
         log=home / "logs" / "ray.log",
         grace_s=15.0,

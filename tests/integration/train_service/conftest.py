@@ -12,7 +12,7 @@ from millrace.train.v1 import resources_pb2 as res
 from shared.settings import StoreSettings
 from shared.storage.opening import ensure_bucket
 from tests.support.ray_head import NONE_WARM, RayHead, ray_head
-from tests.support.s3_server import S3Server, name_under_test
+from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, name_under_test
 from tests.support.training import TrainClient, TrainStack, Watch, digits_spec, train_stack
 
 # Of the run that several files look at.
@@ -21,7 +21,9 @@ EPOCHS, STEPS_PER_EPOCH = 4, 20
 
 @pytest.fixture(scope="package")
 def train_ray() -> Iterator[RayHead]:
-    with ray_head(num_cpus=4, environ=NONE_WARM) as head:
+    # A node whose environment has the store's keys: its workers still need none.
+    keys = {"MILLRACE_S3_ACCESS_KEY": ACCESS_KEY, "MILLRACE_S3_SECRET_KEY": SECRET_KEY}
+    with ray_head(num_cpus=4, environ={**NONE_WARM, **keys, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}) as head:
         yield head
 
 

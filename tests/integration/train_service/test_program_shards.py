@@ -1,4 +1,7 @@
-"""A training function reads `get_dataset_shard` on two real workers: every row of an epoch, before and after a kill."""
+"""A training function reads `get_dataset_shard` on two real workers: every row of an epoch, before and after a kill.
+
+On s3:// alone, where the workers hold none of the store's keys; `test_programs.py` has the kill on file://.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ import pytest
 import millrace_client as mc
 from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client.errors import OutOfRange
+from shared.checkpoint.program import verify_program_checkpoint
+from shared.checkpoint.registry import CheckpointRegistry
 from tests.support.code_folders import write_files
 from tests.support.training import VERSION, State, TrainStack
 
@@ -37,6 +42,7 @@ def slow_report(metrics, **how):
 
 
 def loop(config):
+    print("every rank says something")
     ray.train.report = slow_report
     train_loop_per_worker(config)
 """
@@ -49,8 +55,8 @@ def example() -> str:
     return str(code)
 
 
-def test_rows_are_given_exactly_once_an_epoch_over_the_kill_of_a_rank(file_stack: TrainStack, tmp_path: Path) -> None:
-    stack = file_stack
+def test_rows_are_given_exactly_once_an_epoch_over_the_kill_of_a_rank(s3_stack: TrainStack, tmp_path: Path) -> None:
+    stack = s3_stack
     with mc.connect(train=stack.service.address) as millrace:
         bundle = millrace.train.push_code(write_files(tmp_path / "code", {"train.py": example(), "paced.py": PACED}))
         spec = mc.program_spec(
@@ -75,3 +81,12 @@ def test_rows_are_given_exactly_once_an_epoch_over_the_kill_of_a_rank(file_stack
             assert found.epoch_done
         with pytest.raises(OutOfRange, match="use 0 to 1"):
             millrace.train.get_coverage(job.name, 2)
+    _, resumed = watch.of("attempt_started")
+    assert resumed.step >= 2
+    entries = CheckpointRegistry(stack.store, job.name).entries()
+    assert {one.attempt for one in entries} == {1, 2}
+    for entry in entries:
+        assert verify_program_checkpoint(stack.store, entry.folder, entry.manifest_sha256).files
+    # The log of each rank came by signed addresses, too.
+    for attempt, rank in ((1, 0), (1, 1), (2, 0), (2, 1)):
+        assert stack.store.exists(f"{job.name}/logs/a{attempt:05d}/r{rank:04d}/00000000.txt")

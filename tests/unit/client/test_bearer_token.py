@@ -250,7 +250,8 @@ def test_a_stack_on_loopback_trusts_its_users_code_unless_they_say_otherwise(
     assert [part.environment["MILLRACE_OWN_CODE"] for part in services] == [expected] * 3
 
 
-def test_of_a_stack_the_services_alone_are_given_the_token(tmp_path: Path) -> None:
-    ray, *services = make_plan(tmp_path, StackOptions(), {"MILLRACE_TOKEN_FILE": "/a/token"}).parts
-    assert [part.environment["MILLRACE_TOKEN_FILE"] for part in services] == ["/a/token"] * 3
-    assert "MILLRACE_TOKEN_FILE" not in ray.environment
+@pytest.mark.parametrize("name", ["MILLRACE_TOKEN_FILE", "MILLRACE_S3_ACCESS_KEY", "MILLRACE_S3_SECRET_KEY"])
+def test_of_a_stack_the_services_alone_are_given_the_token_and_the_stores_keys(tmp_path: Path, name: str) -> None:
+    ray, *services = make_plan(tmp_path, StackOptions(), {name: "/a/token"}).parts
+    assert [part.environment[name] for part in services] == ["/a/token"] * 3
+    assert name not in ray.environment

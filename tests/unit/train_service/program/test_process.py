@@ -1,4 +1,4 @@
-"""What a program's process is given: a folder of its attempt, seeds, captured output, and announced exits."""
+"""What a program's process is given: an environment without keys, seeds, captured output, and announced exits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -14,27 +13,22 @@ import pytest
 import torch
 
 from train_service.domain.watchdog import line_in_bundle
-from train_service.program.process import AttemptFolder, OptimizerSteps, exits_announced, line_of, seed_everything
+from train_service.program.process import (
+    HIDDEN_VARIABLES,
+    OptimizerSteps,
+    drop_hidden_variables,
+    exits_announced,
+    line_of,
+    seed_everything,
+)
 
-JOB = "trainingJobs/own"
 
-
-def test_tmpdir_is_the_attempts_and_the_next_attempt_removes_what_a_killed_one_left(tmp_path: Path) -> None:
-    killed = AttemptFolder(JOB, 1, 0, tmp_path)
-    killed.tmp.mkdir(parents=True)
-    (killed.tmp / "left").write_text("by a rank that was killed")
-    before = tempfile.gettempdir()
-
-    with AttemptFolder(JOB, 2, 0, tmp_path).entered() as first:
-        assert not killed.path.exists()
-        with tempfile.TemporaryDirectory() as made:
-            assert Path(made).is_relative_to(first.tmp)
-        with AttemptFolder(JOB, 2, 1, tmp_path).entered() as second:
-            assert second.checkpoints == first.checkpoints
-        assert first.tmp.exists()
-
-    assert not first.path.exists()
-    assert tempfile.gettempdir() == before
+def test_variables_that_are_hidden_are_gone_and_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in HIDDEN_VARIABLES:
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "the user's own, set since")
+    drop_hidden_variables()
+    assert [name for name in HIDDEN_VARIABLES if name in os.environ] == ["AWS_ACCESS_KEY_ID"]
 
 
 def test_seeds_depend_on_the_job_the_report_and_the_rank_alone() -> None:

@@ -42,14 +42,14 @@ class Attempt:
         self.wish = GO_ON
         policy = options.pop("policy", CheckpointPolicy(best_metric="loss", maximize=False))
         self._of_ranks = {name: options.pop(name) for name in ("take_shards",) if name in options}
-        spec = TrainingSpec(
-            dataset_version="",
+        self.spec = spec = TrainingSpec(
+            dataset_version=options.pop("dataset_version", ""),
             model=ModelSpec(builder="", in_channels=0, num_classes=0),
             epochs=0,
             global_batch_size=0,
             num_workers=world_size,
             checkpoints=policy,
-            program=Program(code_bundle=BUNDLE, entry="train:loop"),
+            program=Program(code_bundle=options.pop("code_bundle", BUNDLE), entry="train:loop"),
         )
         self.coordinator = ReportCoordinator(
             store,
@@ -61,6 +61,7 @@ class Attempt:
             stop_reason=lambda: self.wish,
             **options,
         )
+        self.handle = self.coordinator.handle
         self.tmp = tmp / f"a{number}"
         self._stack = ExitStack()
         self.ranks: list[RankReports] = []
@@ -69,7 +70,7 @@ class Attempt:
         self._pool = ThreadPoolExecutor(world_size)
 
     def __enter__(self) -> Attempt:
-        pulses = self._stack.enter_context(Pulses("127.0.0.1", self.coordinator.handle))
+        pulses = self._stack.enter_context(Pulses("127.0.0.1", self.handle))
         self._stack.enter_context(self.coordinator)
         for rank in range(self.world_size):
             pulse = self._stack.enter_context(Pulse(rank, pulses.address))
@@ -79,7 +80,8 @@ class Attempt:
             folder = CheckpointRegistry(self.store, JOB).data_folder
             self.pulses.append(pulse)
             self.begins.append(begin)
-            reports = RankReports(self.store, pulse, rank, folder, self.number, begin, spool, **self._of_ranks)
+            store = self.store_of(pulse)
+            reports = RankReports(store, pulse, rank, folder, self.number, begin, spool, **self._of_ranks)
             self.ranks.append(reports)
         return self
 
@@ -88,6 +90,10 @@ class Attempt:
             rank.close()
         self._stack.__exit__(None, None, None)
         self._pool.shutdown(wait=True)
+
+    def store_of(self, pulse: Pulse) -> Any:  # noqa: ARG002 - others need it
+        """The store as a rank has it that speaks by `pulse`."""
+        return self.store
 
     def on_rank(self, rank: int, metrics: dict[str, Any], files: dict[str, bytes] | None, **how: Any) -> Future[None]:
         """Reports on one rank, in a thread of its own; the folder is gone once `report` has returned."""
@@ -269,6 +275,24 @@ def test_asynchronous_reports_are_committed_in_order_from_copies(attempt: Begun)
     assert list((run.tmp / "r0").iterdir()) == []
 
 
+def test_at_most_one_asynchronous_report_waits_beside_the_one_that_is_delivered(attempt: Begun) -> None:
+    run = attempt()
+    for number in (1, 2):
+        run.on_rank(0, {}, {"model.pt": b"%d" % number}, mode=ASYNC).result(30)
+    third = run.on_rank(0, {}, {"model.pt": b"3"}, mode=ASYNC)
+    spool = run.tmp / "r0"
+    wait_until(lambda: 0 in run.coordinator._parts, "rank 0's first report", within_s=10)
+    assert not third.done()
+    assert sorted(path.name for path in spool.iterdir()) == ["waiting-00000001", "waiting-00000002"]
+    run.on_rank(1, {}, None).result(30)
+    third.result(30)
+    for _ in (2, 3):
+        run.on_rank(1, {}, None).result(30)
+    run.ranks[0].finish()
+    assert [run.read(number)["model.pt"] for number in (1, 2, 3)] == [b"1", b"2", b"3"]
+    assert list(spool.iterdir()) == []
+
+
 def test_the_last_checkpoint_is_final_and_none_at_all_is_told(attempt: Begun) -> None:
     run = attempt(world_size=1)
     run.report({"m": b"1"})
@@ -400,6 +424,18 @@ def test_ranks_of_a_node_share_one_verified_read_only_copy(attempt: Begun, tmp_p
     with pytest.raises(Internal) as damaged:
         NodeCopies(run.store, tmp_path / "another node").folder_of(described)
     assert damaged.value.specific_reason == "READ_DAMAGED"
+
+
+def test_a_node_keeps_the_newest_two_copies(attempt: Begun, tmp_path: Path) -> None:
+    run = attempt(world_size=1)
+    copies = NodeCopies(run.store, tmp_path / "copies")
+    folders = []
+    for number in (1, 2, 3, 4):
+        run.report({"model.pt": b"%d" % number})
+        assert run.ranks[0].checkpoint is not None
+        folders.append(copies.folder_of(run.ranks[0].checkpoint))
+    assert [folder.exists() for folder in folders] == [False, False, True, True]
+    assert (folders[2] / "model.pt").read_bytes() == b"3"
 
 
 def test_a_request_whose_connection_broke_is_asked_again(attempt: Begun) -> None:

@@ -1,0 +1,97 @@
+"""The store as a rank of a program has it: by path where it is a local directory, by signed addresses where it is S3.
+
+A rank runs its user's code, so of an S3 store it holds no key (`signing` is the attempt's end). A local directory has
+no addresses to sign: each process of the user reads and writes all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import pyarrow as pa
+
+from shared.dataset_version import DatasetVersion, Manifest, load_version
+from shared.dataset_version.version import MANIFEST, check_not_deleted
+from shared.errors import DataLoss, not_found
+from shared.settings import StoreSettings
+from shared.storage import ObjectMissing, ObjectStore, open_store
+from shared.storage.signed_store import SignedStore
+from train_service.program.rank_reports import Line, checked
+
+
+class RankStore(Protocol):
+    """What a rank does with the store; as the methods of `ObjectStore` of these names."""
+
+    def get(self, key: str) -> bytes: ...
+
+    def get_range(self, key: str, start: int, length: int) -> bytes: ...
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]: ...
+
+    def local_file(self, key: str) -> AbstractContextManager[pa.NativeFile | None]: ...
+
+    def put(self, key: str, data: bytes | bytearray | memoryview) -> None: ...
+
+    def put_pieces(self, key: str, pieces: Callable[[], Iterator[bytes]]) -> None: ...
+
+
+class Versions(Protocol):
+    """Finds the job's dataset version."""
+
+    def load(self, name: str) -> DatasetVersion:
+        """Raises as `load_version`."""
+
+    def check_not_deleted(self, version: DatasetVersion) -> None:
+        """Raises `NotFound` where it was deleted since it was found."""
+
+
+class StoredVersions:
+    """By the store itself."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def load(self, name: str) -> DatasetVersion:
+        return load_version(self._store, name)
+
+    def check_not_deleted(self, version: DatasetVersion) -> None:
+        check_not_deleted(self._store, version)
+
+
+class AskedVersions:
+    """By the attempt, which says where the version is."""
+
+    def __init__(self, store: RankStore, line: Line) -> None:
+        self._store = store
+        self._line = line
+
+    def load(self, name: str) -> DatasetVersion:
+        found = self._find()
+        key, digest = f"{found['folder']}/{MANIFEST}", found["manifest_sha256"]
+        try:
+            manifest = Manifest.from_json(self._store.get(key), digest)
+        except ObjectMissing:
+            self._find(again=True)  # which says so where it was deleted
+            raise DataLoss(
+                f"the manifest of {name} is gone", reason="MANIFEST_MISSING", metadata={"resource": name}
+            ) from None
+        return DatasetVersion(found["name"], manifest, digest, found["folder"])
+
+    def check_not_deleted(self, version: DatasetVersion) -> None:
+        if self._find(again=True)["folder"] != version.folder:
+            raise not_found(version.name, "it was deleted while it was read")
+
+    def _find(self, *, again: bool = False) -> dict[str, Any]:
+        return checked(self._line.ask({"kind": "version", "again": again}))
+
+
+def open_rank_store(url: str, line: Line) -> tuple[RankStore, Versions]:
+    """Of the store at `url`, which for S3 is only a name here."""
+    if urlsplit(url).scheme == "file":
+        store = open_store(StoreSettings(url=url))
+        return store, StoredVersions(store)
+    signed = SignedStore(line.ask, line.tick)
+    return signed, AskedVersions(signed, line)

@@ -1,0 +1,257 @@
+"""The attempt signs what its ranks may read from the store and write to it, and refuses the rest.
+
+The ranks of a program run its user's code, and hold no key of an S3 store (`shared.storage.signed_store` is their end).
+
+A rank may read
+    the manifest and the files of the job's dataset version
+    the bundle of its code
+    everything below its job's checkpoints
+and write, or write over
+    {job}/checkpoints/data/report-{n}-a{attempt}-{token}/r{rank}/...    of reports that are not committed yet
+    {job}/logs/a{attempt}/r{rank}/...
+
+A rank is who says so: ranks of one attempt share its token, and are one user's. A rank lists and deletes nothing.
+An address holds for an hour, also after the report that it was signed for; so a rank can damage its own part of a
+checkpoint of this attempt, which the digests of the manifest then tell.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from shared.checkpoint.registry import data_folder_of
+from shared.code_bundle import bundle_key
+from shared.dataset_version import DatasetVersion, load_version
+from shared.dataset_version.version import MANIFEST, check_not_deleted
+from shared.errors import FailedPrecondition, InvalidArgument, MillraceError, shown
+from shared.storage import ObjectStore, key_problem
+from shared.storage.multipart import MultipartUploads
+from shared.storage.presigning import VALID_FOR, Presigner
+from shared.storage.signed_store import SIGNED_WITHIN_S
+from train_service.domain.spec import TrainingSpec
+from train_service.program.coordinator import FOLDER_NAME, Reply, ReportCoordinator
+from train_service.records.logs import rank_folder
+
+PR_SET_DUMPABLE = 4
+SIGN, BEGIN, SIGN_PARTS, COMPLETE, ABORT = "sign", "begin_parts", "sign_parts", "complete_parts", "abort_parts"
+VERSION = "version"
+# Addresses that one message brings: of the files of a version that follow the one that was asked for, of parts.
+FILES_AT_ONCE = 256
+PARTS_AT_ONCE = 16
+MOST_KEYS = 1000
+# An address of a file is signed once for all ranks, and again after so long.
+SIGNED_ANEW_AFTER_S = 600.0
+# Of an answer's addresses each holds for so long at least: with room for a request that begins at the last moment.
+HOLDS_FOR_S = VALID_FOR.total_seconds() - SIGNED_ANEW_AFTER_S - 600.0
+# Requests of ranks that wait for the store.
+THREADS = 16
+REFUSED = "KEY_REFUSED"
+
+
+class Handler(Protocol):
+    def __call__(self, rank: int, body: dict[str, Any], reply: Reply) -> None: ...
+
+
+class StoreSigner:
+    """Takes the ranks' requests before the coordinator does, to which it hands all others. Use as a context."""
+
+    def __init__(
+        self, store: ObjectStore, job_name: str, attempt: int, spec: TrainingSpec, coordinator: ReportCoordinator
+    ) -> None:
+        assert spec.program is not None
+        self._store = store
+        self._job_name = job_name
+        self._attempt = attempt
+        self._spec = spec
+        self._coordinator = coordinator
+        self._presigner = Presigner(store.settings, for_clients=False)
+        self._uploads = MultipartUploads(store)
+        self._data_folder = data_folder_of(job_name)
+        self._bundle = bundle_key(spec.program.code_bundle)
+        # Held by the first rank that asks for the version; the others come a moment later.
+        self._loading = threading.Lock()
+        # The version once it is read, its keys in their order, and the place of each.
+        self._version: DatasetVersion | None = None
+        self._files: list[str] = []
+        self._places: dict[str, int] = {}
+        self._lock = threading.Lock()
+        # URLs to read by, and when each was signed.
+        self._signed: dict[str, tuple[str, float]] = {}
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="signer")
+        self._answers: dict[str, Callable[[int, dict[str, Any]], dict[str, Any]]] = {
+            SIGN: self._sign,
+            SIGN_PARTS: self._sign_parts,
+            BEGIN: self._begin,
+            COMPLETE: self._complete,
+            ABORT: self._abort,
+            VERSION: self._find_version,
+        }
+
+    def __enter__(self) -> StoreSigner:
+        hide_memory()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def handle(self, rank: int, body: dict[str, Any], reply: Reply) -> None:
+        """Takes what a rank says; in the thread of its connection."""
+        kind = body.get("kind")
+        answer = self._answers.get(str(kind))
+        if answer is None:
+            self._coordinator.handle(rank, body, reply)
+        elif kind in (SIGN, SIGN_PARTS):
+            reply(_answered(answer, rank, body))
+        else:  # these call the store, and the rank's heartbeats come by the same thread
+            asked_at = time.monotonic()
+            self._pool.submit(lambda: self._answer_in_time(answer, rank, body, reply, asked_at))
+
+    def _answer_in_time(
+        self,
+        answer: Callable[[int, dict[str, Any]], dict[str, Any]],
+        rank: int,
+        body: dict[str, Any],
+        reply: Reply,
+        asked_at: float,
+    ) -> None:
+        """Begins no upload for a rank that has given up waiting for it: nobody would end that."""
+        if body["kind"] == BEGIN and time.monotonic() - asked_at > SIGNED_WITHIN_S:
+            return
+        reply(_answered(answer, rank, body))
+
+    # --- addresses -------------------------------------------------------------------------------------------------
+
+    def _sign(self, rank: int, body: dict[str, Any]) -> dict[str, Any]:
+        keys = [str(key) for key in body["keys"]]
+        if len(keys) > MOST_KEYS:
+            raise InvalidArgument(f"rank {rank} asks for {len(keys)} addresses at once; ask for at most {MOST_KEYS}")
+        if body["method"] == "GET":
+            urls = {other: self._get_url(other) for key in keys for other in self._to_read(rank, key)}
+        elif body["method"] == "PUT":
+            urls = {key: self._presigner.put_url(self._to_write(rank, key)) for key in keys}
+        else:
+            raise InvalidArgument(f"rank {rank} asks for an address for {shown(body['method'])}; use GET or PUT")
+        return {"addresses": urls, "valid_for_s": HOLDS_FOR_S}
+
+    def _get_url(self, key: str) -> str:
+        now = time.monotonic()
+        with self._lock:
+            url, signed_at = self._signed.get(key, ("", 0.0))
+            if not url or now - signed_at > SIGNED_ANEW_AFTER_S:
+                url = self._presigner.get_url(key)
+                self._signed[key] = url, now
+            return url
+
+    def _part_addresses(self, key: str, upload_id: str, first: int) -> dict[str, Any]:
+        numbers = range(first, min(first + PARTS_AT_ONCE, 10_001))
+        urls = [self._presigner.part_url(key, upload_id, number) for number in numbers]
+        return {"first": first, "addresses": urls, "valid_for_s": HOLDS_FOR_S}
+
+    def _sign_parts(self, rank: int, body: dict[str, Any]) -> dict[str, Any]:
+        return self._part_addresses(self._to_write(rank, str(body["key"])), str(body["upload_id"]), int(body["first"]))
+
+    # --- uploads in parts ------------------------------------------------------------------------------------------
+
+    def _begin(self, rank: int, body: dict[str, Any]) -> dict[str, Any]:
+        key = self._to_write(rank, str(body["key"]))
+        upload_id = self._uploads.begin(key)
+        return {"upload_id": upload_id, **self._part_addresses(key, upload_id, 1)}
+
+    def _complete(self, rank: int, body: dict[str, Any]) -> dict[str, Any]:
+        key, etags = self._to_write(rank, str(body["key"])), [str(etag) for etag in body["etags"]]
+        self._uploads.complete(key, str(body["upload_id"]), etags, int(body["size_bytes"]))
+        return {}
+
+    def _abort(self, rank: int, body: dict[str, Any]) -> dict[str, Any]:
+        self._uploads.abort(self._to_write(rank, str(body["key"])), str(body["upload_id"]))
+        return {}
+
+    # --- the dataset version ---------------------------------------------------------------------------------------
+
+    def _find_version(self, rank: int, body: dict[str, Any]) -> dict[str, Any]:
+        """Where the job's version is. With `again` raises `NotFound` where it was deleted since it was found."""
+        if not self._spec.dataset_version:
+            raise FailedPrecondition(f"rank {rank} asks for a dataset version, and the job names none")
+        with self._loading:
+            known = self._version
+            if known is None:
+                known = self._version = load_version(self._store, self._spec.dataset_version)
+                files = [f"{known.folder}/{MANIFEST}", *(f"{known.folder}/{one.path}" for one in known.manifest.files)]
+                self._files = files
+                self._places = {key: place for place, key in enumerate(files)}
+        if body.get("again"):
+            check_not_deleted(self._store, known)
+        return {"name": known.name, "folder": known.folder, "manifest_sha256": known.manifest_sha256}
+
+    # --- what a rank may do ----------------------------------------------------------------------------------------
+
+    def _to_read(self, rank: int, key: str) -> Sequence[str]:
+        """The key, and others that its reader is soon to read. Raises `FailedPrecondition` for what it may not read."""
+        check_key(rank, key)
+        place = self._places.get(key)
+        if place is not None:
+            return self._files[place : place + FILES_AT_ONCE] if place else [key]
+        if key == self._bundle or key.startswith(f"{self._data_folder}/"):
+            return [key]
+        raise _refused(rank, "read", key, "the job's dataset version, code bundle and checkpoints")
+
+    def _to_write(self, rank: int, key: str) -> str:
+        """The key. Raises `FailedPrecondition` for one that the rank may not write."""
+        check_key(rank, key)
+        if key.startswith(f"{rank_folder(self._job_name, self._attempt, rank)}/"):
+            return key
+        due = self._coordinator.due
+        if key.startswith(f"{self._data_folder}/"):
+            folder, _, rest = key.removeprefix(f"{self._data_folder}/").partition("/")
+            named = FOLDER_NAME.fullmatch(folder)
+            if (
+                named is not None
+                and int(named["report"]) >= due
+                and folder == self._coordinator.folder_name(int(named["report"]))
+                and rest.startswith(f"r{rank:04d}/")
+            ):
+                return key
+        own = f"{self._data_folder}/{self._coordinator.folder_name(due)}/r{rank:04d}/, of that report and later ones"
+        raise _refused(rank, "write", key, f"its own logs, and what is below {own}")
+
+
+def hide_memory() -> None:
+    """From here on other processes of this user read neither this one's memory nor its environment, unless they are
+    root's: a rank may be on the same node. Linux alone has that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def check_key(rank: int, key: str) -> None:
+    """Refuses what a server could take for another key: it may resolve `..`, or join what `//` parts."""
+    problem = key_problem(key) or ("has a backslash" if "\\" in key else "")
+    if problem:
+        raise InvalidArgument(
+            f"rank {rank} names the object {shown(key)}, which {problem}; use another name", reason=REFUSED
+        )
+
+
+def _refused(rank: int, what: str, key: str, allowed: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"rank {rank} may not {what} {shown(key)}: it may {what} {allowed} alone",
+        reason=REFUSED,
+        metadata={"object": key, "ranks": str(rank)},
+    )
+
+
+def _answered(
+    answer: Callable[[int, dict[str, Any]], dict[str, Any]], rank: int, body: dict[str, Any]
+) -> dict[str, Any]:
+    try:
+        return answer(rank, body)
+    except MillraceError as error:
+        return {"error": error.as_record()}
+    except (KeyError, TypeError, ValueError) as error:
+        refusal = InvalidArgument(f"rank {rank} sends a request that is malformed: {type(error).__name__}: {error}")
+        return {"error": refusal.as_record()}
