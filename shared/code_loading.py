@@ -56,6 +56,13 @@ def load_code(store: Readable, code_bundle: str, root: Path | None = None) -> Pa
         return folder
 
 
+def adopt_code(code_bundle: str, folder: Path) -> None:
+    """Of a child process that looks at code before a job is made: the bundle lies unpacked in `folder`, which is on
+    `sys.path` already."""
+    with _lock:
+        _loaded[code_bundle] = folder
+
+
 def find_entry(code_bundle: str, entry: str) -> Any:
     """The object that `module:name` means in a bundle that `load_code` has loaded. Imports the module.
 
