@@ -1,7 +1,7 @@
 """A bundle's code in this process: unpacked on the node, importable, and the object that an entry names.
 
-For processes that may run callers' code alone: workers and replicas. A service never calls `load_code`, and nothing of a
-bundle can be found without it.
+For processes that may run callers' code alone: workers and replicas. A service never calls `load_code`, and nothing of
+a bundle can be found without it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def load_code(store: Readable, code_bundle: str, root: Path | None = None) -> Pa
         others = [name for name in _loaded if name != code_bundle]
         if others:
             raise FailedPrecondition(
-                f"this process has loaded {others[0]} and cannot load {code_bundle} besides: their modules could have the "
-                "same names; use another process",
+                f"this process has loaded {others[0]} and cannot load {code_bundle} besides: their modules could have "
+                "the same names; use another process",
                 reason="OTHER_CODE_LOADED",
                 metadata={"resource": code_bundle, "loaded": others[0]},
             )
@@ -67,13 +67,14 @@ def find_entry(code_bundle: str, entry: str) -> Any:
     """The object that `module:name` means in a bundle that `load_code` has loaded. Imports the module.
 
     Raises `FailedPrecondition`: CODE_NOT_LOADED in a process that does not run callers' code, MODULE_SHADOWED where an
-    installed module has the name, and ENTRY_FAILED, with the line of the bundle, for a module that cannot be imported or
-    has no such object.
+    installed module has the name, and ENTRY_FAILED, with the line of the bundle, for a module that cannot be imported
+    or has no such object.
     """
     folder = _loaded.get(code_bundle)
     if folder is None:
         raise FailedPrecondition(
-            f"{entry} is code of {code_bundle}, which this process has not loaded; only workers and replicas run such code",
+            f"{entry} is code of {code_bundle}, which this process has not loaded; only workers and replicas run "
+            "such code",
             reason="CODE_NOT_LOADED",
             metadata={"resource": code_bundle},
         )
@@ -84,8 +85,8 @@ def find_entry(code_bundle: str, entry: str) -> Any:
         raise entry_failed(code_bundle, entry, error) from error
     if not str(getattr(module, "__file__", None) or "").startswith(f"{folder}{os.sep}"):
         raise FailedPrecondition(
-            f"{module_name} is {getattr(module, '__file__', 'built in')}, and not of {code_bundle}: a module of that name is "
-            "installed; rename the bundle's",
+            f"{module_name} is {getattr(module, '__file__', 'built in')}, and not of {code_bundle}: a module of that "
+            "name is installed; rename the bundle's",
             reason="MODULE_SHADOWED",
             metadata={"resource": code_bundle},
         )

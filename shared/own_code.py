@@ -29,8 +29,8 @@ class OwnCode:
         it."""
         if not self.is_trusted:
             raise FailedPrecondition(
-                f"{what}this service runs no code of its callers; start it with {VARIABLE}={TRUSTED} if all who may call it "
-                "may also run code on its cluster",
+                f"{what}this service runs no code of its callers; start it with {VARIABLE}={TRUSTED} if all who may "
+                "call it may also run code on its cluster",
                 reason="OWN_CODE_OFF",
                 metadata={"variable": VARIABLE, "value": TRUSTED},
             )

@@ -43,8 +43,8 @@ def check_predict(
     content = load_checkpoint(store, checkpoint.folder, checkpoint.sha256).content
     if content.model.is_own:
         raise FailedPrecondition(
-            f"checkpoint: the model of {checkpoint.name} is made by code of {content.model.code_bundle}, which PredictVersion "
-            "does not run; deploy the checkpoint, and ask the deployment",
+            f"checkpoint: the model of {checkpoint.name} is made by code of {content.model.code_bundle}, which "
+            "PredictVersion does not run; deploy the checkpoint, and ask the deployment",
             reason="OWN_CODE_NOT_RUN",
             metadata={"resource": checkpoint.name, "code_bundle": content.model.code_bundle},
             fields=[("checkpoint", "is of a model of a user's own code")],

@@ -24,8 +24,8 @@ from shared.user_markers import live_users as live_users
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEntry(Durable):
     """`name` is `trainingJobs/{j}/checkpoints/{c}`; `create_time` in seconds since the epoch; `final`: it is of the
-    run's last step; `code_bundle`: `codeBundles/{sha256}` of the program that reported it, or of the code that makes the
-    model, whose `model_entry` it then has; empty for other models."""
+    run's last step; `code_bundle`: `codeBundles/{sha256}` of the program that reported it, or of the code that makes
+    the model, whose `model_entry` it then has; empty for other models."""
 
     name: str
     folder: str

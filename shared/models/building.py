@@ -21,8 +21,8 @@ def build_model(spec: ModelSpec, path: str = "model") -> nn.Module:
     """A model with fresh weights: inputs float32 (B, C, H, W), or (B, C) for `mlp`, to outputs (B, num_classes).
 
     Raises `InvalidArgument` naming the field below `path` for an unknown builder, arguments that it does not take, or
-    a model whose input channels cannot be adapted; `FailedPrecondition` for a user's own model in a process that has not
-    loaded its code.
+    a model whose input channels cannot be adapted; `FailedPrecondition` for a user's own model in a process that has
+    not loaded its code.
     """
     if spec.is_own:
         return build_own(spec, path)

@@ -71,8 +71,8 @@ def _check_output(given: object, shape: tuple[int, int]) -> None:
     found = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
     if found != shape:
         raise FailedPrecondition(
-            f"the model's forward gives {found} for {shape[0]} rows and not a tensor of {shape}: it can be trained, and not "
-            "be served or predicted with",
+            f"the model's forward gives {found} for {shape[0]} rows and not a tensor of {shape}: it can be trained, "
+            "and not be served or predicted with",
             reason="MODEL_DOES_NOT_SERVE",
         )
 

@@ -17,8 +17,8 @@ def build_own(spec: ModelSpec, path: str) -> nn.Module:
     """Fresh weights, by what `spec.entry` names: a function of `spec.kwargs`, or of nothing; or a class, to which they
     are keyword arguments.
 
-    Raises `InvalidArgument` naming `path`.entry where it makes no `nn.Module`, and `FailedPrecondition` with the line of
-    the user's code where that raises, or where this process has not loaded the code.
+    Raises `InvalidArgument` naming `path`.entry where it makes no `nn.Module`, and `FailedPrecondition` with the line
+    of the user's code where that raises, or where this process has not loaded the code.
     """
     from torch import nn
 

@@ -47,7 +47,9 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
     if spec.HasField("program"):
         return _program_spec_from_proto(spec)
     if not spec.HasField("model"):
-        raise invalid_field("spec.model", None, "name a builder, e.g. torchvision.resnet18, or an entry of your own code")
+        raise invalid_field(
+            "spec.model", None, "name a builder, e.g. torchvision.resnet18, or an entry of your own code"
+        )
     is_own = bool(spec.model.entry)
     input_column = spec.input_column or "image"
     pipeline = Pipeline.from_proto(spec.transform, input_column, "spec.transform", custom_allowed)

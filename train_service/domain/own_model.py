@@ -23,8 +23,8 @@ from train_service.domain.spec import (
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModelFacts:
-    """`num_classes` is the width of its output, 0 where that is not (rows, width). `has_optimizers`: it configures them;
-    `is_manual`: its training step steps them itself. `metrics` are the names that its `metrics` gives."""
+    """`num_classes` is the width of its output, 0 where that is not (rows, width). `has_optimizers`: it configures
+    them; `is_manual`: its training step steps them itself. `metrics` are the names that its `metrics` gives."""
 
     num_classes: int
     is_step: bool = False

@@ -92,8 +92,8 @@ def _check_loss(spec: TrainingSpec) -> None:
 
 
 def check_names(spec: TrainingSpec, own_metrics: Collection[str] = ()) -> None:
-    """Metrics there are, and what goes by one goes by one that will be measured. `own_metrics` are those of a model of a
-    user's own."""
+    """Metrics there are, and what goes by one goes by one that will be measured. `own_metrics` are those of a model of
+    a user's own."""
     import torch
 
     from train_service.learning.metrics import Metrics, measured

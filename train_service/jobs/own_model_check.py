@@ -41,9 +41,7 @@ class OwnModelCheck:
             "total_steps": steps_of_run(spec, version),
             "initial": self._initial_shapes(spec),
         }
-        facts = OwnModelFacts.from_config(
-            self._programs.entries.look_at_model(bundle.sha256, spec.model.entry, asked)
-        )
+        facts = OwnModelFacts.from_config(self._programs.entries.look_at_model(bundle.sha256, spec.model.entry, asked))
         spec = settled(spec, facts, row_shape)
         check_fits(spec, version)
         check_parallel(spec)

@@ -1,7 +1,7 @@
 """What a user's own model is, found out in the child process in which its module was imported; see `entry_child`.
 
-It is built on torch's meta device, where its size costs nothing. Code that makes tensors of its own kind there, from NumPy
-for example, does not stand that: it is built on the CPU then, within the child's limits.
+It is built on torch's meta device, where its size costs nothing. Code that makes tensors of its own kind there, from
+NumPy for example, does not stand that: it is built on the CPU then, within the child's limits.
 """
 
 from __future__ import annotations
@@ -81,12 +81,16 @@ def _facts_of_model(model: nn.Module, spec: TrainingSpec, row_shape: tuple[int, 
     output = _asked("forward", spec, lambda: model(torch.zeros((ROWS, *row_shape))), f"inputs of {(ROWS, *row_shape)}")
     shape = tuple(output.shape) if isinstance(output, Tensor) else None
     if shape is None or len(shape) != 2 or shape[0] != ROWS:
-        remedy = f"in training it must give one tensor of (rows, classes or numbers), not {shape or type(output).__name__}"
+        remedy = (
+            f"in training it must give one tensor of (rows, classes or numbers), not {shape or type(output).__name__}"
+        )
         raise invalid_field(FIELD, spec.model.entry, f"{remedy}; a model with a training_step may give anything")
     labels = torch.zeros(shape) if spec.task == REGRESSION else torch.zeros(ROWS, dtype=torch.int64)
     has_loss = own_method(model, "loss") is not None
     if has_loss and spec.loss.name == OWN:
-        given = _asked("loss", spec, lambda: build_loss(spec.loss, model)(output, labels), "outputs and labels like its")
+        given = _asked(
+            "loss", spec, lambda: build_loss(spec.loss, model)(output, labels), "outputs and labels like its"
+        )
         _check_shape("loss", spec, given)
     names: tuple[str, ...] = ()
     if (measure := own_method(model, "metrics")) is not None:
@@ -102,13 +106,16 @@ def _asked(method: str, spec: TrainingSpec, call: Callable[[], Any], given: str)
         raise
     except Exception as error:  # a user's code may raise anything
         where = line_in_code(error)
-        text = f"its {method} does not take {given}: {where}{': ' if where else ''}{type(error).__name__}: {first_line(error)}"
+        told = f"{where}{': ' if where else ''}{type(error).__name__}: {first_line(error)}"
+        text = f"its {method} does not take {given}: {told}"
         raise invalid_field(FIELD, spec.model.entry, text) from error
 
 
 def _check_shape(method: str, spec: TrainingSpec, given: Any) -> None:
     if not isinstance(given, Tensor):
-        text = f"its {method} gives a {type(given).__name__}; it must give a number for each row, (rows,), or their mean"
+        text = (
+            f"its {method} gives a {type(given).__name__}; it must give a number for each row, (rows,), or their mean"
+        )
         raise invalid_field(FIELD, spec.model.entry, text)
     try:
         total_of(given, ROWS)

@@ -43,9 +43,7 @@ class ProgramCheck:
         return spec
 
 
-def check_requirements(
-    bundle: BundleRecord, installed: Callable[[str], str | None], field: str = BUNDLE_FIELD
-) -> None:
+def check_requirements(bundle: BundleRecord, installed: Callable[[str], str | None], field: str = BUNDLE_FIELD) -> None:
     """Raises `InvalidArgument` naming each requirement that this image does not meet, and the version that it has."""
     problems = unmet(bundle.requirements, installed)
     if problems:

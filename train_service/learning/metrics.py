@@ -136,8 +136,8 @@ class _Own:
         missing = [name for name in self._names if name not in given]
         if missing:
             raise InvalidArgument(
-                f"metrics of the model gives {', '.join(given) or 'nothing'}, and not {missing[0]}: it must give the same "
-                "names each time",
+                f"metrics of the model gives {', '.join(given) or 'nothing'}, and not {missing[0]}: it must give the "
+                "same names each time",
                 reason="BAD_METRICS",
             )
         rows = len(labels)

@@ -14,9 +14,9 @@ OF_A_LOST_PEER = ("gloo", "nccl", "connection closed by peer", "connection reset
 
 
 def as_told(error: Exception, rank: int, step: int) -> Exception:
-    """`error` as one of ours that names its type, the first line of its message, the rank, how many steps were done, and of a
-    user's own code the line;
-    itself where it is one of ours already, or where the rank only lost others that it waited for.
+    """`error` as one of ours that names its type, the first line of its message, the rank, how many steps were done,
+    and the line of a user's own code. Itself where it is one of ours already, or where the rank only lost others that
+    it waited for.
 
     It counts as a failure, and another attempt is made: what raised once may not again.
     """
