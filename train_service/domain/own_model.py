@@ -68,7 +68,7 @@ def settled(spec: TrainingSpec, facts: OwnModelFacts, row_shape: Sequence[int]) 
         metrics = tuple(dict.fromkeys((*(metrics or default_metrics(spec.task)), *facts.metrics)))
     return replace(
         spec,
-        model=replace(spec.model, in_channels=row_shape[0], num_classes=width),
+        model=replace(spec.model, in_channels=row_shape[0], num_classes=width, is_step=facts.is_step),
         loss=loss,
         optimizer=optimizer,
         metrics=metrics,
