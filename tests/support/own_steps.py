@@ -76,7 +76,8 @@ class GAN(nn.Module):
         return self.generator(noise)
 
     def configure_optimizers(self):
-        both = [torch.optim.Adam(part.parameters(), lr=0.01, betas=(0.5, 0.9)) for part in (self.generator, self.critic)]
+        parts = (self.generator, self.critic)
+        both = [torch.optim.Adam(part.parameters(), lr=0.01, betas=(0.5, 0.9)) for part in parts]
         return both, [torch.optim.lr_scheduler.ExponentialLR(one, 0.99) for one in both]
 
     def training_step(self, batch, batch_idx):

@@ -63,7 +63,7 @@ def settled(spec: TrainingSpec, facts: OwnModelFacts, row_shape: Sequence[int]) 
     if loss.name == OWN and not facts.is_step and not facts.has_loss:
         loss = replace(loss, name=default_loss(spec.task))
     if optimizer.name == OWN and not facts.has_optimizers:
-        optimizer = OptimizerSpec()
+        optimizer = replace(optimizer, name=OptimizerSpec().name)
     if not facts.is_step:
         metrics = tuple(dict.fromkeys((*(metrics or default_metrics(spec.task)), *facts.metrics)))
     return replace(
@@ -72,6 +72,33 @@ def settled(spec: TrainingSpec, facts: OwnModelFacts, row_shape: Sequence[int]) 
         loss=loss,
         optimizer=optimizer,
         metrics=metrics,
+    )
+
+
+def settled_base(base: TrainingSpec, trials: Sequence[TrainingSpec]) -> TrainingSpec:
+    """Of a sweep: the specification that all trials share, with what follows from the model; `trials` are some that
+    were checked. Raises `InvalidArgument` where their models do not have that in common."""
+    first = trials[0]
+    for other in trials:
+        if (other.model.num_classes, other.model.is_step, other.metrics) != (
+            first.model.num_classes,
+            first.model.is_step,
+            first.metrics,
+        ):
+            remedy = "trials of a sweep are compared, so their models must have the same outputs, metrics and methods"
+            raise invalid_field("spec.model.kwargs", other.model.kwargs, remedy)
+    model = replace(
+        base.model,
+        in_channels=first.model.in_channels,
+        num_classes=first.model.num_classes,
+        is_step=first.model.is_step,
+    )
+    return replace(
+        base,
+        model=model,
+        loss=replace(base.loss, name=first.loss.name),
+        optimizer=replace(base.optimizer, name=first.optimizer.name),
+        metrics=first.metrics,
     )
 
 
@@ -84,7 +111,7 @@ def _refuse_what_a_step_does_itself(spec: TrainingSpec, facts: OwnModelFacts) ->
         (bool(spec.training_step), "training_step", spec.training_step, has_step),
         (spec.target_scaling != NONE, "target_scaling", spec.target_scaling, "a training_step scales; leave it out"),
         (
-            facts.has_optimizers and spec.optimizer.name != OWN,
+            facts.has_optimizers and spec.optimizer != OptimizerSpec(name=OWN),
             "optimizer",
             spec.optimizer.name,
             "the model has configure_optimizers; leave it out",

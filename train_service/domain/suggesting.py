@@ -96,8 +96,11 @@ def suggest(
     if made.preparation is None:
         choose_model_input(made, source, rows, lambda: _width(made, version, source, columns, shape_made))
         choose_outputs(made, label, task)
-    choose_model(made, is_image, lambda: _width(made, version, source, columns, shape_made))
-    choose_training(made, task, rows, is_image)
+    # A model of the caller's own brings what it is trained with, or its check says so.
+    is_own = bool(made.spec.get("model", {}).get("entry"))
+    if not is_own:
+        choose_model(made, is_image, lambda: _width(made, version, source, columns, shape_made))
+    choose_training(made, task, rows, is_image, is_own=is_own)
     return made
 
 

@@ -136,7 +136,7 @@ class OwnStepLearner(BaseLearner):
                         continue
                     rows += len(inputs)
                     if loss is not None:
-                        logged.add("validation_loss", float(loss), len(inputs))
+                        logged.add("validation_loss", loss.item(), len(inputs))
                     for name, (total, count) in of_batch.sums.items():
                         logged.add(name, total / count, count)
                 module.rows = rows
@@ -219,7 +219,7 @@ class OwnStepLearner(BaseLearner):
                 with self._autocast():
                     outputs = self.model.training_step(given, index)  # type: ignore[operator]
                 loss = self._checked(number_of(outputs), batch, part)
-                total += float(loss) * len(part.row_ids)
+                total += loss.item() * len(part.row_ids)
                 scale = len(part.row_ids) * loss_scale(self._ranks.world_size, batch.step_rows)
                 module.hook("on_before_backward", loss)
                 self._scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
@@ -243,7 +243,7 @@ class OwnStepLearner(BaseLearner):
                 "optimizers yourself",
                 reason="BAD_TRAINING_STEP",
             )
-        value = float(loss)
+        value = loss.item()
         if not math.isfinite(value):
             raise diverged(batch, part, loss, value, self._ranks.rank)
         return loss
@@ -257,7 +257,7 @@ class OwnStepLearner(BaseLearner):
             outputs = self.model.training_step(parts[0][1], index)  # type: ignore[operator]
         self._stepped = True  # only a loss scaler skips steps, and there is none
         loss = number_of(outputs)
-        return (math.nan if loss is None else float(loss)), outputs
+        return (math.nan if loss is None else loss.item()), outputs
 
     def _manual_backward(self, loss: Tensor) -> None:
         if not self._step_module.is_manual:

@@ -62,9 +62,7 @@ def whole_and_resumed(store: ObjectStore, spec: TrainingSpec, at: int) -> None:
     run_of(store, NAME, spec=spec).run()
     whole, name = entries(store, NAME), "trainingJobs/resumed"
     new_job(store, name, spec)
-    CheckpointRegistry(store, name).commit(
-        replace(whole[at], name=f"{name}/checkpoints/step-{at:08d}", attempt=1)
-    )
+    CheckpointRegistry(store, name).commit(replace(whole[at], name=f"{name}/checkpoints/step-{at:08d}", attempt=1))
     lose_and_begin(store, name)
     run_of(store, name, attempt=2, spec=spec).run()
     again = entries(store, name)
@@ -154,7 +152,9 @@ def test_two_ranks_of_a_gan_stay_alike_and_are_resumed_bit_for_bit(store: Object
 
 
 def test_float16_scales_losses_and_its_scaler_is_saved(store: ObjectStore) -> None:
-    made = learner(classifier(store, replace(SPEC, precision=FLOAT16), noise=0.0))
+    spec = classifier(store, replace(SPEC, precision=FLOAT16), noise=0.0)
+    load_code(store, spec.model.code_bundle)
+    made = learner(spec)
     for step in range(4):
         made.step(batch(step=step))
 
@@ -173,7 +173,9 @@ def test_what_validation_does_not_measure_stops_nothing_without_a_word(store: Ob
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_the_rows(store: ObjectStore) -> None:
-    made = learner(classifier(store, noise=0.0))
+    spec = classifier(store, noise=0.0)
+    load_code(store, spec.model.code_bundle)
+    made = learner(spec)
     rows = batch()
     inputs = vectors().astype(np.float32)
     inputs[3] = np.nan
