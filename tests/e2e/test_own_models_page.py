@@ -29,7 +29,8 @@ def millrace(home: Path, tour: subprocess.CompletedProcess[str]) -> Iterator[Mil
     assert tour.returncode == 0, tour.stderr
     record = read_record(home)
     assert record is not None
-    with connect(**{name: record.addresses[name] for name in ("data", "train", "inference")}) as connected:
+    addresses = record.addresses
+    with connect(data=addresses["data"], train=addresses["train"], inference=addresses["inference"]) as connected:
         yield connected
 
 

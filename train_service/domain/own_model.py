@@ -106,13 +106,13 @@ def _refuse_what_a_step_does_itself(spec: TrainingSpec, facts: OwnModelFacts) ->
     has_step = "the model has a training_step of its own, which makes it; leave it out"
     manual = "the model optimizes by hand (automatic_optimization is False), which does not go with it; leave it out"
     refused = [
-        (spec.loss.name != OWN, "loss", spec.loss.name, has_step),
+        (spec.loss.name != OWN, "loss.name", spec.loss.name, has_step),
         (bool(spec.metrics), "metrics", ", ".join(spec.metrics), "a training_step logs its own; leave it out"),
         (bool(spec.training_step), "training_step", spec.training_step, has_step),
         (spec.target_scaling != NONE, "target_scaling", spec.target_scaling, "a training_step scales; leave it out"),
         (
             facts.has_optimizers and spec.optimizer != OptimizerSpec(name=OWN),
-            "optimizer",
+            "optimizer.name",
             spec.optimizer.name,
             "the model has configure_optimizers; leave it out",
         ),

@@ -83,23 +83,24 @@ def _tried_on(device: str, spec: TrainingSpec, row_shape: tuple[int, ...]) -> _T
 
 def _facts_of_model(model: nn.Module, spec: TrainingSpec, row_shape: tuple[int, ...]) -> OwnModelFacts:
     model.train()
-    output = _asked("forward", spec, lambda: model(torch.zeros((ROWS, *row_shape))), f"inputs of {(ROWS, *row_shape)}")
+    takes = f"forward does not take inputs of {(ROWS, *row_shape)}"
+    output = _asked(spec, lambda: model(torch.zeros((ROWS, *row_shape))), takes)
     shape = tuple(output.shape) if isinstance(output, Tensor) else None
     if shape is None or len(shape) != 2 or shape[0] != ROWS:
-        remedy = (
-            f"in training it must give one tensor of (rows, classes or numbers), not {shape or type(output).__name__}"
-        )
+        made = shape or type(output).__name__
+        remedy = f"in training it must give one tensor of (rows, classes or numbers), not {made}"
         raise invalid_field(FIELD, spec.model.entry, f"{remedy}; a model with a training_step may give anything")
     labels = torch.zeros(shape) if spec.task == REGRESSION else torch.zeros(ROWS, dtype=torch.int64)
     has_loss = own_method(model, "loss") is not None
     if has_loss and spec.loss.name == OWN:
-        given = _asked(
-            "loss", spec, lambda: build_loss(spec.loss, model)(output, labels), "outputs and labels like its"
-        )
+        loss = build_loss(spec.loss, model)
+        given = _asked(spec, lambda: loss(output, labels), "loss does not take outputs and labels like its")
         _check_shape("loss", spec, given)
     names: tuple[str, ...] = ()
     if (measure := own_method(model, "metrics")) is not None:
-        told = _asked("metrics", spec, lambda: measure(output.detach(), labels), "outputs and labels like its")
+        told = _asked(
+            spec, lambda: measure(output.detach(), labels), "metrics does not take outputs and labels like its"
+        )
         names = _names(spec, told)
     return OwnModelFacts(num_classes=shape[1], has_loss=has_loss, metrics=names)
 
@@ -116,12 +117,14 @@ def _facts_of_step(model: nn.Module, spec: TrainingSpec, row_shape: tuple[int, .
         raise invalid_field(FIELD, spec.model.entry, "it optimizes by hand, so it needs configure_optimizers")
     if has_optimizers:
         try:
-            _asked("configure_optimizers", spec, module.configure, "its parameters")
+            _asked(spec, module.configure, "configure_optimizers raises")
             # Nothing in a checkpoint may run code when it is read.
-            _asked("schedulers", spec, lambda: take_apart([one.scheduler.state_dict() for one in module.rates]), "it")
+            states = [one.scheduler.state_dict() for one in module.rates]
+            _asked(spec, lambda: take_apart(states), "schedulers have a state that no checkpoint can hold")
         except InvalidArgument as error:
-            text = error.fields[0][1] if error.fields else f"its {error.message}"
-            raise invalid_field(FIELD, spec.model.entry, text) from error
+            if error.fields:
+                raise
+            raise invalid_field(FIELD, spec.model.entry, f"its {error.message}") from error
     return OwnModelFacts(
         num_classes=_width(model, row_shape),
         is_step=True,
@@ -142,7 +145,7 @@ def _width(model: nn.Module, row_shape: tuple[int, ...]) -> int:
     return int(output.shape[1]) if is_table else 0
 
 
-def _asked(method: str, spec: TrainingSpec, call: Callable[[], Any], given: str) -> Any:
+def _asked(spec: TrainingSpec, call: Callable[[], Any], what: str) -> Any:
     try:
         return call()
     except MillraceError:
@@ -150,8 +153,7 @@ def _asked(method: str, spec: TrainingSpec, call: Callable[[], Any], given: str)
     except Exception as error:  # a user's code may raise anything
         where = line_in_code(error)
         told = f"{where}{': ' if where else ''}{type(error).__name__}: {first_line(error)}"
-        text = f"its {method} does not take {given}: {told}"
-        raise invalid_field(FIELD, spec.model.entry, text) from error
+        raise invalid_field(FIELD, spec.model.entry, f"its {what}: {told}") from error
 
 
 def _check_shape(method: str, spec: TrainingSpec, given: Any) -> None:

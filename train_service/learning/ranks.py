@@ -152,7 +152,7 @@ def _in_buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]
 
 @torch.no_grad()
 def _put_back(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    parts = flat.split([one.numel() for one in tensors])
+    parts = torch.split(flat, [one.numel() for one in tensors])
     for one, part in zip(tensors, parts, strict=True):
         one.copy_(part.view_as(one))
 

@@ -61,7 +61,8 @@ class Trainer:
         self.training, self.validating, self.sanity_checking, self.evaluating = True, False, False, False
         self.callback_metrics: dict[str, float] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.logger, self.loggers, self.datamodule, self.fast_dev_run = None, [], None, False
+        self.logger, self.datamodule, self.fast_dev_run = None, None, False
+        self.loggers: list[Any] = []
         self.barebones = False
 
     def print(self, *args: Any, **kwargs: Any) -> None:

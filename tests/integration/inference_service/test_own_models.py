@@ -106,7 +106,7 @@ def test_a_service_that_runs_no_such_code_deploys_none(stack: Stack) -> None:
         stack.client.create("cells", f"{JOB}/checkpoints/c2")
 
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert "MILLRACE_OWN_CODE=trusted" in refused.value.details()
+    assert "MILLRACE_OWN_CODE=trusted" in str(refused.value.details())
 
 
 def replica(settings: StoreSettings, written: Written, *, own_code: bool) -> ModelReplica:
@@ -149,5 +149,5 @@ def test_code_that_raises_or_gives_something_else_is_refused_for_good(
 
     raised, refused = refusal(file_store, raising), refusal(other, wide)
 
-    assert (raised.specific_reason, "net.py:15: ValueError" in raised.message) == ("ENTRY_FAILED", True)
+    assert (raised.specific_reason, "net.py:14: ValueError" in raised.message) == ("ENTRY_FAILED", True)
     assert (refused.specific_reason, "(1, 3) for 1 rows" in refused.message) == ("MODEL_DOES_NOT_SERVE", True)
