@@ -79,6 +79,7 @@ def test_its_model_is_trained_deployed_and_answers_with_its_digest(
     )
 
 
+@pytest.mark.long
 def test_its_training_step_is_trained_and_chosen_by_what_it_logs(home: Path, project: Path, millrace: Millrace) -> None:
     command(home, project, "train create averaged")
 

@@ -38,7 +38,13 @@ class OwnModelFacts:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> OwnModelFacts:
-        return cls(**{**fields_of(cls, config), "metrics": tuple(config.get("metrics", ()))})
+        """Raises `ValueError` for values of another kind: a user's code may have made them up."""
+        facts = cls(**{**fields_of(cls, config), "metrics": tuple(config["metrics"])})
+        flags = (facts.is_step, facts.is_manual, facts.has_optimizers, facts.has_loss)
+        names = all(isinstance(name, str) and name.isidentifier() for name in facts.metrics)
+        if type(facts.num_classes) is not int or not names or not all(isinstance(one, bool) for one in flags):
+            raise ValueError(f"no facts of a model: {config!r:.200}")
+        return facts
 
 
 def settled(spec: TrainingSpec, facts: OwnModelFacts, row_shape: Sequence[int]) -> TrainingSpec:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from shared.errors import FailedPrecondition, InvalidArgument
+from shared.jobs import Jobs, JobState
 from shared.own_code import OwnCode
 from shared.storage import ObjectStore
 from tests.support.code_folders import write_files
@@ -34,6 +35,7 @@ from train_service.domain.spec import (
 from train_service.jobs.own_model_child import look_at_model
 from train_service.jobs.program_check import ProgramCheck
 from train_service.jobs.training_jobs import TrainingJobs
+from train_service.records.reporting import TRAIN_KIND
 
 OWN_LOSS = """
 class WithLoss(Net):
@@ -268,3 +270,44 @@ def test_what_a_training_step_may_not_do_is_refused(tmp_path: Path, said: str, m
 
     assert answer["field"] == "spec.model.entry"
     assert said in answer["problem"]
+
+
+# Answers in place of the check, by the descriptor that the child keeps open.
+FORGED = """
+import json, os, stat
+
+for number in range(3, 64):
+    try:
+        if stat.S_ISFIFO(os.fstat(number).st_mode):
+            os.write(number, json.dumps({"problem": "", "facts": FACTS}).encode())
+    except OSError:
+        pass
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("facts", "field"),
+    [
+        ('{"num_classes": "many", "metrics": []}', "spec.model.entry"),
+        ('{"num_classes": 10000000, "metrics": []}', "spec.model.num_classes"),
+        ('{"num_classes": 3, "metrics": ["../x"]}', "spec.model.entry"),
+    ],
+)
+def test_code_that_answers_its_check_itself_gets_no_job_of_nonsense(
+    jobs: TrainingJobs, store: ObjectStore, facts: str, field: str
+) -> None:
+    spec = own(store, SPEC, FORGED.replace("FACTS", facts), "net:build")
+
+    assert refusal(jobs, spec)[0] == field
+
+
+def test_a_job_does_not_go_on_where_no_code_of_callers_runs_any_more(jobs: TrainingJobs, store: ObjectStore) -> None:
+    made = jobs.create("j", own(store, SPEC), "", "digest", validate_only=False)
+    Jobs(store, TRAIN_KIND).transition(made.record.name, lambda job: replace(job, state=JobState.FAILED))
+
+    with pytest.raises(FailedPrecondition) as refused:
+        TrainingJobs(store).resume(made.record.name, "")
+
+    assert refused.value.specific_reason == "OWN_CODE_OFF"
+    assert jobs.resume(made.record.name, "").record.state is JobState.RECOVERING
