@@ -43,6 +43,7 @@ class Classifier(nn.Module):
 
     def on_train_epoch_end(self):
         self.epochs += 1
+        self.log("epochs_done", float(self.epochs))
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["epochs"] = self.epochs

@@ -72,8 +72,10 @@ class BaseLearner(ABC):
         """What validation measures over a whole split on every rank, by name, and its rows; none where it measures
         nothing."""
 
-    def end_epoch(self, metrics: Mapping[str, float]) -> None:  # noqa: B027
-        """After an epoch's last step and its validation, which gave `metrics`, and before its checkpoint."""
+    def end_epoch(self, metrics: Mapping[str, float]) -> dict[str, float]:  # noqa: ARG002
+        """After an epoch's last step and its validation, which gave `metrics`, and before its checkpoint. Returns more
+        of them; on other ranks than 0 nobody reads these."""
+        return {}
 
     @abstractmethod
     def state(self, touched: Callable[[], None] = lambda: None) -> dict[str, Any]:

@@ -149,12 +149,15 @@ class OwnStepLearner(BaseLearner):
         metrics = {name: added[2 * at] / added[2 * at + 1] for at, name in enumerate(names) if added[2 * at + 1]}
         return metrics, int(rows)
 
-    def end_epoch(self, metrics: Mapping[str, float]) -> None:
+    def end_epoch(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """What `on_train_epoch_end` logs, as this rank has it."""
         module = self._step_module
         module.trainer.callback_metrics = dict(metrics)
-        with module.logging(1.0):
+        with module.logging(1.0) as logged:
             module.hook("on_train_epoch_end")
-        self._schedule(EPOCH, module.trainer.current_epoch + 1, metrics)
+        found = {name: total / count for name, (total, count) in logged.sums.items()}
+        self._schedule(EPOCH, module.trainer.current_epoch + 1, {**metrics, **found})
+        return found
 
     def state(self, touched: Callable[[], None] = lambda: None) -> dict[str, Any]:
         module = self._step_module
@@ -259,13 +262,13 @@ class OwnStepLearner(BaseLearner):
         loss = number_of(outputs)
         return (math.nan if loss is None else loss.item()), outputs
 
-    def _manual_backward(self, loss: Tensor) -> None:
+    def _manual_backward(self, loss: Tensor, *arguments: Any, **named: Any) -> None:
         if not self._step_module.is_manual:
             raise FailedPrecondition(
                 "manual_backward was called by a module whose automatic_optimization is True; set it to False",
                 reason="BAD_TRAINING_STEP",
             )
-        (loss * self._weight).backward()  # type: ignore[no-untyped-call]
+        (loss * self._weight).backward(*arguments, **named)
         self._average()
         self._step_module.hook("on_after_backward")
 

@@ -76,7 +76,7 @@ class Trainer:
 class StepModule:
     """The module of a user's own and what the loop does with it. `backward` is what `manual_backward` calls."""
 
-    def __init__(self, module: nn.Module, trainer: Trainer, backward: Callable[[Tensor], None]) -> None:
+    def __init__(self, module: nn.Module, trainer: Trainer, backward: Callable[..., None]) -> None:
         self.module = module
         self.trainer = trainer
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -153,8 +153,8 @@ class StepModule:
         found = [one.scheduler for one in self.rates]
         return None if not found else found[0] if len(found) == 1 else found
 
-    def _manual_backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
-        self._backward(loss)
+    def _manual_backward(self, loss: Tensor, *arguments: Any, **named: Any) -> None:
+        self._backward(loss, *arguments, **named)
 
     def _toggle(self, optimizer: torch.optim.Optimizer) -> None:
         """Only its parameters need gradients, until `untoggle_optimizer`."""

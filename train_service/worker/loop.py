@@ -201,10 +201,10 @@ class Run:
         metrics: dict[str, float] = {}
         if epoch_done and self._spec.validation_split:
             metrics = self._validate(batch.epoch, done, reporter)
-            if log is not None:
-                log.add(done, batch.epoch, metrics)
         if epoch_done:
-            self._learner.end_epoch(metrics)
+            metrics = {**metrics, **self._learner.end_epoch(metrics)}
+            if log is not None and metrics:
+                log.add(done, batch.epoch, metrics)
         over = done == self._loader.total_steps or (epoch_done and self._learner.should_stop(self._history))
         if pausing or epoch_done or saving.clock.due(done):
             self._pulse.at(done, Phase.SAVING)

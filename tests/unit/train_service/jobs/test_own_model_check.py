@@ -256,7 +256,7 @@ def test_what_does_not_go_with_a_training_step_is_refused_by_its_field(
         ("optimizer_step would never be called", "def optimizer_step(self, *arguments): pass"),
         ("gives NoneType", "def configure_optimizers(self): pass"),
         ("several optimizers", "def configure_optimizers(self): return [torch.optim.SGD(self.parameters())] * 2"),
-        ("net.py:57: AttributeError", "def configure_optimizers(self): return self.nothing"),
+        ("net.py:58: AttributeError", "def configure_optimizers(self): return self.nothing"),
         (
             "ReduceLROnPlateau without monitor",
             "def configure_optimizers(self):\n"

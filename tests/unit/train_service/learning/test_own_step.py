@@ -80,6 +80,7 @@ def test_a_run_that_is_resumed_ends_with_bit_for_bit_the_same_state(store: Objec
     last = entries(store, NAME)[30]
     assert last.metrics["val_accuracy"] > 0.8
     assert last.metrics["val_epochs"] == 2  # of the three, two were over
+    assert last.metrics["epochs_done"] == 3
     assert 0 < last.metrics["validation_loss"] < 1
 
 
@@ -149,6 +150,18 @@ def test_two_ranks_of_a_gan_stay_alike_and_are_resumed_bit_for_bit(store: Object
     assert other["gan"] == {}
     assert all(torch.equal(told["gan, resumed"][key], tensor) for key, tensor in told["gan"].items())
     assert told["gan, described"]["critic_loss"] == told["gan, described"]["loss"] > 0
+
+
+def test_a_manual_backward_takes_the_arguments_of_a_backward(store: ObjectStore) -> None:
+    """Two losses of one graph, whose gradients come together."""
+    source = GAN.replace("self.manual_backward(critic_loss)", "for one in (critic_loss, critic_loss):\n"
+                         "            self.manual_backward(one, retain_graph=True)")  # fmt: skip
+    facts = replace(FACTS, num_classes=0, is_manual=True)
+    spec = settled(own(store, SPEC, source, "net:GAN", num_classes=CLASSES), facts, (WIDTH,))
+    load_code(store, spec.model.code_bundle)
+    made = learner(spec)
+
+    assert made.describe(made.step(batch()))["critic_loss"] > 0
 
 
 def test_float16_scales_losses_and_its_scaler_is_saved(store: ObjectStore) -> None:
