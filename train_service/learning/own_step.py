@@ -268,7 +268,7 @@ class OwnStepLearner(BaseLearner):
                 "manual_backward was called by a module whose automatic_optimization is True; set it to False",
                 reason="BAD_TRAINING_STEP",
             )
-        (loss * self._weight).backward(*arguments, **named)
+        (loss * self._weight).backward(*arguments, **named)  # type: ignore[no-untyped-call]
         self._average()
         self._step_module.hook("on_after_backward")
 

@@ -183,15 +183,17 @@ def test_a_source_of_another_kind_is_refused_with_both_types(store: ObjectStore,
     assert "column 'mark' is missing" in refused.value.message
 
 
-def test_a_model_of_a_users_own_code_is_not_predicted_with(store: ObjectStore, ask: Callable[..., JobRecord]) -> None:
+def test_a_model_of_a_users_own_code_predicts_nothing_where_such_code_does_not_run(
+    store: ObjectStore, ask: Callable[..., JobRecord]
+) -> None:
     model = ModelSpec(
         builder="", in_channels=3, num_classes=3, code_bundle=f"codeBundles/{'0' * 64}", entry="net:build"
     )
     write(store, name=f"{JOB}/checkpoints/own", model=model, weights=b"")
     before = keys(store)
 
-    with pytest.raises(FailedPrecondition, match="deploy the checkpoint") as refused:
+    with pytest.raises(FailedPrecondition, match="MILLRACE_OWN_CODE=trusted") as refused:
         ask(checkpoint=of_checkpoint(f"{JOB}/checkpoints/own"), validate_only=True)
 
-    assert refused.value.specific_reason == "OWN_CODE_NOT_RUN"
+    assert refused.value.specific_reason == "OWN_CODE_OFF"
     assert keys(store) == before
