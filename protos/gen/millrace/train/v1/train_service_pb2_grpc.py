@@ -92,6 +92,11 @@ class TrainServiceStub:
                 request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListCheckpointsRequest.SerializeToString,
                 response_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListCheckpointsResponse.FromString,
                 _registered_method=True)
+        self.GetCheckpoint = channel.unary_stream(
+                '/millrace.train.v1.TrainService/GetCheckpoint',
+                request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.GetCheckpointRequest.SerializeToString,
+                response_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.GetCheckpointResponse.FromString,
+                _registered_method=True)
         self.GetCoverage = channel.unary_unary(
                 '/millrace.train.v1.TrainService/GetCoverage',
                 request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.GetCoverageRequest.SerializeToString,
@@ -265,6 +270,24 @@ class TrainServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetCheckpoint(self, request, context):
+        """The files of a checkpoint, byte for byte: the header, then of each file a `file` and its bytes, the manifest first. A
+        client that was cut off goes on with the file and offset that it lacks. While they are sent, the checkpoint is kept:
+        retention passes it over, and its job cannot be deleted. A client that takes nothing for 60 s loses its place where
+        others wait for one.
+        The service compares each file that it sends whole with its digest; the error comes behind its last byte, so a client
+        must take no file for good before the next `file`, or the end of the stream. Of a file that is sent from an offset
+        only the client can compare the digest.
+        Fails with INVALID_ARGUMENT (a field is malformed, or the checkpoint has no such file), NOT_FOUND (the job or the
+        checkpoint), FAILED_PRECONDITION (the job has no checkpoint yet, or is being deleted), ABORTED (`name` means another
+        checkpoint than `manifest_sha256` by now), OUT_OF_RANGE (`offset` is beyond the file's end), DATA_LOSS (a file, or the
+        manifest, is missing or not what was committed), RESOURCE_EXHAUSTED (too many downloads at once) and
+        DEADLINE_EXCEEDED (READER_STALLED: another client has got this one's place).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetCoverage(self, request, context):
         """What the workers really read in an epoch, from the records that they committed with their checkpoints.
         Fails with INVALID_ARGUMENT, NOT_FOUND (the job), OUT_OF_RANGE (the job has no such epoch),
@@ -428,6 +451,11 @@ def add_TrainServiceServicer_to_server(servicer, server):
                     servicer.ListCheckpoints,
                     request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListCheckpointsRequest.FromString,
                     response_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListCheckpointsResponse.SerializeToString,
+            ),
+            'GetCheckpoint': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetCheckpoint,
+                    request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.GetCheckpointRequest.FromString,
+                    response_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.GetCheckpointResponse.SerializeToString,
             ),
             'GetCoverage': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCoverage,
@@ -769,6 +797,33 @@ class TrainService:
             '/millrace.train.v1.TrainService/ListCheckpoints',
             millrace_dot_train_dot_v1_dot_train__service__pb2.ListCheckpointsRequest.SerializeToString,
             millrace_dot_train_dot_v1_dot_train__service__pb2.ListCheckpointsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/millrace.train.v1.TrainService/GetCheckpoint',
+            millrace_dot_train_dot_v1_dot_train__service__pb2.GetCheckpointRequest.SerializeToString,
+            millrace_dot_train_dot_v1_dot_train__service__pb2.GetCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

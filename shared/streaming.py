@@ -1,4 +1,4 @@
-"""What the servicer's streams are made of: blocking iterators run in threads, and messages that are bytes already."""
+"""What servicers' streams are made of: blocking iterators run in threads, and messages that are bytes already."""
 
 from __future__ import annotations
 
@@ -61,6 +61,13 @@ READS = Wording(
     full_reason="TOO_MANY_READS",
     stalled="no message was taken for {:.0f} s while others wait to read; read on with `offset` from the first row "
     "that is missing",
+    stalled_reason="READER_STALLED",
+)
+DOWNLOADS = Wording(
+    full="checkpoints are being downloaded",
+    full_reason="TOO_MANY_DOWNLOADS",
+    stalled="no message was taken for {:.0f} s while others wait to download; go on in a new call from the file and "
+    "offset that are missing",
     stalled_reason="READER_STALLED",
 )
 UPLOADS = Wording(
