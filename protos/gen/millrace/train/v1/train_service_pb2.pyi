@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from millrace.train.v1 import checkpoint_import_pb2 as _checkpoint_import_pb2
 from millrace.train.v1 import code_bundle_pb2 as _code_bundle_pb2
 from millrace.train.v1 import resources_pb2 as _resources_pb2
 from millrace.train.v1 import suggestion_pb2 as _suggestion_pb2
@@ -25,6 +26,12 @@ class CreateTrainingJobRequest(_message.Message):
     request_id: str
     validate_only: bool
     def __init__(self, training_job_id: _Optional[str] = ..., spec: _Optional[_Union[_resources_pb2.TrainingSpec, _Mapping]] = ..., request_id: _Optional[str] = ..., validate_only: _Optional[bool] = ...) -> None: ...
+
+class GetImportedWeightsRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class GetTrainingJobRequest(_message.Message):
     __slots__ = ("name",)
