@@ -86,8 +86,8 @@ async def run(
     reports = SiblingReports(siblings, reconciler, models, statistics, front.ready)
 
     def register(server: aio.Server) -> Sequence[str]:
-        manager = DeploymentManager(store, deployments, operations, cluster)
-        wishes = RollOutManager(store, deployments, operations, cluster)
+        manager = DeploymentManager(store, deployments, operations, cluster, settings.own_code)
+        wishes = RollOutManager(store, deployments, operations, cluster, settings.own_code)
         deployment_service_pb2_grpc.add_DeploymentServiceServicer_to_server(
             DeploymentServicer(manager, wishes, changed, models.replicas), server
         )
@@ -164,7 +164,8 @@ def main() -> None:
         settings = settings_from(os.environ)
         token = bearer_token(os.environ)
         # Refuses a setting with which strangers could run code.
-        own_code(os.environ, settings.service.listen, has_token=token is not None)
+        callers_code = own_code(os.environ, settings.service.listen, has_token=token is not None)
+        settings = replace(settings, own_code=callers_code)
         configure_logging("inference", settings.service.log_level)
         check = StoreCheck(settings.service.store)
         check.begin()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shared.cluster_max import largest_cluster
+from shared.own_code import OwnCode
 from shared.settings import ServiceSettings, SettingsError, is_on, service_settings
 from shared.tracing import tracing_environ
 
@@ -39,6 +40,8 @@ class InferenceSettings:
     roll_out_loads_within_s: float = 600.0
     # OpenTelemetry's variables, which replicas get, too; none where no spans are exported.
     tracing: Mapping[str, str] = field(default_factory=dict, repr=False)
+    # Whether replicas run users' own code.
+    own_code: OwnCode = field(default_factory=OwnCode)
 
 
 def settings_from(environ: Mapping[str, str]) -> InferenceSettings:

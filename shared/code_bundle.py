@@ -260,16 +260,19 @@ def digest_of(field: str, name: str) -> str:
 
 
 @contextmanager
-def using_bundle(store: ObjectStore, name: str, kind: str, uid: str, user: str) -> Iterator[BundleRecord]:
+def using_bundle(
+    store: ObjectStore, name: str, kind: str, uid: str, user: str, *, field: str = "spec.program.code_bundle"
+) -> Iterator[BundleRecord]:
     """Marks the bundle, which it gives, while the body makes the job `user`; the marker stays unless that is refused.
+    `field` is the one of the specification that names it.
 
     As `shared.dataset_version.users.using`, but the mark counts until the job is deleted: one that is over still names
     the bundle, which its checkpoints were made with. Raises what `load_bundle` raises.
     """
-    digest_of("spec.program.code_bundle", name)
+    digest_of(field, name)
     put_marker(store, name, kind, uid, user, is_job=False, ends_in=JobState.DELETED)
     try:
-        yield load_bundle(store, "spec.program.code_bundle", name)
+        yield load_bundle(store, field, name)
     except MillraceError as error:
         if not isinstance(error, OUTCOME_UNKNOWN):
             let_go(store, name, kind, uid)

@@ -14,7 +14,8 @@ CLASSIFICATION, REGRESSION = "CLASSIFICATION", "REGRESSION"
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """`builder` is `torchvision.` and the name of a builder of `torchvision.models`, `mlp`, or an entry point of
-    `millrace.models`.
+    `millrace.models`. It is empty of a model of a user's own, which `entry`, `module:name`, of `code_bundle`,
+    `codeBundles/{sha256}`, makes of `kwargs`.
 
     `task` says what the outputs mean; a checkpoint's always does, a `TrainingSpec` has a task of its own.
     """
@@ -24,6 +25,13 @@ class ModelSpec:
     num_classes: int
     kwargs: dict[str, Any] = field(default_factory=dict)
     task: str = CLASSIFICATION
+    code_bundle: str = ""
+    entry: str = ""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a user's own code makes it."""
+        return bool(self.entry)
 
     def as_config(self) -> dict[str, Any]:
         return asdict(self)

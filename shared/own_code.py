@@ -24,12 +24,13 @@ class OwnCode:
 
     is_trusted: bool = False
 
-    def require_own_code(self) -> None:
-        """Raises `FailedPrecondition` (OWN_CODE_OFF) where callers' code is not to run."""
+    def require_own_code(self, what: str = "") -> None:
+        """Raises `FailedPrecondition` (OWN_CODE_OFF) where callers' code is not to run. `what` says first what needs
+        it."""
         if not self.is_trusted:
             raise FailedPrecondition(
-                f"this service runs no code of its callers; start it with {VARIABLE}={TRUSTED} if all who may call it "
-                "may also run code on its cluster",
+                f"{what}this service runs no code of its callers; start it with {VARIABLE}={TRUSTED} if all who may "
+                "call it may also run code on its cluster",
                 reason="OWN_CODE_OFF",
                 metadata={"variable": VARIABLE, "value": TRUSTED},
             )

@@ -158,9 +158,9 @@ def optimizer(name: str, learning_rate: float, *, cosine: bool = False, **kwargs
 def training_spec(
     dataset_version: str,
     *,
-    model: str,
-    in_channels: int,
-    num_classes: int,
+    model: str | resources_pb2.Model,
+    in_channels: int = 0,
+    num_classes: int = 0,
     model_kwargs: Mapping[str, Any] | None = None,
     transform: Sequence[transform_pb2.TransformStep] = (),
     epochs: int,
@@ -168,19 +168,33 @@ def training_spec(
     **fields: Any,
 ) -> resources_pb2.TrainingSpec:
     """A `TrainingSpec`; `fields` are further fields of it, e.g. `num_workers=2`, `optimizer=…`. Inputs that are NaN or
-    infinite are refused without `allow_non_finite=True`."""
+    infinite are refused without `allow_non_finite=True`.
+
+    `model` is the name of a builder, of which `in_channels` and `num_classes` must be given, or an `own_model`."""
+    named = resources_pb2.Model(builder=model) if isinstance(model, str) else model
+    given = resources_pb2.Model(in_channels=in_channels, num_classes=num_classes)
+    if model_kwargs:
+        given.kwargs.CopyFrom(_struct(model_kwargs))
+    whole = resources_pb2.Model()
+    whole.CopyFrom(named)
+    whole.MergeFrom(given)
     return resources_pb2.TrainingSpec(
         dataset_version=dataset_version,
-        model=resources_pb2.Model(
-            builder=model,
-            kwargs=_struct(model_kwargs or {}),
-            in_channels=in_channels,
-            num_classes=num_classes,
-        ),
+        model=whole,
         transform=transform_pb2.Transform(steps=transform),
         epochs=epochs,
         global_batch_size=global_batch_size,
         **fields,
+    )
+
+
+def own_model(
+    bundle: code_bundle_pb2.CodeBundle | str, entry: str, *, config: Mapping[str, Any] | None = None
+) -> resources_pb2.Model:
+    """A model of your own for `training_spec`: `entry` is `module:name` of a function or class of a bundle that was
+    pushed. A function gets `config` as its one argument, a class as keyword arguments."""
+    return resources_pb2.Model(
+        code_bundle=bundle if isinstance(bundle, str) else bundle.name, entry=entry, kwargs=_struct(config or {})
     )
 
 

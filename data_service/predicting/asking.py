@@ -41,6 +41,14 @@ def check_predict(
     if spec.split:
         source.split(spec.split)
     content = load_checkpoint(store, checkpoint.folder, checkpoint.sha256).content
+    if content.model.is_own:
+        raise FailedPrecondition(
+            f"checkpoint: the model of {checkpoint.name} is made by code of {content.model.code_bundle}, which "
+            "PredictVersion does not run; deploy the checkpoint, and ask the deployment",
+            reason="OWN_CODE_NOT_RUN",
+            metadata={"resource": checkpoint.name, "code_bundle": content.model.code_bundle},
+            fields=[("checkpoint", "is of a model of a user's own code")],
+        )
     check_functions(content.transforms, custom_allowed, "in the data service")
     # An operator's function must not hang or end the service that answers.
     with functions_in_children():

@@ -89,6 +89,7 @@ def lineage_to_proto(deployment: Deployment, version: ModelVersion) -> lineage_p
         checkpoint_sha256=version.checkpoint_sha256,
         deployment=deployment.name,
         model_version=version.number,
+        code_bundle=version.code_bundle,
     )
 
 

@@ -34,7 +34,10 @@ TOO_MANY_TENSORS = 100
 # Numbers that are put into a message in one go, while no other thread can run.
 TYPED_AT_ONCE = 64 * 1024
 PLATFORM = "millrace_pytorch"
-LINEAGE = ("dataset_version", "training_job", "checkpoint", "checkpoint_sha256", "deployment", "model_version")
+LINEAGE = (
+    *("dataset_version", "training_job", "checkpoint", "checkpoint_sha256", "deployment", "model_version"),
+    "code_bundle",
+)
 
 
 def check_tensor_counts(request: pb.ModelInferRequest, signature: Signature | None) -> None:
@@ -160,6 +163,7 @@ def _lineage_of(answer: Answer) -> tuple[str, ...]:
         version.checkpoint_sha256,
         answer.deployment.name,
         version.number,
+        version.code_bundle,
     )
 
 
@@ -168,7 +172,8 @@ def _lineage(*values: str) -> pb.ModelInferResponse:
     """What all answers of a version begin with: the fields of `millrace.common.v1.Lineage`, as parameters."""
     response = pb.ModelInferResponse()
     for name, value in zip(LINEAGE, values, strict=True):
-        response.parameters[name].string_param = value
+        if value or name != "code_bundle":  # which most models have not
+            response.parameters[name].string_param = value
     return response
 
 

@@ -13,6 +13,7 @@ from shared import names
 from shared.checkpoint import CheckpointEntry, resolve
 from shared.checkpoint.users import release, using
 from shared.errors import already_exists
+from shared.own_code import OwnCode
 from shared.requests import claimed
 from shared.storage import ObjectStore
 
@@ -24,8 +25,15 @@ class DeploymentManager:
     """Blocking; safe to call from several threads."""
 
     def __init__(
-        self, store: ObjectStore, deployments: Deployments, operations: DeploymentOperations, cluster: Cluster
+        self,
+        store: ObjectStore,
+        deployments: Deployments,
+        operations: DeploymentOperations,
+        cluster: Cluster,
+        own_code: OwnCode | None = None,
     ) -> None:
+        """`own_code` says whether users' own code may run in replicas; None: it may not."""
+        self._own_code = own_code or OwnCode()
         self._store = store
         self._deployments = deployments
         self._operations = operations
@@ -35,7 +43,8 @@ class DeploymentManager:
         """The durable deployment, LOADING; or, for a `request_id` seen before, what its first call made.
 
         Raises `InvalidArgument`, `NotFound` (job or checkpoint; or what the first call made, where that was deleted
-        since), `FailedPrecondition` (the job has no checkpoint; the cluster could never hold it) and `AlreadyExists`.
+        since), `FailedPrecondition` (the job has no checkpoint; the cluster could never hold it; its model is made by a
+        user's own code, which does not run here) and `AlreadyExists`.
         """
         wanted_name = f"deployments/{names.check_id('deployment_id', creation.deployment_id)}"
         request_id = names.check_request_id("request_id", creation.request_id)
@@ -44,6 +53,7 @@ class DeploymentManager:
                 raise already_exists(wanted_name)
             self._cluster.check_fits(creation.spec)
             entry = resolve(self._store, FIELD, creation.spec.checkpoint)
+            check_code(self._own_code, entry)
             return _new(wanted_name, new_uid(), request_id, creation.spec, entry)
         with claimed(self._store, SERVICE, request_id, creation.digest, wanted_name) as claim:
             if claim.repeated and (made := self._deployments.made_by(claim.name, request_id)):
@@ -83,6 +93,7 @@ class DeploymentManager:
         # Its mark keeps the checkpoint from the first moment on; should this process die, it counts until it is plain
         # that no deployment of this uid comes.
         with using(self._store, FIELD, spec.checkpoint, USER_KIND, uid, name, ends_in=State.GONE) as entry:
+            check_code(self._own_code, entry)
             deployment = _new(name, uid, request_id, spec, entry)
             # The pointer first: an operation that was answered must be found, whatever dies in between.
             self._operations.record(deployment)
@@ -90,6 +101,12 @@ class DeploymentManager:
         if made.uid != uid:  # the same request, sent twice at once, was faster
             release(self._store, entry.name, USER_KIND, uid)
         return made
+
+
+def check_code(own_code: OwnCode, entry: CheckpointEntry) -> None:
+    """Raises `FailedPrecondition` (OWN_CODE_OFF) for a model of a user's own code where such code does not run."""
+    if entry.code_bundle:
+        own_code.require_own_code(f"the model of {entry.name} is made by code of {entry.code_bundle}: ")
 
 
 def version_of(entry: CheckpointEntry, number: str) -> ModelVersion:
@@ -100,6 +117,7 @@ def version_of(entry: CheckpointEntry, number: str) -> ModelVersion:
         folder=entry.folder,
         checkpoint_sha256=entry.manifest_sha256,
         training_job=entry.name.partition("/checkpoints/")[0],
+        code_bundle=entry.code_bundle,
     )
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from inference_service.deployments.cluster import Cluster
-from inference_service.deployments.manager import FIELD, SERVICE, version_of
+from inference_service.deployments.manager import FIELD, SERVICE, check_code, version_of
 from inference_service.deployments.operations import DeploymentOperations, roll_out_operation_name
 from inference_service.deployments.registry import Deployments, new_uid
 from inference_service.domain.deployment import Deployment, ModelVersion, State, checked
@@ -19,6 +19,7 @@ from shared import names
 from shared.checkpoint import CheckpointEntry, resolve
 from shared.checkpoint.users import release, using
 from shared.errors import Conflict, MillraceError
+from shared.own_code import OwnCode
 from shared.requests import claimed
 from shared.storage import ObjectStore
 
@@ -32,8 +33,15 @@ class RollOutManager:
     """Blocking; safe to call from several threads."""
 
     def __init__(
-        self, store: ObjectStore, deployments: Deployments, operations: DeploymentOperations, cluster: Cluster
+        self,
+        store: ObjectStore,
+        deployments: Deployments,
+        operations: DeploymentOperations,
+        cluster: Cluster,
+        own_code: OwnCode | None = None,
     ) -> None:
+        """`own_code` is that of `DeploymentManager`."""
+        self._own_code = own_code or OwnCode()
         self._store = store
         self._deployments = deployments
         self._operations = operations
@@ -51,6 +59,7 @@ class RollOutManager:
             there = _checked(self._deployments.find(wish.name), wish)
             self._cluster.check_fits(there.spec, VERSIONS_OF_A_ROLL_OUT)
             entry = resolve(self._store, FIELD, wish.plan.checkpoint)
+            check_code(self._own_code, entry)
             return _begun(there, wish, request_id, new_uid(), entry)
         with claimed(self._store, SERVICE, request_id, wish.digest, wish.name) as claim:
             if claim.repeated and (made := self._deployments.roll_out_made_by(wish.name, request_id)):
@@ -90,6 +99,7 @@ class RollOutManager:
         # A mark of its own keeps the checkpoint meanwhile: the deployment's may be there already, of another version,
         # and must not go if this is refused. Should this process die, it counts for ten minutes.
         with using(self._store, FIELD, wish.plan.checkpoint, MARK_KIND, uid, wish.name, ends_in=State.GONE) as entry:
+            check_code(self._own_code, entry)
             # The pointer first: an operation that was answered must be found, whatever dies in between.
             self._operations.record_roll_out(roll_out_operation_name(uid), there)
             made = self._deployments.wish(wish.name, decide)

@@ -165,6 +165,8 @@ class ModelVersion(Durable):
     folder: str
     checkpoint_sha256: str
     training_job: str
+    # `codeBundles/{sha256}` of a user's own code that makes the model; empty of others.
+    code_bundle: str = ""
     dataset_version: str = ""
     weight: int = ALL_TRAFFIC
     signature: Signature | None = None

@@ -24,8 +24,10 @@ from inference_service.replica.told_loads import ToldLoads
 from inference_service.sockets.replica_socket import Door, listen
 from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.format import WEIGHTS
+from shared.code_loading import entry_failed, load_code
 from shared.custom_transforms import allowed_functions
 from shared.errors import Internal, MillraceError, Unavailable
+from shared.own_code import OwnCode
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from shared.telemetry import configure_logging
@@ -63,6 +65,8 @@ class ReplicaSpec:
     tracing: Mapping[str, str] | None = field(default=None, repr=False)
     # Whether rows with a NaN or an infinity that no step fills are computed. A default of the class, as for `tracing`.
     allow_non_finite: bool = False
+    # Whether a model that a user's own code makes may be loaded here. A default of the class, as for `tracing`.
+    own_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,8 @@ def _trace(variables: Mapping[str, str]) -> None:
 def _load(spec: ReplicaSpec) -> tuple[Any, Loaded]:
     # Before torch is imported, which takes seconds: a damaged checkpoint is told at once.
     content, weights = _read(spec)
+    if content.model.is_own:
+        _load_own_code(spec, content)
     import torch
 
     from inference_service.replica.device import assigned_device
@@ -202,8 +208,26 @@ def _load(spec: ReplicaSpec) -> tuple[Any, Loaded]:
         assigned_device(),
         allow_non_finite=spec.allow_non_finite,
     )
-    batch_s = model.warm_up(spec.max_batch_size)
+    batch_s = _warmed_up(model, content, spec.max_batch_size)
     return model, Loaded(model.signature, content.dataset_version, batch_s)
+
+
+def _load_own_code(spec: ReplicaSpec, content: CheckpointContent) -> None:
+    """Here and nowhere else in this service: a replica is a process of Ray's, not of the service."""
+    OwnCode(is_trusted=spec.own_code).require_own_code(
+        f"the model of {content.training_job} is made by code of {content.model.code_bundle}: "
+    )
+    load_code(open_store(spec.store), content.model.code_bundle)
+
+
+def _warmed_up(model: ServedModel, content: CheckpointContent, max_rows: int) -> dict[int, float]:
+    try:
+        return model.warm_up(max_rows)
+    except Exception as error:
+        if isinstance(error, MillraceError) or not content.model.is_own:
+            raise
+        # A user's code may raise anything, and Serve would only try again.
+        raise entry_failed(content.model.code_bundle, content.model.entry, error) from error
 
 
 def _read(spec: ReplicaSpec) -> tuple[CheckpointContent, bytes]:

@@ -27,6 +27,9 @@ from shared.transforms import Pipeline, Schema, schema_of_columns
 FORMAT = "millrace.checkpoint/3"
 # Of a model whose target was scaled: a release that knows nothing of that would answer in the wrong unit.
 FORMAT_SCALED = "millrace.checkpoint/3-scaled-target"
+# Of a model that a user's own code makes: a release that knows nothing of that could not build it.
+FORMAT_OWN_MODEL = "millrace.checkpoint/5-own-model"
+MODEL_FORMATS = (FORMAT, FORMAT_SCALED, FORMAT_OWN_MODEL)
 # Of a user's own training function; see `shared.checkpoint.program`. Earlier releases skip it.
 PROGRAM_FORMAT = "millrace.checkpoint/4-program"
 WEIGHTS = "model.safetensors"
@@ -94,9 +97,15 @@ class CheckpointContent:
         whole = reduce(Pipeline.then, map(Pipeline.from_config, self.transforms), Pipeline([]))
         return whole.serving([self.input_column], self.ingested_schema)
 
+    @property
+    def _format(self) -> str:
+        if self.model.is_own:
+            return FORMAT_OWN_MODEL
+        return FORMAT if self.target_scaling is None else FORMAT_SCALED
+
     def as_manifest(self) -> dict[str, Any]:
         return {
-            "format": FORMAT if self.target_scaling is None else FORMAT_SCALED,
+            "format": self._format,
             "training_job": self.training_job,
             "dataset_version": self.dataset_version,
             "dataset_manifest_sha256": self.dataset_manifest_sha256,
@@ -187,10 +196,10 @@ def load_checkpoint(store: ObjectStore, folder: str, manifest_sha256: str) -> Ch
     manifest = json.loads(encoded)
     if manifest.get("format") == PROGRAM_FORMAT:
         raise not_a_model(folder)
-    if manifest.get("format") not in (FORMAT, FORMAT_SCALED):
+    if manifest.get("format") not in MODEL_FORMATS:
         raise DataLoss(
             f"{folder}/{MANIFEST} has the format {manifest.get('format')!r}; this release reads "
-            f"{FORMAT!r} and {FORMAT_SCALED!r}",
+            f"{' and '.join(map(repr, MODEL_FORMATS))}",
             reason=OTHER_FORMAT,
             metadata={"file": f"{folder}/{MANIFEST}"},
         )

@@ -24,7 +24,8 @@ from shared.user_markers import live_users as live_users
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEntry(Durable):
     """`name` is `trainingJobs/{j}/checkpoints/{c}`; `create_time` in seconds since the epoch; `final`: it is of the
-    run's last step; `code_bundle`: `codeBundles/{sha256}` of the program that reported it, empty for a model."""
+    run's last step; `code_bundle`: `codeBundles/{sha256}` of the program that reported it, or of the code that makes
+    the model, whose `model_entry` it then has; empty for other models."""
 
     name: str
     folder: str
@@ -37,6 +38,12 @@ class CheckpointEntry(Durable):
     metrics: dict[str, float] = field(default_factory=dict)
     final: bool = False
     code_bundle: str = ""
+    model_entry: str = ""
+
+    @property
+    def is_of_program(self) -> bool:
+        """Whether only the program that reported it can read it."""
+        return bool(self.code_bundle) and not self.model_entry
 
     def as_state(self) -> dict[str, Any]:
         state: dict[str, Any] = as_state(self)

@@ -24,7 +24,7 @@ def resolve(store: ObjectStore, field_path: str, name: str) -> CheckpointEntry:
     one that is being deleted, or a checkpoint that a user's own training function reported.
     """
     entry = resolve_any(store, field_path, name)
-    if entry.code_bundle:
+    if entry.is_of_program:
         raise not_a_model(entry.name, [(field_path, "is a checkpoint of a user's own training function")])
     return entry
 

@@ -1,4 +1,4 @@
-"""One function for every kind of builder: torchvision's, the MLP, and those of installed packages."""
+"""One function for every kind of builder: torchvision's, the MLP, those of installed packages, and users' own code."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from shared.errors import InvalidArgument, first_line, invalid_field
 from shared.installed import MODELS, load_installed
 from shared.model_spec import ModelSpec
 from shared.models.mlp import MLP, build_mlp
+from shared.models.own_model import build_own
 from shared.models.torchvision_models import PREFIX, build_torchvision, known_builders
 
 if TYPE_CHECKING:
@@ -20,8 +21,11 @@ def build_model(spec: ModelSpec, path: str = "model") -> nn.Module:
     """A model with fresh weights: inputs float32 (B, C, H, W), or (B, C) for `mlp`, to outputs (B, num_classes).
 
     Raises `InvalidArgument` naming the field below `path` for an unknown builder, arguments that it does not take, or
-    a model whose input channels cannot be adapted.
+    a model whose input channels cannot be adapted; `FailedPrecondition` for a user's own model in a process that has
+    not loaded its code.
     """
+    if spec.is_own:
+        return build_own(spec, path)
     if spec.builder.startswith(PREFIX):
         return build_torchvision(spec, path)
     if spec.builder == MLP:

@@ -37,6 +37,8 @@ class LoadedModel:
         self.module.to(device)
         self._device = device
         self._task = content.model.task
+        # Of a user's own code anything may come.
+        self._width = content.model.num_classes if content.model.is_own else None
         self._target_scaling = content.target_scaling
         self._layout = torch.contiguous_format
 
@@ -57,10 +59,22 @@ class LoadedModel:
         inputs = torch.from_numpy(np.require(prepared, np.float32, ["C", "W"]))
         with torch.inference_mode():
             given = self.module(inputs.to(self._device, memory_format=self._layout))
+            if self._width is not None:
+                _check_output(given, (len(inputs), self._width))
             if self._task == REGRESSION:
                 return [undo_scaling(self._target_scaling, given).cpu().numpy()]
             outputs = (given, given.softmax(dim=1), given.argmax(dim=1))
         return [output.cpu().numpy() for output in outputs]
+
+
+def _check_output(given: object, shape: tuple[int, int]) -> None:
+    found = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
+    if found != shape:
+        raise FailedPrecondition(
+            f"the model's forward gives {found} for {shape[0]} rows and not a tensor of {shape}: it can be trained, "
+            "and not be served or predicted with",
+            reason="MODEL_DOES_NOT_SERVE",
+        )
 
 
 def does_not_load(content: CheckpointContent, error: Exception) -> FailedPrecondition:

@@ -126,6 +126,8 @@ class CheckpointWriter:
             create_time=time.time(),
             metrics=content.metrics,
             final=final,
+            code_bundle=content.model.code_bundle,
+            model_entry=content.model.entry,
         )
         self._patiently(lambda: self._registry.commit(entry))
         self._told(entry)

@@ -19,7 +19,7 @@ from train_service.domain.spec import (
     DDP,
     DROP,
     FLOAT32,
-    REGRESSION,
+    OWN,
     REPLAY,
     THREADS,
     CheckpointPolicy,
@@ -30,6 +30,8 @@ from train_service.domain.spec import (
     Program,
     TrainingSpec,
     default_best_metric,
+    default_loss,
+    default_metrics,
 )
 from train_service.domain.spec_rules import FIELDS_OF_OWN_LOOP, MAX_WORKERS, check_unset
 
@@ -45,7 +47,10 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
     if spec.HasField("program"):
         return _program_spec_from_proto(spec)
     if not spec.HasField("model"):
-        raise invalid_field("spec.model", None, "name a builder, e.g. torchvision.resnet18")
+        raise invalid_field(
+            "spec.model", None, "name a builder, e.g. torchvision.resnet18, or an entry of your own code"
+        )
+    is_own = bool(spec.model.entry)
     input_column = spec.input_column or "image"
     pipeline = Pipeline.from_proto(spec.transform, input_column, "spec.transform", custom_allowed)
     task = _name(resources_pb2.TrainingSpec.Task, spec.task, "TASK_", CLASSIFICATION)
@@ -64,15 +69,21 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
             in_channels=spec.model.in_channels,
             num_classes=spec.model.num_classes,
             kwargs=_plain(spec.model.kwargs, "spec.model.kwargs"),
+            code_bundle=spec.model.code_bundle,
+            entry=spec.model.entry,
         ),
         initial_checkpoint=spec.initial_checkpoint,
         loss=LossSpec(
-            name=spec.loss.name or ("mse" if task == REGRESSION else "cross_entropy"),
+            # Of a model of one's own only its code says whether it has a loss, metrics and optimizers: without a name
+            # the check of the job fills them in.
+            name=spec.loss.name or ("" if is_own else default_loss(task)),
             kwargs=_plain(spec.loss.kwargs, "spec.loss.kwargs"),
             label_smoothing=spec.loss.label_smoothing,
         ),
-        metrics=tuple(spec.metrics) or (("mae",) if task == REGRESSION else ("accuracy",)),
-        optimizer=_optimizer(spec.optimizer) if spec.HasField("optimizer") else OptimizerSpec(),
+        metrics=tuple(spec.metrics) or (() if is_own else default_metrics(task)),
+        optimizer=_optimizer(spec.optimizer)
+        if spec.HasField("optimizer")
+        else OptimizerSpec(**({"name": OWN} if is_own else {})),
         target_scaling=_name(resources_pb2.TrainingSpec.TargetScaling, spec.target_scaling, "TARGET_SCALING_", NONE),
         training_step=spec.training_step,
         precision=_name(resources_pb2.TrainingSpec.Precision, spec.precision, "PRECISION_", FLOAT32),
@@ -143,7 +154,11 @@ def spec_to_proto(spec: TrainingSpec) -> resources_pb2.TrainingSpec:
         label_column=spec.label_column,
         task=f"TASK_{spec.task}",
         model=resources_pb2.Model(
-            builder=spec.model.builder, in_channels=spec.model.in_channels, num_classes=spec.model.num_classes
+            builder=spec.model.builder,
+            in_channels=spec.model.in_channels,
+            num_classes=spec.model.num_classes,
+            code_bundle=spec.model.code_bundle,
+            entry=spec.model.entry,
         ),
         initial_checkpoint=spec.initial_checkpoint,
         loss=resources_pb2.Loss(name=spec.loss.name, label_smoothing=spec.loss.label_smoothing),
@@ -193,6 +208,8 @@ def spec_to_proto(spec: TrainingSpec) -> resources_pb2.TrainingSpec:
         (message.optimizer.scheduler_kwargs, spec.optimizer.scheduler_kwargs),
     ):
         struct.update(values)
+    if spec.optimizer.name == OWN:
+        message.ClearField("optimizer")  # what is told can be given back
     if spec.program is not None:
         _set_program(message, spec.program)
     return message

@@ -20,6 +20,8 @@ THREADS, RAY_DATA = "THREADS", "RAY_DATA"
 DDP, FSDP = "DDP", "FSDP"
 # What workers compute on.
 CPU, GPU = "CPU", "GPU"
+# The name of a loss and an optimizer that a model of a user's own brings itself.
+OWN = ""
 # Where a program's shard goes on after a checkpoint in the middle of an epoch.
 REPLAY, CONTINUE = "REPLAY", "CONTINUE"
 # What happens to rows that the workers cannot share equally.
@@ -61,6 +63,14 @@ class CheckpointPolicy:
 
 def default_best_metric(task: str) -> str:
     return "validation_loss" if task == REGRESSION else "validation_accuracy"
+
+
+def default_loss(task: str) -> str:
+    return "mse" if task == REGRESSION else "cross_entropy"
+
+
+def default_metrics(task: str) -> tuple[str, ...]:
+    return ("mae",) if task == REGRESSION else ("accuracy",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -195,10 +195,35 @@ def _of_the_model(spec: TrainingSpec) -> list[Rule]:
     model, loss = spec.model, spec.loss
     classes = spec.task == CLASSIFICATION
     smoothing = loss.label_smoothing
+    # Of a model of one's own both are worked out where they are 0.
+    own = model.is_own
     return [
-        (1 <= model.in_channels <= 65_536, "model.in_channels", model.in_channels, "use 1 to 65,536"),
         (
-            (2 if classes else 1) <= model.num_classes <= 1_000_000,
+            not (own and model.builder),
+            "model.builder",
+            model.builder,
+            "spec.model.entry names a model of your own; leave one of both out",
+        ),
+        (
+            not own or _is_entry(model.entry),
+            "model.entry",
+            model.entry,
+            "use module:name of a function or class, e.g. net:build",
+        ),
+        (
+            own or not model.code_bundle,
+            "model.entry",
+            model.entry,
+            "name the function or class of spec.model.code_bundle that makes the model, e.g. net:build",
+        ),
+        (
+            (own and not model.in_channels) or 1 <= model.in_channels <= 65_536,
+            "model.in_channels",
+            model.in_channels,
+            "use 1 to 65,536",
+        ),
+        (
+            (own and not model.num_classes) or (2 if classes else 1) <= model.num_classes <= 1_000_000,
             "model.num_classes",
             model.num_classes,
             f"use {2 if classes else 1} to 1,000,000",

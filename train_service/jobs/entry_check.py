@@ -16,6 +16,7 @@ import tempfile
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from shared.code_bundle import Readable, read_bundle
 from shared.code_packing import unpack
@@ -23,7 +24,7 @@ from shared.errors import ResourceExhausted, invalid_field
 
 logger = logging.getLogger(__name__)
 
-FIELD = "spec.program.entry"
+FIELD, MODEL_FIELD = "spec.program.entry", "spec.model.entry"
 CHILD = Path(__file__).with_name("entry_child.py")
 # Each may take as much as `Limits` allows.
 MAX_CHILDREN = 2
@@ -56,29 +57,44 @@ class EntryCheck:
         self._limits = limits or Limits()
         self._namespaces = namespaces
         self._children = threading.BoundedSemaphore(MAX_CHILDREN)
-        # What is installed does not change while the service runs, and a bundle never does: a sweep asks once.
-        self._good: dict[tuple[str, str], None] = {}
+        # What is installed does not change while the service runs, and a bundle never does: a sweep asks once. By the
+        # bundle, the entry and what was asked of its model; what was found.
+        self._good: dict[tuple[str, str, str], dict[str, Any]] = {}
 
     def check(self, sha256: str, entry: str) -> None:
         """Raises `InvalidArgument` on `spec.program.entry`, naming the user's file and line where there is one, and
         `ResourceExhausted` where others' checks take too long."""
-        if (sha256, entry) in self._good:
-            return
+        self._checked(sha256, entry, None, FIELD)
+
+    def look_at_model(self, sha256: str, entry: str, asked: dict[str, Any]) -> dict[str, Any]:
+        """What `own_model_child` finds of the model that the entry makes; `asked` is its question.
+
+        Raises `InvalidArgument` on the field of `spec` that does not work, and `ResourceExhausted` as `check`."""
+        return self._checked(sha256, entry, asked, MODEL_FIELD)
+
+    def _checked(self, sha256: str, entry: str, model: dict[str, Any] | None, field: str) -> dict[str, Any]:
+        asked = "" if model is None else json.dumps(model, sort_keys=True)
+        if (good := self._good.get((sha256, entry, asked))) is not None:
+            return good
         if not self._children.acquire(timeout=CHECK_WAIT_S):
             raise ResourceExhausted(
                 f"{MAX_CHILDREN} other programs are being checked; try again later", reason="TOO_MANY_PROGRAMS"
             )
         try:
-            problem = self._problem(sha256, entry)
+            answer = self._answer(sha256, entry, model)
         finally:
             self._children.release()
-        if problem:
-            raise invalid_field(FIELD, entry, problem)
-        self._good[sha256, entry] = None
+        if problem := str(answer["problem"]):
+            # A child may answer anything: of what it names only a field of the specification is taken.
+            told = str(answer.get("field", ""))
+            raise invalid_field(told if told.startswith("spec.") else field, entry, problem)
+        facts = answer.get("facts")
+        self._good[sha256, entry, asked] = facts if isinstance(facts, dict) else {}
         while len(self._good) > MAX_REMEMBERED:
             self._good.pop(next(iter(self._good)), None)
+        return self._good[sha256, entry, asked]
 
-    def _problem(self, sha256: str, entry: str) -> str:
+    def _answer(self, sha256: str, entry: str, model: dict[str, Any] | None) -> dict[str, Any]:
         module, _, function = entry.partition(":")
         # What the module leaves there may be made unreadable; a service must not fail for it.
         with tempfile.TemporaryDirectory(prefix="millrace-entry-", ignore_cleanup_errors=True) as made:
@@ -97,10 +113,11 @@ class EntryCheck:
                 "path": [one for one in sys.path if one],
                 "limits": asdict(self._limits),
                 "namespaces": self._namespaces,
+                **({} if model is None else {"model": model}),
             }
             return self._ask(json.dumps(question).encode(), work)
 
-    def _ask(self, question: bytes, work: Path) -> str:
+    def _ask(self, question: bytes, work: Path) -> dict[str, Any]:
         command = [sys.executable, "-I", "-B", str(CHILD)]
         # Files, not pipes: a process that is left behind would keep a pipe open.
         with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answered:
@@ -118,7 +135,7 @@ class EntryCheck:
             try:
                 status = child.wait(self._limits.wall_s + GUARD_S)
             except subprocess.TimeoutExpired:
-                return f"its module was not imported within {self._limits.wall_s:g} s"
+                return {"problem": f"its module was not imported within {self._limits.wall_s:g} s"}
             finally:
                 if child.returncode is None:
                     os.killpg(child.pid, signal.SIGKILL)
@@ -126,11 +143,12 @@ class EntryCheck:
             answered.seek(0)
             answer = answered.read(MAX_ANSWER_BYTES)
         try:
-            return str(json.loads(answer)["problem"])
+            told = json.loads(answer)
+            return {**told, "problem": str(told["problem"])}
         except (ValueError, TypeError, KeyError):
             # The guard runs none of the user's code. Where it has no namespaces, that may still kill it.
             logger.warning("a check of an entry ended without an answer, with status %d", status)
-            return "its module ended the process that checks it"
+            return {"problem": "its module ended the process that checks it"}
 
 
 def _environment(work: Path) -> dict[str, str]:

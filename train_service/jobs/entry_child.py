@@ -1,10 +1,11 @@
-"""Imports a user's module and looks at its function, in a process that may die: `entry_check` starts it.
+"""Imports a user's module and looks at its function or model, in a process that may die: `entry_check` starts it.
 
     python -I -B entry_child.py < question.json > answer.json
 
 Two or three processes: the guard, which this file is started as, watches the user's, in which the module is imported;
 where the kernel grants namespaces, a third between them is their first process, whose end takes all others with it.
-The guard writes one JSON object: `problem` is empty, or says what is wrong. It needs the standard library alone.
+The guard writes one JSON object: `problem` is empty, or says what is wrong. It needs the standard library alone; the
+user's process imports torch, too, where the entry makes a model.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def main() -> None:
         _begin(question, writing, isolated)
     os.close(writing)
     try:
-        answer = _watch(pid, reading, limits)
+        answer = _watch(pid, reading, limits, makes_model="model" in question)
     finally:
         _end_all(pid)
     answer["isolated"] = isolated
@@ -70,10 +71,21 @@ def _begin(question: dict[str, Any], writing: int, isolated: bool) -> NoReturn:
     _detach(writing)
     _limit(question["limits"])
     os.chdir(question["work"])
-    answer = json.dumps({"problem": look_up(question)}).encode()
+    answer = json.dumps(_answer(question)).encode()
     with contextlib.suppress(OSError):  # the module has closed it; the guard says so
         os.write(writing, answer[:MAX_ANSWER_BYTES])
     os._exit(0)
+
+
+def _answer(question: dict[str, Any]) -> dict[str, Any]:
+    """`problem`; of a model's entry, which `model` asks about, what `own_model_child` says besides."""
+    if problem := look_up(question):
+        return {"problem": problem}
+    if "model" not in question:
+        return {"problem": ""}
+    from train_service.jobs.own_model_child import look_at_model  # imports torch
+
+    return look_at_model(question["model"], question["folder"])
 
 
 def look_up(question: dict[str, Any]) -> str:
@@ -95,6 +107,8 @@ def look_up(question: dict[str, Any]) -> str:
         there = [one for one, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == name]
         listed = f"; it has {', '.join(there[:MAX_NAMES])}" if there else ""
         return f"{place} has no function {function!r}{listed}"
+    if "model" in question and inspect.isclass(found):
+        return ""  # whether it takes the configuration is seen when it is called
     if not callable(found):
         return f"{function!r} of {place} is of type {type(found).__name__}: name a function"
     code = getattr(found, "__code__", None)
@@ -135,7 +149,7 @@ def _one_line(error: BaseException) -> str:
     return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
 
 
-def _watch(pid: int, reading: int, limits: dict[str, Any]) -> dict[str, Any]:
+def _watch(pid: int, reading: int, limits: dict[str, Any], *, makes_model: bool) -> dict[str, Any]:
     """Until the process `pid` has ended, or all processes below us together are over a limit."""
     os.set_blocking(reading, False)
     began = time.monotonic()
@@ -147,22 +161,27 @@ def _watch(pid: int, reading: int, limits: dict[str, Any]) -> dict[str, Any]:
                 answer = (answer + data)[:MAX_ANSWER_BYTES]
         if status is not None:
             return _answered(answer, status)
-        if over := _over(limits, time.monotonic() - began):
+        if over := _over(limits, time.monotonic() - began, makes_model=makes_model):
             return {"problem": over}
         time.sleep(POLL_S)
 
 
 def _answered(answer: bytes, status: int) -> dict[str, Any]:
     try:
-        problem = json.loads(answer)["problem"]
-        return {"problem": str(problem)[: 4 * MAX_TEXT]}
+        told = json.loads(answer)
+        # `field` and `facts` are of a model.
+        kept = {key: told[key] for key in ("field", "facts") if key in told}
+        return {"problem": str(told["problem"])[: 4 * MAX_TEXT], **kept}
     except (ValueError, TypeError, KeyError):
         code = os.waitstatus_to_exitcode(status)
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
         return {"problem": f"its module ended the process that imported it, {how}"}
 
 
-def _over(limits: dict[str, Any], elapsed_s: float) -> str:
+def _over(limits: dict[str, Any], elapsed_s: float, *, makes_model: bool) -> str:
+    stage, wall_stage = "when it is imported", "to be imported"
+    if makes_model:
+        stage = wall_stage = "until its model is made and tried"
     processes = _below(os.getpid())
     memory = sum(rss for _, rss, _ in processes)
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -170,11 +189,11 @@ def _over(limits: dict[str, Any], elapsed_s: float) -> str:
     if len(processes) > limits["processes"]:
         return f"its module starts more than {limits['processes']} processes"
     if memory > limits["memory_bytes"]:
-        return f"its module takes more than {limits['memory_bytes'] >> 20} MiB of memory when it is imported"
+        return f"its module takes more than {limits['memory_bytes'] >> 20} MiB of memory {stage}"
     if cpu_s > limits["cpu_s"]:
-        return f"its module takes more than {limits['cpu_s']:g} s of CPU time when it is imported"
+        return f"its module takes more than {limits['cpu_s']:g} s of CPU time {stage}"
     if elapsed_s > limits["wall_s"]:
-        return f"its module takes more than {limits['wall_s']:g} s to be imported"
+        return f"its module takes more than {limits['wall_s']:g} s {wall_stage}"
     return ""
 
 

@@ -1,5 +1,5 @@
 """What a job stands on stays: the dataset version and the checkpoint that it starts from while it is at work, the
-bundle of a program's code until the job is deleted."""
+bundle of a user's own code until the job is deleted."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ def using_inputs(store: ObjectStore, kind: str, job: JobRecord, spec: TrainingSp
             version = stack.enter_context(using(store, spec.dataset_version, kind, job.uid, job.name))
         if spec.program is not None:
             stack.enter_context(using_bundle(store, spec.program.code_bundle, kind, job.uid, job.name))
+        if spec.model.is_own:
+            bundle, field = spec.model.code_bundle, "spec.model.code_bundle"
+            stack.enter_context(using_bundle(store, bundle, kind, job.uid, job.name, field=field))
         if spec.initial_checkpoint:
             mark = checkpoint_users.using(store, FIELD, spec.initial_checkpoint, kind, job.uid, job.name)
             stack.enter_context(mark)
@@ -40,5 +43,7 @@ def release_inputs(store: ObjectStore, kind: str, uid: str, training: Mapping[st
         unmark(store, version, kind, uid)
     if program := training.get("program"):
         release_bundle(store, program["code_bundle"], kind, uid)
+    if bundle := training.get("model", {}).get("code_bundle"):
+        release_bundle(store, bundle, kind, uid)
     if initial := training.get("initial_checkpoint"):
         checkpoint_users.release(store, initial, kind, uid)

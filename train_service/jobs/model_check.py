@@ -5,6 +5,8 @@ The first call imports torch and torchvision, which takes seconds.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shared.errors import InvalidArgument, ResourceExhausted, first_line, invalid_field
@@ -28,8 +30,8 @@ def check_model(spec: TrainingSpec, model_input: TensorSpec, total_steps: int = 
     from train_service.learning.optimizers import check_optimizer
     from train_service.learning.training_steps import build_training_step
 
-    _check_names(spec)
-    _check_parallel(spec)
+    check_names(spec)
+    check_parallel(spec)
     model = _check_outputs(spec, model_input)
     if spec.placement.parallel == FSDP:
         check_sharding(spec.model, model_input.shape)
@@ -89,21 +91,27 @@ def _check_loss(spec: TrainingSpec) -> None:
         raise invalid_field(path, value, remedy) from None
 
 
-def _check_names(spec: TrainingSpec) -> None:
-    """Metrics there are, and what goes by one goes by one that will be measured."""
+def check_names(spec: TrainingSpec, own_metrics: Collection[str] = ()) -> None:
+    """Metrics there are, and what goes by one goes by one that will be measured. `own_metrics` are those of a model of
+    a user's own."""
     import torch
 
     from train_service.learning.metrics import Metrics, measured
 
-    Metrics(spec, torch.device("cpu"))
+    Metrics(replace(spec, metrics=tuple(one for one in spec.metrics if one not in own_metrics)), torch.device("cpu"))
     will_be = ["validation_loss", *(f"validation_{name}" for name in measured(spec))]
     stopping = spec.early_stopping
     if stopping is not None and stopping.metric not in will_be:
         raise invalid_field("spec.early_stopping.metric", stopping.metric, f"use one of {', '.join(will_be)}")
-    if stopping is not None and not spec.validation_split:
-        remedy = "it goes by what validation measures, and the version has no split for it; set spec.validation_split"
-        raise invalid_field("spec.early_stopping", stopping.metric, remedy)
+    check_stopping(spec)
     _check_best(spec, will_be)
+
+
+def check_stopping(spec: TrainingSpec) -> None:
+    """Raises `InvalidArgument` where it goes by what nobody measures."""
+    if spec.early_stopping is not None and not spec.validation_split:
+        remedy = "it goes by what validation measures, and the version has no split for it; set spec.validation_split"
+        raise invalid_field("spec.early_stopping", spec.early_stopping.metric, remedy)
 
 
 def _check_best(spec: TrainingSpec, will_be: list[str]) -> None:
@@ -120,7 +128,7 @@ def _check_best(spec: TrainingSpec, will_be: list[str]) -> None:
         raise invalid_field("spec.checkpoints.keep_best", policy.keep_best, remedy)
 
 
-def _check_parallel(spec: TrainingSpec) -> None:
+def check_parallel(spec: TrainingSpec) -> None:
     if spec.placement.parallel != FSDP:
         return
     if spec.optimizer.name in NOT_OF_SHARDS:

@@ -27,7 +27,7 @@ class ProgramCheck:
     def __init__(self, store: ObjectStore, own_code: OwnCode | None = None, entries: EntryCheck | None = None) -> None:
         self._store = store
         self.own_code = own_code or OwnCode()
-        self._entries = entries or EntryCheck(store)
+        self.entries = entries or EntryCheck(store)
 
     def checked(self, spec: TrainingSpec) -> TrainingSpec:
         """With the defaults that depend on the version. Raises what `CreateTrainingJob` says of a program."""
@@ -36,19 +36,19 @@ class ProgramCheck:
         self.own_code.require_own_code()
         spec_rules.check(spec)
         bundle = load_bundle(self._store, BUNDLE_FIELD, program.code_bundle)
-        _check_module(bundle, program.entry)
+        check_module(bundle, ENTRY_FIELD, program.entry)
         check_requirements(bundle, installed_version)
         spec = fitted_program(self._store, spec)
-        self._entries.check(bundle.sha256, program.entry)
+        self.entries.check(bundle.sha256, program.entry)
         return spec
 
 
-def check_requirements(bundle: BundleRecord, installed: Callable[[str], str | None]) -> None:
+def check_requirements(bundle: BundleRecord, installed: Callable[[str], str | None], field: str = BUNDLE_FIELD) -> None:
     """Raises `InvalidArgument` naming each requirement that this image does not meet, and the version that it has."""
     problems = unmet(bundle.requirements, installed)
     if problems:
         remedy = "install it in the image of the services and of Ray's nodes, or change the bundle's requirements"
-        raise invalid_fields((BUNDLE_FIELD, text, f"{what}; {remedy}") for text, what in problems[:MAX_NAMED])
+        raise invalid_fields((field, text, f"{what}; {remedy}") for text, what in problems[:MAX_NAMED])
 
 
 def installed_version(name: str) -> str | None:
@@ -58,9 +58,9 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def _check_module(bundle: BundleRecord, entry: str) -> None:
-    """Before a process is started for it."""
+def check_module(bundle: BundleRecord, field: str, entry: str) -> None:
+    """Before a process is started for it. Raises `InvalidArgument` on `field` for a module that the bundle has not."""
     top = entry.partition(":")[0].partition(".")[0]
     if top not in bundle.modules:
         has = ", ".join(bundle.modules[:MAX_NAMED]) or "no module"
-        raise invalid_field(ENTRY_FIELD, entry, f"{bundle.name} has no module {top!r} at its top; it has {has}")
+        raise invalid_field(field, entry, f"{bundle.name} has no module {top!r} at its top; it has {has}")

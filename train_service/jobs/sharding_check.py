@@ -11,11 +11,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shared.errors import ResourceExhausted, invalid_field
 from shared.model_spec import ModelSpec
 from train_service.domain.spec import FSDP
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # To import torch and to call the model twice on the meta device; a machine that has much else to do is slow.
 LIMIT_S = 120.0
@@ -54,21 +57,24 @@ def check_sharding(model: ModelSpec, row_shape: Sequence[int]) -> None:
 def answer() -> None:
     """The child's whole work: a question on its standard input, the answer as the last line of its standard output."""
     question: dict[str, Any] = json.load(sys.stdin)
-    print(json.dumps({"problem": _problem(ModelSpec.from_config(question["model"]), question["row_shape"])}))
-
-
-def _problem(spec: ModelSpec, row_shape: Sequence[int]) -> str:
     import torch
     import torch.distributed as dist
 
     from shared.models import build_model
-    from train_service.learning.sharding import ShardingError, shard
-    from train_service.learning.sharding_units import find_units, mixed_unit
 
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     with torch.device("meta"):
-        model = build_model(spec, "spec.model")
+        model = build_model(ModelSpec.from_config(question["model"]), "spec.model")
+    print(json.dumps({"problem": sharding_problem(model, question["row_shape"])}))
+
+
+def sharding_problem(model: nn.Module, row_shape: Sequence[int]) -> str:
+    """What keeps FSDP from sharding the model, which is on the meta device; empty if nothing. It is sharded then. In a
+    process of its own with a process group of one."""
+    from train_service.learning.sharding import ShardingError, shard
+    from train_service.learning.sharding_units import find_units, mixed_unit
+
     units = find_units(model, row_shape)
     if mixed := mixed_unit(model, units):
         name, kinds = mixed

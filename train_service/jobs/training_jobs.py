@@ -36,6 +36,7 @@ from train_service.jobs.cluster_memory import ClusterMemory, check_ever_fits
 from train_service.jobs.inputs import using_inputs
 from train_service.jobs.lifecycle import Deletions
 from train_service.jobs.model_check import check_model
+from train_service.jobs.own_model_check import OwnModelCheck
 from train_service.jobs.program_check import ProgramCheck
 from train_service.jobs.suggestions import suggest_spec
 from train_service.loading.version_fit import fitted, steps_of_run
@@ -78,6 +79,7 @@ class TrainingJobs:
         self._cluster_max = cluster_max
         self._clusters = ClusterMemory(store)
         self._programs = programs or ProgramCheck(store)
+        self._own_models = OwnModelCheck(store, self._programs)
         self._deletions = deletions or Deletions(store)
         self._jobs = Jobs(store, TRAIN_KIND)
         # The first call imports torch, and first imports must not race; nor may what silences torch's warnings.
@@ -113,6 +115,9 @@ class TrainingJobs:
         if spec.program is not None:
             remedy = "a program runs on Ray Train's workers: create the job at a train service"
             raise invalid_field("spec.program.entry", spec.program.entry, remedy)
+        if spec.model.is_own:
+            remedy = "a model of your own code is checked by a train service: create the job there"
+            raise invalid_field("spec.model.entry", spec.model.entry, remedy)
         job = self._jobs.find(f"{COLLECTION}/{job_id}")
         if job is None:
             spec = self.checked(spec)
@@ -201,7 +206,7 @@ class TrainingJobs:
         if not job.state.final:
             return self._view(self._jobs.resume(name, name, etag))
         spec = self._still_read(job)
-        if spec.program is not None:
+        if spec.program is not None or spec.model.is_own:
             self._programs.own_code.require_own_code()
         try:
             # What a job stands on may be deleted once it is over; from here on it may not again. The marks stay even
@@ -250,6 +255,8 @@ class TrainingJobs:
         """With defaults that depend on the version. Raises what `CreateTrainingJob` says of a spec."""
         if spec.program is not None:
             return self._programs.checked(spec)
+        if spec.model.is_own:
+            return self._with_initial_checkpoint(self._own_models.checked(spec))
         spec, version, prepared = fitted(self._store, spec)
         with self._alone():
             check_model(spec, prepared, steps_of_run(spec, version))
@@ -274,7 +281,8 @@ class TrainingJobs:
             return spec
         check_name(spec.initial_checkpoint)
         entry = resolve(self._store, FIELD, spec.initial_checkpoint)
-        check_fits(self._store, entry, spec.model)
+        if not spec.model.is_own:  # whose code runs in the check's child alone
+            check_fits(self._store, entry, spec.model)
         check_scaling(self._store, entry, spec)
         return replace(spec, initial_checkpoint=entry.name)
 

@@ -6,15 +6,18 @@ K = outputs of the model, W = world size.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from shared.errors import FailedPrecondition, first_line
 from shared.models import build_model
+from shared.models.own_model import own_method
 from shared.models.scaled_target import scale_target, undo_scaling
 from shared.target_scaling import TargetScaling
 from shared.transforms import TensorSpec
@@ -56,15 +59,16 @@ class Learner:
         self._total_steps = total_steps
         sharded = spec.placement.parallel == FSDP and ranks.world_size > 1
         units = units_of(spec.model, model_input.shape) if sharded else None
-        torch.manual_seed(spec.seed)
+        seed_generators(spec.seed, ranks.device, all_kinds=spec.model.is_own)
         self.model = build_model(spec.model, "spec.model").to(ranks.device)
         if sharded:
             # Before the optimizer, which must hold the shards.
             ranks.wrap(self.model, FSDP, units=units)
         self._wrapped = self.model
-        self._loss = build_loss(spec.loss)
+        self._loss = build_loss(spec.loss, self.model)
         self._training_step = build_training_step(spec.training_step)
-        self._metrics = Metrics(spec, ranks.device, most_sums=MOST_SUMS_OF_A_STEP)
+        self._own_metrics = own_method(self.model, "metrics") if spec.model.is_own else None
+        self._metrics = Metrics(spec, ranks.device, most_sums=MOST_SUMS_OF_A_STEP, own=self._own_metrics)
         self._optimizer = build_optimizer(spec.optimizer, self.model, fused=_may_be_fused(spec))
         self._scheduler = build_scheduler(spec.optimizer, self._optimizer, total_steps)
         self._scaler = torch.amp.GradScaler(ranks.device.type, enabled=spec.precision == FLOAT16)
@@ -109,7 +113,8 @@ class Learner:
         Raises `FailedPrecondition`, before anything is changed, where the loss is not finite.
         """
         # All noise of the step depends on where it is, not on what ran before.
-        seed_generators(noise_seed(self._spec.seed, batch.step, self._ranks.rank), self._ranks.device)
+        seed = noise_seed(self._spec.seed, batch.step, self._ranks.rank)
+        seed_generators(seed, self._ranks.device, all_kinds=self._spec.model.is_own)
         if not self.model.training:  # after a validation; it walks through all modules
             self._wrapped.train()
         self._optimizer.zero_grad(set_to_none=True)
@@ -136,7 +141,7 @@ class Learner:
         """
         # What is measured is what is saved, and rank 0 saves.
         self._ranks.share_buffers(self.model)
-        metrics = Metrics(self._spec, self._ranks.device)
+        metrics = Metrics(self._spec, self._ranks.device, own=self._own_metrics)
         loss, measured, rows = evaluate(
             self.model,
             self._loss,
@@ -268,9 +273,13 @@ def _may_be_fused(spec: TrainingSpec) -> bool:
     return spec.placement.parallel != FSDP and spec.precision != FLOAT16
 
 
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Of the host, and of the device. `torch.manual_seed` alone notes who called it for each kind of device that this
-    process does not use, which takes a millisecond."""
+def seed_generators(seed: int, device: torch.device, *, all_kinds: bool = False) -> None:
+    """Of the host, and of the device; with `all_kinds` NumPy's and Python's, too, from which users' code may draw.
+    `torch.manual_seed` alone notes who called it for each kind of device that this process does not use, which takes a
+    millisecond."""
+    if all_kinds:
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)
     else:

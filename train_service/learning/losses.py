@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shared.errors import InvalidArgument, first_line, invalid_field
 from shared.installed import LOSSES, load_installed
-from train_service.domain.spec import LossSpec
+from shared.models.own_model import own_method
+from train_service.domain.spec import OWN, LossSpec
 
 FIELD = "spec.loss"
 _HALVES = (torch.bfloat16, torch.float16)
@@ -53,8 +54,12 @@ def total_of(loss: Tensor, rows: int) -> Tensor:
     )
 
 
-def build_loss(spec: LossSpec) -> Loss:
-    """Raises `InvalidArgument` naming `spec.loss.name` or `spec.loss.kwargs`."""
+def build_loss(spec: LossSpec, model: nn.Module | None = None) -> Loss:
+    """Of a model of a user's own that has a loss, and where none is named, that of `model`. Raises `InvalidArgument`
+    naming `spec.loss.name` or `spec.loss.kwargs`."""
+    own = own_method(model, "loss") if spec.name == OWN and model is not None else None
+    if own is not None:
+        return Loss(own)
     built_in = _BUILT_IN.get(spec.name)
     factory = built_in or load_installed(LOSSES, spec.name, f"{FIELD}.name", ", ".join(_BUILT_IN))
     kwargs = {**spec.kwargs, **({"label_smoothing": spec.label_smoothing} if spec.label_smoothing else {})}

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shared.errors import invalid_field
+from shared.errors import InvalidArgument, invalid_field
 from train_service.domain.spec import CLASSIFICATION, TrainingSpec
+from train_service.learning.losses import total_of
 
 FIELD = "spec.metrics"
 TOP = 5
@@ -42,12 +43,23 @@ class Metric(Protocol):
 class Metrics:
     """All metrics of a job. Without torchmetrics' import, which takes seconds, where none of them needs it."""
 
-    def __init__(self, spec: TrainingSpec, device: torch.device, *, most_sums: int | None = None) -> None:
-        """Leaves out those that are wider than `most_sums`. Raises `InvalidArgument` naming `spec.metrics`, also where
+    def __init__(
+        self,
+        spec: TrainingSpec,
+        device: torch.device,
+        *,
+        most_sums: int | None = None,
+        own: Callable[[Tensor, Tensor], Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        """Leaves out those that are wider than `most_sums`. `own` is the `metrics` of a model of a user's own, which
+        gives all those that are not among ours. Raises `InvalidArgument` naming `spec.metrics`, also where
         the others together have more than `MOST_SUMS`."""
         self.task = spec.task
         outputs = spec.model.num_classes
-        kinds = {name: _kind(name, spec) for name in measured(spec)}
+        ours = _OF_CLASSES if spec.task == CLASSIFICATION else _OF_NUMBERS
+        theirs = [name for name in measured(spec) if own is not None and name not in ours]
+        self._own = _Own(own, theirs) if own is not None and theirs else None
+        kinds = {name: _kind(name, spec) for name in measured(spec) if name not in theirs}
         widths = {name: kind.width(outputs) for name, kind in kinds.items()}
         widths = {name: width for name, width in widths.items() if most_sums is None or width <= most_sums}
         self.width = sum(widths.values())
@@ -59,10 +71,13 @@ class Metrics:
             )
             raise invalid_field(FIELD, widest, remedy)
         self._metrics = {name: kinds[name].build(outputs, device) for name in widths}
+        self.width += self._own.width if self._own is not None else 0
 
     def sums(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Of a batch, float64 (width,)."""
         sums = [one.sums(outputs, labels) for one in self._metrics.values()]
+        if self._own is not None:
+            sums.append(self._own.sums(outputs, labels))
         return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64)
 
     def values(self, sums: Tensor | Sequence[float]) -> dict[str, float]:
@@ -72,6 +87,8 @@ class Metrics:
         for name, one in self._metrics.items():
             values[name] = one.value(sums[begin : begin + one.width])
             begin += one.width
+        if self._own is not None:
+            values.update(self._own.values(sums[begin:]))
         return values
 
 
@@ -103,6 +120,33 @@ class _Mean:
     def value(self, sums: Tensor) -> float:
         total, rows = sums.tolist()
         return self._read(total / rows) if rows else float("nan")
+
+
+class _Own:
+    """What the `metrics` of a model of a user's own gives: by name a number for each row, (rows,), or their mean."""
+
+    def __init__(self, give: Callable[[Tensor, Tensor], Mapping[str, Tensor]], names: Sequence[str]) -> None:
+        self._give = give
+        self._names = list(names)
+        # The sum of each, and last the rows.
+        self.width = len(self._names) + 1
+
+    def sums(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        given = self._give(outputs, labels)
+        missing = [name for name in self._names if name not in given]
+        if missing:
+            raise InvalidArgument(
+                f"metrics of the model gives {', '.join(given) or 'nothing'}, and not {missing[0]}: it must give the "
+                "same names each time",
+                reason="BAD_METRICS",
+            )
+        rows = len(labels)
+        each = [total_of(torch.as_tensor(given[name]).detach().double(), rows) for name in self._names]
+        return torch.stack([*(one.cpu() for one in each), torch.tensor(float(rows), dtype=torch.float64)])
+
+    def values(self, sums: Tensor) -> dict[str, float]:
+        *totals, rows = sums.tolist()
+        return {name: total / rows if rows else float("nan") for name, total in zip(self._names, totals, strict=True)}
 
 
 class _Torchmetrics:

@@ -75,8 +75,10 @@ def check_fits(spec: TrainingSpec, version: DatasetVersion) -> TensorSpec:
         prepared = Preprocessing(spec, version.columns, asked=True).output
     dimensions = input_dimensions(spec.model.builder)
     fits = bool(prepared.shape) and dimensions in (None, len(prepared.shape))
-    if prepared.dtype != "float32" or not fits or prepared.shape[0] != spec.model.in_channels:
-        wanted = f"float32 of {_wanted(spec.model.in_channels, dimensions)}, as spec.model.in_channels says"
+    # Of a model of a user's own that may be left open.
+    channels = spec.model.in_channels or (prepared.shape[0] if prepared.shape else 0)
+    if prepared.dtype != "float32" or not fits or prepared.shape[0] != channels:
+        wanted = f"float32 of {_wanted(channels, dimensions)}, as spec.model.in_channels says"
         made = f"{prepared.dtype} of {prepared.shape}"
         hint = "concat" if dimensions == 1 else "to_float"
         raise invalid_field(FIELD, made, f"must make {wanted}; add steps such as {hint}")
@@ -178,6 +180,8 @@ def _check_label(spec: TrainingSpec, version: DatasetVersion) -> None:
 def _check_numbers(spec: TrainingSpec, given: ColumnType) -> None:
     """One number for each output of the model: a scalar column where it has one, a tensor of them where more."""
     width, outputs = None, spec.model.num_classes
+    if not outputs and spec.model.is_own:
+        return  # looked at again once its code has said it
     if isinstance(given, TensorType):
         width = given.shape[0] if len(given.shape) == 1 else None
     elif kinds.is_integer(given.arrow_type) or kinds.is_floating(given.arrow_type):

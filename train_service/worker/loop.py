@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shared.code_loading import load_code
 from shared.dataset_version import load_version
 from shared.dataset_version.ingested_statistics import ingested_nan_counts
 from shared.errors import DataLoss
@@ -99,6 +100,9 @@ class Run:
         self._spec = config.spec
         self._ranks = ranks
         self._store: ObjectStore = open_store(config.store)
+        if self._spec.model.is_own:
+            # From here on this process can build it.
+            patient(lambda: load_code(self._store, self._spec.model.code_bundle), "the code of the model")
         self._version = patient(lambda: load_version(self._store, self._spec.dataset_version), "the dataset version")
         self._batches = Batches(self._store, self._version, self._spec)
         self._preprocessing = self._batches.preprocessing

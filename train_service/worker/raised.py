@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 
+from shared.code_loading import line_in_code
 from shared.errors import Internal, MillraceError, first_line
 from shared.log import StaleAttempt
 from train_service.domain.watchdog import WAITING_FRAMES
@@ -13,18 +14,20 @@ OF_A_LOST_PEER = ("gloo", "nccl", "connection closed by peer", "connection reset
 
 
 def as_told(error: Exception, rank: int, step: int) -> Exception:
-    """`error` as one of ours that names its type, the first line of its message, the rank and how many steps were done;
-    itself where it is one of ours already, or where the rank only lost others that it waited for.
+    """`error` as one of ours that names its type, the first line of its message, the rank, how many steps were done,
+    and the line of a user's own code. Itself where it is one of ours already, or where the rank only lost others that
+    it waited for.
 
     It counts as a failure, and another attempt is made: what raised once may not again.
     """
     if isinstance(error, (MillraceError, StaleAttempt)) or lost_others(error):
         return error
-    kind = type(error).__name__
+    kind, line = type(error).__name__, line_in_code(error)
+    at = f" at {line}" if line else ""
     return Internal(
-        f"{kind} on rank {rank} at step {step}: {first_line(error)}",
+        f"{kind} on rank {rank} at step {step}{at}: {first_line(error)}",
         reason="WORKER_RAISED",
-        metadata={"ranks": str(rank), "step": str(step), "exception": kind},
+        metadata={"ranks": str(rank), "step": str(step), "exception": kind, **({"line": line} if line else {})},
     )
 
 

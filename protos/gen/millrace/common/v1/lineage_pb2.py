@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n millrace/common/v1/lineage.proto\x12\x12millrace.common.v1\"\x92\x01\n\x07Lineage\x12\x17\n\x0f\x64\x61taset_version\x18\x01 \x01(\t\x12\x14\n\x0ctraining_job\x18\x02 \x01(\t\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\x12\x19\n\x11\x63heckpoint_sha256\x18\x04 \x01(\t\x12\x12\n\ndeployment\x18\x05 \x01(\t\x12\x15\n\rmodel_version\x18\x06 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n millrace/common/v1/lineage.proto\x12\x12millrace.common.v1\"\xa7\x01\n\x07Lineage\x12\x17\n\x0f\x64\x61taset_version\x18\x01 \x01(\t\x12\x14\n\x0ctraining_job\x18\x02 \x01(\t\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\x12\x19\n\x11\x63heckpoint_sha256\x18\x04 \x01(\t\x12\x12\n\ndeployment\x18\x05 \x01(\t\x12\x15\n\rmodel_version\x18\x06 \x01(\t\x12\x13\n\x0b\x63ode_bundle\x18\x07 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,5 +32,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.common.v1.lineage_
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LINEAGE']._serialized_start=57
-  _globals['_LINEAGE']._serialized_end=203
+  _globals['_LINEAGE']._serialized_end=224
 # @@protoc_insertion_point(module_scope)

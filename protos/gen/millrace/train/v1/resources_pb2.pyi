@@ -273,16 +273,20 @@ class Placement(_message.Message):
     def __init__(self, cpus_per_worker: _Optional[float] = ..., gpus_per_worker: _Optional[float] = ..., resources_per_worker: _Optional[_Mapping[str, float]] = ..., accelerator_type: _Optional[str] = ..., strategy: _Optional[str] = ..., parallel: _Optional[str] = ..., backend: _Optional[str] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., allow_cpu_fallback: _Optional[bool] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("builder", "kwargs", "in_channels", "num_classes")
+    __slots__ = ("builder", "kwargs", "in_channels", "num_classes", "code_bundle", "entry")
     BUILDER_FIELD_NUMBER: _ClassVar[int]
     KWARGS_FIELD_NUMBER: _ClassVar[int]
     IN_CHANNELS_FIELD_NUMBER: _ClassVar[int]
     NUM_CLASSES_FIELD_NUMBER: _ClassVar[int]
+    CODE_BUNDLE_FIELD_NUMBER: _ClassVar[int]
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
     builder: str
     kwargs: _struct_pb2.Struct
     in_channels: int
     num_classes: int
-    def __init__(self, builder: _Optional[str] = ..., kwargs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., in_channels: _Optional[int] = ..., num_classes: _Optional[int] = ...) -> None: ...
+    code_bundle: str
+    entry: str
+    def __init__(self, builder: _Optional[str] = ..., kwargs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., in_channels: _Optional[int] = ..., num_classes: _Optional[int] = ..., code_bundle: _Optional[str] = ..., entry: _Optional[str] = ...) -> None: ...
 
 class Optimizer(_message.Message):
     __slots__ = ("name", "learning_rate", "kwargs", "schedule", "scheduler", "scheduler_kwargs")

@@ -1,0 +1,120 @@
+"""A bundle's code in this process: unpacked on the node, importable, and the object that an entry names.
+
+For processes that may run callers' code alone: workers and replicas. A service never calls `load_code`, and nothing of
+a bundle can be found without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+from shared.code_bundle import Readable, digest_of, unpack_on_node
+from shared.errors import FailedPrecondition, MillraceError, first_line
+
+# By the name of a bundle, `codeBundles/{sha256}`, the folder that holds it. One bundle for each process: modules of two
+# could have the same names.
+_loaded: dict[str, Path] = {}
+_lock = threading.Lock()
+
+
+def node_folder() -> Path:
+    """Where bundles are unpacked on this node, for all processes of this user."""
+    return Path(f"/tmp/millrace-{os.getuid()}/code")
+
+
+def load_code(store: Readable, code_bundle: str, root: Path | None = None) -> Path:
+    """Makes the modules of `codeBundles/{sha256}` importable in this process. Returns the folder that holds them, below
+    `root`, by default the node's.
+
+    Raises `FailedPrecondition` where this process has loaded another bundle, and what `unpack_on_node` raises.
+    """
+    sha256 = digest_of("code_bundle", code_bundle)
+    with _lock:
+        others = [name for name in _loaded if name != code_bundle]
+        if others:
+            raise FailedPrecondition(
+                f"this process has loaded {others[0]} and cannot load {code_bundle} besides: their modules could have "
+                "the same names; use another process",
+                reason="OTHER_CODE_LOADED",
+                metadata={"resource": code_bundle, "loaded": others[0]},
+            )
+        root = root or node_folder()
+        root.parent.mkdir(mode=0o700, exist_ok=True)
+        folder = unpack_on_node(store, sha256, root)
+        # Compiled files would change the folder, which is compared with the digest.
+        sys.dont_write_bytecode = True
+        if str(folder) not in sys.path:
+            # Behind all that is installed: no module of the bundle stands in for one of ours or of Python.
+            sys.path.append(str(folder))
+        _loaded[code_bundle] = folder
+        return folder
+
+
+def adopt_code(code_bundle: str, folder: Path) -> None:
+    """Of a child process that looks at code before a job is made: the bundle lies unpacked in `folder`, which is on
+    `sys.path` already."""
+    with _lock:
+        _loaded[code_bundle] = folder
+
+
+def find_entry(code_bundle: str, entry: str) -> Any:
+    """The object that `module:name` means in a bundle that `load_code` has loaded. Imports the module.
+
+    Raises `FailedPrecondition`: CODE_NOT_LOADED in a process that does not run callers' code, MODULE_SHADOWED where an
+    installed module has the name, and ENTRY_FAILED, with the line of the bundle, for a module that cannot be imported
+    or has no such object.
+    """
+    folder = _loaded.get(code_bundle)
+    if folder is None:
+        raise FailedPrecondition(
+            f"{entry} is code of {code_bundle}, which this process has not loaded; only workers and replicas run "
+            "such code",
+            reason="CODE_NOT_LOADED",
+            metadata={"resource": code_bundle},
+        )
+    module_name, _, name = entry.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the module's own import raises
+        raise entry_failed(code_bundle, entry, error) from error
+    if not str(getattr(module, "__file__", None) or "").startswith(f"{folder}{os.sep}"):
+        raise FailedPrecondition(
+            f"{module_name} is {getattr(module, '__file__', 'built in')}, and not of {code_bundle}: a module of that "
+            "name is installed; rename the bundle's",
+            reason="MODULE_SHADOWED",
+            metadata={"resource": code_bundle},
+        )
+    found: Any = module
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            raise entry_failed(code_bundle, entry, error) from error
+    return found
+
+
+def entry_failed(code_bundle: str, entry: str, error: BaseException) -> MillraceError:
+    """The error of code of a bundle that raised: it names the exception and the innermost line of the bundle."""
+    where = line_in_code(error)
+    at = f" at {where}" if where else ""
+    return FailedPrecondition(
+        f"{entry} of {code_bundle} failed{at}: {type(error).__name__}: {first_line(error)}",
+        reason="ENTRY_FAILED",
+        metadata={"resource": code_bundle, "entry": entry, "line": where},
+    )
+
+
+def line_in_code(error: BaseException) -> str:
+    """`train.py:12`, the innermost line of a loaded bundle that the error came through; empty where there is none."""
+    where = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        for folder in _loaded.values():
+            if frame.filename.startswith(f"{folder}{os.sep}"):
+                where = f"{frame.filename.removeprefix(f'{folder}{os.sep}')}:{frame.lineno}"
+    return where

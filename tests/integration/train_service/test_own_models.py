@@ -1,0 +1,89 @@
+"""A model of a user's own code on two real Ray Train workers: killed, and resumed to the very same weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+from pathlib import Path
+
+import pytest
+
+import millrace_client as mc
+from shared.checkpoint import load_checkpoint, resolve
+from shared.checkpoint.format import WEIGHTS
+from tests.support.code_folders import write_files
+from tests.support.ray_head import RayHead
+from tests.support.training import VERSION, State, TrainStack
+
+pytestmark = pytest.mark.timeout(400)
+
+NET = """
+import torch
+from torch import nn
+
+
+class Cells(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, width, 5, stride=2), nn.BatchNorm2d(width), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2),
+            nn.Linear(width * 12 * 12, 10),
+        )
+
+    def forward(self, images):
+        return self.body(images)
+
+    def loss(self, outputs, labels):
+        return nn.functional.cross_entropy(outputs, labels, label_smoothing=0.05, reduction="none")
+
+    def metrics(self, outputs, labels):
+        return {"certainty": outputs.softmax(1).max(1).values}
+
+
+def build(config):
+    return Cells(config["width"])
+"""
+
+
+def test_a_model_of_a_users_own_outlives_the_kill_of_a_rank_bit_for_bit(
+    file_stack: TrainStack, train_ray: RayHead, tmp_path: Path
+) -> None:
+    stack = file_stack
+    with mc.connect(train=stack.service.address) as millrace:
+        bundle = millrace.train.push_code(write_files(tmp_path / "code", {"net.py": NET}))
+        spec = mc.training_spec(
+            VERSION,
+            model=mc.own_model(bundle, "net:build", config={"width": 6}),
+            transform=[mc.to_float()],
+            epochs=6,
+            global_batch_size=30,
+            num_workers=2,
+            checkpoint_every_steps=7,
+            seed=3,
+        )
+        struck = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
+        assert (struck.spec.model.in_channels, struck.spec.model.num_classes) == (1, 10)
+        watch = stack.client.watch(struck.name, within_s=300)
+        watch.until("checkpoint_committed", lambda event: event.checkpoint_committed.step >= 7)
+        os.kill(max(train_ray.processes("ray::RayTrainWorker")), signal.SIGKILL)
+        watch.rest()
+        # As it was given back: with all that followed from the version and the code.
+        whole = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", struck.spec)
+        whole = stack.client.finished(whole.name)
+    struck = stack.client.get(struck.name)
+
+    assert (struck.state, struck.failures) == (State.STATE_SUCCEEDED, 1), struck.error
+    assert (whole.state, whole.failures) == (State.STATE_SUCCEEDED, 0), whole.error
+    assert whole.spec == struck.spec
+
+    def weights(job: str) -> bytes:
+        entry = resolve(stack.store, "checkpoint", f"{job}/checkpoints/final")
+        assert (entry.code_bundle, entry.step) == (bundle.name, 120)
+        return load_checkpoint(stack.store, entry.folder, entry.manifest_sha256).read(WEIGHTS)
+
+    assert weights(struck.name) == weights(whole.name)
+    last = stack.client.checkpoints(struck.name)[-1]
+    assert last.code_bundle == bundle.name
+    assert last.metrics["validation_accuracy"] > 0.8
+    assert 0 < last.metrics["validation_certainty"] <= 1

@@ -1,0 +1,195 @@
+"""What a user's own model is found to be, and why one is refused.
+
+A service looks at it in a child process, which takes seconds to import torch. So what the child finds is tried here in
+this process, and some of it in a child.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.errors import FailedPrecondition, InvalidArgument
+from shared.own_code import OwnCode
+from shared.storage import ObjectStore
+from tests.support.code_folders import write_files
+from tests.support.own_models import NET, code_of_this_process, own, spec_of
+from tests.unit.train_service.learners import CLASSES, NUMBERS, SPEC, WIDTH, commit_table
+from train_service.domain.spec import (
+    FSDP,
+    OWN,
+    CheckpointPolicy,
+    EarlyStopping,
+    OptimizerSpec,
+    Placement,
+    TrainingSpec,
+)
+from train_service.jobs.own_model_child import look_at_model
+from train_service.jobs.program_check import ProgramCheck
+from train_service.jobs.training_jobs import TrainingJobs
+
+OWN_LOSS = """
+class WithLoss(Net):
+    def loss(self, outputs, labels):
+        return nn.functional.cross_entropy(outputs, labels, reduction="none")
+
+    def metrics(self, outputs, labels):
+        return {"margin": outputs.max(1).values, "share": (outputs.argmax(1) == 0).float().mean()}
+"""
+
+
+CLASS = "\nclass A(Net):\n    {}\n"
+
+
+@pytest.fixture
+def jobs(store: ObjectStore) -> TrainingJobs:
+    commit_table(store)
+    return TrainingJobs(store, programs=ProgramCheck(store, OwnCode(is_trusted=True)))
+
+
+def refusal(jobs: TrainingJobs, spec: TrainingSpec) -> tuple[str, str]:
+    """The field and what is said of it."""
+    with pytest.raises(InvalidArgument) as refused:
+        jobs.checked(spec)
+    ((path, text),) = refused.value.fields
+    return path, text
+
+
+def test_what_is_left_out_follows_from_the_version_and_the_code(jobs: TrainingJobs, store: ObjectStore) -> None:
+    found = jobs.checked(own(store, SPEC))
+
+    assert (found.model.in_channels, found.model.num_classes) == (WIDTH, CLASSES)
+    assert (found.loss.name, found.optimizer.name, found.metrics) == ("cross_entropy", "AdamW", ("accuracy",))
+
+
+def test_a_loss_and_metrics_of_the_model_take_the_place_of_the_specifications(
+    jobs: TrainingJobs, store: ObjectStore
+) -> None:
+    spec = own(store, SPEC, NET + OWN_LOSS, "net:WithLoss", kwargs={"width": 4})
+    stopping = EarlyStopping(metric="validation_margin", maximize=True, patience=2)
+
+    found = jobs.checked(replace(spec, early_stopping=stopping))
+
+    assert (found.loss.name, found.metrics) == (OWN, ("accuracy", "margin", "share"))
+    assert jobs.checked(found) == found
+
+
+def test_numbers_are_learnt_by_a_model_with_as_many_outputs(jobs: TrainingJobs, store: ObjectStore) -> None:
+    policy = CheckpointPolicy(best_metric="validation_loss", maximize=False)
+    found = jobs.checked(own(store, NUMBERS, kwargs={"classes": 1}, checkpoints=policy))
+
+    assert (found.model.num_classes, found.loss.name, found.metrics) == (1, "mse", ("mae",))
+
+
+def test_code_that_the_meta_device_does_not_stand_is_tried_on_the_cpu(jobs: TrainingJobs, store: ObjectStore) -> None:
+    source = (
+        NET
+        + """
+import numpy as np
+
+
+class Scaled(Net):
+    def forward(self, inputs):
+        return self.body(inputs * torch.from_numpy(np.ones(6, np.float32)))
+"""
+    )
+    spec = own(store, SPEC, source, "net:Scaled")
+
+    assert jobs.checked(spec).model.num_classes == CLASSES
+    path, text = refusal(jobs, replace(spec, placement=Placement(parallel=FSDP), num_workers=2))
+    assert (path, "meta device" in text) == ("spec.placement.parallel", True)
+
+
+def test_a_model_that_fsdp_can_shard_is_taken(jobs: TrainingJobs, store: ObjectStore) -> None:
+    spec = replace(own(store, SPEC), placement=Placement(parallel=FSDP), num_workers=2)
+    scalar = (
+        NET
+        + """
+class Scalar(Net):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs):
+        return self.body(inputs) * self.scale
+"""
+    )
+
+    assert jobs.checked(spec).placement.parallel == FSDP
+    path, text = refusal(
+        jobs, replace(own(store, SPEC, scalar, "net:Scalar"), placement=Placement(parallel=FSDP), num_workers=2)
+    )
+    assert (path, "use DDP" in text) == ("spec.placement.parallel", True)
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "source", "change"),
+    [
+        ("model.entry", "net.py:18: TypeError", "", {"kwargs": {"depth": 3}}),
+        ("model.entry", "must make a torch.nn.Module", "def made(config): return 3", {"entry": "net:made"}),
+        ("model.entry", "no parameter", "def made(): return nn.Flatten()", {"entry": "net:made"}),
+        ("model.entry", "does not take inputs of (2, 6)", "def made(): return nn.Linear(5, 3)", {"entry": "net:made"}),
+        ("model.entry", "(rows, classes or numbers)", "def made(): return nn.LSTM(6, 3)", {"entry": "net:made"}),
+        ("model.num_classes", "output is (rows, 3)", "", {"num_classes": 4}),
+        ("model.num_classes", "one output", "", {"kwargs": {"classes": 1}}),
+        ("optimizer.name", "torch.optim", "", {"optimizer": OptimizerSpec(name="Adams")}),
+        (
+            "model.entry",
+            "shape (3,) for 2 rows",
+            CLASS.format("def loss(self, outputs, labels): return torch.zeros(3)"),
+            {},
+        ),
+        ("model.entry", "net.py:21: ZeroDivisionError", CLASS.format("def loss(self, outputs, labels): 1 / 0"), {}),
+        ("model.entry", "name of Millrace's", CLASS.format("def metrics(self, a, b): return {'accuracy': b}"), {}),
+        ("model.entry", "each an identifier", CLASS.format("def metrics(self, a, b): return {'a b': b}"), {}),
+    ],
+)
+def test_what_does_not_work_is_refused_by_its_field(
+    tmp_path: Path, path: str, said: str, source: str, change: dict[str, Any]
+) -> None:
+    write_files(tmp_path, {"net.py": NET + source})
+    entry = change.get("entry", "net:A" if "class A" in source else "net:build")
+    spec = spec_of(f"codeBundles/{'0' * 64}", SPEC, **{**change, "entry": entry})
+    asked = {"spec": spec.as_config(), "row_shape": [WIDTH], "total_steps": 10}
+
+    with code_of_this_process():
+        sys.path.append(str(tmp_path))
+        answer = look_at_model(asked, str(tmp_path))
+
+    assert answer["field"] == f"spec.{path}"
+    assert said in answer["problem"]
+
+
+def test_what_goes_with_no_metric_that_is_measured_is_refused(jobs: TrainingJobs, store: ObjectStore) -> None:
+    stopping = EarlyStopping(metric="validation_margin", maximize=True, patience=2)
+
+    path, text = refusal(jobs, replace(own(store, SPEC), early_stopping=stopping))
+
+    assert (path, "validation_accuracy" in text) == ("spec.early_stopping.metric", True)
+    assert "has no module 'other'" in refusal(jobs, own(store, SPEC, entry="other:build"))[1]
+
+
+def test_without_trust_no_code_is_looked_at(store: ObjectStore) -> None:
+    commit_table(store)
+
+    with pytest.raises(FailedPrecondition) as refused:
+        TrainingJobs(store).checked(own(store, SPEC))
+
+    assert refused.value.specific_reason == "OWN_CODE_OFF"
+
+
+def test_a_specification_names_a_builder_or_an_entry(jobs: TrainingJobs, store: ObjectStore) -> None:
+    spec = own(store, SPEC)
+
+    both = refusal(jobs, replace(spec, model=replace(spec.model, builder="mlp")))
+    with pytest.raises(InvalidArgument) as neither:
+        jobs.checked(replace(spec, model=replace(spec.model, entry="")))
+    no_bundle = refusal(jobs, replace(spec, model=replace(spec.model, code_bundle="codeBundles/x")))
+
+    assert both[0] == "spec.model.builder"
+    assert "spec.model.entry" in dict(neither.value.fields)
+    assert no_bundle[0] == "spec.model.code_bundle"

@@ -1,0 +1,161 @@
+"""What a user's own model is, found out in the child process in which its module was imported; see `entry_child`.
+
+It is built on torch's meta device, where its size costs nothing. Code that makes tensors of its own kind there, from
+NumPy for example, does not stand that: it is built on the CPU then, within the child's limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared.code_loading import adopt_code, line_in_code
+from shared.errors import MillraceError, first_line, invalid_field
+from shared.models import build_model
+from shared.models.own_model import own_method
+from train_service.checkpoints.fine_tuning import fit
+from train_service.domain.own_model import OwnModelFacts, settled
+from train_service.domain.spec import FSDP, OWN, REGRESSION, TrainingSpec
+from train_service.jobs.sharding_check import sharding_problem
+from train_service.learning.losses import build_loss, total_of
+from train_service.learning.metrics import known_metrics
+from train_service.learning.optimizers import check_optimizer
+
+FIELD = "spec.model.entry"
+ROWS = 2
+DEVICES = ("meta", "cpu")
+
+
+def look_at_model(asked: dict[str, Any], folder: str) -> dict[str, Any]:
+    """`problem`, with the `field` that is wrong, or empty with the `facts`: those of `OwnModelFacts`.
+
+    `asked` has the plain form of the specification as `spec`, `row_shape` of one row of the model's input, the run's
+    `total_steps`, and `initial`, the shapes of an initial checkpoint's tensors by name, or None.
+    """
+    spec = TrainingSpec.from_config(asked["spec"])
+    adopt_code(spec.model.code_bundle, Path(folder))
+    try:
+        trial = _tried(spec, tuple(asked["row_shape"]))
+        checked = settled(spec, trial.facts, asked["row_shape"])
+        _check(checked, trial, asked)
+    except MillraceError as error:
+        field, text = error.fields[0] if error.fields else (FIELD, error.message)
+        return {"problem": text, "field": field}
+    return {"problem": "", "facts": trial.facts.as_config()}
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A model that was built and called, on the meta device or the CPU."""
+
+    model: nn.Module
+    facts: OwnModelFacts
+
+
+def _tried(spec: TrainingSpec, row_shape: tuple[int, ...]) -> _Trial:
+    """On the first device where it works. Raises what it does on the last."""
+    for device in DEVICES:
+        try:
+            return _tried_on(device, spec, row_shape)
+        except Exception:  # a user's code may raise anything
+            if device == DEVICES[-1]:
+                raise
+    raise AssertionError("there is a device")
+
+
+def _tried_on(device: str, spec: TrainingSpec, row_shape: tuple[int, ...]) -> _Trial:
+    with torch.device(device):
+        model = build_model(spec.model, "spec.model")
+        if not any(one.requires_grad for one in model.parameters()):
+            raise invalid_field(FIELD, spec.model.entry, "the model has no parameter that is trained")
+        return _Trial(model, _facts_of_model(model, spec, row_shape))
+
+
+def _facts_of_model(model: nn.Module, spec: TrainingSpec, row_shape: tuple[int, ...]) -> OwnModelFacts:
+    model.train()
+    output = _asked("forward", spec, lambda: model(torch.zeros((ROWS, *row_shape))), f"inputs of {(ROWS, *row_shape)}")
+    shape = tuple(output.shape) if isinstance(output, Tensor) else None
+    if shape is None or len(shape) != 2 or shape[0] != ROWS:
+        remedy = (
+            f"in training it must give one tensor of (rows, classes or numbers), not {shape or type(output).__name__}"
+        )
+        raise invalid_field(FIELD, spec.model.entry, f"{remedy}; a model with a training_step may give anything")
+    labels = torch.zeros(shape) if spec.task == REGRESSION else torch.zeros(ROWS, dtype=torch.int64)
+    has_loss = own_method(model, "loss") is not None
+    if has_loss and spec.loss.name == OWN:
+        given = _asked(
+            "loss", spec, lambda: build_loss(spec.loss, model)(output, labels), "outputs and labels like its"
+        )
+        _check_shape("loss", spec, given)
+    names: tuple[str, ...] = ()
+    if (measure := own_method(model, "metrics")) is not None:
+        told = _asked("metrics", spec, lambda: measure(output.detach(), labels), "outputs and labels like its")
+        names = _names(spec, told)
+    return OwnModelFacts(num_classes=shape[1], has_loss=has_loss, metrics=names)
+
+
+def _asked(method: str, spec: TrainingSpec, call: Callable[[], Any], given: str) -> Any:
+    try:
+        return call()
+    except MillraceError:
+        raise
+    except Exception as error:  # a user's code may raise anything
+        where = line_in_code(error)
+        told = f"{where}{': ' if where else ''}{type(error).__name__}: {first_line(error)}"
+        text = f"its {method} does not take {given}: {told}"
+        raise invalid_field(FIELD, spec.model.entry, text) from error
+
+
+def _check_shape(method: str, spec: TrainingSpec, given: Any) -> None:
+    if not isinstance(given, Tensor):
+        text = (
+            f"its {method} gives a {type(given).__name__}; it must give a number for each row, (rows,), or their mean"
+        )
+        raise invalid_field(FIELD, spec.model.entry, text)
+    try:
+        total_of(given, ROWS)
+    except MillraceError as error:
+        raise invalid_field(FIELD, spec.model.entry, f"its {method}: {error.message}") from None
+
+
+def _names(spec: TrainingSpec, told: Any) -> tuple[str, ...]:
+    if not isinstance(told, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in told):
+        remedy = "its metrics must give a dict of names, each an identifier, and numbers"
+        raise invalid_field(FIELD, spec.model.entry, remedy)
+    ours = ["loss", *known_metrics(spec.task)]
+    if taken := [name for name in told if name in ours]:
+        remedy = f"its metrics gives {taken[0]!r}, which is a name of Millrace's; use another"
+        raise invalid_field(FIELD, spec.model.entry, remedy)
+    for name, value in told.items():
+        _check_shape(f"metrics[{name!r}]", spec, torch.as_tensor(value))
+    return tuple(told)
+
+
+def _check(spec: TrainingSpec, trial: _Trial, asked: dict[str, Any]) -> None:
+    """What depends on more than the model itself; `spec` is settled."""
+    shapes = {name: tuple(one.shape) for name, one in trial.model.named_parameters()}
+    if spec.optimizer.name != OWN:
+        check_optimizer(spec.optimizer, shapes.values(), asked["total_steps"])
+    if spec.placement.parallel == FSDP and (problem := _sharding_problem(trial.model, asked["row_shape"])):
+        raise invalid_field("spec.placement.parallel", FSDP, f"{problem}; use DDP, or change that module")
+    initial = asked.get("initial")
+    if initial is not None and not fit(shapes, initial).taken:
+        remedy = "no weights of it fit the model; use one of the same model"
+        raise invalid_field("spec.initial_checkpoint", spec.initial_checkpoint, remedy)
+
+
+def _sharding_problem(model: nn.Module, row_shape: Sequence[int]) -> str:
+    import torch.distributed as dist
+
+    if any(not one.is_meta for one in model.parameters()):
+        return "FSDP builds the model on torch's meta device first, and its code makes tensors that do not go with that"
+    # Of one process that talks to nobody; the child has no network, which gloo would look for.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    return sharding_problem(model, row_shape)
