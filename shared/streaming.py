@@ -70,6 +70,12 @@ DOWNLOADS = Wording(
     "offset that are missing",
     stalled_reason="READER_STALLED",
 )
+IMPORTS = Wording(
+    full="checkpoints are being imported",
+    full_reason="TOO_MANY_IMPORTS",
+    stalled="nothing was sent for {:.0f} s while others wait to import; import it again",
+    stalled_reason="SENDER_STALLED",
+)
 UPLOADS = Wording(
     full="calls are sending chunks",
     full_reason="TOO_MANY_UPLOADS",

@@ -18,6 +18,7 @@ from train_service.converters.records import coverage_to_proto, log_to_proto, po
 from train_service.converters.specs import spec_from_proto
 from train_service.converters.suggestions import given_from_proto, suggestion_to_proto
 from train_service.jobs.bundle_intake import BundleIntake
+from train_service.jobs.checkpoint_import import CheckpointImports
 from train_service.jobs.checkpoint_reading import CheckpointReader
 from train_service.jobs.run_records import RunRecords
 from train_service.jobs.training_jobs import TrainingJobs
@@ -38,12 +39,13 @@ class TrainServicer(SweepServicerPart, BundleServicerPart, CheckpointServicerPar
         sweeps: Sweeps,
         intake: BundleIntake,
         checkpoints: CheckpointReader,
+        imports: CheckpointImports,
         custom_allowed: Collection[str],
     ) -> None:
         """`custom_allowed` are the functions that custom transform steps may name."""
         SweepServicerPart.__init__(self, sweeps, custom_allowed)
         BundleServicerPart.__init__(self, intake)
-        CheckpointServicerPart.__init__(self, checkpoints)
+        CheckpointServicerPart.__init__(self, checkpoints, imports, custom_allowed)
         self._jobs = jobs
         self._records = records
         self._custom_allowed = custom_allowed

@@ -18,6 +18,7 @@ from shared.own_code import OwnCode
 from shared.storage import ObjectStore
 from tests.support.grpc_kit import running
 from train_service.jobs.bundle_intake import BundleIntake
+from train_service.jobs.checkpoint_import import CheckpointImports
 from train_service.jobs.checkpoint_reading import CheckpointReader
 from train_service.jobs.lifecycle import Deletions
 from train_service.jobs.program_check import ProgramCheck
@@ -39,7 +40,8 @@ def registered(store: ObjectStore, *, own_code: bool = True) -> Callable[[aio.Se
     intake = BundleIntake(CodeBundles(store), callers_code)
 
     def register(server: aio.Server) -> list[str]:
-        servicer = TrainServicer(jobs, RunRecords(store), sweeps, intake, CheckpointReader(store), ())
+        checkpoints, imports = CheckpointReader(store), CheckpointImports(store, jobs, deletions)
+        servicer = TrainServicer(jobs, RunRecords(store), sweeps, intake, checkpoints, imports, ())
         train_service_pb2_grpc.add_TrainServiceServicer_to_server(servicer, server)
         return ["millrace.train.v1.TrainService"]
 
