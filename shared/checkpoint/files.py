@@ -13,7 +13,6 @@ from typing import Any
 
 from shared.checkpoint.format import MANIFEST, OTHER_FORMAT, PROGRAM_FORMAT, sha256
 from shared.checkpoint.program import ProgramContent, Readable
-from shared.checkpoint.registry import CheckpointEntry
 from shared.errors import DataLoss
 from shared.storage import ObjectMissing
 
@@ -34,18 +33,18 @@ class CheckpointFile:
     sha256: str
 
 
-def files_of(store: Readable, entry: CheckpointEntry) -> list[CheckpointFile]:
-    """The manifest, then the files that it names, in its order.
+def files_of(store: Readable, folder: str, manifest_sha256: str) -> list[CheckpointFile]:
+    """The manifest, then the files that it names, in its order. `folder` is where the checkpoint lies in the store.
 
     A program's own file goes before the manifest where both have the path `PROGRAM_MANIFEST`; the manifest is then left
     out. Raises `DataLoss` where the manifest is missing, another than the registry names, or of an unknown format.
     """
-    key = f"{entry.folder}/{MANIFEST}"
+    key = f"{folder}/{MANIFEST}"
     try:
         encoded = store.get(key)
     except ObjectMissing:
         raise _lost(key, "is missing") from None
-    if sha256(encoded) != entry.manifest_sha256:
+    if sha256(encoded) != manifest_sha256:
         raise _lost(key, "does not have the digest that its job's log names")
     manifest = json.loads(encoded)
     if not str(manifest.get("format", "")).startswith(FORMATS):
@@ -55,11 +54,11 @@ def files_of(store: Readable, entry: CheckpointEntry) -> list[CheckpointFile]:
             metadata={"file": key},
         )
     is_program = manifest["format"] == PROGRAM_FORMAT
-    named = _of_program(entry, manifest) if is_program else _of_model(entry, manifest["files"])
+    named = _of_program(folder, manifest) if is_program else _of_model(folder, manifest["files"])
     own_path = PROGRAM_MANIFEST if is_program else MANIFEST
     if any(one.path == own_path for one in named):
         return named
-    return [CheckpointFile(own_path, key, len(encoded), entry.manifest_sha256), *named]
+    return [CheckpointFile(own_path, key, len(encoded), manifest_sha256), *named]
 
 
 def read_file(store: Readable, file: CheckpointFile, offset: int = 0) -> Iterator[bytes]:
@@ -83,15 +82,13 @@ def read_file(store: Readable, file: CheckpointFile, offset: int = 0) -> Iterato
         raise _lost(file.key, "does not have the digest that its manifest names")
 
 
-def _of_model(entry: CheckpointEntry, files: Sequence[Mapping[str, Any]]) -> list[CheckpointFile]:
-    return [
-        CheckpointFile(one["path"], f"{entry.folder}/{one['path']}", one["size_bytes"], one["sha256"]) for one in files
-    ]
+def _of_model(folder: str, files: Sequence[Mapping[str, Any]]) -> list[CheckpointFile]:
+    return [CheckpointFile(one["path"], f"{folder}/{one['path']}", one["size_bytes"], one["sha256"]) for one in files]
 
 
-def _of_program(entry: CheckpointEntry, manifest: Mapping[str, Any]) -> list[CheckpointFile]:
+def _of_program(folder: str, manifest: Mapping[str, Any]) -> list[CheckpointFile]:
     return [
-        CheckpointFile(one.path, f"{entry.folder}/{one.object}", one.size_bytes, one.sha256)
+        CheckpointFile(one.path, f"{folder}/{one.object}", one.size_bytes, one.sha256)
         for one in ProgramContent.from_manifest(manifest).files
     ]
 

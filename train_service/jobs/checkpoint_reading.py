@@ -73,7 +73,7 @@ class CheckpointReader:
                     reason="CHECKPOINT_CHANGED",
                     metadata={"resource": entry.name, "manifest_sha256": entry.manifest_sha256},
                 )
-            files = files_of(self._store, entry)
+            files = files_of(self._store, entry.folder, entry.manifest_sha256)
             left = files[_place(files, path, offset) :]
             yield CheckpointListing(entry, files)
             held_at = self._clock()
