@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from data_service.streaming import framed
 from shared.dataset_version import RowGroup, VersionReader
 from shared.dataset_version.group_sizes import GroupSizes, ReadBytes
 from shared.errors import invalid_field
+from shared.streaming import framed
 
 # Below the 4 MiB that most clients take.
 MESSAGE_BYTES = 3 * 1024 * 1024 + 512 * 1024

@@ -21,7 +21,6 @@ from data_service.converters.versions import checked_operation, listed_message, 
 from data_service.datasets import Datasets
 from data_service.lifecycle import Deletions
 from data_service.preview import preview
-from data_service.streaming import Slots, in_threads
 from data_service.uploads.servicer import UploadServicerPart
 from data_service.uploads.uploads import Uploads
 from data_service.version_jobs import VersionJobs
@@ -30,6 +29,7 @@ from data_service.versions import Versions
 from millrace.data.v1 import data_service_pb2, quality_pb2, resources_pb2
 from shared.jobs import JobRecord
 from shared.requests import body_digest
+from shared.streaming import Slots, in_threads
 
 Context = aio.ServicerContext[Any, Any]
 

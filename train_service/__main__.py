@@ -27,6 +27,8 @@ from shared.sweeping import sweep_periodically
 from shared.telemetry import configure_logging
 from shared.tracing import configure_tracing, tracing
 from train_service.jobs.bundle_intake import BundleIntake
+from train_service.jobs.checkpoint_import import CheckpointImports
+from train_service.jobs.checkpoint_reading import CheckpointReader
 from train_service.jobs.lifecycle import Deletions
 from train_service.jobs.program_check import ProgramCheck
 from train_service.jobs.run_records import RunRecords
@@ -57,7 +59,9 @@ async def run(
     stop = asyncio.Event()
 
     def register(server: aio.Server) -> Sequence[str]:
-        servicer = TrainServicer(jobs, RunRecords(store), sweeps, BundleIntake(bundles, callers_code), custom_allowed)
+        intake, checkpoints = BundleIntake(bundles, callers_code), CheckpointReader(store)
+        imports = CheckpointImports(store, jobs, deletions)
+        servicer = TrainServicer(jobs, RunRecords(store), sweeps, intake, checkpoints, imports, custom_allowed)
         train_service_pb2_grpc.add_TrainServiceServicer_to_server(servicer, server)
         return [train_service_pb2.DESCRIPTOR.services_by_name["TrainService"].full_name]
 

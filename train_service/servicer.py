@@ -12,11 +12,14 @@ from millrace.train.v1 import resources_pb2, suggestion_pb2, train_service_pb2
 from shared.jobs import JobState
 from shared.requests import body_digest
 from train_service.bundle_servicer import BundleServicerPart
+from train_service.checkpoint_servicer import CheckpointServicerPart
 from train_service.converters.jobs import checkpoint_to_proto, event_to_proto, job_to_proto
 from train_service.converters.records import coverage_to_proto, log_to_proto, point_to_proto, use_to_proto
 from train_service.converters.specs import spec_from_proto
 from train_service.converters.suggestions import given_from_proto, suggestion_to_proto
 from train_service.jobs.bundle_intake import BundleIntake
+from train_service.jobs.checkpoint_import import CheckpointImports
+from train_service.jobs.checkpoint_reading import CheckpointReader
 from train_service.jobs.run_records import RunRecords
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.sweeps.servicer import SweepServicerPart
@@ -28,18 +31,21 @@ FOLLOW_INTERVAL_S = 0.5
 Context = aio.ServicerContext[Any, Any]
 
 
-class TrainServicer(SweepServicerPart, BundleServicerPart):
+class TrainServicer(SweepServicerPart, BundleServicerPart, CheckpointServicerPart):
     def __init__(
         self,
         jobs: TrainingJobs,
         records: RunRecords,
         sweeps: Sweeps,
         intake: BundleIntake,
+        checkpoints: CheckpointReader,
+        imports: CheckpointImports,
         custom_allowed: Collection[str],
     ) -> None:
         """`custom_allowed` are the functions that custom transform steps may name."""
         SweepServicerPart.__init__(self, sweeps, custom_allowed)
         BundleServicerPart.__init__(self, intake)
+        CheckpointServicerPart.__init__(self, checkpoints, imports, custom_allowed)
         self._jobs = jobs
         self._records = records
         self._custom_allowed = custom_allowed

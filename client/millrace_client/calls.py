@@ -22,7 +22,7 @@ DEFAULT_TIMEOUT_S = 30.0
 READING_STREAMS = {
     "millrace.data.v1.DataService": ("ReadVersion", "ReadQuarantine", "VerifyVersion"),
     "millrace.inference.v1.DeploymentService": ("WatchDeployment",),
-    "millrace.train.v1.TrainService": ("WatchTrainingJob", "StreamLogs"),
+    "millrace.train.v1.TrainService": ("WatchTrainingJob", "StreamLogs", "GetCheckpoint"),
 }
 RETRIES = {
     "methodConfig": [

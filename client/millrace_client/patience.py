@@ -31,9 +31,15 @@ class Backoff:
 
 
 class Patience:
-    """Pauses between tries, the longer the longer nothing goes on."""
+    """Pauses between tries, the longer the longer nothing goes on, for at most `allowed_s` without progress."""
 
-    def __init__(self) -> None:
+    def __init__(self, allowed_s: float = PATIENCE_S) -> None:
+        self._allowed_s = allowed_s
+        self.progressed()
+
+    def allow(self, allowed_s: float = PATIENCE_S) -> None:
+        """From now on that long; it begins anew."""
+        self._allowed_s = allowed_s
         self.progressed()
 
     def progressed(self) -> None:
@@ -49,7 +55,7 @@ class Patience:
 
     def pause_after(self, error: MillraceError, at_most_s: float = LONGEST_PAUSE_S) -> None:
         """Raises it where another try cannot help, or there was no progress for too long."""
-        if not _may_pass(error) or time.monotonic() - self._progressed_at > PATIENCE_S:
+        if not _may_pass(error) or time.monotonic() - self._progressed_at > self._allowed_s:
             raise error
         time.sleep(min(self._backoff.next_s(), at_most_s))
 
@@ -57,7 +63,8 @@ class Patience:
 def _may_pass(error: MillraceError) -> bool:
     """A broken connection has many statuses, what went wrong on the wire is sent again, and a place becomes free; a
     fault that the server tells of would come again."""
-    if isinstance(error, (Unavailable, DeadlineExceeded)) or error.reason in ("WRONG_CRC32C", "TOO_MANY_UPLOADS"):
+    passing = ("WRONG_CRC32C", "TOO_MANY_UPLOADS", "TOO_MANY_DOWNLOADS")
+    if isinstance(error, (Unavailable, DeadlineExceeded)) or error.reason in passing:
         return True
     broken = isinstance(error, (Cancelled, Internal)) or error.status == "UNKNOWN"
     return broken and not error.correlation_id

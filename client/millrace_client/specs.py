@@ -16,7 +16,7 @@ from google.protobuf.struct_pb2 import Struct
 from millrace.common.v1 import transform_pb2
 from millrace.data.v1 import data_service_pb2
 from millrace.data.v1 import resources_pb2 as data_resources_pb2
-from millrace.train.v1 import code_bundle_pb2, resources_pb2
+from millrace.train.v1 import checkpoint_import_pb2, code_bundle_pb2, resources_pb2
 
 # What a path may hold in a URI, and the wildcards.
 _PATH_CHARACTERS = "/-._~!$&'()+,;=:@*?"
@@ -186,6 +186,51 @@ def training_spec(
         global_batch_size=global_batch_size,
         **fields,
     )
+
+
+def import_spec(
+    *,
+    model: str,
+    in_channels: int,
+    num_classes: int,
+    model_kwargs: Mapping[str, Any] | None = None,
+    input_shape: Sequence[int] = (),
+    input_dtype: str = "",
+    transform: Sequence[transform_pb2.TransformStep] = (),
+    names: checkpoint_import_pb2.NameMap | None = None,
+    **fields: Any,
+) -> checkpoint_import_pb2.ImportSpec:
+    """An `ImportSpec` for weights of `model`, as `training_spec` names it. `input_shape` is that of one row of the
+    tensors that it is asked about, `input_dtype` their type (float32); or give `dataset_version`. `fields` are further
+    fields, e.g. `task="TASK_REGRESSION"`, `class_names=["cat", "dog"]`."""
+    spec = checkpoint_import_pb2.ImportSpec(
+        model=resources_pb2.Model(
+            builder=model, kwargs=_struct(model_kwargs or {}), in_channels=in_channels, num_classes=num_classes
+        ),
+        transform=transform_pb2.Transform(steps=transform),
+        names=names,
+        **fields,
+    )
+    if input_shape:
+        given = checkpoint_import_pb2.InputTensor(name=spec.input_column, dtype=input_dtype, shape=input_shape)
+        spec.input.CopyFrom(given)
+    return spec
+
+
+def name_map(
+    *,
+    key: str = "",
+    prefixes: Mapping[str, str] | None = None,
+    patterns: Mapping[str, str] | None = None,
+    drop: Sequence[str] = (),
+    allow_missing: Sequence[str] = (),
+) -> checkpoint_import_pb2.NameMap:
+    """How names in files become names in a model: `prefixes` and then `patterns` map what is there to what comes in its
+    place, e.g. `{"module.": ""}`; `drop` and `allow_missing` are regular expressions of whole names."""
+    rename = checkpoint_import_pb2.NameMap.Rename
+    renames = [rename(prefix=one, replacement=to) for one, to in (prefixes or {}).items()]
+    renames += [rename(pattern=one, replacement=to) for one, to in (patterns or {}).items()]
+    return checkpoint_import_pb2.NameMap(key=key, renames=renames, drop=drop, allow_missing=allow_missing)
 
 
 def own_model(

@@ -5,10 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from millrace.train.v1 import code_bundle_pb2, resources_pb2, suggestion_pb2, sweep_pb2, train_service_pb2_grpc
+from millrace.train.v1 import (
+    checkpoint_import_pb2,
+    code_bundle_pb2,
+    resources_pb2,
+    suggestion_pb2,
+    sweep_pb2,
+    train_service_pb2_grpc,
+)
 from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client.calls import Caller, new_request_id
 from millrace_client.errors import OutOfRange, Unavailable
@@ -183,6 +190,51 @@ class TrainClient:
         """Committed ones, oldest first."""
         request = pb.ListCheckpointsRequest(parent=training_job)
         return every_page(self._caller, self._stub.ListCheckpoints, request, "checkpoints")
+
+    def download_checkpoint(
+        self,
+        name: str,
+        directory: str | os.PathLike[str],
+        *,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> resources_pb2.Checkpoint:
+        """Writes the files of a checkpoint, or of the best one of the job `name`, into `directory`; returns it.
+
+        Of a program's checkpoint the files lie as the program reported them. Each is compared with its SHA-256, and the
+        folder gets its name once all are there and on disk; whatever goes wrong leaves none of that name. A stream that
+        breaks is taken up where it broke, for two minutes without progress; what has come stays in
+        `.{directory}.millrace-partial` beside it, and the same call goes on from there. `on_progress` is called with
+        the bytes that are there and the bytes of all files.
+
+        A folder that holds exactly this checkpoint is left as it is. Raises `FileExistsError` for one with other
+        content, and while another process downloads into it; `DataLoss` for a file that is not what was committed.
+        """
+        from millrace_client.checkpoint_download import download
+
+        return download(self._caller, self._stub, name, directory, on_progress)
+
+    def import_checkpoint(
+        self,
+        training_job_id: str,
+        source: str | os.PathLike[str],
+        spec: checkpoint_import_pb2.ImportSpec,
+        *,
+        validate_only: bool = False,
+    ) -> checkpoint_import_pb2.ImportCheckpointResponse:
+        """Makes a checkpoint of a safetensors file, a torch state dict or a Hugging Face folder; see
+        `millrace_client.specs.import_spec`. It is `trainingJobs/{training_job_id}/checkpoints/imported`.
+
+        The answer's `report` says what became of each tensor. Raises `InvalidArgument` where they do not fit the model;
+        with `validate_only` nothing is made, and `report.fits` says so instead.
+        """
+        from millrace_client.checkpoint_import import import_weights
+
+        return import_weights(self._caller, self._stub, training_job_id, source, spec, validate_only=validate_only)
+
+    def get_imported_weights(self, name: str) -> checkpoint_import_pb2.ImportedWeights:
+        """The files that the checkpoint of an imported job came in, and the report of its import."""
+        request = pb.GetImportedWeightsRequest(name=name)
+        return self._caller.unary(self._stub.GetImportedWeights, request, checkpoint_import_pb2.ImportedWeights)
 
     def watch_training_job(
         self, name: str, *, after_sequence: int = 0, reconnect_for_s: float = 120.0

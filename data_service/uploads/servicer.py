@@ -12,7 +12,6 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.timestamp_pb2 import Timestamp
 from grpc import aio
 
-from data_service.streaming import UPLOADS, Slot, Slots
 from data_service.uploads.expiry import Upload
 from data_service.uploads.parts import Part, PresignedPut
 from data_service.uploads.receiving import Chunk
@@ -20,6 +19,7 @@ from data_service.uploads.record import UploadState
 from data_service.uploads.uploads import Uploads
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc, resources_pb2
 from shared.requests import body_digest
+from shared.streaming import UPLOADS, Slot, Slots
 
 Context = aio.ServicerContext[Any, Any]
 

@@ -42,6 +42,7 @@ def creation_from_proto(request: pb.CreateDeploymentRequest) -> Creation:
             cpus_per_replica=spec.cpus_per_replica if spec.HasField("cpus_per_replica") else None,
             gpus_per_replica=spec.gpus_per_replica,
             allow_non_finite=spec.allow_non_finite,
+            predictor=spec.predictor,
         ),
         request_id=request.request_id,
         digest=body_digest(request),
@@ -149,6 +150,7 @@ def _spec_to_proto(spec: Spec) -> pb.DeploymentSpec:
         cpus_per_replica=spec.cpus_per_replica,
         gpus_per_replica=spec.gpus_per_replica,
         allow_non_finite=spec.allow_non_finite,
+        predictor=spec.predictor,
     )
     message.max_batch_delay.FromMicroseconds(round(spec.max_batch_delay_s * 1e6))
     return message

@@ -10,9 +10,9 @@ from inference_service.deployments.operations import DeploymentOperations, opera
 from inference_service.deployments.registry import USER_KIND, Deployments, check_not_gone, new_uid
 from inference_service.domain.deployment import FIRST_VERSION, Creation, Deployment, ModelVersion, Spec, State
 from shared import names
-from shared.checkpoint import CheckpointEntry, resolve
+from shared.checkpoint import CheckpointEntry, resolve_any
 from shared.checkpoint.users import release, using
-from shared.errors import already_exists
+from shared.errors import already_exists, invalid_field
 from shared.own_code import OwnCode
 from shared.requests import claimed
 from shared.storage import ObjectStore
@@ -52,8 +52,8 @@ class DeploymentManager:
             if self._deployments.exists(wanted_name):
                 raise already_exists(wanted_name)
             self._cluster.check_fits(creation.spec)
-            entry = resolve(self._store, FIELD, creation.spec.checkpoint)
-            check_code(self._own_code, entry)
+            entry = resolve_any(self._store, FIELD, creation.spec.checkpoint)
+            check_code(self._own_code, entry, creation.spec)
             return _new(wanted_name, new_uid(), request_id, creation.spec, entry)
         with claimed(self._store, SERVICE, request_id, creation.digest, wanted_name) as claim:
             if claim.repeated and (made := self._deployments.made_by(claim.name, request_id)):
@@ -92,8 +92,9 @@ class DeploymentManager:
         uid = new_uid()
         # Its mark keeps the checkpoint from the first moment on; should this process die, it counts until it is plain
         # that no deployment of this uid comes.
-        with using(self._store, FIELD, spec.checkpoint, USER_KIND, uid, name, ends_in=State.GONE) as entry:
-            check_code(self._own_code, entry)
+        marked = using(self._store, FIELD, spec.checkpoint, USER_KIND, uid, name, ends_in=State.GONE, of_programs=True)
+        with marked as entry:
+            check_code(self._own_code, entry, spec)
             deployment = _new(name, uid, request_id, spec, entry)
             # The pointer first: an operation that was answered must be found, whatever dies in between.
             self._operations.record(deployment)
@@ -103,10 +104,14 @@ class DeploymentManager:
         return made
 
 
-def check_code(own_code: OwnCode, entry: CheckpointEntry) -> None:
-    """Raises `FailedPrecondition` (OWN_CODE_OFF) for a model of a user's own code where such code does not run."""
+def check_code(own_code: OwnCode, entry: CheckpointEntry, spec: Spec) -> None:
+    """Raises `FailedPrecondition` (OWN_CODE_OFF) for a checkpoint that needs a user's own code to be served, where such
+    code does not run, and `InvalidArgument` for a predictor of a checkpoint that needs none."""
+    if spec.predictor and not entry.is_of_program:
+        remedy = f"{entry.name} is of a model, which is served as it is; leave it out"
+        raise invalid_field("spec.predictor", spec.predictor, remedy)
     if entry.code_bundle:
-        own_code.require_own_code(f"the model of {entry.name} is made by code of {entry.code_bundle}: ")
+        own_code.require_own_code(f"{entry.name} is served by code of {entry.code_bundle}: ")
 
 
 def version_of(entry: CheckpointEntry, number: str) -> ModelVersion:

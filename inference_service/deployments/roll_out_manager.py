@@ -16,7 +16,7 @@ from inference_service.domain.roll_out import RollOut, RollOutState, RollOutWish
 from inference_service.domain.rolling import begun, check_can_begin, next_number, with_change, with_roll_back
 from inference_service.domain.traffic import TrafficChange
 from shared import names
-from shared.checkpoint import CheckpointEntry, resolve
+from shared.checkpoint import CheckpointEntry, resolve_any
 from shared.checkpoint.users import release, using
 from shared.errors import Conflict, MillraceError
 from shared.own_code import OwnCode
@@ -58,8 +58,8 @@ class RollOutManager:
         if wish.validate_only:
             there = _checked(self._deployments.find(wish.name), wish)
             self._cluster.check_fits(there.spec, VERSIONS_OF_A_ROLL_OUT)
-            entry = resolve(self._store, FIELD, wish.plan.checkpoint)
-            check_code(self._own_code, entry)
+            entry = resolve_any(self._store, FIELD, wish.plan.checkpoint)
+            check_code(self._own_code, entry, there.spec)
             return _begun(there, wish, request_id, new_uid(), entry)
         with claimed(self._store, SERVICE, request_id, wish.digest, wish.name) as claim:
             if claim.repeated and (made := self._deployments.roll_out_made_by(wish.name, request_id)):
@@ -98,8 +98,11 @@ class RollOutManager:
 
         # A mark of its own keeps the checkpoint meanwhile: the deployment's may be there already, of another version,
         # and must not go if this is refused. Should this process die, it counts for ten minutes.
-        with using(self._store, FIELD, wish.plan.checkpoint, MARK_KIND, uid, wish.name, ends_in=State.GONE) as entry:
-            check_code(self._own_code, entry)
+        marked = using(
+            self._store, FIELD, wish.plan.checkpoint, MARK_KIND, uid, wish.name, ends_in=State.GONE, of_programs=True
+        )
+        with marked as entry:
+            check_code(self._own_code, entry, there.spec)
             # The pointer first: an operation that was answered must be found, whatever dies in between.
             self._operations.record_roll_out(roll_out_operation_name(uid), there)
             made = self._deployments.wish(wish.name, decide)

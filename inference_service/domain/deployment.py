@@ -23,6 +23,7 @@ DEFAULT_BATCH_SIZE = 32
 DEFAULT_BATCH_DELAY_S = 0.002
 DEFAULT_QUEUED_ROWS = 4096
 FIRST_VERSION = "1"
+MAX_PREDICTOR = 200
 ALL_TRAFFIC = 100
 
 
@@ -62,6 +63,9 @@ class Spec(Durable):
     gpus_per_replica: float = 0.0
     # Whether rows with a NaN or an infinity that no step fills are answered; else they are refused.
     allow_non_finite: bool = False
+    # Of a program's checkpoint: `module:name` of the class of its bundle that serves it; empty: `Predictor` of the
+    # program's module.
+    predictor: str = ""
 
     def scale(self, replicas: int = 0) -> Scale:
         """What a version of it asks of Ray, with so many replicas to begin with where their number may change."""
@@ -97,6 +101,7 @@ def check_spec(
     cpus_per_replica: float | None = None,
     gpus_per_replica: float = 0.0,
     allow_non_finite: bool = False,
+    predictor: str = "",
 ) -> Spec:
     """The spec with its defaults, or `InvalidArgument` naming every number that is out of range.
 
@@ -121,6 +126,7 @@ def check_spec(
         cpus_per_replica=cpus_per_replica,
         gpus_per_replica=gpus_per_replica,
         allow_non_finite=allow_non_finite,
+        predictor=predictor,
     )
     problems: list[tuple[str, object, str]] = [
         (f"spec.{field}", value, f"use {low} to {high}{unit}")
@@ -134,6 +140,11 @@ def check_spec(
         if not low <= value <= high
     ]
     problems += share_problems(cpus_per_replica, gpus_per_replica)
+    module, _, name = predictor.partition(":")
+    if predictor and not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
+        problems.append(
+            ("spec.predictor", predictor[:MAX_PREDICTOR], "use module:name of a class, e.g. serve:Predictor")
+        )
     if autoscaling is not None:
         problems += autoscaling_problems(autoscaling)
         if num_replicas:

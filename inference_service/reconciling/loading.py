@@ -82,6 +82,7 @@ class Loading:
             tracing=self.settings.tracing,
             allow_non_finite=deployment.spec.allow_non_finite,
             own_code=self.settings.own_code.is_trusted,
+            predictor=deployment.spec.predictor,
         )
         self._warn_if_it_never_fits(deployment)
         scale = deployment.spec.scale(self._replicas_of_the_main(deployment))

@@ -6,11 +6,11 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray import serve
 from ray.serve.exceptions import RayServeException
@@ -23,10 +23,12 @@ from inference_service.replica.hang_watch import HangWatch
 from inference_service.replica.told_loads import ToldLoads
 from inference_service.sockets.replica_socket import Door, listen
 from shared.checkpoint import CheckpointContent, load_checkpoint
-from shared.checkpoint.format import WEIGHTS
+from shared.checkpoint.format import PROGRAM_CHECKPOINT, WEIGHTS
+from shared.checkpoint.node_copy import node_copy
+from shared.checkpoint.program import load_program_checkpoint
 from shared.code_loading import load_code
 from shared.custom_transforms import allowed_functions
-from shared.errors import Internal, MillraceError, Unavailable
+from shared.errors import FailedPrecondition, Internal, MillraceError, Unavailable
 from shared.own_code import OwnCode
 from shared.settings import StoreSettings
 from shared.storage import open_store
@@ -35,9 +37,12 @@ from shared.tracing import configure_tracing, tracing
 
 if TYPE_CHECKING:
     from inference_service.replica.served_model import ServedModel
+    from inference_service.replica.served_predictor import ServedPredictor
 
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 STORE_PATIENCE_S = 120.0
 STORE_RETRY_S = 2.0
@@ -67,6 +72,8 @@ class ReplicaSpec:
     allow_non_finite: bool = False
     # Whether a model that a user's own code makes may be loaded here. A default of the class, as for `tracing`.
     own_code: bool = False
+    # Of a program's checkpoint: see `Spec.predictor`. A default of the class, as for `tracing`.
+    predictor: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ class ModelReplica:
         # One thread: torch works on one batch while the event loop unpacks the next. Threads of torch's own are set
         # inside it, since OpenMP keeps their number per calling thread.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
-        self._model: ServedModel | None = None
+        self._model: ServedModel | ServedPredictor | None = None
         self._loaded: Loaded | None = None
         self._failure: MillraceError | None = None
         self._loads = ToldLoads()
@@ -138,7 +145,7 @@ class ModelReplica:
             return HANGS_AFTER_S
         largest_s = max(self._loaded.batch_s.values(), default=0.0)
         rest_s = max(BESIDES_CUSTOM_S, TIMES_THE_LARGEST * largest_s)
-        return max(HANGS_AFTER_S, self._model.preprocessing.custom_s + rest_s)
+        return max(HANGS_AFTER_S, self._model.custom_s + rest_s)
 
     async def tell_load(self, front: str, load: Load) -> None:
         """What this front has for all replicas of this version together."""
@@ -191,7 +198,12 @@ def _trace(variables: Mapping[str, str]) -> None:
 
 def _load(spec: ReplicaSpec) -> tuple[Any, Loaded]:
     # Before torch is imported, which takes seconds: a damaged checkpoint is told at once.
-    content, weights = _read(spec)
+    try:
+        content, weights = _patiently(lambda: _read(spec))
+    except FailedPrecondition as error:
+        if error.specific_reason != PROGRAM_CHECKPOINT:
+            raise
+        return _load_predictor(spec)
     if content.model.is_own:
         _load_own_code(spec, content)
     import torch
@@ -212,6 +224,22 @@ def _load(spec: ReplicaSpec) -> tuple[Any, Loaded]:
     return model, Loaded(model.signature, content.dataset_version, batch_s)
 
 
+def _load_predictor(spec: ReplicaSpec) -> tuple[Any, Loaded]:
+    from inference_service.replica.served_predictor import ServedPredictor
+
+    own_code, store = OwnCode(is_trusted=spec.own_code), open_store(spec.store)
+    content = _patiently(lambda: load_program_checkpoint(store, spec.folder, spec.manifest_sha256))
+    own_code.require_own_code(f"{content.training_job} is served by code of {content.code_bundle}: ")
+    _patiently(lambda: load_code(store, content.code_bundle))
+    files = _patiently(lambda: node_copy(store, spec.folder, spec.manifest_sha256))
+    import torch
+
+    torch.set_num_threads(spec.threads)
+    predictor = ServedPredictor(content, spec.predictor, files)
+    batch_s = predictor.warm_up(spec.max_batch_size)
+    return predictor, Loaded(predictor.signature, content.dataset_version, batch_s)
+
+
 def _load_own_code(spec: ReplicaSpec, content: CheckpointContent) -> None:
     """Here and nowhere else in this service: a replica is a process of Ray's, not of the service."""
     OwnCode(is_trusted=spec.own_code).require_own_code(
@@ -221,12 +249,16 @@ def _load_own_code(spec: ReplicaSpec, content: CheckpointContent) -> None:
 
 
 def _read(spec: ReplicaSpec) -> tuple[CheckpointContent, bytes]:
+    checkpoint = load_checkpoint(open_store(spec.store), spec.folder, spec.manifest_sha256)
+    return checkpoint.content, checkpoint.read(WEIGHTS)
+
+
+def _patiently(read: Callable[[], T]) -> T:
     """Waits for a store that does not answer: Serve tries a replica only a few times, and then never again."""
     give_up_at = time.monotonic() + STORE_PATIENCE_S
     while True:
         try:
-            checkpoint = load_checkpoint(open_store(spec.store), spec.folder, spec.manifest_sha256)
-            return checkpoint.content, checkpoint.read(WEIGHTS)
+            return read()
         except Unavailable as error:
             if time.monotonic() > give_up_at:
                 raise

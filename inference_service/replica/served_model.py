@@ -57,6 +57,11 @@ class ServedModel:
             outputs=_outputs(content.model, tuple(content.class_names)),
         )
 
+    @property
+    def custom_s(self) -> float:
+        """What the custom functions of its steps may take for a batch by their own limits."""
+        return self.preprocessing.custom_s
+
     def forward(self, rows: Rows, moved: Callable[[], None] = lambda: None) -> Outputs:
         """Of B rows, without those that the preprocessing refuses: logits (B, classes) float32, probabilities
         (B, classes) float32 and label (B,) int64 of a classifier, values (B, numbers) float32 of a regression.

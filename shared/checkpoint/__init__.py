@@ -3,7 +3,7 @@
 from shared.checkpoint.format import Checkpoint, CheckpointContent, CoveragePart, load_checkpoint, write_checkpoint
 from shared.checkpoint.ranking import Ranking
 from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry
-from shared.checkpoint.resolving import resolve
+from shared.checkpoint.resolving import resolve, resolve_any
 
 __all__ = [
     "Checkpoint",
@@ -14,5 +14,6 @@ __all__ = [
     "Ranking",
     "load_checkpoint",
     "resolve",
+    "resolve_any",
     "write_checkpoint",
 ]

@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 from shared.dataset_version.manifest import Column
@@ -84,6 +85,8 @@ class CheckpointContent:
     # How many NaN the training split had in each of the `ingested` columns, where that is known; None: of no column, as
     # in checkpoints of earlier releases.
     nan_counts: Mapping[str, int] | None = None
+    # Of weights from elsewhere: the files that they came in, `path`, `size_bytes` and `sha256` each.
+    imported: Sequence[Mapping[str, Any]] = ()
 
     @property
     def ingested_schema(self) -> Schema:
@@ -123,6 +126,7 @@ class CheckpointContent:
             "initial_checkpoint_sha256": self.initial_checkpoint_sha256,
             "coverage": [asdict(part) for part in self.coverage],
             "nan_counts": None if self.nan_counts is None else dict(self.nan_counts),
+            **({"imported": [dict(file) for file in self.imported]} if self.imported else {}),
         }
 
     @classmethod
@@ -137,6 +141,7 @@ class CheckpointContent:
             ingested=[Column(**fields_of(Column, column)) for column in manifest["ingested"]],
             coverage=tuple(CoveragePart(**fields_of(CoveragePart, part)) for part in manifest["coverage"]),
             nan_counts=manifest.get("nan_counts"),
+            imported=tuple(manifest.get("imported", ())),
         )
 
 
@@ -175,10 +180,26 @@ def write_checkpoint(
     for path, data in files.items():
         store.put(f"{folder}/{path}", data)  # in parts where it is large
     named = [{"path": path, "size_bytes": len(data), "sha256": sha256(data)} for path, data in sorted(files.items())]
+    return _write_manifest(store, folder, content, named)
+
+
+def write_weights(store: ObjectStore, folder: str, content: CheckpointContent, weights: Path) -> tuple[str, int]:
+    """As `write_checkpoint`, of a local file of weights alone, which may be larger than the memory."""
+    with weights.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        size_bytes = file.tell()
+    store.upload_file(weights, f"{folder}/{WEIGHTS}")
+    named = [{"path": WEIGHTS, "size_bytes": size_bytes, "sha256": digest}]
+    return _write_manifest(store, folder, content, named)
+
+
+def _write_manifest(
+    store: ObjectStore, folder: str, content: CheckpointContent, named: Sequence[Mapping[str, Any]]
+) -> tuple[str, int]:
     manifest = {**content.as_manifest(), "files": named}
     encoded = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
     store.put(f"{folder}/{MANIFEST}", encoded)
-    return sha256(encoded), len(encoded) + sum(len(data) for data in files.values())
+    return sha256(encoded), len(encoded) + sum(one["size_bytes"] for one in named)
 
 
 def load_checkpoint(store: ObjectStore, folder: str, manifest_sha256: str) -> Checkpoint:

@@ -23,13 +23,14 @@ def resolve(store: ObjectStore, field_path: str, name: str) -> CheckpointEntry:
     Raises `InvalidArgument` naming `field_path`, `NotFound`, and `FailedPrecondition` for a job without checkpoints,
     one that is being deleted, or a checkpoint that a user's own training function reported.
     """
-    entry = _resolve(store, field_path, name)
+    entry = resolve_any(store, field_path, name)
     if entry.is_of_program:
         raise not_a_model(entry.name, [(field_path, "is a checkpoint of a user's own training function")])
     return entry
 
 
-def _resolve(store: ObjectStore, field_path: str, name: str) -> CheckpointEntry:
+def resolve_any(store: ObjectStore, field_path: str, name: str) -> CheckpointEntry:
+    """As `resolve`, also of a checkpoint that a user's own training function reported."""
     job_name, checkpoint_id = name, ""
     if name.count("/") == 3:
         job_id, checkpoint_id = names.parse(field_path, name, NAME_PATTERN)

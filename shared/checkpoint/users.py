@@ -6,11 +6,11 @@ a job say first that it is not to be had any more and look for markers then. Whi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from shared.checkpoint.registry import CheckpointEntry, CheckpointRegistry
-from shared.checkpoint.resolving import resolve
+from shared.checkpoint.resolving import resolve, resolve_any
 from shared.errors import FailedPrecondition, MillraceError
 from shared.requests import OUTCOME_UNKNOWN
 from shared.storage import ObjectStore
@@ -32,15 +32,18 @@ def using(
     user: str,
     *,
     ends_in: str = "",
+    of_programs: bool = False,
 ) -> Iterator[CheckpointEntry]:
     """Marks the checkpoint that `name` means, and gives it, while the body makes `user`; the marker stays unless the
     body is refused. A refusal takes nothing from an equal call that makes the user of the same `uid`.
 
     `user` names a durable job of this `kind` and `uid`, whose end frees the checkpoint; or, with `ends_in`, a resource
-    whose log ends in that state. Raises what `resolve` raises. After an outage the user may have been made all the
-    same: the marker then stays, too, and counts no longer once its user does not appear.
+    whose log ends in that state. With `of_programs` it may be a program's, too. Raises what `resolve` raises. After an
+    outage the user may have been made all the same: the marker then stays, too, and counts no longer once its user does
+    not appear.
     """
-    entry = _marked(store, field_path, name, kind, uid, user, ends_in)
+    look_up = resolve_any if of_programs else resolve
+    entry = _marked(store, lambda: look_up(store, field_path, name), field_path, name, kind, uid, user, ends_in)
     try:
         yield entry
     except MillraceError as error:
@@ -73,13 +76,20 @@ def users_of_job(store: ObjectStore, job_name: str, now: float) -> dict[str, lis
 
 
 def _marked(
-    store: ObjectStore, field_path: str, name: str, kind: str, uid: str, user: str, ends_in: str
+    store: ObjectStore,
+    look_up: Callable[[], CheckpointEntry],
+    field_path: str,
+    name: str,
+    kind: str,
+    uid: str,
+    user: str,
+    ends_in: str,
 ) -> CheckpointEntry:
-    entry = resolve(store, field_path, name)
+    entry = look_up()
     for _ in range(TRIES):
         put_marker(store, entry.name, kind, uid, user, is_job=not ends_in, ends_in=ends_in, folder=entry.folder)
         try:
-            again = resolve(store, field_path, name)
+            again = look_up()
         except MillraceError as error:
             if not isinstance(error, OUTCOME_UNKNOWN):
                 let_go(store, entry.name, kind, uid)

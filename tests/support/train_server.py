@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from click.testing import CliRunner, Result
 from grpc import aio
 
 from millrace.train.v1 import train_service_pb2_grpc
+from millrace_client import connect
 from millrace_client.cli import millrace
+from millrace_client.train import TrainClient
 from shared.code_bundle import CodeBundles
 from shared.own_code import OwnCode
 from shared.storage import ObjectStore
 from tests.support.grpc_kit import running
 from train_service.jobs.bundle_intake import BundleIntake
+from train_service.jobs.checkpoint_import import CheckpointImports
+from train_service.jobs.checkpoint_reading import CheckpointReader
 from train_service.jobs.lifecycle import Deletions
 from train_service.jobs.program_check import ProgramCheck
 from train_service.jobs.run_records import RunRecords
@@ -22,9 +28,11 @@ from train_service.servicer import TrainServicer
 from train_service.sweeps.lifecycle import SweepDeletions
 from train_service.sweeps.sweeps import Sweeps
 
+T = TypeVar("T")
 
-def commanded(store: ObjectStore, *arguments: str, own_code: bool = True, answer: str | None = None) -> Result:
-    """What the command says; `own_code`: whether the service takes that of its callers."""
+
+def registered(store: ObjectStore, *, own_code: bool = True) -> Callable[[aio.Server], list[str]]:
+    """What makes a server the train service on `store`; `own_code`: whether it takes that of its callers."""
     callers_code = OwnCode(is_trusted=own_code)
     deletions = Deletions(store)
     jobs = TrainingJobs(store, deletions, programs=ProgramCheck(store, callers_code))
@@ -32,12 +40,43 @@ def commanded(store: ObjectStore, *arguments: str, own_code: bool = True, answer
     intake = BundleIntake(CodeBundles(store), callers_code)
 
     def register(server: aio.Server) -> list[str]:
-        servicer = TrainServicer(jobs, RunRecords(store), sweeps, intake, ())
+        checkpoints, imports = CheckpointReader(store), CheckpointImports(store, jobs, deletions)
+        servicer = TrainServicer(jobs, RunRecords(store), sweeps, intake, checkpoints, imports, ())
         train_service_pb2_grpc.add_TrainServiceServicer_to_server(servicer, server)
         return ["millrace.train.v1.TrainService"]
 
+    return register
+
+
+def asked(store: ObjectStore, scenario: Callable[[Any], Awaitable[None]]) -> None:
+    """Runs the scenario with a stub of a server on `store`."""
+
+    async def main() -> None:
+        async with asyncio.timeout(60), running(registered(store)) as kit:
+            await scenario(train_service_pb2_grpc.TrainServiceStub(kit.channel))
+
+    asyncio.run(main())
+
+
+def with_client(store: ObjectStore, work: Callable[[TrainClient], T], **options: Any) -> T:
+    """What `work` returns, called in a thread with the SDK's client of a server on `store`."""
+
+    def call(address: str) -> T:
+        with connect(train=address, reconnect_for_s=0, **options) as millrace:
+            return work(millrace.train)
+
+    async def main() -> T:
+        async with asyncio.timeout(60), running(registered(store)) as kit:
+            return await asyncio.to_thread(call, kit.address)
+
+    return asyncio.run(main())
+
+
+def commanded(store: ObjectStore, *arguments: str, own_code: bool = True, answer: str | None = None) -> Result:
+    """What the command says; `own_code`: whether the service takes that of its callers."""
+
     async def main() -> Result:
-        async with asyncio.timeout(60), running(register) as kit:
+        async with asyncio.timeout(60), running(registered(store, own_code=own_code)) as kit:
             command = [*arguments, "--train-address", kit.address]
             return await asyncio.to_thread(CliRunner().invoke, millrace, command, answer)
 

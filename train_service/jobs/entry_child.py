@@ -1,11 +1,13 @@
-"""Imports a user's module and looks at its function or model, in a process that may die: `entry_check` starts it.
+"""Looks at what a stranger sent in a process that may die: a module with its function or model, or files of weights.
+
+`guarded_child` starts it.
 
     python -I -B entry_child.py < question.json > answer.json
 
 Two or three processes: the guard, which this file is started as, watches the user's, in which the module is imported;
 where the kernel grants namespaces, a third between them is their first process, whose end takes all others with it.
 The guard writes one JSON object: `problem` is empty, or says what is wrong. It needs the standard library alone; the
-user's process imports torch, too, where the entry makes a model.
+user's process imports torch, too, where the entry makes a model, and for weights.
 """
 
 from __future__ import annotations
@@ -40,7 +42,6 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 def main() -> None:
     question = json.load(sys.stdin)
-    limits = question["limits"]
     # Whatever the user's processes leave behind becomes ours, so we can end it.
     _libc().prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     isolated = question["namespaces"] and _enter_namespaces()
@@ -51,7 +52,7 @@ def main() -> None:
         _begin(question, writing, isolated)
     os.close(writing)
     try:
-        answer = _watch(pid, reading, limits, makes_model="model" in question)
+        answer = _watch(pid, reading, question)
     finally:
         _end_all(pid)
     answer["isolated"] = isolated
@@ -78,7 +79,12 @@ def _begin(question: dict[str, Any], writing: int, isolated: bool) -> NoReturn:
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
-    """`problem`; of a model's entry, which `model` asks about, what `own_model_child` says besides."""
+    """`problem`, and of a model's entry, which `model` asks about, what `own_model_child` says besides."""
+    if "weights" in question:
+        sys.path[:] = question["path"]
+        from train_service.jobs.weights_child import read_weights  # imports torch
+
+        return {"problem": read_weights(question["weights"])}
     if problem := look_up(question):
         return {"problem": problem}
     if "model" not in question:
@@ -149,7 +155,7 @@ def _one_line(error: BaseException) -> str:
     return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
 
 
-def _watch(pid: int, reading: int, limits: dict[str, Any], *, makes_model: bool) -> dict[str, Any]:
+def _watch(pid: int, reading: int, question: dict[str, Any]) -> dict[str, Any]:
     """Until the process `pid` has ended, or all processes below us together are over a limit."""
     os.set_blocking(reading, False)
     began = time.monotonic()
@@ -160,13 +166,18 @@ def _watch(pid: int, reading: int, limits: dict[str, Any], *, makes_model: bool)
             while data := os.read(reading, MAX_ANSWER_BYTES):
                 answer = (answer + data)[:MAX_ANSWER_BYTES]
         if status is not None:
-            return _answered(answer, status)
-        if over := _over(limits, time.monotonic() - began, makes_model=makes_model):
+            return _answered(answer, status, *_named(question))
+        if over := _over(question, time.monotonic() - began):
             return {"problem": over}
         time.sleep(POLL_S)
 
 
-def _answered(answer: bytes, status: int) -> dict[str, Any]:
+def _named(question: dict[str, Any]) -> tuple[str, str]:
+    """What is looked at, and what is done with it."""
+    return ("the files", "read") if "weights" in question else ("its module", "imported")
+
+
+def _answered(answer: bytes, status: int, subject: str, done: str) -> dict[str, Any]:
     try:
         told = json.loads(answer)
         # `field` and `facts` are of a model.
@@ -175,13 +186,15 @@ def _answered(answer: bytes, status: int) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError):
         code = os.waitstatus_to_exitcode(status)
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
-        return {"problem": f"its module ended the process that imported it, {how}"}
+        return {"problem": f"{subject} ended the process that {done} {'it' if done == 'imported' else 'them'}, {how}"}
 
 
-def _over(limits: dict[str, Any], elapsed_s: float, *, makes_model: bool) -> str:
-    stage, wall_stage = "when it is imported", "to be imported"
-    if makes_model:
+def _over(question: dict[str, Any], elapsed_s: float) -> str:
+    limits, (subject, done) = question["limits"], _named(question)
+    stage, wall_stage = f"when {'it is' if done == 'imported' else 'they are'} {done}", f"to be {done}"
+    if "model" in question:
         stage = wall_stage = "until its model is made and tried"
+    takes = "takes" if done == "imported" else "take"
     processes = _below(os.getpid())
     memory = sum(rss for _, rss, _ in processes)
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -189,11 +202,11 @@ def _over(limits: dict[str, Any], elapsed_s: float, *, makes_model: bool) -> str
     if len(processes) > limits["processes"]:
         return f"its module starts more than {limits['processes']} processes"
     if memory > limits["memory_bytes"]:
-        return f"its module takes more than {limits['memory_bytes'] >> 20} MiB of memory {stage}"
+        return f"{subject} {takes} more than {limits['memory_bytes'] >> 20} MiB of memory {stage}"
     if cpu_s > limits["cpu_s"]:
-        return f"its module takes more than {limits['cpu_s']:g} s of CPU time {stage}"
+        return f"{subject} {takes} more than {limits['cpu_s']:g} s of CPU time {stage}"
     if elapsed_s > limits["wall_s"]:
-        return f"its module takes more than {limits['wall_s']:g} s {wall_stage}"
+        return f"{subject} {takes} more than {limits['wall_s']:g} s {wall_stage}"
     return ""
 
 

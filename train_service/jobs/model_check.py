@@ -32,7 +32,7 @@ def check_model(spec: TrainingSpec, model_input: TensorSpec, total_steps: int = 
 
     check_names(spec)
     check_parallel(spec)
-    model = _check_outputs(spec, model_input)
+    model = check_outputs(spec, model_input)
     if spec.placement.parallel == FSDP:
         check_sharding(spec.model, model_input.shape)
     build_training_step(spec.training_step)
@@ -40,7 +40,8 @@ def check_model(spec: TrainingSpec, model_input: TensorSpec, total_steps: int = 
     check_optimizer(spec.optimizer, [tuple(one.shape) for one in model.parameters()], total_steps)
 
 
-def _check_outputs(spec: TrainingSpec, model_input: TensorSpec) -> nn.Module:
+def check_outputs(spec: TrainingSpec, model_input: TensorSpec) -> nn.Module:
+    """The model, on the meta device. Raises as `check_model`."""
     import torch
 
     from train_service.jobs.trial_limit import TooLarge, TrialLimit

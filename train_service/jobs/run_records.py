@@ -188,6 +188,12 @@ class RunRecords:
 
 
 def _check_epoch(name: str, epoch: int, epochs: int) -> None:
+    if not epochs:
+        raise OutOfRange(
+            f"epoch {epoch} is none of {name}, which was imported and read no rows",
+            reason="EPOCH_OUT_OF_RANGE",
+            metadata={"resource": name, "epochs": "0"},
+        )
     if not 0 <= epoch < epochs:
         raise OutOfRange(
             f"epoch {epoch} is none of {name}; use 0 to {epochs - 1}",

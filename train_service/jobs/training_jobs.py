@@ -25,6 +25,7 @@ from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import take_up
 from shared.requests import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
+from shared.transforms import TensorSpec
 from train_service.attempt.endings import tell_lost
 from train_service.checkpoints.fine_tuning import FIELD, check_fits, check_name, check_scaling
 from train_service.domain.cluster_use import ClusterUse, kind_of
@@ -35,7 +36,7 @@ from train_service.domain.suggestion import Suggestion
 from train_service.jobs.cluster_memory import ClusterMemory, check_ever_fits
 from train_service.jobs.inputs import using_inputs
 from train_service.jobs.lifecycle import Deletions
-from train_service.jobs.model_check import check_model
+from train_service.jobs.model_check import check_model, check_outputs
 from train_service.jobs.own_model_check import OwnModelCheck
 from train_service.jobs.program_check import ProgramCheck
 from train_service.jobs.suggestions import suggest_spec
@@ -259,6 +260,11 @@ class TrainingJobs:
         with self._alone():
             check_model(spec, prepared, steps_of_run(spec, version))
         return self._with_initial_checkpoint(spec)
+
+    def check_outputs(self, spec: TrainingSpec, model_input: TensorSpec) -> None:
+        """Whether the model takes such rows and gives what its task needs. Raises as `create`."""
+        with self._alone():
+            check_outputs(spec, model_input)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

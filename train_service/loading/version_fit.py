@@ -84,9 +84,14 @@ def check_fits(spec: TrainingSpec, version: DatasetVersion) -> TensorSpec:
     _check_splits(spec, version)
     _check_label(spec, version)
     check_rows(spec, version.split(spec.train_split).row_count)
+    return check_prepared(spec, version.columns)
+
+
+def check_prepared(spec: TrainingSpec, columns: Sequence[Column]) -> TensorSpec:
+    """The same of rows with these columns, whatever their splits and labels are."""
     # An operator's function must not hang or end the service that answers.
     with functions_in_children():
-        prepared = Preprocessing(spec, version.columns, asked=True).output
+        prepared = Preprocessing(spec, columns, asked=True).output
     dimensions = input_dimensions(spec.model.builder)
     fits = bool(prepared.shape) and dimensions in (None, len(prepared.shape))
     # Of a model of a user's own that may be left open.

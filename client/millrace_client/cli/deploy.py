@@ -49,6 +49,7 @@ def _fewest_and_most(_context: click.Context, _option: click.Parameter, value: s
     is_flag=True,
     help="Answer rows with a NaN or an infinity that no step fills. Default: their request is refused.",
 )
+@click.option("--predictor", default="", metavar="MODULE:CLASS", help="Of a program's checkpoint: what serves it.")
 @keep_option("1")
 @click.option("--no-wait", is_flag=True, help="Return once it is durable; it loads meanwhile.")
 @address_options
@@ -99,6 +100,7 @@ def _fields(values: dict[str, Any]) -> dict[str, Any]:
         "max_queued_rows": values["max_queued_rows"],
         "version_policy": values["version_policy"],
         "allow_non_finite": values["allow_non_finite"],
+        "predictor": values["predictor"],
         **_replicas(values),
     }
 

@@ -13,6 +13,7 @@ from millrace_client.cli.exits import PlainCommand
 from millrace_client.cli.options import address_options, connected, full_name, json_option
 from millrace_client.cli.output import console, new_table, print_json, state_text, verbatim
 from millrace_client.cli.step_options import OrderedCommand
+from millrace_client.cli.train_checkpoints import download, import_
 from millrace_client.cli.train_records import coverage, export, logs, metrics, report
 from millrace_client.cli.train_run import run
 from millrace_client.cli.train_specs import given_spec_of, read_message, refuse_beside_file, spec_options
@@ -31,7 +32,8 @@ def train() -> None:
     """Create, watch, list, pause and end training jobs, and read what they left behind."""
 
 
-for command in (run, cancel, suspend, resume, delete, coverage, metrics, logs, report, export, sweep, sweeps):
+RECORDS = (coverage, metrics, logs, report, export, download, import_)
+for command in (run, cancel, suspend, resume, delete, *RECORDS, sweep, sweeps):
     train.add_command(command)
 
 

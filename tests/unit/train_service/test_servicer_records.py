@@ -2,56 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 import pytest
-from grpc import aio
 
 from millrace.train.v1 import train_service_pb2 as pb
-from millrace.train.v1 import train_service_pb2_grpc
-from shared.code_bundle import CodeBundles
 from shared.storage import ObjectStore
-from tests.support.grpc_kit import running, told
+from tests.support.grpc_kit import told
+from tests.support.train_server import asked
 from tests.support.training_records import JOB, begin, commit, finish, make_job
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.checkpoints.test_coverage import VERSION, table
 from train_service.checkpoints.coverage import CoverageChain
-from train_service.jobs.bundle_intake import BundleIntake
-from train_service.jobs.lifecycle import Deletions
-from train_service.jobs.run_records import RunRecords
-from train_service.jobs.training_jobs import TrainingJobs
 from train_service.records.logs import LogShipper
 from train_service.records.metrics_log import MetricsLog
-from train_service.servicer import TrainServicer
-from train_service.sweeps.lifecycle import SweepDeletions
-from train_service.sweeps.sweeps import Sweeps
-
-
-def registered(store: ObjectStore) -> Callable[[aio.Server], list[str]]:
-    """What makes a server the train service on `store`."""
-
-    def register(server: aio.Server) -> list[str]:
-        deletions = Deletions(store)
-        training = TrainingJobs(store, deletions)
-        sweeps = Sweeps(store, training, SweepDeletions(store, deletions))
-        servicer = TrainServicer(training, RunRecords(store), sweeps, BundleIntake(CodeBundles(store)), ())
-        train_service_pb2_grpc.add_TrainServiceServicer_to_server(servicer, server)
-        return ["millrace.train.v1.TrainService"]
-
-    return register
-
-
-def asked(store: ObjectStore, scenario: Callable[[Any], Awaitable[None]]) -> None:
-    """Runs the scenario with a stub of a server on `store`."""
-
-    async def main() -> None:
-        async with running(registered(store)) as kit:
-            await scenario(train_service_pb2_grpc.TrainServiceStub(kit.channel))
-
-    asyncio.run(main())
 
 
 @pytest.fixture

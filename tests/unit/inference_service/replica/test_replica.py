@@ -35,7 +35,7 @@ class Model:
     """It works while `may_work` is set; its custom functions may take `custom_s`."""
 
     def __init__(self, custom_s: float = 0.0) -> None:
-        self.preprocessing = SimpleNamespace(custom_s=custom_s)
+        self.custom_s = custom_s
         self.may_work = threading.Event()
         self.at_work = threading.Event()
 

@@ -15,8 +15,9 @@ from shared.code_bundle import CodeBundles
 from shared.errors import DataLoss, InvalidArgument, NotFound
 from shared.storage import ObjectStore
 from tests.support.code_folders import LOOP, store_bundle
-from train_service.jobs import entry_check
-from train_service.jobs.entry_check import EntryCheck, Limits
+from train_service.jobs import guarded_child
+from train_service.jobs.entry_check import EntryCheck
+from train_service.jobs.guarded_child import Limits
 
 SLEEPERS = """
 import os, time
@@ -219,7 +220,7 @@ def test_a_good_entry_is_looked_at_once(store: ObjectStore, monkeypatch: pytest.
     bundle = store_bundle(store, {"train.py": LOOP})
     entries = EntryCheck(store)
     entries.check(bundle.sha256, "train:loop")
-    monkeypatch.setattr(entry_check, "CHILD", Path("/no/such/file"))
+    monkeypatch.setattr(guarded_child, "CHILD", Path("/no/such/file"))
     entries.check(bundle.sha256, "train:loop")
     with pytest.raises(InvalidArgument):
         entries.check(bundle.sha256, "train:other")

@@ -239,7 +239,7 @@ def test_time_in_which_the_machine_does_something_else_is_not_the_models(monkeyp
     monkeypatch.setattr(model_check, "build_model", lambda *_: Slow())
     monkeypatch.setattr(trial_limit, "LIMIT_S", 0.2)
 
-    model_check._check_outputs(SPEC, IMAGE)
+    model_check.check_outputs(SPEC, IMAGE)
 
 
 def test_a_check_that_the_machine_does_not_get_done_says_nothing_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ from shared.jobs import Jobs
 from shared.jobs.transitions import confirm_suspend
 from shared.storage import ObjectStore
 from tests.support.grpc_kit import running
+from tests.support.train_server import asked, registered
 from tests.support.training_records import JOB, begin, finish, make_job
 from tests.unit.train_service.checkpoints.test_coverage import VERSION
-from tests.unit.train_service.test_servicer_records import asked, registered
 from train_service.attempt.endings import tell_lost
 from train_service.records.events import EventKind, EventLog
 

@@ -143,7 +143,7 @@ class VersionPolicy(_message.Message):
     def __init__(self, latest: _Optional[_Union[VersionPolicy.Latest, _Mapping]] = ..., all: _Optional[_Union[VersionPolicy.All, _Mapping]] = ..., named: _Optional[_Union[VersionPolicy.Named, _Mapping]] = ...) -> None: ...
 
 class DeploymentSpec(_message.Message):
-    __slots__ = ("checkpoint", "num_replicas", "threads_per_replica", "max_batch_size", "max_batch_delay", "max_queued_rows", "version_policy", "autoscaling", "cpus_per_replica", "gpus_per_replica", "allow_non_finite")
+    __slots__ = ("checkpoint", "num_replicas", "threads_per_replica", "max_batch_size", "max_batch_delay", "max_queued_rows", "version_policy", "autoscaling", "cpus_per_replica", "gpus_per_replica", "allow_non_finite", "predictor")
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     NUM_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     THREADS_PER_REPLICA_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +155,7 @@ class DeploymentSpec(_message.Message):
     CPUS_PER_REPLICA_FIELD_NUMBER: _ClassVar[int]
     GPUS_PER_REPLICA_FIELD_NUMBER: _ClassVar[int]
     ALLOW_NON_FINITE_FIELD_NUMBER: _ClassVar[int]
+    PREDICTOR_FIELD_NUMBER: _ClassVar[int]
     checkpoint: str
     num_replicas: int
     threads_per_replica: int
@@ -166,7 +167,8 @@ class DeploymentSpec(_message.Message):
     cpus_per_replica: float
     gpus_per_replica: float
     allow_non_finite: bool
-    def __init__(self, checkpoint: _Optional[str] = ..., num_replicas: _Optional[int] = ..., threads_per_replica: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_batch_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_queued_rows: _Optional[int] = ..., version_policy: _Optional[_Union[VersionPolicy, _Mapping]] = ..., autoscaling: _Optional[_Union[Autoscaling, _Mapping]] = ..., cpus_per_replica: _Optional[float] = ..., gpus_per_replica: _Optional[float] = ..., allow_non_finite: _Optional[bool] = ...) -> None: ...
+    predictor: str
+    def __init__(self, checkpoint: _Optional[str] = ..., num_replicas: _Optional[int] = ..., threads_per_replica: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_batch_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_queued_rows: _Optional[int] = ..., version_policy: _Optional[_Union[VersionPolicy, _Mapping]] = ..., autoscaling: _Optional[_Union[Autoscaling, _Mapping]] = ..., cpus_per_replica: _Optional[float] = ..., gpus_per_replica: _Optional[float] = ..., allow_non_finite: _Optional[bool] = ..., predictor: _Optional[str] = ...) -> None: ...
 
 class Autoscaling(_message.Message):
     __slots__ = ("min_replicas", "max_replicas", "rows_per_replica", "scale_up_after", "scale_down_after")

@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from millrace.train.v1 import checkpoint_import_pb2 as _checkpoint_import_pb2
 from millrace.train.v1 import code_bundle_pb2 as _code_bundle_pb2
 from millrace.train.v1 import resources_pb2 as _resources_pb2
 from millrace.train.v1 import suggestion_pb2 as _suggestion_pb2
@@ -25,6 +26,12 @@ class CreateTrainingJobRequest(_message.Message):
     request_id: str
     validate_only: bool
     def __init__(self, training_job_id: _Optional[str] = ..., spec: _Optional[_Union[_resources_pb2.TrainingSpec, _Mapping]] = ..., request_id: _Optional[str] = ..., validate_only: _Optional[bool] = ...) -> None: ...
+
+class GetImportedWeightsRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class GetTrainingJobRequest(_message.Message):
     __slots__ = ("name",)
@@ -327,6 +334,48 @@ class ListCheckpointsResponse(_message.Message):
     checkpoints: _containers.RepeatedCompositeFieldContainer[_resources_pb2.Checkpoint]
     next_page_token: str
     def __init__(self, checkpoints: _Optional[_Iterable[_Union[_resources_pb2.Checkpoint, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class GetCheckpointRequest(_message.Message):
+    __slots__ = ("name", "manifest_sha256", "path", "offset")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_SHA256_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    manifest_sha256: str
+    path: str
+    offset: int
+    def __init__(self, name: _Optional[str] = ..., manifest_sha256: _Optional[str] = ..., path: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class GetCheckpointResponse(_message.Message):
+    __slots__ = ("header", "file", "chunk")
+    class Header(_message.Message):
+        __slots__ = ("checkpoint", "file_count", "size_bytes")
+        CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+        FILE_COUNT_FIELD_NUMBER: _ClassVar[int]
+        SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+        checkpoint: _resources_pb2.Checkpoint
+        file_count: int
+        size_bytes: int
+        def __init__(self, checkpoint: _Optional[_Union[_resources_pb2.Checkpoint, _Mapping]] = ..., file_count: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+    class File(_message.Message):
+        __slots__ = ("path", "size_bytes", "sha256", "offset")
+        PATH_FIELD_NUMBER: _ClassVar[int]
+        SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+        SHA256_FIELD_NUMBER: _ClassVar[int]
+        OFFSET_FIELD_NUMBER: _ClassVar[int]
+        path: str
+        size_bytes: int
+        sha256: str
+        offset: int
+        def __init__(self, path: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: GetCheckpointResponse.Header
+    file: GetCheckpointResponse.File
+    chunk: bytes
+    def __init__(self, header: _Optional[_Union[GetCheckpointResponse.Header, _Mapping]] = ..., file: _Optional[_Union[GetCheckpointResponse.File, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
 
 class GetClusterUseRequest(_message.Message):
     __slots__ = ()

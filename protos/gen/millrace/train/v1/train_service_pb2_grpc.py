@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from millrace.train.v1 import checkpoint_import_pb2 as millrace_dot_train_dot_v1_dot_checkpoint__import__pb2
 from millrace.train.v1 import code_bundle_pb2 as millrace_dot_train_dot_v1_dot_code__bundle__pb2
 from millrace.train.v1 import resources_pb2 as millrace_dot_train_dot_v1_dot_resources__pb2
 from millrace.train.v1 import suggestion_pb2 as millrace_dot_train_dot_v1_dot_suggestion__pb2
@@ -91,6 +92,21 @@ class TrainServiceStub:
                 '/millrace.train.v1.TrainService/ListCheckpoints',
                 request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListCheckpointsRequest.SerializeToString,
                 response_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListCheckpointsResponse.FromString,
+                _registered_method=True)
+        self.GetCheckpoint = channel.unary_stream(
+                '/millrace.train.v1.TrainService/GetCheckpoint',
+                request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.GetCheckpointRequest.SerializeToString,
+                response_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.GetCheckpointResponse.FromString,
+                _registered_method=True)
+        self.ImportCheckpoint = channel.stream_unary(
+                '/millrace.train.v1.TrainService/ImportCheckpoint',
+                request_serializer=millrace_dot_train_dot_v1_dot_checkpoint__import__pb2.ImportCheckpointRequest.SerializeToString,
+                response_deserializer=millrace_dot_train_dot_v1_dot_checkpoint__import__pb2.ImportCheckpointResponse.FromString,
+                _registered_method=True)
+        self.GetImportedWeights = channel.unary_unary(
+                '/millrace.train.v1.TrainService/GetImportedWeights',
+                request_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.GetImportedWeightsRequest.SerializeToString,
+                response_deserializer=millrace_dot_train_dot_v1_dot_checkpoint__import__pb2.ImportedWeights.FromString,
                 _registered_method=True)
         self.GetCoverage = channel.unary_unary(
                 '/millrace.train.v1.TrainService/GetCoverage',
@@ -265,6 +281,50 @@ class TrainServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetCheckpoint(self, request, context):
+        """The files of a checkpoint, byte for byte: the header, then of each file a `file` and its bytes, the manifest first. A
+        client that was cut off goes on with the file and offset that it lacks. While they are sent, the checkpoint is kept:
+        retention passes it over, and its job cannot be deleted. A client that takes nothing for 60 s loses its place where
+        others wait for one.
+        The service compares each file that it sends whole with its digest; the error comes behind its last byte, so a client
+        must take no file for good before the next `file`, or the end of the stream. Of a file that is sent from an offset
+        only the client can compare the digest.
+        Fails with INVALID_ARGUMENT (a field is malformed, or the checkpoint has no such file), NOT_FOUND (the job or the
+        checkpoint), FAILED_PRECONDITION (the job has no checkpoint yet, or is being deleted), ABORTED (`name` means another
+        checkpoint than `manifest_sha256` by now), OUT_OF_RANGE (`offset` is beyond the file's end), DATA_LOSS (a file, or the
+        manifest, is missing or not what was committed), RESOURCE_EXHAUSTED (too many downloads at once) and
+        DEADLINE_EXCEEDED (READER_STALLED: another client has got this one's place).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ImportCheckpoint(self, request_iterator, context):
+        """Makes a checkpoint of weights from elsewhere, to fine-tune (`TrainingSpec.initial_checkpoint`), serve and predict with
+        as any other. The first message has `header`, all others `chunk`. The files are read in a child process with limits
+        on memory and time, in which nothing of them is executed: a torch file is loaded with `weights_only`. Tensors keep
+        their bits; float16 and bfloat16 are widened where the model has float32.
+        A stream that ends early, and weights that do not fit, make nothing.
+        Fails with INVALID_ARGUMENT (a field is malformed; the transform does not make the model's input; a file is none of the
+        formats, is cut off, has names twice, holds code, or takes more than the limits to be read; WEIGHTS_DO_NOT_FIT:
+        tensors are missing, unexpected or of another shape; NON_FINITE_WEIGHTS: NaN or infinities), NOT_FOUND (the version),
+        FAILED_PRECONDITION (the version is not ACTIVE; an earlier call of this `request_id` was killed), ALREADY_EXISTS (the
+        id is taken, or `request_id` was used with another header), RESOURCE_EXHAUSTED (too many imports at once, the files
+        are over the limit, or the service's disk has no room) and DEADLINE_EXCEEDED (SENDER_STALLED: nothing was sent for
+        60 s while others wait).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetImportedWeights(self, request, context):
+        """Where the weights of an imported checkpoint come from, and what became of each tensor. Fails with INVALID_ARGUMENT and
+        NOT_FOUND (the job, or it was not imported).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetCoverage(self, request, context):
         """What the workers really read in an epoch, from the records that they committed with their checkpoints.
         Fails with INVALID_ARGUMENT, NOT_FOUND (the job), OUT_OF_RANGE (the job has no such epoch),
@@ -428,6 +488,21 @@ def add_TrainServiceServicer_to_server(servicer, server):
                     servicer.ListCheckpoints,
                     request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListCheckpointsRequest.FromString,
                     response_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.ListCheckpointsResponse.SerializeToString,
+            ),
+            'GetCheckpoint': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetCheckpoint,
+                    request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.GetCheckpointRequest.FromString,
+                    response_serializer=millrace_dot_train_dot_v1_dot_train__service__pb2.GetCheckpointResponse.SerializeToString,
+            ),
+            'ImportCheckpoint': grpc.stream_unary_rpc_method_handler(
+                    servicer.ImportCheckpoint,
+                    request_deserializer=millrace_dot_train_dot_v1_dot_checkpoint__import__pb2.ImportCheckpointRequest.FromString,
+                    response_serializer=millrace_dot_train_dot_v1_dot_checkpoint__import__pb2.ImportCheckpointResponse.SerializeToString,
+            ),
+            'GetImportedWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetImportedWeights,
+                    request_deserializer=millrace_dot_train_dot_v1_dot_train__service__pb2.GetImportedWeightsRequest.FromString,
+                    response_serializer=millrace_dot_train_dot_v1_dot_checkpoint__import__pb2.ImportedWeights.SerializeToString,
             ),
             'GetCoverage': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCoverage,
@@ -769,6 +844,87 @@ class TrainService:
             '/millrace.train.v1.TrainService/ListCheckpoints',
             millrace_dot_train_dot_v1_dot_train__service__pb2.ListCheckpointsRequest.SerializeToString,
             millrace_dot_train_dot_v1_dot_train__service__pb2.ListCheckpointsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/millrace.train.v1.TrainService/GetCheckpoint',
+            millrace_dot_train_dot_v1_dot_train__service__pb2.GetCheckpointRequest.SerializeToString,
+            millrace_dot_train_dot_v1_dot_train__service__pb2.GetCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportCheckpoint(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/millrace.train.v1.TrainService/ImportCheckpoint',
+            millrace_dot_train_dot_v1_dot_checkpoint__import__pb2.ImportCheckpointRequest.SerializeToString,
+            millrace_dot_train_dot_v1_dot_checkpoint__import__pb2.ImportCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetImportedWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.train.v1.TrainService/GetImportedWeights',
+            millrace_dot_train_dot_v1_dot_train__service__pb2.GetImportedWeightsRequest.SerializeToString,
+            millrace_dot_train_dot_v1_dot_checkpoint__import__pb2.ImportedWeights.FromString,
             options,
             channel_credentials,
             insecure,

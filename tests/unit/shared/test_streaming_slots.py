@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from data_service.streaming import STALLED_AFTER_S, Slots
 from shared.errors import ResourceExhausted
 from shared.grpc_server import interceptor
+from shared.streaming import STALLED_AFTER_S, Slots
 
 
 def test_one_stream_more_than_there_are_slots_is_refused_until_one_ends() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_service.streaming import framed, in_threads
 from millrace.data.v1 import data_service_pb2
+from shared.streaming import framed, in_threads
 
 
 @given(st.lists(st.binary(max_size=400), max_size=4))

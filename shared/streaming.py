@@ -1,4 +1,4 @@
-"""What the servicer's streams are made of: blocking iterators run in threads, and messages that are bytes already."""
+"""What servicers' streams are made of: blocking iterators run in threads, and messages that are bytes already."""
 
 from __future__ import annotations
 
@@ -62,6 +62,19 @@ READS = Wording(
     stalled="no message was taken for {:.0f} s while others wait to read; read on with `offset` from the first row "
     "that is missing",
     stalled_reason="READER_STALLED",
+)
+DOWNLOADS = Wording(
+    full="checkpoints are being downloaded",
+    full_reason="TOO_MANY_DOWNLOADS",
+    stalled="no message was taken for {:.0f} s while others wait to download; go on in a new call from the file and "
+    "offset that are missing",
+    stalled_reason="READER_STALLED",
+)
+IMPORTS = Wording(
+    full="checkpoints are being imported",
+    full_reason="TOO_MANY_IMPORTS",
+    stalled="nothing was sent for {:.0f} s while others wait to import; import it again",
+    stalled_reason="SENDER_STALLED",
 )
 UPLOADS = Wording(
     full="calls are sending chunks",

@@ -1,0 +1,348 @@
+"""A checkpoint's files into a folder: each compared with its digest, and the folder there once all of them are.
+
+What has come so far lies beside the folder, in `.{name}.millrace-partial`: `files/` are those that were compared,
+`part-{sha256}` is the one on its way. A download that was cut off, or whose process died, goes on from there.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from millrace.train.v1 import resources_pb2
+from millrace.train.v1 import train_service_pb2 as pb
+from millrace_client.calls import DEFAULT_TIMEOUT_S, Caller
+from millrace_client.errors import DataLoss, MillraceError
+from millrace_client.patience import Patience
+
+# Bytes that are there, bytes of all files.
+OnProgress = Callable[[int, int], None]
+READ_BYTES = 1 << 20
+
+
+def download(
+    caller: Caller,
+    stub: Any,
+    name: str,
+    directory: str | os.PathLike[str],
+    on_progress: OnProgress | None = None,
+) -> resources_pb2.Checkpoint:
+    """See `TrainClient.download_checkpoint`."""
+    target = Path(os.path.abspath(directory))  # noqa: PTH100 - a link is not followed: its name is what is replaced
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _claimed(target.parent / f".{target.name}.millrace-partial") as partial:
+        return _Download(caller, stub, name, target, partial, on_progress or (lambda _done, _all: None)).run()
+
+
+@dataclass(frozen=True)
+class _File:
+    path: str
+    size_bytes: int
+    sha256: str
+
+
+class _Download:
+    """Of one checkpoint into `target`, by way of `partial`, which is this process's alone."""
+
+    def __init__(
+        self, caller: Caller, stub: Any, name: str, target: Path, partial: Path, on_progress: OnProgress
+    ) -> None:
+        self._caller = caller
+        self._stub = stub
+        self._request = pb.GetCheckpointRequest(name=name)
+        self._target = target
+        self._partial = partial
+        self._files = partial / "files"
+        self._on_progress = on_progress
+        self._checkpoint: resources_pb2.Checkpoint | None = None
+        self._size_bytes = 0
+        # Of files that are there, each compared once.
+        self._done: dict[str, _File] = {}
+        # All that the manifest names, itself among them; empty before it has come.
+        self._listed: dict[str, _File] = {}
+
+    def run(self) -> resources_pb2.Checkpoint:
+        # Nobody may be there at all; once the service has answered, it has longer to come back.
+        allowed_s = self._caller.reconnect_for_s
+        patience = Patience(DEFAULT_TIMEOUT_S if allowed_s is None else allowed_s)
+        while True:
+            try:
+                is_over = self._call(patience)
+            except MillraceError as error:
+                patience.pause_after(error)
+                continue
+            if is_over:
+                assert self._checkpoint is not None
+                return self._checkpoint
+
+    def _call(self, patience: Patience) -> bool:
+        """One call, from the first file that is missing on. False where another has to go on."""
+        if self._listed and self._listed.keys() == self._done.keys():
+            return self._is_there_already() or self._put_in_place()
+        responses = self._caller.stream(self._stub.GetCheckpoint, self._request)
+        try:
+            header = next(responses).header
+            if self._checkpoint is None:
+                patience.allow()
+                self._begin(header)
+                if self._request.path:  # a part of it is here already
+                    return False
+            file: _File | None = None
+            with self._writing() as writing:
+                for response in responses:
+                    patience.progressed()
+                    if response.WhichOneof("content") == "file":
+                        self._finish(file, writing)
+                        file = _file_of(response.file)
+                        if self._is_there_already():
+                            return True
+                        writing.begin(file, response.file.offset)
+                    else:
+                        writing.write(response.chunk)
+                        self._on_progress(self._done_bytes() + writing.size_bytes, self._size_bytes)
+                self._finish(file, writing)
+        finally:
+            responses.close()
+        if missing := self._listed.keys() - self._done.keys():
+            raise DataLoss(f"the service did not send {min(missing)}, which the manifest names")
+        return self._is_there_already() or self._put_in_place()
+
+    def _begin(self, header: pb.GetCheckpointResponse.Header) -> None:
+        """From now on it is this checkpoint, whatever its name may mean later."""
+        checkpoint = self._checkpoint = header.checkpoint
+        self._size_bytes = header.size_bytes
+        self._request = pb.GetCheckpointRequest(name=checkpoint.name, manifest_sha256=checkpoint.manifest_sha256)
+        if self._target.exists() and not self._target.is_dir():
+            raise _in_the_way(self._target, "is no folder; name another place")
+        marker = self._partial / "manifest_sha256"
+        if not marker.exists() or marker.read_text() != checkpoint.manifest_sha256:
+            _empty(self._partial)  # it is of another checkpoint
+            marker.write_text(checkpoint.manifest_sha256)
+        self._files.mkdir(exist_ok=True)
+        self._take_up()
+
+    def _take_up(self) -> None:
+        """What an earlier process has left, compared again; the request then asks for the rest."""
+        manifest = next((one for one in MANIFESTS if _digest(self._files / one) == self._sha256), None)
+        if manifest is None or not self._sha256:
+            return
+        self._read_manifest(manifest)
+        for file in self._listed.values():
+            if _digest(self._files / file.path) == file.sha256:
+                self._done[file.path] = file
+        self._ask_on()
+
+    def _ask_on(self) -> None:
+        wanted = next((one for one in self._listed.values() if one.path not in self._done), None)
+        if wanted is not None:
+            part = self._part(wanted)
+            size_bytes = part.stat().st_size if part.exists() else 0
+            self._request.path, self._request.offset = wanted.path, min(size_bytes, wanted.size_bytes)
+
+    @property
+    def _sha256(self) -> str:
+        assert self._checkpoint is not None
+        return self._checkpoint.manifest_sha256
+
+    def _read_manifest(self, path: str) -> None:
+        data = (self._files / path).read_bytes()
+        itself = _File(path, len(data), self._sha256)
+        named = [_File(one["path"], one["size_bytes"], one["sha256"]) for one in json.loads(data)["files"]]
+        self._listed = {one.path: one for one in (itself, *named)}
+        for one in self._listed:
+            _check_path(one)
+
+    def _finish(self, file: _File | None, writing: _Writing) -> None:
+        """The file on its way has come whole."""
+        if file is None:
+            return
+        expected = self._listed.get(file.path) if self._listed else _File(file.path, file.size_bytes, self._sha256)
+        digest = writing.end()
+        if expected is None or digest != expected.sha256:
+            self._part(file).unlink()
+            raise DataLoss(
+                f"{file.path} did not arrive as {self._request.name} names it: its SHA-256 is {digest}",
+                metadata={"file": file.path},
+                remedy="download it again; if that helps nothing, the stored file is damaged",
+            )
+        place = self._files / file.path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        self._part(file).replace(place)
+        self._done[file.path] = file
+        if not self._listed:
+            self._read_manifest(file.path)
+        self._ask_on()
+
+    def _is_there_already(self) -> bool:
+        """Whether the target holds all of this checkpoint and nothing else. Raises `FileExistsError` for other
+        content; False while the manifest has not come."""
+        if not self._listed or not self._target.exists() or not any(self._target.iterdir()):
+            return False
+        found = {one.relative_to(self._target).as_posix() for one in self._target.rglob("*") if not one.is_dir()}
+        whole = found == self._listed.keys() and all(
+            _digest(self._target / one.path) == one.sha256 for one in self._listed.values()
+        )
+        if not whole:
+            raise _in_the_way(self._target, "has other content; name another folder, or remove it")
+        return True
+
+    def _put_in_place(self) -> bool:
+        """True, or an error."""
+        for folder, _, _ in os.walk(self._files, topdown=False):
+            _sync(Path(folder))
+        try:
+            self._files.rename(self._target)  # over an empty folder, too
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise _in_the_way(self._target, "got other content meanwhile; name another folder") from None
+            raise
+        _sync(self._target.parent)
+        return True
+
+    def _done_bytes(self) -> int:
+        return sum(one.size_bytes for one in self._done.values())
+
+    def _part(self, file: _File) -> Path:
+        return self._partial / f"part-{file.sha256}"
+
+    @contextmanager
+    def _writing(self) -> Iterator[_Writing]:
+        writing = _Writing(self._part)
+        try:
+            yield writing
+        finally:
+            writing.close()
+
+
+class _Writing:
+    """The file on its way, and its digest so far."""
+
+    def __init__(self, place: Callable[[_File], Path]) -> None:
+        self._place = place
+        self._handle: Any = None
+        self._hash = hashlib.sha256()
+        self._limit = 0
+        self.size_bytes = 0
+
+    def begin(self, file: _File, offset: int) -> None:
+        path = self._place(file)
+        self._hash = hashlib.sha256()
+        if offset:
+            self._hash = _hash(path, offset)
+        self._handle = path.open("r+b" if offset else "wb")
+        self._handle.seek(offset)
+        self._handle.truncate()
+        self.size_bytes, self._limit = offset, file.size_bytes
+
+    def write(self, data: bytes) -> None:
+        if self._handle is None or self.size_bytes + len(data) > self._limit:
+            raise DataLoss("the service sent bytes that are of no file")
+        self._handle.write(data)
+        self._hash.update(data)
+        self.size_bytes += len(data)
+
+    def end(self) -> str:
+        self._handle.flush()
+        os.fsync(self._handle.fileno())
+        self.close()
+        return self._hash.hexdigest()
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._handle.close()
+        self._handle, self.size_bytes = None, 0
+
+
+# As the service calls a model's and a program's.
+MANIFESTS = ("manifest.json", "millrace-manifest.json")
+
+
+@contextmanager
+def _claimed(partial: Path) -> Iterator[Path]:
+    """The folder, for this process alone. What has come into it stays where the body fails, unless that is for another
+    folder's content: nothing can come of it then."""
+    while True:
+        partial.mkdir(exist_ok=True)
+        try:
+            handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # its download has just ended
+            continue
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _in_the_way(partial, "is of a download that is at work; wait for its end") from None
+            if not partial.exists() or not os.path.samestat(os.fstat(handle), partial.stat()):
+                continue
+            try:
+                yield partial
+            except FileExistsError:
+                shutil.rmtree(partial)
+                raise
+            except BaseException:
+                with suppress(OSError):  # what has come stays
+                    partial.rmdir()
+                raise
+            shutil.rmtree(partial)
+            return
+        finally:
+            os.close(handle)
+
+
+def _file_of(message: pb.GetCheckpointResponse.File) -> _File:
+    _check_path(message.path)
+    return _File(message.path, message.size_bytes, message.sha256)
+
+
+def _check_path(path: str) -> None:
+    """Raises `DataLoss` for a path that would lie outside: a service may not be what it seems."""
+    pure = PurePosixPath(path)
+    inside = path == "/".join(pure.parts) and ".." not in pure.parts
+    if not path or not inside or "\\" in path or not path.isprintable():
+        raise DataLoss(f"the checkpoint names a file {path!r}, which would lie outside of its folder")
+
+
+def _digest(path: Path) -> str:
+    """Empty where it is no regular file."""
+    if path.is_symlink() or not path.is_file():
+        return ""
+    digest: str = _hash(path, path.stat().st_size).hexdigest()
+    return digest
+
+
+def _hash(path: Path, size_bytes: int) -> Any:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while size_bytes > 0 and (data := file.read(min(READ_BYTES, size_bytes))):
+            digest.update(data)
+            size_bytes -= len(data)
+    return digest
+
+
+def _empty(folder: Path) -> None:
+    for one in folder.iterdir():
+        if one.is_dir() and not one.is_symlink():
+            shutil.rmtree(one)
+        else:
+            one.unlink()
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _in_the_way(path: Path, what: str) -> FileExistsError:
+    return FileExistsError(errno.EEXIST, what, str(path))

@@ -1,0 +1,110 @@
+"""The whole way of the documents' example: trained by its own loop, deployed by its predictor, asked, rolled out."""
+
+from __future__ import annotations
+
+import re
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import millrace_client as mc
+from millrace_client import errors
+from tests.integration.inference_service.client import environment
+from tests.integration.train_service.test_programs import EXTENDING, example
+from tests.support.code_folders import write_files
+from tests.support.service_process import running_service
+from tests.support.training import State, TrainStack
+
+pytestmark = pytest.mark.timeout(400)
+
+
+# The predictor where none is named; it refuses some requests.
+STRICT = """
+
+from serve import Predictor as Documented
+
+
+class Predictor(Documented):
+    def predict(self, inputs):
+        assert (inputs["numbers"] < 100).all(), "too large"
+        return super().predict(inputs)
+"""
+
+
+def predictor() -> str:
+    """That of the documents."""
+    blocks = re.findall(r"```python\n(.*?)```", EXTENDING.read_text(), re.DOTALL)
+    (code,) = [one for one in blocks if "class Predictor" in one]
+    return str(code)
+
+
+def local(folder: Path, code: Path, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """What the same class answers in this process."""
+    sys.path.append(str(code))
+    try:
+        from serve import Predictor  # type: ignore[import-not-found]
+    finally:
+        sys.path.remove(str(code))
+    answer: np.ndarray[Any, Any] = Predictor(str(folder)).predict({"numbers": numbers})["total"]
+    return answer
+
+
+def test_a_programs_checkpoint_is_served_by_the_predictor_of_its_bundle(file_stack: TrainStack, tmp_path: Path) -> None:
+    stack = file_stack
+    code = write_files(tmp_path / "code", {"train.py": example(), "serve.py": predictor()})
+    # Of the class that is not named: one that fails for one request of a batch.
+    failing = "from serve import Predictor as Good\n\n\nclass Predictor(Good):\n    def predict(self, inputs):\n"
+    failing += (
+        "        assert not (inputs['numbers'] > 100).any(), 'too large'\n        return super().predict(inputs)\n"
+    )
+    write_files(code, {"train.py": example() + "\n\n" + failing})
+    job_id = f"j{uuid.uuid4().hex[:12]}"
+    with mc.connect(train=stack.service.address) as millrace:
+        bundle = millrace.train.push_code(code)
+        config = {"lr": 0.05, "epochs": 2}
+        spec = mc.program_spec(bundle, "train:train_loop_per_worker", config=config, num_workers=2)
+        job = millrace.train.create_training_job(job_id, spec)
+    watch = stack.client.watch(job.name, within_s=350)
+    watch.rest()
+    assert watch.jobs[-1].state == State.STATE_SUCCEEDED, watch.jobs[-1]
+    first, second = stack.client.checkpoints(job.name)
+
+    numbers = np.random.default_rng(1).normal(size=(5, 4)).astype(np.float32)
+    environ = {**environment(stack.store.settings, train_ray.address), "MILLRACE_OWN_CODE": "trusted"}
+    log = tmp_path / "inference.log"
+    with (
+        running_service("inference_service", environ, log) as service,
+        mc.connect(train=stack.service.address, inference=service.address) as millrace,
+    ):
+        expected = {}
+        for one in (first, second):
+            millrace.train.download_checkpoint(one.name, tmp_path / one.name)
+            expected[one.name] = local(tmp_path / one.name, code, numbers)
+        assert not np.array_equal(expected[first.name], expected[second.name])
+
+        # With what the module of the program calls its predictor.
+        made = millrace.deployments.create_deployment("totals", first.name).wait()
+        assert made.lineage.code_bundle == bundle.name
+        answer = millrace.inference.infer("totals", {"numbers": numbers})
+        assert np.array_equal(answer.outputs["total"], expected[first.name])
+        assert (answer.lineage.checkpoint, answer.lineage.code_bundle) == (first.name, bundle.name)
+        assert answer.lineage.checkpoint_sha256 == first.manifest_sha256
+        with pytest.raises(errors.FailedPrecondition, match=r"train\.py:\d+: AssertionError: too large"):
+            millrace.inference.infer("totals", {"numbers": numbers + 1000})
+        with pytest.raises(errors.InvalidArgument, match="numbers"):
+            millrace.inference.infer("totals", {"numbers": numbers[:, :3]})
+
+        rolled = millrace.deployments.roll_out("totals", second.name, steps=[(100, 0.1)]).wait()
+        assert rolled.lineage.checkpoint == second.name
+        answer = millrace.inference.infer("totals", {"numbers": numbers})
+        assert np.array_equal(answer.outputs["total"], expected[second.name])
+        assert answer.lineage.checkpoint == second.name
+
+        with pytest.raises(errors.FailedPrecondition, match="serve:Missing"):
+            millrace.deployments.create_deployment("none", first.name, predictor="serve:Missing").wait()
+        for name in ("totals", "none"):
+            millrace.deployments.delete_deployment(name)

@@ -1,0 +1,442 @@
+"""Weights from elsewhere: taken in as they are streamed, read in a child process, and committed as a checkpoint.
+
+The checkpoint's home is a training job that has SUCCEEDED: it is listed, resolved, kept and deleted as that of a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from shared import names
+from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry
+from shared.checkpoint.format import WEIGHTS, write_weights
+from shared.dataset_version import load_version
+from shared.dataset_version.manifest import Column
+from shared.errors import (
+    STORE_OUTAGES,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    MillraceError,
+    ResourceExhausted,
+    already_exists,
+    invalid_field,
+    not_found,
+)
+from shared.jobs import JobRecord, Jobs, JobState
+from shared.jobs.transitions import begin_attempt, fail, succeed
+from shared.requests import claimed, claimed_before, uid_of
+from shared.storage import ObjectStore
+from train_service.domain import spec_rules
+from train_service.domain.spec import TrainingSpec
+from train_service.jobs.guarded_child import Limits, ask_in_child
+from train_service.jobs.lifecycle import Deletions
+from train_service.jobs.training_jobs import COLLECTION, JobView, TrainingJobs
+from train_service.loading.preprocessing import Preprocessing
+from train_service.loading.version_fit import check_prepared, class_names, ingested_columns
+from train_service.records.reporting import TRAIN_KIND
+
+logger = logging.getLogger(__name__)
+
+MAX_CHUNK_BYTES = 1024 * 1024
+# Of all files of one import, which lie on the service's disk twice for a while.
+MAX_BYTES = 64 * 1024**3
+MAX_FILES = 1_000
+MAX_PATH = 240
+MAX_REPORT_BYTES = 16 * 1024**2
+# Who begins the job's only attempt: no reconciler looks after it.
+RUNNER = "import"
+IMPORTED = "imported"
+MAX_SHOWN = 8
+GIB = 1024**3
+# What a model takes besides its weights to be built, and how slowly a disk may give them.
+BASE_MEMORY_BYTES = 4 * GIB
+BASE_S, BYTES_PER_S = 90.0, 25 * 1024**2
+
+
+@dataclass(frozen=True)
+class SentFile:
+    path: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportWish:
+    """What the first message asks for. `spec` is that of the checkpoint's job; `given` the column of an input tensor,
+    None where `spec.dataset_version` has the columns; `names` is `NameMap` as plain values."""
+
+    job_id: str
+    spec: TrainingSpec
+    given: Column | None
+    class_names: Sequence[str]
+    names: Mapping[str, Any]
+    files: Sequence[SentFile]
+    request_id: str
+    digest: str
+    validate_only: bool
+
+
+@dataclass(frozen=True)
+class Imported:
+    """`report` is what `weights_child` writes; without `view` nothing was made."""
+
+    report: Mapping[str, Any]
+    view: JobView | None = None
+
+
+@dataclass(frozen=True)
+class _Home:
+    """What the checkpoint says of the rows that its model takes."""
+
+    ingested: Sequence[Column]
+    transforms: Sequence[dict[str, Any]]
+    class_names: Sequence[str]
+    manifest_sha256: str = ""
+
+
+class CheckpointImports:
+    """`spool` is the folder for files on their way, by default the system's; `limits` those of the child, by default
+    by the size of the files."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        training: TrainingJobs,
+        deletions: Deletions,
+        spool: Path | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        self._store = store
+        self._training = training
+        self._deletions = deletions
+        self._jobs = Jobs(store, TRAIN_KIND)
+        self._spool = spool
+        self._limits = limits
+
+    async def receive(self, parts: AsyncIterator[ImportWish | bytes]) -> Imported:
+        """Holds one chunk in memory at a time. Raises what `ImportCheckpoint` says; whatever it raises, and where the
+        caller goes away, no checkpoint is made and the spooled files go."""
+        wish = await anext(parts, None)
+        if not isinstance(wish, ImportWish):
+            raise invalid_field("header", None, "send it first, then the chunks")
+        if first := await asyncio.to_thread(self._first_answer, wish):
+            return first
+        home = await asyncio.to_thread(self._checked, wish)
+        with tempfile.TemporaryDirectory(
+            prefix="millrace-import-", dir=self._spool, ignore_cleanup_errors=True
+        ) as made:
+            folder = Path(made)
+            _check_room(folder, wish.files)
+            (folder / "files").mkdir()
+            await _spool_files(wish.files, parts, folder / "files")
+            return await asyncio.to_thread(self._finish, wish, home, folder)
+
+    @contextmanager
+    def _spooling(self) -> Iterator[Path]:
+        where = tempfile.TemporaryDirectory(prefix="millrace-import-", dir=self._spool, ignore_cleanup_errors=True)
+        with where as made:
+            yield Path(made)
+
+    def sources(self, name: str) -> dict[str, Any]:
+        """`files` and `report` of an imported job. Raises `InvalidArgument` and `NotFound`."""
+        names.parse("name", name, f"{COLLECTION}/{{j}}")
+        imported: dict[str, Any] | None = self._jobs.get(name, name).spec.get("import")
+        if imported is None:
+            raise not_found(name, "it was trained, not imported")
+        return imported
+
+    def _first_answer(self, wish: ImportWish) -> Imported | None:
+        names.check_id("training_job_id", wish.job_id)
+        request_id = names.check_request_id("request_id", wish.request_id)
+        if wish.validate_only:
+            return None
+        name = claimed_before(self._store, TRAIN_KIND, request_id, wish.digest)
+        job = self._jobs.made_by(request_id, name) if name else None
+        return self._answer(job) if job else None
+
+    def _answer(self, job: JobRecord) -> Imported:
+        if job.state is not JobState.SUCCEEDED or "import" not in job.spec:
+            raise FailedPrecondition(
+                f"{job.name} is {job.state}: the import that began it did not end; cancel and delete it, then import "
+                "with a new request_id",
+                reason="IMPORT_CUT_OFF",
+                metadata={"resource": job.name},
+            )
+        return Imported(job.spec["import"]["report"], self._training.get(job.name))
+
+    def _checked(self, wish: ImportWish) -> _Home:
+        """Before a byte is taken: raises what is wrong with the header."""
+        if not wish.validate_only and self._training.exists(f"{COLLECTION}/{wish.job_id}"):
+            raise already_exists(f"{COLLECTION}/{wish.job_id}")
+        _check_files(wish.files)
+        spec = wish.spec
+        # Neither is of an import.
+        spec_rules.check(replace(spec, epochs=1, global_batch_size=2))
+        if (wish.given is None) == (not spec.dataset_version):
+            raise invalid_field("spec.input", spec.dataset_version, "give either input or dataset_version")
+        columns: Sequence[Column]
+        if wish.given is not None:
+            columns = [wish.given]
+            home = _Home(columns, [], wish.class_names)
+        else:
+            names.parse("spec.dataset_version", spec.dataset_version, "datasets/{d}/versions/{v}")
+            version = load_version(self._store, spec.dataset_version)
+            columns = version.columns
+            has_label = any(column.name == spec.label_column for column in columns)
+            named = wish.class_names or (class_names(spec, version) if has_label else ())
+            home = _Home(ingested_columns(version), version.manifest.transforms, named, version.manifest_sha256)
+        if wish.class_names and len(wish.class_names) != spec.model.num_classes:
+            remedy = f"name all {spec.model.num_classes} classes, or none"
+            raise invalid_field("spec.class_names", f"{len(wish.class_names)} names", remedy)
+        self._training.check_outputs(spec, check_prepared(spec, columns))
+        transform = Preprocessing(spec, columns).config
+        return replace(home, transforms=[*home.transforms, transform])
+
+    def _finish(self, wish: ImportWish, home: _Home, folder: Path) -> Imported:
+        report = self._read(wish, folder)
+        problem = _problem(report, allow_non_finite=wish.spec.allow_non_finite)
+        report["fits"] = problem is None
+        if wish.validate_only:
+            return Imported(report)
+        if problem is not None:
+            raise problem
+        job = self._new_job(wish, report)
+        with claimed(self._store, TRAIN_KIND, wish.request_id, wish.digest, job.name) as claim:
+            if claim.repeated and (first := self._jobs.made_by(wish.request_id, claim.name)):
+                return self._answer(first)
+            made = self._jobs.create(job.name, job)
+            # Its number is above those of deleted jobs of this name.
+            job = self._jobs.transition(
+                made.name, lambda newest: begin_attempt(newest, time.time()), attempt=made.attempt + 1
+            )
+            try:
+                self._commit(job, wish, home, folder / WEIGHTS)
+            except BaseException as error:
+                self._take_back(job, error)
+                raise
+        return Imported(report, self._training.get(job.name))
+
+    def _read(self, wish: ImportWish, folder: Path) -> dict[str, Any]:
+        work = folder / "work"
+        work.mkdir()
+        question = {
+            "weights": {
+                "files": str(folder / "files"),
+                "names": dict(wish.names),
+                "model": replace(wish.spec.model, task=wish.spec.task).as_config(),
+                "allow_non_finite": wish.spec.allow_non_finite,
+                "report": str(work / "report.json"),
+                "output": str(work / WEIGHTS),
+            }
+        }
+        size_bytes = sum(one.size_bytes for one in wish.files)
+        limits = self._limits or Limits(
+            # Files are mapped, and so count once they are read.
+            memory_bytes=BASE_MEMORY_BYTES + 2 * size_bytes,
+            cpu_s=BASE_S + size_bytes / BYTES_PER_S,
+            wall_s=BASE_S + size_bytes / BYTES_PER_S,
+            # Of float16 twice as much is written.
+            file_bytes=4 * GIB + 2 * size_bytes,
+        )
+        if problem := ask_in_child(question, work, limits)["problem"]:
+            raise invalid_field("header.files", wish.files[0].path, problem)
+        if (work / WEIGHTS).exists():
+            (work / WEIGHTS).rename(folder / WEIGHTS)
+        report: dict[str, Any] = json.loads(_bounded(work / "report.json"))
+        return report
+
+    def _new_job(self, wish: ImportWish, report: Mapping[str, Any]) -> JobRecord:
+        now, name = time.time(), f"{COLLECTION}/{wish.job_id}"
+        imported = {"files": [asdict(one) for one in wish.files], "report": dict(report)}
+        return JobRecord(
+            uid=uid_of(wish.request_id, name),
+            name=name,
+            spec={"training": wish.spec.as_config(), "request_id": wish.request_id, "import": imported},
+            body_sha256=wish.digest,
+            create_time=now,
+            update_time=now,
+            runner=RUNNER,
+        )
+
+    def _commit(self, job: JobRecord, wish: ImportWish, home: _Home, weights: Path) -> None:
+        registry = CheckpointRegistry(self._store, job.name)
+        registry.fence(job.attempt, wish.spec.checkpoints.ranking)
+        folder = f"{registry.data_folder}/{IMPORTED}-a{job.attempt}-{uuid.uuid4().hex}"
+        content = CheckpointContent(
+            training_job=job.name,
+            dataset_version=wish.spec.dataset_version,
+            dataset_manifest_sha256=home.manifest_sha256,
+            step=0,
+            epoch=0,
+            seed=wish.spec.seed,
+            metrics={},
+            model=replace(wish.spec.model, task=wish.spec.task),
+            ingested=home.ingested,
+            transforms=home.transforms,
+            input_column=wish.spec.input_column,
+            class_names=home.class_names,
+            imported=[asdict(one) for one in wish.files],
+        )
+        digest, size_bytes = write_weights(self._store, folder, content, weights)
+        entry = CheckpointEntry(
+            name=f"{job.name}/checkpoints/{IMPORTED}",
+            folder=folder,
+            manifest_sha256=digest,
+            step=0,
+            epoch=0,
+            attempt=job.attempt,
+            size_bytes=size_bytes,
+            create_time=time.time(),
+            final=True,
+        )
+        registry.commit(entry)
+        self._jobs.transition(job.name, lambda newest: succeed(newest, {}, time.time()))
+
+    def _take_back(self, job: JobRecord, error: BaseException) -> None:
+        """Leaves nothing of a job whose checkpoint could not be committed, unless the store is out of reach."""
+        cause = error if isinstance(error, MillraceError) else Internal("the import was cut off")
+        try:
+            self._jobs.transition(job.name, lambda newest: fail(newest, cause, time.time()))
+            self._deletions.begin(job.name, uid=job.uid)
+            self._deletions.finish(job.name)
+        except (*STORE_OUTAGES, FailedPrecondition) as left:
+            logger.warning("%s is left of an import that failed: %s", job.name, left.message)
+
+
+def _check_files(files: Sequence[SentFile]) -> None:
+    if not files:
+        raise invalid_field("header.files", [], "name the files whose bytes follow")
+    if len(files) > MAX_FILES:
+        raise invalid_field("header.files", f"{len(files)} files", f"send at most {MAX_FILES:,}")
+    seen = set()
+    for index, one in enumerate(files):
+        path = PurePosixPath(one.path)
+        plain = one.path == "/".join(path.parts) and ".." not in path.parts and one.path.isprintable()
+        if not one.path or not plain or "\\" in one.path or len(one.path.encode()) > MAX_PATH:
+            remedy = f"use a relative path of at most {MAX_PATH} bytes without . and .."
+            raise invalid_field(f"header.files[{index}].path", one.path, remedy)
+        if one.path in seen or any(str(parent) in seen for parent in path.parents):
+            raise invalid_field(f"header.files[{index}].path", one.path, "another file has this path, or lies above it")
+        seen.add(one.path)
+        if one.size_bytes < 1:
+            raise invalid_field(f"header.files[{index}].size_bytes", one.size_bytes, "use 1 or more")
+    size_bytes = sum(one.size_bytes for one in files)
+    if size_bytes > MAX_BYTES:
+        raise ResourceExhausted(
+            f"header.files: an import has at most {MAX_BYTES:,} bytes, not {size_bytes:,}",
+            reason="IMPORT_TOO_LARGE",
+            metadata={"max_size_bytes": str(MAX_BYTES)},
+        )
+
+
+def _check_room(folder: Path, files: Sequence[SentFile]) -> None:
+    """The files, and what is made of them: of float16 twice as much."""
+    needed, free = 3 * sum(one.size_bytes for one in files), shutil.disk_usage(folder).free
+    if needed > free:
+        raise ResourceExhausted(
+            f"the service's disk has {free:,} bytes free below {folder.parent} and needs {needed:,} for a while; free "
+            "some, or set TMPDIR to a larger disk",
+            reason="SPOOL_FULL",
+            retry_after_s=30.0,
+        )
+
+
+async def _spool_files(files: Sequence[SentFile], parts: AsyncIterator[ImportWish | bytes], folder: Path) -> None:
+    rest = memoryview(b"")
+    for one in files:
+        place = folder / one.path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        digest, missing = hashlib.sha256(), one.size_bytes
+        with place.open("xb") as file:
+            while missing:
+                if not rest:
+                    part = await anext(parts, b"")
+                    if isinstance(part, ImportWish):
+                        raise invalid_field("header", part.job_id, "send it once, before the chunks")
+                    if len(part) > MAX_CHUNK_BYTES:
+                        remedy = f"send at most {MAX_CHUNK_BYTES} bytes in a message"
+                        raise invalid_field("chunk", f"{len(part)} bytes", remedy)
+                    if not part:
+                        remedy = f"{missing:,} of its {one.size_bytes:,} bytes did not come; send as many as it says"
+                        raise invalid_field("header.files", one.path, remedy)
+                    rest = memoryview(part)
+                taken, rest = rest[:missing], rest[missing:]
+                await asyncio.to_thread(_write, file, digest, taken)
+                missing -= len(taken)
+        if digest.hexdigest() != one.sha256:
+            remedy = f"the bytes that came have {digest.hexdigest()}; send them again"
+            raise invalid_field("header.files", f"{one.path} with SHA-256 {one.sha256}", remedy)
+    beyond: ImportWish | bytes | None = await anext(parts, None)
+    if rest or beyond is not None:
+        raise invalid_field("header.files", f"{len(files)} files", "more bytes came; send as many as they have")
+
+
+def _write(file: Any, digest: Any, data: memoryview) -> None:
+    digest.update(data)
+    file.write(data)
+
+
+def _bounded(path: Path) -> bytes:
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        return file.read(MAX_REPORT_BYTES)
+    raise Internal("the child that reads weights wrote no report")
+
+
+def _problem(report: Mapping[str, Any], *, allow_non_finite: bool) -> InvalidArgument | None:
+    """What keeps the weights from becoming a checkpoint, and what to do about it."""
+    problems = []
+    lacking = report["missing_count"] - report["missing_allowed_count"]
+    if not report["fitted_count"]:
+        problems.append(
+            "none of the tensors has the name and shape of one of the model's; rename them by spec.names.renames"
+        )
+    if lacking:
+        allowed = set(report["missing_allowed"])
+        listed = _listed([one for one in report["missing"] if one not in allowed], lacking)
+        problems.append(f"{listed} missing; name them in spec.names.allow_missing to start them anew")
+    if report["unexpected_count"]:
+        listed = _listed(report["unexpected"], report["unexpected_count"])
+        problems.append(f"{listed} unexpected; rename them by spec.names.renames, or name them in spec.names.drop")
+    if report["misfits_count"]:
+        told = [f"{one['source']} ({one['in_file']}, the model has {one['in_model']})" for one in report["misfits"]]
+        listed = _listed(told, report["misfits_count"])
+        problems.append(
+            f"{listed} of another shape or type; drop them by spec.names.drop, and allow them to be missing"
+        )
+    if problems:
+        return InvalidArgument(
+            f"header.files: the weights do not fit the model: {'; '.join(problems)}",
+            reason="WEIGHTS_DO_NOT_FIT",
+            metadata={name: str(report[f"{name}_count"]) for name in ("missing", "unexpected", "misfits")},
+            fields=[("header.files", problem) for problem in problems],
+        )
+    if report["non_finite_count"] and not allow_non_finite:
+        told = [f"{one['source']} ({one['count']:,})" for one in report["non_finite"]]
+        text = (
+            f"NaN or infinities in {_listed(told, report['non_finite_count'], verb=False)}; set spec.allow_non_finite"
+        )
+        return InvalidArgument(
+            f"header.files: {text} if they are meant",
+            reason="NON_FINITE_WEIGHTS",
+            metadata={"tensors": str(report["non_finite_count"])},
+            fields=[("header.files", text)],
+        )
+    return None
+
+
+def _listed(shown: Sequence[str], count: int, *, verb: bool = True) -> str:
+    more = f" and {count - MAX_SHOWN} more" if count > MAX_SHOWN else ""
+    return ", ".join(shown[:MAX_SHOWN]) + more + ((" are" if count > 1 else " is") if verb else "")
