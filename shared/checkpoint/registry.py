@@ -24,7 +24,8 @@ from shared.user_markers import live_users as live_users
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEntry(Durable):
     """`name` is `trainingJobs/{j}/checkpoints/{c}`; `create_time` in seconds since the epoch; `final`: it is of the
-    run's last step; `code_bundle`: `codeBundles/{sha256}` of the program that reported it, empty for a model."""
+    run's last step; `code_bundle`: `codeBundles/{sha256}` of the program that reported it, empty for a model; `fit`:
+    the number of the run of its script that reported it, from 1, and 0 where there is no script."""
 
     name: str
     folder: str
@@ -37,6 +38,7 @@ class CheckpointEntry(Durable):
     metrics: dict[str, float] = field(default_factory=dict)
     final: bool = False
     code_bundle: str = ""
+    fit: int = 0
 
     def as_state(self) -> dict[str, Any]:
         state: dict[str, Any] = as_state(self)

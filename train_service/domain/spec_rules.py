@@ -26,6 +26,7 @@ from train_service.domain.spec import (
     RAY_DATA,
     REGRESSION,
     REPLAY,
+    SCRIPT_SUFFIX,
     THREADS,
     Program,
     TrainingSpec,
@@ -116,7 +117,7 @@ def _of_a_program(program: Program, spec: TrainingSpec) -> list[Rule]:
             _is_entry(program.entry),
             "program.entry",
             program.entry,
-            "use module:function, e.g. train:train_loop_per_worker",
+            "use module:function, e.g. train:train_loop_per_worker, or the path of a script, e.g. cells.py",
         ),
         (not (remedy := _config_problem(program.config_json)), "program.config_json", program.config_json, remedy),
         _one_of("program.data_resume", program.data_resume, (REPLAY, CONTINUE), "DATA_RESUME_"),
@@ -143,6 +144,8 @@ def _of_a_program(program: Program, spec: TrainingSpec) -> list[Rule]:
 
 
 def _is_entry(entry: str) -> bool:
+    if entry.endswith(SCRIPT_SUFFIX):
+        return len(entry) <= MAX_ENTRY_CHARACTERS and not set(entry.split("/")) & {"", ".", "..", SCRIPT_SUFFIX}
     module, colon, function = entry.partition(":")
     names = [*module.split("."), function]
     good = all(name.isidentifier() and not keyword.iskeyword(name) for name in names)

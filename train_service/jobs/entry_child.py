@@ -1,4 +1,5 @@
-"""Imports a user's module and looks at its function, in a process that may die: `entry_check` starts it.
+"""Imports a user's module and looks at its function, or compiles a script, in a process that may die: `entry_check`
+starts it.
 
     python -I -B entry_child.py < question.json > answer.json
 
@@ -70,7 +71,8 @@ def _begin(question: dict[str, Any], writing: int, isolated: bool) -> NoReturn:
     _detach(writing)
     _limit(question["limits"])
     os.chdir(question["work"])
-    answer = json.dumps({"problem": look_up(question)}).encode()
+    problem = compiled(question) if question.get("script") else look_up(question)
+    answer = json.dumps({"problem": problem}).encode()
     with contextlib.suppress(OSError):  # the module has closed it; the guard says so
         os.write(writing, answer[:MAX_ANSWER_BYTES])
     os._exit(0)
@@ -110,6 +112,21 @@ def look_up(question: dict[str, Any]) -> str:
             signature.bind(*[{}] * count)
             return ""
     return f"{line}: {function}{signature} must take one argument, the configuration, or none"
+
+
+def compiled(question: dict[str, Any]) -> str:
+    """What is wrong with the file `script` in `folder`; empty if Python can compile it."""
+    folder, script = question["folder"], question["script"]
+    path = Path(folder, script)
+    if not path.is_file():
+        there = sorted(one.relative_to(folder).as_posix() for one in Path(folder).rglob("*.py"))
+        listed = f"; it has {', '.join(there[:MAX_NAMES])}" if there else ""
+        return f"the bundle has no file {script!r}{listed}"
+    try:
+        compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return _told(error, folder)
+    return ""
 
 
 def _told(error: BaseException, folder: str) -> str:

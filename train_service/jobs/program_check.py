@@ -36,7 +36,8 @@ class ProgramCheck:
         self.own_code.require_own_code()
         spec_rules.check(spec)
         bundle = load_bundle(self._store, BUNDLE_FIELD, program.code_bundle)
-        _check_module(bundle, program.entry)
+        if not program.is_script:
+            _check_module(bundle, program.entry)
         check_requirements(bundle, installed_version)
         spec = fitted_program(self._store, spec)
         self._entries.check(bundle.sha256, program.entry)

@@ -32,6 +32,8 @@ MAX_FILES = 10_000
 # All that one report says of its files, as JSON.
 MAX_REPORT_BYTES = 16 * 1024 * 1024
 PIECE_BYTES = 4 * 1024 * 1024
+# A float holds every whole number up to it.
+MOST_EXACT = 2**53
 
 
 class ProgramStopped(BaseException):
@@ -245,6 +247,8 @@ def as_number(name: str, value: Any) -> float | None:
         raise ValueError(
             f"the metric {name!r} is a torch tensor, no number; use `.item()`, or save it in the checkpoint"
         )
+    if type(value) is int and abs(value) <= MOST_EXACT:
+        return value  # a script finds in its result what it reported
     if isinstance(value, (int, float)):
         return float(value)
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 and value.dtype.kind in "biuf":

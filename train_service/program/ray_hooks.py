@@ -11,6 +11,9 @@ What a new release of Ray may break, and how it would be noticed:
 - `ray.train.get_dataset_shard` takes a `state_dict` of its own: ours shadows it; compare the two.
 - `StorageContext` loses `experiment_fs_path` or `storage_filesystem`: NO_UPLOAD and `checkpoint_upload_fn` find no
   folder.
+- `DataParallelTrainer.fit` is no longer what a trainer's `fit()` calls: a script's run goes past the job, and its
+  test finds no checkpoint (`tests/integration/train_service/test_scripts.py`).
+- Ray's controller needs its own actor for more than `get_all_reported_checkpoints`: a script's workers do not start.
 - The frames below Ray's `ThreadRunner` change: only the texts of stacks do.
 """
 
@@ -18,19 +21,22 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow.fs
 import ray
 import ray.train
+from ray.runtime_context import RuntimeContext
 from ray.train import Checkpoint
 from ray.train.v2._internal.data_integration.interfaces import DatasetShardMetadata
 from ray.train.v2._internal.execution import collective_impl
 from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.train_fn_utils import DistributedTrainFnUtils, set_train_fn_utils
+from ray.train.v2.api import train_fn_utils as train_fn_api
 from ray.train.v2.api.context import DistributedTrainContext
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.preemption import PreemptionInfo
 from ray.train.v2.api.report_config import CheckpointUploadMode
 
@@ -72,13 +78,16 @@ class ProgramTrainFnUtils(DistributedTrainFnUtils):
         spool: Path,
         shards: Callable[[], Shards],
         wish: Callable[[], int],
+        own_datasets: Collection[str] = (),
     ) -> None:
-        """`shards` is called with the first shard that the program asks for; `wish` is the attempt's reason to stop."""
+        """`shards` is called with the first shard that the program asks for; `wish` is the attempt's reason to stop.
+        `own_datasets` are the names of Ray Datasets that a script gave its trainer: Ray deals these out."""
         self._reports = reports
         self._copies = copies
         self._spool = spool
         self._shards = shards
         self._wish = wish
+        self._own_datasets = frozenset(own_datasets)
         # Whether the program has asked for its checkpoint: one that has not begins again after each loss.
         self.asked_for_checkpoint = False
 
@@ -121,7 +130,14 @@ class ProgramTrainFnUtils(DistributedTrainFnUtils):
         return self.shard(dataset_info.dataset_name)
 
     def shard(self, name: str, state_dict: dict[str, Any] | None = None) -> Any:
-        return self._shards().get(name, state_dict)
+        if name not in self._own_datasets:
+            return self._shards().get(name, state_dict)
+        if state_dict is not None:
+            raise InvalidArgument(
+                f"get_dataset_shard({name!r}) got a state_dict, and the script gives a Ray Dataset of its own under "
+                "that name, which has no position; leave one of both out"
+            )
+        return super().get_dataset_shard(DatasetShardMetadata(name, self.get_context().get_world_rank()))
 
     def get_context(self) -> DistributedTrainContext:
         return _Context(self._spool)
@@ -173,8 +189,33 @@ def install(utils: ProgramTrainFnUtils) -> None:
         return utils.shard(dataset_name or "", state_dict)
 
     ray.train.get_dataset_shard = get_dataset_shard
+    # What a script has imported by name is pickled as this module's.
+    train_fn_api.get_dataset_shard = get_dataset_shard
     ray.init = _no_init
     ray.shutdown = _no_shutdown
+
+
+def install_driver(fit: Callable[[DataParallelTrainer], ray.train.Result], warn: Callable[[str], None]) -> None:
+    """In the process of a script, which is connected to Ray: every trainer's `fit()` is `fit` from here on; `ray.init`
+    and `ray.shutdown` do nothing. To be called before the script begins."""
+
+    def fit_by_attempt(trainer: DataParallelTrainer) -> ray.train.Result:
+        return fit(trainer)
+
+    DataParallelTrainer.fit = fit_by_attempt
+    # Ray tells workers the actor of its controller, which asks that for reported checkpoints; here it is no actor, and
+    # `ProgramTrainFnUtils` answers.
+    RuntimeContext.current_actor = None
+
+    def no_init(*_: Any, **__: Any) -> Any:
+        warn("ray.init() does nothing: the script is connected to the job's cluster already")
+        return ray.get_runtime_context()
+
+    def no_shutdown(*_: Any, **__: Any) -> None:
+        logger.info("ray.shutdown() does nothing: the script leaves the cluster when it ends")
+
+    ray.init = no_init
+    ray.shutdown = no_shutdown
 
 
 def _no_init(*_: Any, **__: Any) -> Any:

@@ -21,6 +21,7 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
+from ray import cloudpickle
 
 from shared.checkpoint import CheckpointRegistry
 from shared.errors import FailedPrecondition, Internal, MillraceError, first_line
@@ -61,6 +62,10 @@ class ProgramConfig:
     spec: TrainingSpec
     # Where the attempt listens to its ranks, see `Pulse`.
     pulse: str
+    # Of a script: its training function and what that gets, pickled in the script's process. Empty: the entry's.
+    function: bytes = b""
+    # Of a script: the names of the Ray Datasets that it gave its trainer.
+    own_datasets: tuple[str, ...] = ()
 
     @property
     def program(self) -> Program:
@@ -95,6 +100,19 @@ def run_program(config: ProgramConfig, rank: int, world_size: int, node_id: str)
             with contextlib.suppress(TimeoutError, ConnectionError):  # then Ray says it
                 pulse.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
             raise
+
+
+def code_paths(code: Path, program: Program) -> list[str]:
+    """Where a program's modules are found: at the top of its bundle, and beside its script."""
+    beside = (code / program.entry).parent if program.is_script else code
+    return list(dict.fromkeys([str(beside), str(code)]))
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is inspect.Parameter.empty and parameter.kind not in (
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    )
 
 
 class _Rank:
@@ -133,11 +151,16 @@ class _Rank:
         )
         copies = NodeCopies(self._store, self._folder.checkpoints, pulse.tick)
         utils = ProgramTrainFnUtils(
-            reports, copies, self._folder.run, lambda: self._open_shards(begin), lambda: pulse.wish
+            reports,
+            copies,
+            self._folder.run,
+            lambda: self._open_shards(begin),
+            lambda: pulse.wish,
+            config.own_datasets,
         )
         install(utils)
         code = self._unpack()
-        sys.path.append(str(code))
+        sys.path += code_paths(code, config.program)
         sys.dont_write_bytecode = True
         pulse.at(begin.optimizer_steps, Phase.STARTING)
         try:
@@ -156,6 +179,12 @@ class _Rank:
 
     def _call(self, code: Path) -> None:
         program = self._config.program
+        if self._config.function:
+            pickled, settings = cloudpickle.loads(self._config.function)
+            # As Ray has it: what has a default is left to it.
+            takes = [one for one in inspect.signature(pickled).parameters.values() if _is_required(one)]
+            pickled(settings) if takes else pickled()
+            return
         module_name, _, name = program.entry.partition(":")
         module = importlib.import_module(module_name)
         if not str(getattr(module, "__file__", "")).startswith(str(code)):
