@@ -154,7 +154,7 @@ def main(arguments: list[str]) -> int:
     sys.dont_write_bytecode = True
     sys.path += code_paths(code, Program(code_bundle="", entry=script))
     driver = ScriptDriver(channel, code, start["config"])
-    install_driver(driver.fit, driver.warn)
+    install_driver(driver.fit, driver.warn, may_use_gpus=start["gpus_per_worker"] != 0)
     try:
         with exits_announced(lambda status, where: _announce_exit(channel, code, status, where)):
             _run(code / script)

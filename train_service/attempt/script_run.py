@@ -57,6 +57,8 @@ LOOK_EVERY_S = 0.5
 # A script that has said that it is over leaves the cluster within so long, or is killed.
 ENDS_WITHIN_S = 20.0
 OUTPUT_ENDS_WITHIN_S = 5.0
+# More than the bound of a rank's log allows.
+LOG_CHUNKS = 100_000
 # Of this process's environment nothing of Millrace's gets to the script: no credentials, no token.
 PRIVATE = "MILLRACE_"
 # Figures go nowhere, and a log is no place for bars.
@@ -79,6 +81,8 @@ class ScriptRun:
         # By number, those of all attempts; and which of them this one was asked for.
         self._known: dict[int, Fit] = {}
         self._met: set[int] = set()
+        # How many of them Ray has run in this attempt.
+        self._begun = 0
         # Of the fit at work: what it was asked with, and what there is while Ray runs it.
         self._call: FitCall | None = None
         self._number = 0
@@ -200,7 +204,9 @@ class ScriptRun:
         at_work = program_at_work(self._context, self._spec, self._program, size, fit.number, before)
         self._at_work = self._leave.enter_context(at_work)
         self._call, self._number = call, fit.number
-        given = pickle.dumps((self._at_work.config, size))
+        config = replace(self._at_work.config, first_log_chunk=LOG_CHUNKS * self._begun)
+        self._begun += 1
+        given = pickle.dumps((config, size))
         return {"run": base64.b64encode(given).decode()}
 
     def _tell_overrides(self, fit: Fit, sentences: list[str], line: str) -> Fit:

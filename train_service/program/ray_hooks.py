@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +41,7 @@ from ray.train.v2.api.preemption import PreemptionInfo
 from ray.train.v2.api.report_config import CheckpointUploadMode
 
 from shared.errors import FailedPrecondition, InvalidArgument
+from train_service.domain.sizing import ACCELERATOR
 from train_service.program.rank_reports import NO_UPLOAD, RankReports
 from train_service.program.restoring import NodeCopies
 from train_service.records.reporting import PREEMPT
@@ -195,9 +196,12 @@ def install(utils: ProgramTrainFnUtils) -> None:
     ray.shutdown = _no_shutdown
 
 
-def install_driver(fit: Callable[[DataParallelTrainer], ray.train.Result], warn: Callable[[str], None]) -> None:
+def install_driver(
+    fit: Callable[[DataParallelTrainer], ray.train.Result], warn: Callable[[str], None], *, may_use_gpus: bool
+) -> None:
     """In the process of a script, which is connected to Ray: every trainer's `fit()` is `fit` from here on; `ray.init`
-    and `ray.shutdown` do nothing. To be called before the script begins."""
+    and `ray.shutdown` do nothing; tasks and actors of one that may not use GPUs ask for none, whatever `ray.remote`
+    says. To be called before the script begins."""
 
     def fit_by_attempt(trainer: DataParallelTrainer) -> ray.train.Result:
         return fit(trainer)
@@ -216,6 +220,31 @@ def install_driver(fit: Callable[[DataParallelTrainer], ray.train.Result], warn:
 
     ray.init = no_init
     ray.shutdown = no_shutdown
+    if may_use_gpus:
+        return
+    remote = ray.remote
+
+    def remote_without_gpus(*arguments: Any, **options: Any) -> Any:
+        kept = without_gpus(options)
+        if kept == options:
+            return remote(*arguments, **options)
+        warn(f"ray.remote({_as_arguments(options)}) is ray.remote({_as_arguments(kept)}): the job has no GPUs")
+        return remote(*arguments, **kept) if arguments or kept else remote
+
+    ray.remote = remote_without_gpus
+
+
+def without_gpus(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `ray.remote` without what only a node with GPUs has."""
+    kept = {name: value for name, value in options.items() if name not in ("num_gpus", "accelerator_type")}
+    if resources := kept.pop("resources", None):
+        others = {name: amount for name, amount in resources.items() if not name.startswith(ACCELERATOR)}
+        kept.update({"resources": others} if others else {})
+    return kept
+
+
+def _as_arguments(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def _no_init(*_: Any, **__: Any) -> Any:

@@ -66,6 +66,8 @@ class ProgramConfig:
     function: bytes = b""
     # Of a script: the names of the Ray Datasets that it gave its trainer.
     own_datasets: tuple[str, ...] = ()
+    # Of a script: where the logs of the ranks of this run begin, behind those of the attempt's runs before it.
+    first_log_chunk: int = 0
 
     @property
     def program(self) -> Program:
@@ -88,7 +90,8 @@ def run_program(config: ProgramConfig, rank: int, world_size: int, node_id: str)
     store = open_store(config.store)
     with contextlib.ExitStack() as stack:
         stack.enter_context(identity(job=config.job_name, attempt=str(config.attempt), rank=str(rank)))
-        shipper = LogShipper(store, config.job_name, config.attempt, rank, tees=False)
+        first = config.first_log_chunk
+        shipper = LogShipper(store, config.job_name, config.attempt, rank, tees=False, first_chunk=first)
         stack.enter_context(shipper)
         stack.enter_context(captured_output(shipper.add_lines))
         pulse = stack.enter_context(Pulse(rank, config.pulse, node_id))
