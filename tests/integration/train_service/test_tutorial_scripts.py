@@ -56,7 +56,7 @@ def run(stack: TrainStack, folder: Path, script: str, **config: object) -> Ended
     entries = CheckpointRegistry(stack.store, job.name).entries()
     for one in entries:
         verify_program_checkpoint(stack.store, one.folder, one.manifest_sha256)
-    return Ended(watch.jobs[-1], logs, [one.text for one in watch.of("warning")], entries)
+    return Ended(watch.jobs[-1], logs, watch.of("warning"), entries)
 
 
 def test_the_first_module_trains_and_shows_its_result(file_stack: TrainStack, tmp_path: Path) -> None:
