@@ -90,10 +90,12 @@ print("epochs of the first", [metrics["epoch"] for _, metrics in further.best_ch
 STEPS = "def double(value):\n    return 2 * value\n"
 
 
-def push(millrace: mc.Millrace, folder: Path, code: str, **config: object) -> res.TrainingJob:
+def push(millrace: mc.Millrace, folder: Path, code: str, max_failures: int = 3, **config: object) -> res.TrainingJob:
     bundle = millrace.train.push_code(write_files(folder / "code", {"cells.py": CELLS + code, "steps.py": STEPS}))
     placement = res.Placement(gpus_per_worker=0)
-    spec = mc.program_spec(bundle, "cells.py", config=config, num_workers=2, placement=placement)
+    spec = mc.program_spec(
+        bundle, "cells.py", config=config, num_workers=2, max_failures=max_failures, placement=placement
+    )
     return millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
 
 
@@ -166,20 +168,20 @@ def script_processes() -> list[int]:
 @pytest.mark.parametrize(
     ("end", "text"),
     [
-        ("1 / 0", "ZeroDivisionError at cells.py:52 of the script: division by zero"),
-        ("import sys; sys.exit(3)", "sys.exit(3) at cells.py:52 of the script"),
-        ("os._exit(0)", "os._exit(0) at cells.py:52"),
+        ("1 / 0", "ZeroDivisionError at cells.py:{line} of the script: division by zero"),
+        ("import sys; sys.exit(3)", "sys.exit(3) at cells.py:{line} of the script"),
+        ("os._exit(0)", "os._exit(0) at cells.py:{line}"),
         ("os.kill(os.getpid(), 9)", "the process of cells.py ended by SIGKILL before the script's last line"),
-        ("ray.train.get_context()", "RuntimeError at cells.py:52 of the script: "),
+        ("ray.train.get_context()", "RuntimeError at cells.py:{line} of the script: "),
     ],
 )
 def test_a_script_that_ends_wrongly_fails_its_job_by_its_line(
     file_stack: TrainStack, tmp_path: Path, end: str, text: str
 ) -> None:
     with mc.connect(train=file_stack.service.address) as millrace:
-        job = push(millrace, tmp_path, end)
+        job = push(millrace, tmp_path, end, max_failures=0)
     watch = file_stack.client.watch(job.name, within_s=300)
     watch.rest()
 
     assert watch.jobs[-1].state == State.STATE_FAILED
-    assert text in watch.jobs[-1].error.message
+    assert text.format(line=CELLS.count("\n") + 1) in watch.jobs[-1].error.message

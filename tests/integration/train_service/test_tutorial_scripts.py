@@ -79,7 +79,7 @@ def test_the_second_module_reads_a_ray_dataset_of_its_own(file_stack: TrainStack
 
 
 def test_the_third_module_restores_its_trainer_and_ends_at_once(file_stack: TrainStack, tmp_path: Path) -> None:
-    ended = run(file_stack, tmp_path, tutorial_script((1, 1, 13), (2, 1, 6), (3, 1, 6)) + SHOWN, num_epochs=2)
+    ended = run(file_stack, tmp_path, tutorial_script((1, 1, 13), (2, 1, 7), (3, 1, 6)) + SHOWN, num_epochs=2)
 
     assert [(one.metrics["epoch"], one.fit) for one in ended.checkpoints] == [(0, 1), (1, 1)]
     assert "fit() of 'fault-tolerant-MNIST-vit' has ended before" in ended.logs
