@@ -1,4 +1,5 @@
-"""`python -m train_service.attempt.script_process FD PID`: the process that runs a job's script, a driver of Ray.
+"""`python -m train_service.attempt.script_process FD PID`: the process that runs a job's script, a driver of Ray; in
+local mode it is the one rank that trains, of a script or a function.
 
 `FD` is its end of the channel to the attempt, `PID` the attempt's process, with which it ends. `ScriptRun` starts it.
 It has no credentials of the store: a trainer's `fit()` asks the attempt, which has them.
@@ -27,7 +28,7 @@ from typing import Any
 import ray
 from ray import cloudpickle
 from ray.train import Result, TrainingFailedError
-from ray.train.torch import TorchTrainer
+from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from shared.errors import Internal, InvalidArgument, MillraceError, first_line
 from train_service.attempt.failures import Failure
@@ -37,10 +38,10 @@ from train_service.placement import Size
 from train_service.program.fits import FitCall
 from train_service.program.overrides import Asked
 from train_service.program.process import exits_announced, line_of
-from train_service.program.ray_hooks import install_driver
+from train_service.program.ray_hooks import LocalRank, install_driver
 from train_service.program.script_channel import Channel, ChannelClosed
 from train_service.program.script_result import result_of
-from train_service.program.worker import ProgramConfig, code_paths
+from train_service.program.worker import ProgramConfig, code_paths, run_program
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class ScriptDriver:
         function, settings = trainer.train_loop_per_worker, {**(trainer.train_loop_config or {}), **self._config}
         run_config = trainer.run_config
         call = FitCall(
-            name=run_config.name,
+            name=str(run_config.name),
             storage_path=str(run_config.storage_path or ""),
             line=line,
             function=getattr(function, "__qualname__", type(function).__name__),
@@ -80,7 +81,7 @@ class ScriptDriver:
         }
         answer = self._channel.ask(question)
         if "run" in answer:
-            self._train(trainer, answer["run"], cloudpickle.dumps((function, settings)))
+            self._train(trainer, answer["run"], cloudpickle.dumps((function, settings)))  # type: ignore[no-untyped-call]
             answer = self._channel.ask({"kind": "fitted"})
         result = result_of(answer["result"], lambda name: str(self._channel.ask(_question_for(name))["folder"]))
         logger.info("%s: fit() of %r returns %s", line, call.name, result)
@@ -91,20 +92,22 @@ class ScriptDriver:
 
     def line(self) -> str:
         """`cells.py:31`, the innermost line of the script's own files that is being run."""
-        frame = sys._getframe(1)
+        frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and not Path(frame.f_code.co_filename).is_relative_to(self._code):
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         if frame is None:
             return "the script"
         return f"{Path(frame.f_code.co_filename).relative_to(self._code).as_posix()}:{frame.f_lineno}"
 
-    def _train(self, trainer: TorchTrainer, given: str, function: bytes) -> None:
-        config: ProgramConfig
-        size: Size
-        config, size = pickle.loads(base64.b64decode(given))
+    def _train(self, trainer: Any, given: str, function: bytes) -> None:
+        config, size = _run_given(given)
+        config = replace(config, function=function, own_datasets=tuple(trainer.datasets))
+        if size is None:
+            self._train_here(config, LocalRank(name=trainer.run_config.name, datasets=_made(trainer.datasets)))
+            return
         try:
             run = RayRun(
-                replace(config, function=function, own_datasets=tuple(trainer.datasets)),
+                config,
                 size,
                 name=trainer.run_config.name,
                 datasets=trainer.datasets,
@@ -118,7 +121,20 @@ class ScriptDriver:
             self._channel.ask({"kind": "withdrawn"})
             raise
 
-    def _asked(self, trainer: TorchTrainer) -> Asked:
+    def train_function(self) -> None:
+        """Of a program without a script, whose entry trains in this process."""
+        config, _ = _run_given(self._channel.ask({"kind": "train"})["run"])
+        self._train_here(config, LocalRank(name=config.job_name))
+        self._channel.ask({"kind": "fitted"})
+
+    def _train_here(self, config: ProgramConfig, local: LocalRank) -> None:
+        try:
+            run_program(config, 0, 1, "", local)
+        except MillraceError as error:
+            failure = Failure(own=error.as_record(), ranks="0", no_room=False, text=error.message)
+            self._channel.ask({"kind": "failed", "failure": asdict(failure)})
+
+    def _asked(self, trainer: Any) -> Asked:
         scaling, run_config = trainer.scaling_config, trainer.run_config
         workers = scaling.num_workers
         given = trainer.train_loop_config or {}
@@ -148,16 +164,21 @@ def main(arguments: list[str]) -> int:
     channel = Channel(socket.socket(fileno=int(arguments[0])))
     start = channel.receive()
     assert start is not None
-    code, script = Path(start["code"]), start["script"]
+    code, entry = Path(start["code"]), start["entry"]
+    driver = ScriptDriver(channel, code, start["config"])
+    program = Program(code_bundle="", entry=entry)
+    if not program.is_script:
+        driver.train_function()
+        channel.send({"kind": "end"})
+        return 0
     # Before the paths of the script: what stands in `sys.path` then, Ray gives to all workers, before all else.
     ray.init(address=start["cluster"], namespace=start["job"], logging_level=logging.WARNING)
     sys.dont_write_bytecode = True
-    sys.path += code_paths(code, Program(code_bundle="", entry=script))
-    driver = ScriptDriver(channel, code, start["config"])
+    sys.path += code_paths(code, program)
     install_driver(driver.fit, driver.warn, may_use_gpus=start["gpus_per_worker"] != 0)
     try:
         with exits_announced(lambda status, where: _announce_exit(channel, code, status, where)):
-            _run(code / script)
+            _run(code / entry)
     except SystemExit as error:
         if error.code not in (None, 0):
             _raised(channel, error, code)
@@ -168,6 +189,16 @@ def main(arguments: list[str]) -> int:
         _raised(channel, error, code)
     channel.send({"kind": "end"})
     return 0
+
+
+def _run_given(given: str) -> tuple[ProgramConfig, Size | None]:
+    config, size = pickle.loads(base64.b64decode(given))
+    return config, size
+
+
+def _made(datasets: Mapping[str, Any]) -> dict[str, Any]:
+    """Datasets that a script gives as functions are made where they are needed."""
+    return {name: one() if callable(one) else one for name, one in datasets.items()}
 
 
 def _run(path: Path) -> None:

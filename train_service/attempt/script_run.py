@@ -39,6 +39,7 @@ from train_service.attempt.failures import Failure
 from train_service.attempt.trainer import ProgramAtWork, program_at_work, size_of_attempt
 from train_service.domain.spec import RAY_DATA, Program, TrainingSpec
 from train_service.patience import patient
+from train_service.placement import Size
 from train_service.program.coordinator import described
 from train_service.program.fits import Fit, FitCall, FitDone, Fits, matching
 from train_service.program.overrides import Asked, overridden
@@ -102,17 +103,18 @@ class ScriptRun:
             channel.send(
                 {
                     "code": str(code),
-                    "script": self._program.entry,
+                    "entry": self._program.entry,
                     "config": json.loads(self._program.config_json or "{}"),
                     "job": job,
-                    "cluster": ray.get_runtime_context().gcs_address,
+                    # A function alone needs none.
+                    "cluster": ray.get_runtime_context().gcs_address if self._program.is_script else "",
                     "gpus_per_worker": self._spec.placement.gpus_per_worker,
                 }
             )
             stack.callback(self._leave.close)
             self._serve(process, channel)
             self._wait_for_end(process)
-            if not self._met:
+            if self._program.is_script and not self._met:
                 self._warn(f"{self._program.entry} has ended without a call of fit(): nothing was trained")
         return program_result(self._context, self._spec, None, done=True)
 
@@ -167,6 +169,8 @@ class ScriptRun:
         kind = question["kind"]
         if kind == "fit":
             return self._fit(FitCall(**question["call"]), Asked.from_message(question["asked"]), question["datasets"])
+        if kind == "train":
+            return self._begin(None, 0, 0)
         if kind == "fitted":
             return self._fitted()
         if kind == "failed":
@@ -196,14 +200,19 @@ class ScriptRun:
             return {"result": self._result(fit)}
         # Of a script with Ray Datasets the CPU that prepares their rows stays free.
         spec = replace(self._spec, ingest=RAY_DATA) if datasets else self._spec
-        size = size_of_attempt(self._context, spec)
-        fit = self._tell_overrides(fit, overridden(asked, self._spec, use_gpu=size.use_gpu), call.line)
+        size = None if spec.local else size_of_attempt(self._context, spec)
+        use_gpu = size is not None and size.use_gpu
+        fit = self._tell_overrides(fit, overridden(asked, self._spec, use_gpu=use_gpu), call.line)
         patient(lambda: self._fits.begin(fit), "a run of the script")
         self._known[fit.number] = fit
         before = max((one.done.report for one in self._known.values() if one.done and one is not fit), default=0)
-        at_work = program_at_work(self._context, self._spec, self._program, size, fit.number, before)
-        self._at_work = self._leave.enter_context(at_work)
         self._call, self._number = call, fit.number
+        return self._begin(size, fit.number, before)
+
+    def _begin(self, size: Size | None, number: int, reports_before: int) -> dict[str, Any]:
+        """What the run is to be run with; `size` None: by the script's process itself."""
+        at_work = program_at_work(self._context, self._spec, self._program, size, number, reports_before)
+        self._at_work = self._leave.enter_context(at_work)
         config = replace(self._at_work.config, first_log_chunk=LOG_CHUNKS * self._begun)
         self._begun += 1
         given = pickle.dumps((config, size))
@@ -219,13 +228,14 @@ class ScriptRun:
         """Ray's run has ended, and every rank with it: by its return, or at a report that it was to stop at."""
         run, call = self._at_work, self._call
         assert run is not None
-        assert call is not None
         if not run.coordinator.all_returned:
             self._close()
             run.result(self._context, self._spec)
             raise Internal("the run ended before its function returned on all ranks", reason="RUN_INCOMPLETE")
         run.coordinator.finish()
         self._close()
+        if call is None:
+            return {}
         report, metrics = run.coordinator.last_report
         newest = run.coordinator.newest
         done = FitDone(

@@ -61,7 +61,7 @@ def prepare() -> None:
 def run(context: AttemptContext) -> dict[str, Any]:
     """Entry function of a durable job of kind `train`. Returns the last and the best checkpoint."""
     spec = TrainingSpec.from_config(context.job.spec["training"])
-    if spec.local:
+    if spec.local and spec.program is None:
         return told(context, lambda: _run(context, spec))  # this process is rank 0, and says all under that name
     with LogShipper(context.store, context.job.name, context.attempt, OWN_PROCESS) as shipper:
         return told(context, lambda: _run(context, spec, shipper.add_lines))
@@ -72,9 +72,10 @@ def _run(
 ) -> dict[str, Any]:
     """`add_lines` takes what a process that the attempt starts prints."""
     patient(lambda: tell_device(context.store, context.job), "the change of the device")
-    if spec.program is not None and spec.program.is_script:
+    if spec.program is not None and (spec.program.is_script or spec.local):
         from train_service.attempt.script_run import ScriptRun  # whose fits are runs as below
 
+        # In local mode a function, too, runs in a process of its own: this one has the store's credentials.
         return ScriptRun(context, spec, spec.program, add_lines).run()
     if spec.program is not None:
         return _run_program(context, spec, spec.program)
@@ -128,10 +129,15 @@ class ProgramAtWork:
 
 @contextmanager
 def program_at_work(
-    context: AttemptContext, spec: TrainingSpec, program: Program, size: Size, fit: int = 0, reports_before: int = 0
+    context: AttemptContext,
+    spec: TrainingSpec,
+    program: Program,
+    size: Size | None,
+    fit: int = 0,
+    reports_before: int = 0,
 ) -> Iterator[ProgramAtWork]:
-    """The attempt's side of a run of Ray Train, while the body has Ray run it. `fit` and `reports_before` as for
-    `ReportCoordinator`."""
+    """The attempt's side of a run of Ray Train, while the body has Ray run it; `size` None: of one rank that is no
+    worker. `fit` and `reports_before` as for `ReportCoordinator`."""
     name, within_s = context.job.name, program.stop_within_s
     asked = [GO_ON]
     with contextlib.ExitStack() as stack:
@@ -141,7 +147,7 @@ def program_at_work(
             name,
             context.attempt,
             spec,
-            size.workers,
+            size.workers if size else 1,
             tell=lambda kind, payload: reporter.tell(kind, **payload),
             stop_reason=lambda: reporter.stop_reason,
             fit=fit,

@@ -76,7 +76,7 @@ def check(spec: TrainingSpec) -> None:
     if spec.local:
         rules += _of_local_mode(spec)
     if spec.program is not None:
-        rules = [*_of_a_program(spec.program, spec), *(rule for rule in rules if not _is_of_own_loop(rule[1]))]
+        rules = [*_of_a_program(spec.program), *(rule for rule in rules if not _is_of_own_loop(rule[1]))]
     broken = [(f"spec.{path}", value, remedy) for holds, path, value, remedy in rules if not holds]
     if broken:
         raise invalid_fields(broken)
@@ -111,7 +111,7 @@ def _is_of_own_loop(path: str) -> bool:
     return path in FIELDS_OF_OWN_LOOP or path.partition(".")[0] in FIELDS_OF_OWN_LOOP
 
 
-def _of_a_program(program: Program, spec: TrainingSpec) -> list[Rule]:
+def _of_a_program(program: Program) -> list[Rule]:
     return [
         (
             _is_entry(program.entry),
@@ -133,12 +133,6 @@ def _of_a_program(program: Program, spec: TrainingSpec) -> list[Rule]:
             "program.stop_within",
             program.stop_within_s,
             "use 1 second to 7 days",
-        ),
-        (
-            spec.num_workers != 0,
-            "num_workers",
-            spec.num_workers,
-            "a program runs on Ray Train's workers, which local mode has not; use 1 or more",
         ),
     ]
 

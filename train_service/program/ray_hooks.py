@@ -22,20 +22,23 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow.fs
 import ray
 import ray.train
+import torch
 from ray.runtime_context import RuntimeContext
 from ray.train import Checkpoint
 from ray.train.v2._internal.data_integration.interfaces import DatasetShardMetadata
 from ray.train.v2._internal.execution import collective_impl
 from ray.train.v2._internal.execution.context import get_train_context
+from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.train_fn_utils import DistributedTrainFnUtils, set_train_fn_utils
 from ray.train.v2.api import train_fn_utils as train_fn_api
-from ray.train.v2.api.context import DistributedTrainContext
+from ray.train.v2.api.context import DistributedTrainContext, LocalTrainContext
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.preemption import PreemptionInfo
 from ray.train.v2.api.report_config import CheckpointUploadMode
@@ -67,6 +70,32 @@ class _Context(DistributedTrainContext):
         storage.storage_fs_path = str(self._spool.parent)
         storage.experiment_dir_name = self._spool.name
         return storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRank:
+    """Where a rank is that no worker of Ray Train is: alone, or among those that torchrun started. `datasets` are a
+    script's, which such a rank reads whole. `tees`: what it prints is seen where it runs, too."""
+
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    name: str = ""
+    datasets: Mapping[str, Any] = field(default_factory=dict)
+    tees: bool = False
+
+
+class _LocalContext(LocalTrainContext):
+    def __init__(self, spool: Path, rank: int, world_size: int, local: LocalRank) -> None:
+        super().__init__(local.name, world_size, rank, local.local_rank, local.local_world_size, local.node_rank)
+        self._spool = spool
+
+    def get_storage(self) -> Any:
+        return StorageContext(
+            storage_path=str(self._spool.parent),
+            experiment_dir_name=self._spool.name,
+            storage_filesystem=pyarrow.fs.LocalFileSystem(),
+        )
 
 
 class ProgramTrainFnUtils(DistributedTrainFnUtils):
@@ -169,6 +198,38 @@ class ProgramTrainFnUtils(DistributedTrainFnUtils):
         return folder
 
 
+class LocalProgramTrainFnUtils(ProgramTrainFnUtils):
+    """The same on a rank that is no worker of Ray Train: what Ray does among its workers, torch does."""
+
+    def __init__(self, rank: int, world_size: int, local: LocalRank, *arguments: Any) -> None:
+        """`arguments` are those of `ProgramTrainFnUtils`."""
+        super().__init__(*arguments)
+        self._local = _LocalContext(self._spool, rank, world_size, local)
+        self._datasets = local.datasets
+
+    def shard(self, name: str, state_dict: dict[str, Any] | None = None) -> Any:
+        return self._datasets[name] if name in self._datasets else super().shard(name, state_dict)
+
+    def get_context(self) -> Any:
+        return self._local
+
+    def is_distributed(self) -> bool:
+        return False
+
+    def barrier(self) -> None:
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+
+    def broadcast_from_rank_zero(self, data: Any) -> Any:
+        shared = [data]
+        if torch.distributed.is_initialized():
+            torch.distributed.broadcast_object_list(shared, src=0)
+        return shared[0]
+
+    def get_preemption_info(self) -> PreemptionInfo | None:
+        return None
+
+
 def local_folder(checkpoint: Checkpoint) -> Path:
     """Where its files are. Raises `InvalidArgument` for a checkpoint that is on no local disk."""
     if not isinstance(checkpoint, Checkpoint):
@@ -182,8 +243,9 @@ def local_folder(checkpoint: Checkpoint) -> Path:
 
 
 def install(utils: ProgramTrainFnUtils) -> None:
-    """From here on the process's `ray.train.*` calls are answered by `utils`. To be called before the program's module
-    is imported: it may import the functions by name."""
+    """From here on the process's `ray.train.*` calls are answered by `utils`; on a worker of Ray's `ray.init` does
+    nothing, and `ray.shutdown` is refused. To be called before the program's module is imported: it may import the
+    functions by name."""
     set_train_fn_utils(utils)
 
     def get_dataset_shard(dataset_name: str | None = None, state_dict: dict[str, Any] | None = None) -> Any:
@@ -192,8 +254,9 @@ def install(utils: ProgramTrainFnUtils) -> None:
     ray.train.get_dataset_shard = get_dataset_shard
     # What a script has imported by name is pickled as this module's.
     train_fn_api.get_dataset_shard = get_dataset_shard
-    ray.init = _no_init
-    ray.shutdown = _no_shutdown
+    if utils.is_distributed():
+        ray.init = _no_init
+        ray.shutdown = _no_shutdown
 
 
 def install_driver(
@@ -206,10 +269,10 @@ def install_driver(
     def fit_by_attempt(trainer: DataParallelTrainer) -> ray.train.Result:
         return fit(trainer)
 
-    DataParallelTrainer.fit = fit_by_attempt
+    DataParallelTrainer.fit = fit_by_attempt  # type: ignore[method-assign, assignment]
     # Ray tells workers the actor of its controller, which asks that for reported checkpoints; here it is no actor, and
     # `ProgramTrainFnUtils` answers.
-    RuntimeContext.current_actor = None
+    RuntimeContext.current_actor = None  # type: ignore[method-assign, assignment]
 
     def no_init(*_: Any, **__: Any) -> Any:
         warn("ray.init() does nothing: the script is connected to the job's cluster already")

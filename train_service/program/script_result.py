@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import pandas as pd
+import pandas as pd  # type: ignore[import-untyped]
 import pyarrow.fs
 from ray.train import Checkpoint, Result
 
@@ -23,7 +23,7 @@ class RegistryCheckpoint(Checkpoint):
         self.filesystem = pyarrow.fs.LocalFileSystem()
 
     @property
-    def path(self) -> str:
+    def path(self) -> str:  # type: ignore[override]
         self._folder = self._folder or self._fetch(self.name)
         return self._folder
 

@@ -40,7 +40,7 @@ from train_service.program.process import (
     seed_everything,
 )
 from train_service.program.rank_reports import Begin, ProgramStopped, RankReports
-from train_service.program.ray_hooks import ProgramTrainFnUtils, install
+from train_service.program.ray_hooks import LocalProgramTrainFnUtils, LocalRank, ProgramTrainFnUtils, install
 from train_service.program.restoring import NodeCopies
 from train_service.records.logs import LogShipper
 from train_service.worker.pulse import Pulse
@@ -83,21 +83,26 @@ def work_on_program(config: dict[str, Any]) -> None:
     run_program(program, context.get_world_rank(), context.get_world_size(), ray.get_runtime_context().get_node_id())
 
 
-def run_program(config: ProgramConfig, rank: int, world_size: int, node_id: str) -> None:
+def run_program(
+    config: ProgramConfig, rank: int, world_size: int, node_id: str, local: LocalRank | None = None
+) -> None:
     """All that one rank does. Returns once the function has returned and all its reports are committed, or once it was
-    stopped at a report. Raises `Internal` for what it raised."""
+    stopped at a report. Raises `Internal` for what it raised. `local`: it is no worker of Ray Train's, and raises
+    `KeyboardInterrupt` as it comes."""
     torch.set_num_threads(config.spec.threads_per_worker)
     store = open_store(config.store)
     with contextlib.ExitStack() as stack:
         stack.enter_context(identity(job=config.job_name, attempt=str(config.attempt), rank=str(rank)))
         first = config.first_log_chunk
-        shipper = LogShipper(store, config.job_name, config.attempt, rank, tees=False, first_chunk=first)
+        tees = local is not None and local.tees
+        shipper = LogShipper(store, config.job_name, config.attempt, rank, tees=tees, first_chunk=first)
         stack.enter_context(shipper)
-        stack.enter_context(captured_output(shipper.add_lines))
+        if not tees:
+            stack.enter_context(captured_output(shipper.add_lines))
         pulse = stack.enter_context(Pulse(rank, config.pulse, node_id))
         folder = stack.enter_context(AttemptFolder(config.job_name, config.attempt, rank).entered())
         try:
-            _Rank(config, rank, world_size, store, pulse, folder).run()
+            _Rank(config, rank, world_size, store, pulse, folder, local).run()
         except MillraceError as error:
             # Ray may learn of another rank's end first, which is only a consequence of this one.
             with contextlib.suppress(TimeoutError, ConnectionError):  # then Ray says it
@@ -127,6 +132,7 @@ class _Rank:
         store: ObjectStore,
         pulse: Pulse,
         folder: AttemptFolder,
+        local: LocalRank | None,
     ) -> None:
         self._config = config
         self._rank = rank
@@ -134,6 +140,7 @@ class _Rank:
         self._store = store
         self._pulse = pulse
         self._folder = folder
+        self._local = local
         self._shards: ProgramShards | None = None
 
     def run(self) -> None:
@@ -153,7 +160,7 @@ class _Rank:
             optimizer_steps=lambda: steps.count,
         )
         copies = NodeCopies(self._store, self._folder.checkpoints, pulse.tick)
-        utils = ProgramTrainFnUtils(
+        of_rank = (
             reports,
             copies,
             self._folder.run,
@@ -161,7 +168,10 @@ class _Rank:
             lambda: pulse.wish,
             config.own_datasets,
         )
-        install(utils)
+        if self._local is None:
+            install(ProgramTrainFnUtils(*of_rank))
+        else:
+            install(LocalProgramTrainFnUtils(self._rank, self._world_size, self._local, *of_rank))
         code = self._unpack()
         sys.path += code_paths(code, config.program)
         sys.dont_write_bytecode = True
@@ -175,6 +185,8 @@ class _Rank:
             logger.info("%s", stopped)
             pulse.ask({"kind": "stopped"})
         except (Exception, SystemExit, KeyboardInterrupt) as error:
+            if self._local is not None and isinstance(error, KeyboardInterrupt):
+                raise
             raise self._as_told(error, code, reports.number) from error
         finally:
             reports.close()

@@ -122,6 +122,27 @@ def test_a_script_trains_and_reads_its_results(file_stack: TrainStack, tmp_path:
     assert sentences.count("train_loop_config['scale'] is 5, by the job's configuration, and not 3") == 1, sentences
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("entry", "fit"), [("cells.py", 1), ("cells:loop", 0)])
+def test_in_local_mode_one_process_trains(file_stack: TrainStack, tmp_path: Path, entry: str, fit: int) -> None:
+    code = ONE_RUN if fit else ""
+    with mc.connect(train=file_stack.service.address) as millrace:
+        bundle = millrace.train.push_code(write_files(tmp_path / "code", {"cells.py": CELLS + code, "steps.py": STEPS}))
+        config = {"epochs": 3, "scale": 1}
+        spec = mc.program_spec(bundle, entry, config=config, num_workers=0, max_failures=0)
+        job = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
+        watch = file_stack.client.watch(job.name, within_s=200)
+        watch.rest()
+        logs = "".join(one.text for one in millrace.train.stream_logs(job.name))
+
+    assert watch.jobs[-1].state == State.STATE_SUCCEEDED, (watch.jobs[-1].error, logs)
+    entries = CheckpointRegistry(file_stack.store, job.name).entries()
+    assert [(one.step, one.metrics["epoch"], one.fit) for one in entries] == [(1, 0, fit), (2, 1, fit), (3, 2, fit)]
+    assert entries[-1].final
+    assert "rank 0 of 1 begins at epoch 0" in logs
+    assert ("same True 2 [0, 1, 2]" in logs) == bool(fit)
+
+
 @pytest.mark.chaos
 def test_the_runs_of_a_script_go_on_over_kills_of_a_rank_the_script_and_the_attempt(
     file_stack: TrainStack, train_ray: RayHead, tmp_path: Path
