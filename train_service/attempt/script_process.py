@@ -41,6 +41,7 @@ from train_service.program.process import exits_announced, line_of
 from train_service.program.ray_hooks import LocalRank, install_driver
 from train_service.program.script_channel import Channel, ChannelClosed
 from train_service.program.script_result import result_of
+from train_service.program.tuning import TrialDone, TrialResults, tuner_of
 from train_service.program.worker import ProgramConfig, code_paths, run_program
 
 logger = logging.getLogger(__name__)
@@ -52,11 +53,13 @@ MAX_TEXT = 200
 class ScriptDriver:
     """What stands behind the trainers of the script."""
 
-    def __init__(self, channel: Channel, code: Path, config: Mapping[str, Any]) -> None:
-        """`config` replaces keys of every trainer's `train_loop_config`."""
+    def __init__(self, channel: Channel, code: Path, config: Mapping[str, Any], *, is_trial: bool = False) -> None:
+        """`config` replaces keys of every trainer's `train_loop_config`. `is_trial`: it has the values of a trial of
+        the sweep that the script's `Tuner` has become."""
         self._channel = channel
         self._code = code
         self._config = dict(config)
+        self._is_trial = is_trial
 
     def fit(self, trainer: Any) -> Result:
         """In place of a trainer's own `fit`. Returns once the run is done and committed; where it fails, the attempt
@@ -86,6 +89,18 @@ class ScriptDriver:
         result = result_of(answer["result"], lambda name: str(self._channel.ask(_question_for(name))["folder"]))
         logger.info("%s: fit() of %r returns %s", line, call.name, result)
         return result
+
+    def tune(self, trainer: Any, space: Mapping[str, Any], settings: Mapping[str, Any], line: str) -> TrialResults:
+        """In place of `Tuner.fit`. A trial trains with its own values and ends the script: what comes behind is for all
+        trials together."""
+        if self._is_trial:
+            self.fit(trainer)
+            raise TrialDone
+        constants = {**(trainer.train_loop_config or {}), **space["constants"], **self._config}
+        domains = {path: one for path, one in space["domains"].items() if path.partition(".")[0] not in self._config}
+        question = {"kind": "sweep", "line": line, "constants": constants, "domains": domains, "settings": settings}
+        answer = self._channel.ask(question)
+        return TrialResults.of(answer, settings, lambda name: str(self._channel.ask(_question_for(name))["folder"]))
 
     def warn(self, text: str) -> None:
         self._channel.ask({"kind": "warning", "text": f"{self.line()}: {text}"})
@@ -165,7 +180,7 @@ def main(arguments: list[str]) -> int:
     start = channel.receive()
     assert start is not None
     code, entry = Path(start["code"]), start["entry"]
-    driver = ScriptDriver(channel, code, start["config"])
+    driver = ScriptDriver(channel, code, start["config"], is_trial=start["is_trial"])
     program = Program(code_bundle="", entry=entry)
     if not program.is_script:
         driver.train_function()
@@ -175,10 +190,13 @@ def main(arguments: list[str]) -> int:
     ray.init(address=start["cluster"], namespace=start["job"], logging_level=logging.WARNING)
     sys.dont_write_bytecode = True
     sys.path += code_paths(code, program)
-    install_driver(driver.fit, driver.warn, may_use_gpus=start["gpus_per_worker"] != 0)
+    tuner = tuner_of(driver) if _names_tune(code) else None
+    install_driver(driver.fit, driver.warn, tuner, may_use_gpus=start["gpus_per_worker"] != 0)
     try:
         with exits_announced(lambda status, where: _announce_exit(channel, code, status, where)):
             _run(code / entry)
+    except TrialDone:
+        logger.info("the script of a trial ends with its training")
     except SystemExit as error:
         if error.code not in (None, 0):
             _raised(channel, error, code)
@@ -189,6 +207,11 @@ def main(arguments: list[str]) -> int:
         _raised(channel, error, code)
     channel.send({"kind": "end"})
     return 0
+
+
+def _names_tune(code: Path) -> bool:
+    """Whether any module of the bundle may use Ray Tune, which takes seconds to import."""
+    return any(b"tune" in module.read_bytes() for module in code.rglob("*.py"))
 
 
 def _run_given(given: str) -> tuple[ProgramConfig, Size | None]:

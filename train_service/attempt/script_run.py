@@ -32,10 +32,11 @@ import ray
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.code_bundle import unpack_on_node
-from shared.errors import FailedPrecondition, Internal, MillraceError, error_from_record
+from shared.errors import FailedPrecondition, Internal, InvalidArgument, MillraceError, error_from_record
 from shared.jobs import AttemptContext
 from train_service.attempt.endings import program_error, program_result
 from train_service.attempt.failures import Failure
+from train_service.attempt.script_sweep import ScriptSweep
 from train_service.attempt.trainer import ProgramAtWork, program_at_work, size_of_attempt
 from train_service.domain.spec import RAY_DATA, Program, TrainingSpec
 from train_service.patience import patient
@@ -84,6 +85,8 @@ class ScriptRun:
         self._met: set[int] = set()
         # How many of them Ray has run in this attempt.
         self._begun = 0
+        # How many sweeps it has asked for in this attempt.
+        self._sweeps = 0
         # Of the fit at work: what it was asked with, and what there is while Ray runs it.
         self._call: FitCall | None = None
         self._number = 0
@@ -108,6 +111,7 @@ class ScriptRun:
                     "job": job,
                     # A function alone needs none.
                     "cluster": ray.get_runtime_context().gcs_address if self._program.is_script else "",
+                    "is_trial": "trial" in self._context.job.spec,
                     "gpus_per_worker": self._spec.placement.gpus_per_worker,
                 }
             )
@@ -169,6 +173,8 @@ class ScriptRun:
         kind = question["kind"]
         if kind == "fit":
             return self._fit(FitCall(**question["call"]), Asked.from_message(question["asked"]), question["datasets"])
+        if kind == "sweep":
+            return self._sweep(question)
         if kind == "train":
             return self._begin(None, 0, 0)
         if kind == "fitted":
@@ -208,6 +214,19 @@ class ScriptRun:
         before = max((one.done.report for one in self._known.values() if one.done and one is not fit), default=0)
         self._call, self._number = call, fit.number
         return self._begin(size, fit.number, before)
+
+    def _sweep(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """The trials of the sweep that a `Tuner` of the script is, once it has ended."""
+        self._sweeps += 1
+        self._met.add(0)
+        sweep = ScriptSweep(self._context, self._spec, self._program, self._sweeps)
+        try:
+            spec = sweep.spec_of(question["constants"], question["domains"], question["settings"])
+        except InvalidArgument as error:
+            error.message = f"{question['line']}: {error.message}"
+            raise _Refused(error) from error
+        self._warn(f"{question['line']}: Tuner.fit() is the sweep {sweep.name} of {spec.trial_count} training jobs")
+        return sweep.ended(spec)
 
     def _begin(self, size: Size | None, number: int, reports_before: int) -> dict[str, Any]:
         """What the run is to be run with; `size` None: by the script's process itself."""
@@ -289,12 +308,13 @@ class ScriptRun:
             "checkpoints": [{"name": one.name, "metrics": one.metrics} for one in entries],
         }
 
-    def _entries(self) -> list[CheckpointEntry]:
-        return CheckpointRegistry(self._store, self._context.job.name).entries()
+    def _entries(self, job: str = "") -> list[CheckpointEntry]:
+        return CheckpointRegistry(self._store, job or self._context.job.name).entries()
 
     def _folder_of(self, name: str) -> str:
         """Where a checkpoint's files are on this node, whose digests hold."""
-        entry = next((one for one in patient(self._entries, "the checkpoints") if one.name == name), None)
+        job = name.partition("/checkpoints/")[0]  # this one, or a trial
+        entry = next((one for one in patient(lambda: self._entries(job), "the checkpoints") if one.name == name), None)
         if entry is None:
             raise _Refused(FailedPrecondition(f"{name} was taken away since, by checkpoints.keep_newest"))
         found = described(entry)

@@ -260,11 +260,15 @@ def install(utils: ProgramTrainFnUtils) -> None:
 
 
 def install_driver(
-    fit: Callable[[DataParallelTrainer], ray.train.Result], warn: Callable[[str], None], *, may_use_gpus: bool
+    fit: Callable[[DataParallelTrainer], ray.train.Result],
+    warn: Callable[[str], None],
+    tuner: type | None,
+    *,
+    may_use_gpus: bool,
 ) -> None:
     """In the process of a script, which is connected to Ray: every trainer's `fit()` is `fit` from here on; `ray.init`
-    and `ray.shutdown` do nothing; tasks and actors of one that may not use GPUs ask for none, whatever `ray.remote`
-    says. To be called before the script begins."""
+    and `ray.shutdown` do nothing; `tuner` stands for Ray Tune's, where the script has one; tasks and actors of one that
+    may not use GPUs ask for none, whatever `ray.remote` says. To be called before the script begins."""
 
     def fit_by_attempt(trainer: DataParallelTrainer) -> ray.train.Result:
         return fit(trainer)
@@ -283,6 +287,11 @@ def install_driver(
 
     ray.init = no_init
     ray.shutdown = no_shutdown
+    if tuner is not None:
+        from ray import tune  # takes seconds
+
+        tune.Tuner = tuner  # type: ignore[misc, assignment]
+        tune.tuner.Tuner = tuner  # type: ignore[misc, assignment]
     if may_use_gpus:
         return
     remote = ray.remote

@@ -128,7 +128,7 @@ def test_in_local_mode_one_process_trains(file_stack: TrainStack, tmp_path: Path
     # A module is imported before its job is made, where there is no cluster.
     code = CELLS + ONE_RUN if fit else CELLS.replace("ray.init(", "dict(")
     with mc.connect(train=file_stack.service.address) as millrace:
-        bundle = millrace.train.push_code(write_files(tmp_path / "code", {"cells.py": CELLS + code, "steps.py": STEPS}))
+        bundle = millrace.train.push_code(write_files(tmp_path / "code", {"cells.py": code, "steps.py": STEPS}))
         config = {"epochs": 3, "scale": 1}
         spec = mc.program_spec(bundle, entry, config=config, num_workers=0, max_failures=0)
         job = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
@@ -207,3 +207,77 @@ def test_a_script_that_ends_wrongly_fails_its_job_by_its_line(
 
     assert watch.jobs[-1].state == State.STATE_FAILED
     assert text.format(line=CELLS.count("\n") + 1) in watch.jobs[-1].error.message
+
+
+# The skill page's snippet, on a loop that learns in no time.
+TUNED = """
+import json
+import os
+import tempfile
+
+import ray.train
+from ray import tune
+from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer
+
+
+def loop(config):
+    for epoch in range(config["epochs"]):
+        with tempfile.TemporaryDirectory() as folder:
+            with open(os.path.join(folder, "state.json"), "w") as file:
+                json.dump(config, file)
+            ray.train.report(
+                {"eval_loss": config["lr"] * config["batch_size"] / (epoch + 1), "epoch": epoch},
+                checkpoint=ray.train.Checkpoint.from_directory(folder),
+            )
+
+
+trainer = TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=1))
+tuner = tune.Tuner(
+    trainer,
+    param_space={
+        "train_loop_config": {
+            "lr": tune.loguniform(1e-5, 1e-3),
+            "batch_size": tune.choice([16, 32, 64]),
+            "epochs": 3,
+        },
+    },
+    tune_config=tune.TuneConfig(
+        num_samples=SAMPLES,
+        metric="eval_loss",
+        mode="min",
+        scheduler=tune.schedulers.ASHAScheduler(max_t=3, grace_period=1),
+    ),
+)
+results = tuner.fit()
+best = results.get_best_result()
+with best.checkpoint.as_directory() as folder:
+    state = json.load(open(os.path.join(folder, "state.json")))
+print("trials", len(results), results.num_errors, state == best.config["train_loop_config"], best.metrics["epoch"])
+print("samples", len(results.get_dataframe()), min(results.get_dataframe()["eval_loss"]) <= best.metrics["eval_loss"])
+"""
+
+
+@pytest.mark.long
+def test_a_tuner_in_a_script_is_a_sweep(file_stack: TrainStack, tmp_path: Path) -> None:
+    samples = 3
+    with mc.connect(train=file_stack.service.address) as millrace:
+        code = TUNED.replace("SAMPLES", str(samples))
+        bundle = millrace.train.push_code(write_files(tmp_path / "code", {"cells.py": code}))
+        job_id = f"j{uuid.uuid4().hex[:12]}"
+        spec = mc.program_spec(bundle, "cells.py", num_workers=1, max_failures=0)
+        job = millrace.train.create_training_job(job_id, spec)
+        watch = file_stack.client.watch(job.name, within_s=380)
+        watch.rest()
+        logs = "".join(one.text for one in millrace.train.stream_logs(job.name))
+        assert watch.jobs[-1].state == State.STATE_SUCCEEDED, (watch.jobs[-1].error, logs)
+        sweep = millrace.train.get_sweep(f"sweeps/{job_id}-sweep")
+
+    assert f"trials {samples} 0 True" in logs, logs
+    assert f"samples {samples} True" in logs
+    assert len(sweep.trials) == samples
+    assert all(one.parameters["program.config.batch_size"] in (16, 32, 64) for one in sweep.trials)
+    assert min(one.best_value for one in sweep.trials) == next(
+        one.best_value for one in sweep.trials if one.training_job == sweep.best_training_job
+    )
+    assert all(1 <= one.epochs_done <= 3 for one in sweep.trials)
