@@ -6,15 +6,21 @@
 ordinary one of that store, with its checkpoints, events, metrics, logs and coverage, but for its `runner`: no
 reconciler takes it for its own. The same command resumes it from its newest good checkpoint. Exit code 0 when the run
 is done, or was suspended or cancelled by a client, 1 when it failed, 2 when it could not begin.
+
+A training function of a user's own, `program` in the specification, runs likewise: every `ray.train` call of it works,
+and rank 0's process is where the ranks meet at a report. Whoever calls the command runs the code, so MILLRACE_OWN_CODE
+is not asked.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -32,9 +38,10 @@ from shared.jobs.attempt import run_attempt
 from shared.names import check_id
 from shared.own_code import OwnCode
 from shared.settings import SettingsError, StoreSettings, store_settings
-from shared.storage import open_store
+from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging, flush_logs
-from train_service.attempt.endings import result_of, tell_device, told
+from train_service.attempt.endings import program_result, result_of, tell_device, told
+from train_service.attempt.pulses import Pulses
 from train_service.converters.specs import spec_from_proto
 from train_service.domain.devices import RUN_DEVICE
 from train_service.domain.spec import CPU, GPU, THREADS, TrainingSpec
@@ -42,8 +49,12 @@ from train_service.jobs.program_check import ProgramCheck
 from train_service.jobs.training_jobs import COLLECTION, TrainingJobs
 from train_service.learning.ranks import Ranks
 from train_service.patience import patient
+from train_service.program.coordinator import ReportCoordinator
+from train_service.program.ray_hooks import LocalRank
+from train_service.program.signing import handling
+from train_service.program.worker import ProgramConfig, run_program
 from train_service.records.event_lines import EventPrinter
-from train_service.records.reporting import TRAIN_KIND
+from train_service.records.reporting import TRAIN_KIND, Reporter
 from train_service.worker.loop import LoopConfig, train_loop
 
 RUNNER = "train_service.standalone"
@@ -57,6 +68,9 @@ class Launch:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    local_world_size: int = 1
+    # Where the first rank is reached by the others.
+    host: str = "127.0.0.1"
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Launch:
@@ -64,6 +78,8 @@ class Launch:
             rank=int(environ.get("RANK", 0)),
             world_size=int(environ.get("WORLD_SIZE", 1)),
             local_rank=int(environ.get("LOCAL_RANK", 0)),
+            local_world_size=int(environ.get("LOCAL_WORLD_SIZE", 1)),
+            host=environ.get("MASTER_ADDR", "127.0.0.1"),
         )
 
 
@@ -80,6 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     ranks = _joined(spec, launch, device)
     try:
+        if spec.program is not None:
+            return _run_program(ranks, launch, store, given.job, spec)
         return _run(ranks, store, given.job, spec)
     finally:
         if launch.world_size > 1:
@@ -102,17 +120,106 @@ def _run(ranks: Ranks, store: StoreSettings, job_id: str, spec: TrainingSpec) ->
             code = 2
     config, code = ranks.share((_config(store, job), code))
     if job is None:
-        return int(code) if config is None else _follow(config, ranks)
+        return int(code) if config is None else _follow(config, ranks, store)
     if config is not None:
-        _attempt(job, config, ranks)
+        loop = config
+        _attempt(job, open_store(store), lambda context: _trained_loop(context, loop, ranks))
     return _told_end(Jobs(open_store(store), TRAIN_KIND), job.name)
 
 
-def _follow(config: LoopConfig, ranks: Ranks) -> int:
+def _run_program(ranks: Ranks, launch: Launch, settings: StoreSettings, job_id: str, spec: TrainingSpec) -> int:
+    """As `_run`, of a user's own training function: rank 0 commits what all ranks report, too."""
+    job: JobRecord | None = None
+    config: ProgramConfig | None = None
+    code = 0
+    with contextlib.ExitStack() as stack:
+        if ranks.rank == 0:
+            store = open_store(settings)
+            try:
+                program = spec.program
+                if program is not None and program.is_script:
+                    raise FailedPrecondition(
+                        f"spec.program.entry is the script {program.entry}; name its training function, module:function"
+                    )
+                jobs = TrainingJobs(store, programs=ProgramCheck(store, OwnCode(is_trusted=True)))
+                job = jobs.run_here(job_id, spec, RUNNER, _kind(ranks.device))
+            except MillraceError as error:
+                print(f"{RUNNER}: {error.message}", file=sys.stderr)
+                code = 2
+        if job is not None and job.state is JobState.RUNNING:
+            spec = TrainingSpec.from_config(job.spec["training"])
+            reporter = Reporter(store, job.name, job.attempt)
+            coordinator = ReportCoordinator(
+                store,
+                job.name,
+                job.attempt,
+                spec,
+                ranks.world_size,
+                tell=lambda kind, payload: reporter.tell(kind, **payload),
+                stop_reason=lambda: reporter.stop_reason,
+            )
+            handle = stack.enter_context(handling(store, job.name, job.attempt, spec, coordinator))
+            pulses = stack.enter_context(Pulses(launch.host, handle))
+            config = ProgramConfig(
+                store_url=settings.url, job_name=job.name, attempt=job.attempt, spec=spec, pulse=pulses.address
+            )
+        config, code = ranks.share((config, code))
+        if ranks.rank:
+            return int(code) if config is None else _follow(config, ranks, settings, launch)
+        if job is None:
+            return int(code)
+        if config is not None:
+            own, at_meeting = config, (reporter, coordinator, pulses)
+            _attempt(job, store, lambda context: _trained(context, own, ranks, launch, *at_meeting))
+        return _told_end(Jobs(open_store(settings), TRAIN_KIND), job.name)
+
+
+def _trained(
+    context: AttemptContext,
+    config: ProgramConfig,
+    ranks: Ranks,
+    launch: Launch,
+    reporter: Reporter,
+    coordinator: ReportCoordinator,
+    pulses: Pulses,
+) -> dict[str, Any]:
+    """What rank 0 does of an attempt at a program."""
+    with reporter, coordinator:
+        try:
+            _train_rank(config, ranks, launch)
+            while pulses.at_work():
+                time.sleep(0.1)  # another rank is behind; torchrun ends this one where that fails
+        except KeyboardInterrupt:
+            if coordinator.cause is not None:
+                raise coordinator.cause from None
+            raise Unavailable("it was interrupted", reason="INTERRUPTED") from None
+        if coordinator.all_returned:
+            coordinator.finish()
+    return program_result(context, coordinator, None)
+
+
+def _train_rank(config: LoopConfig | ProgramConfig, ranks: Ranks, launch: Launch | None) -> None:
+    if isinstance(config, LoopConfig):
+        train_loop(config, ranks)
+        return
+    assert launch is not None
+    local = LocalRank(
+        local_rank=launch.local_rank,
+        local_world_size=launch.local_world_size,
+        node_rank=launch.rank // launch.local_world_size,
+        name=config.job_name.rpartition("/")[2],
+        tees=True,
+    )
+    run_program(config, ranks.rank, ranks.world_size, "", local)
+
+
+def _follow(
+    config: LoopConfig | ProgramConfig, ranks: Ranks, settings: StoreSettings, launch: Launch | None = None
+) -> int:
     """Runs a rank that is not the first. An error of ours is the attempt's end: rank 0 would only see that the rank is
     gone."""
     try:
-        train_loop(config, ranks)
+        _train_rank(config, ranks, launch)
         return 0
     except MillraceError as error:
         raised = error
@@ -122,25 +229,26 @@ def _follow(config: LoopConfig, ranks: Ranks) -> int:
         raised.metadata["ranks"] = str(ranks.rank)
         raise raised
 
-    run_attempt(
-        lambda context: told(context, failed), open_store(config.store), TRAIN_KIND, config.job_name, config.attempt
-    )
-    return _told_end(Jobs(open_store(config.store), TRAIN_KIND), config.job_name)
+    store = open_store(settings)
+    run_attempt(lambda context: told(context, failed), store, TRAIN_KIND, config.job_name, config.attempt)
+    return _told_end(Jobs(store, TRAIN_KIND), config.job_name)
 
 
-def _attempt(job: JobRecord, config: LoopConfig, ranks: Ranks) -> None:
-    store = open_store(config.store)
+def _trained_loop(context: AttemptContext, config: LoopConfig, ranks: Ranks) -> dict[str, Any]:
+    try:
+        train_loop(config, ranks)
+    except KeyboardInterrupt:
+        raise Unavailable("it was interrupted", reason="INTERRUPTED") from None
+    return result_of(context, config.spec)
 
+
+def _attempt(job: JobRecord, store: ObjectStore, trained: Callable[[AttemptContext], dict[str, Any]]) -> None:
     def work(context: AttemptContext) -> dict[str, Any]:
-        return told(context, lambda: trained(context))
+        def told_trained() -> dict[str, Any]:
+            patient(lambda: tell_device(store, context.job), "the change of the device")
+            return trained(context)
 
-    def trained(context: AttemptContext) -> dict[str, Any]:
-        patient(lambda: tell_device(store, context.job), "the change of the device")
-        try:
-            train_loop(config, ranks)
-        except KeyboardInterrupt:
-            raise Unavailable("it was interrupted", reason="INTERRUPTED") from None
-        return result_of(context, config.spec)
+        return told(context, told_trained)
 
     # torchrun ends the ranks with it when one of them fails.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

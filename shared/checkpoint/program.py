@@ -53,7 +53,7 @@ class ProgramContent:
     """What a program's checkpoint says of itself. `report` counts the program's reports over all attempts."""
 
     training_job: str
-    # `codeBundles/{sha256}` and `module:function`.
+    # `codeBundles/{sha256}` and `module:function`, or the path of a script.
     code_bundle: str
     entry: str
     report: int
@@ -73,6 +73,8 @@ class ProgramContent:
     # The checkpoint that the run last went on from, and the digest of its manifest.
     parent: str = ""
     parent_manifest_sha256: str = ""
+    # The number of the run of its script that reported it, from 1; 0 where there is no script.
+    fit: int = 0
 
     @property
     def size_bytes(self) -> int:

@@ -25,7 +25,8 @@ from shared.user_markers import live_users as live_users
 class CheckpointEntry(Durable):
     """`name` is `trainingJobs/{j}/checkpoints/{c}`; `create_time` in seconds since the epoch; `final`: it is of the
     run's last step; `code_bundle`: `codeBundles/{sha256}` of the program that reported it, or of the code that makes
-    the model, whose `model_entry` it then has; empty for other models."""
+    the model, whose `model_entry` it then has; empty for other models. `fit`: the number of the run of its script that
+    reported it, from 1, and 0 where there is no script."""
 
     name: str
     folder: str
@@ -39,6 +40,7 @@ class CheckpointEntry(Durable):
     final: bool = False
     code_bundle: str = ""
     model_entry: str = ""
+    fit: int = 0
 
     @property
     def is_of_program(self) -> bool:

@@ -109,6 +109,13 @@ def program_result(
     raise cause or Internal("the workers ended before the training function returned on all", reason="RUN_INCOMPLETE")
 
 
+def script_result(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
+    """Of an attempt at a script that has ended: the last and the best checkpoint of all its runs, or none."""
+    entries = patient(CheckpointRegistry(context.store, context.job.name).entries, "the checkpoints")
+    last, chosen = latest(entries), best(entries, spec.checkpoints.ranking)
+    return {"checkpoint": last.name if last else "", "best_checkpoint": chosen.name if chosen else ""}
+
+
 def program_error(coordinator: ReportCoordinator, pulses: Pulses, lost: MillraceError) -> MillraceError:
     """Why an attempt at a program ended, when Ray says `lost`: what a rank or the coordinator said before, else which
     process was gone first."""

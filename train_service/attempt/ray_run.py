@@ -11,10 +11,11 @@ import asyncio
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ray.train import Result
+from ray.train import DataConfig, Result
 from ray.train.torch import TorchConfig
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.callbacks.working_dir_setup import WorkingDirectorySetupCallback
@@ -22,6 +23,7 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from shared.jobs.warm_workers import WarmWorkers
@@ -54,7 +56,19 @@ NOT_NEEDED = (PlacementGroupCleanerCallback, WorkingDirectorySetupCallback)
 class RayRun(TorchTrainer):
     """`fit` blocks until the workers have ended. Raises `TrainingFailedError` where one was lost or raised."""
 
-    def __init__(self, config: LoopConfig | ProgramConfig, size: Size) -> None:
+    # Ray's own, whatever a script's trainers have (`ray_hooks.install_driver`).
+    fit = DataParallelTrainer.fit
+
+    def __init__(
+        self,
+        config: LoopConfig | ProgramConfig,
+        size: Size,
+        *,
+        name: str = "",
+        datasets: Mapping[str, Any] | None = None,
+        dataset_config: DataConfig | None = None,
+    ) -> None:
+        """`name`, `datasets` and `dataset_config` are those of a script's trainer."""
         os.environ.update(OF_THE_ATTEMPT)
         placement = config.spec.placement
         # Ray insists on a folder for its own notes. Ours are in the store, and it need not know of that.
@@ -74,12 +88,14 @@ class RayRun(TorchTrainer):
                 label_selector=selector(),
             ),
             run_config=RunConfig(
-                name=f"{config.job_name.rpartition('/')[2]}-attempt-{config.attempt:05d}",
+                name=name or f"{config.job_name.rpartition('/')[2]}-attempt-{config.attempt:05d}",
                 storage_path=str(self._folder),
                 worker_runtime_env=environment_of_workers(config),
                 # Both kinds of failure end the attempt; by default it would try to start its workers for ever.
                 failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
             ),
+            datasets=dict(datasets or {}),
+            dataset_config=dataset_config,
         )
 
     def _create_default_callbacks(self) -> list[Any]:

@@ -12,10 +12,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import ray
 import torch
@@ -23,14 +23,15 @@ from ray.train import TrainingFailedError
 
 from shared.errors import Cancelled, MillraceError, Unavailable
 from shared.jobs import AttemptContext
-from shared.jobs.transitions import NO_ROOM, RESIZED
+from shared.jobs.transitions import NO_ROOM
 from shared.log import StaleAttempt
 from shared.telemetry import flush_logs
 from train_service.attempt.endings import as_last_error, program_error, program_result, result_of, tell_device, told
+from train_service.attempt.failures import Failure
 from train_service.attempt.ingest_room import ingest_beside
 from train_service.attempt.node_access import end_hard
 from train_service.attempt.pulses import Pulses
-from train_service.attempt.ray_run import RayRun, room_was_taken
+from train_service.attempt.ray_run import RayRun
 from train_service.attempt.supervision import Supervision
 from train_service.domain.devices import attempt_device
 from train_service.domain.spec import Program, TrainingSpec
@@ -38,7 +39,7 @@ from train_service.learning.ranks import Ranks
 from train_service.patience import patient
 from train_service.placement import Size, devices_of, lacking, size_now, usable_nodes
 from train_service.program.coordinator import ReportCoordinator
-from train_service.program.signing import StoreSigner
+from train_service.program.signing import handling
 from train_service.program.worker import ProgramConfig
 from train_service.records.logs import OWN_PROCESS, LogShipper
 from train_service.records.reporting import GO_ON, Reporter
@@ -61,17 +62,25 @@ def prepare() -> None:
 def run(context: AttemptContext) -> dict[str, Any]:
     """Entry function of a durable job of kind `train`. Returns the last and the best checkpoint."""
     spec = TrainingSpec.from_config(context.job.spec["training"])
-    if spec.local:
+    if spec.local and spec.program is None:
         return told(context, lambda: _run(context, spec))  # this process is rank 0, and says all under that name
-    with LogShipper(context.store, context.job.name, context.attempt, OWN_PROCESS):
-        return told(context, lambda: _run(context, spec))
+    with LogShipper(context.store, context.job.name, context.attempt, OWN_PROCESS) as shipper:
+        return told(context, lambda: _run(context, spec, shipper.add_lines))
 
 
-def _run(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
+def _run(
+    context: AttemptContext, spec: TrainingSpec, add_lines: Callable[[bytes], None] = lambda _: None
+) -> dict[str, Any]:
+    """`add_lines` takes what a process that the attempt starts prints."""
     patient(lambda: tell_device(context.store, context.job), "the change of the device")
+    if spec.program is not None and (spec.program.is_script or spec.local):
+        from train_service.attempt.script_run import ScriptRun  # whose fits are runs as below
+
+        # In local mode a function, too, runs in a process of its own: this one has the store's credentials.
+        return ScriptRun(context, spec, spec.program, add_lines).run()
     if spec.program is not None:
         return _run_program(context, spec, spec.program)
-    size = None if spec.local else _size(context, spec)
+    size = None if spec.local else size_of_attempt(context, spec)
     with Pulses(ray.util.get_node_ip_address()) as pulses:  # type: ignore[no-untyped-call]
         config = LoopConfig(
             store=context.store.settings,
@@ -92,8 +101,45 @@ def _run(context: AttemptContext, spec: TrainingSpec) -> dict[str, Any]:
 
 
 def _run_program(context: AttemptContext, spec: TrainingSpec, program: Program) -> dict[str, Any]:
-    """A user's own training function in place of the loop; its ranks meet in this process at each report."""
-    size = _size(context, spec)
+    """A user's own training function in place of the loop."""
+    size = size_of_attempt(context, spec)
+    with program_at_work(context, spec, program, size) as run:
+        try:
+            _fit(run.config, size, context, run.supervision)
+        except MillraceError as lost:
+            error = program_error(run.coordinator, run.pulses, lost)
+            before = context.job.error if run.coordinator.reported == 0 else None
+            raise as_last_error(error, before) from lost
+        if run.coordinator.all_returned:
+            run.coordinator.finish()
+    return run.result(context)
+
+
+@dataclass(frozen=True)
+class ProgramAtWork:
+    """What an attempt has while the ranks of a program train; they meet in its process at each report."""
+
+    config: ProgramConfig
+    coordinator: ReportCoordinator
+    pulses: Pulses
+    supervision: Supervision
+
+    def result(self, context: AttemptContext) -> dict[str, Any]:
+        """Once it is over; see `program_result`."""
+        return program_result(context, self.coordinator, self.supervision.cause)
+
+
+@contextmanager
+def program_at_work(
+    context: AttemptContext,
+    spec: TrainingSpec,
+    program: Program,
+    size: Size | None,
+    fit: int = 0,
+    reports_before: int = 0,
+) -> Iterator[ProgramAtWork]:
+    """The attempt's side of a run of Ray Train, while the body has Ray run it; `size` None: of one rank that is no
+    worker. `fit` and `reports_before` as for `ReportCoordinator`."""
     name, within_s = context.job.name, program.stop_within_s
     asked = [GO_ON]
     with contextlib.ExitStack() as stack:
@@ -103,14 +149,14 @@ def _run_program(context: AttemptContext, spec: TrainingSpec, program: Program) 
             name,
             context.attempt,
             spec,
-            size.workers,
+            size.workers if size else 1,
             tell=lambda kind, payload: reporter.tell(kind, **payload),
             stop_reason=lambda: reporter.stop_reason,
+            fit=fit,
+            reports_before=reports_before,
         )
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        handle = coordinator.handle
-        if urlsplit(context.store.settings.url).scheme == "s3":
-            handle = stack.enter_context(StoreSigner(context.store, name, context.attempt, spec, coordinator)).handle
+        handle = stack.enter_context(handling(context.store, name, context.attempt, spec, coordinator))
         pulses = stack.enter_context(Pulses(host, handle))
         stack.enter_context(coordinator)
         config = ProgramConfig(
@@ -127,17 +173,10 @@ def _run_program(context: AttemptContext, spec: TrainingSpec, program: Program) 
 
         supervision = Supervision(context, spec, pulses, size, coordinator, wish)
         stack.enter_context(supervision)
-        try:
-            _fit(config, size, context, supervision)
-        except MillraceError as lost:
-            error = program_error(coordinator, pulses, lost)
-            raise as_last_error(error, context.job.error if coordinator.reported == 0 else None) from lost
-        if coordinator.all_returned:
-            coordinator.finish()
-    return program_result(context, coordinator, supervision.cause)
+        yield ProgramAtWork(config, coordinator, pulses, supervision)
 
 
-def _size(context: AttemptContext, spec: TrainingSpec) -> Size:
+def size_of_attempt(context: AttemptContext, spec: TrainingSpec) -> Size:
     # Of a job that an earlier release began: as at a first attempt.
     device = attempt_device(context.job.choices) or devices_of(spec, "", usable_nodes())[1]
 
@@ -158,39 +197,7 @@ def _fit(config: LoopConfig | ProgramConfig, size: Size, context: AttemptContext
         RayRun(config, size).fit()
     except TrainingFailedError as error:
         patient(lambda: context.raise_if_stopped(fresh=True), "the job's state")
-        raise _cause(error, supervision.cause) from error
-
-
-def _cause(error: TrainingFailedError, ended_for: MillraceError | None) -> MillraceError:
-    """The first error of our own that a worker raised, else what we ended the attempt for, else that it was lost.
-
-    For a change of size nobody ends a worker: one that is lost before it has stopped by itself is a fault.
-    """
-    failures = list(getattr(error, "worker_failures", {}).items())
-    for _, raised in failures:
-        known = _own_error(raised)
-        if known is not None:
-            return known
-    if ended_for is not None and ended_for.specific_reason != RESIZED:
-        return ended_for
-    if room_was_taken(error):
-        return Unavailable("room was taken while the workers started", reason=NO_ROOM)
-    ranks = ",".join(str(rank) for rank, _ in failures)
-    logger.warning("attempt lost: %s", error)
-    return Unavailable(
-        f"the workers were lost{ranks and f'; first on rank {ranks}'}",
-        reason="WORKERS_LOST",
-        metadata={"ranks": ranks},
-    )
-
-
-def _own_error(raised: BaseException | None) -> MillraceError | None:
-    """Follows causes down to an error of ours; Ray wraps what workers raise."""
-    while raised is not None:
-        if isinstance(raised, MillraceError):
-            return raised
-        raised = getattr(raised, "cause", None) or raised.__cause__
-    return None
+        raise Failure.of(error).cause(supervision.cause) from error
 
 
 @contextmanager

@@ -24,6 +24,8 @@ MAX_WHOLE = 2**53
 MANTISSA_BITS = 53
 
 _NONE_LEFT = object()
+# Before the path of a key of a program's configuration.
+PROGRAM_CONFIG = "program.config."
 
 # What is wrong: the path of a field, its value, the remedy.
 Problem = tuple[str, object, str]
@@ -112,8 +114,14 @@ def with_values(config: Mapping[str, Any], parameters: Parameters) -> dict[str, 
     """The plain form of a training specification with what these sweepable paths mean. Only the parts that change are
     copied."""
     whole = dict(config)
+    settings = {path: value for path, value in parameters.items() if path.startswith(PROGRAM_CONFIG)}
+    if settings:
+        program = whole["program"]
+        whole["program"] = {**program, "config_json": _with_settings(program["config_json"], settings)}
     own: dict[tuple[str, ...], dict[str, Any]] = {}
     for path, value in parameters.items():
+        if path in settings:
+            continue
         *parents, last = path.split(".", 2 if ".kwargs." in path or ".scheduler_kwargs." in path else -1)
         part = whole
         for depth, parent in enumerate(parents, start=1):
@@ -123,6 +131,19 @@ def with_values(config: Mapping[str, Any], parameters: Parameters) -> dict[str, 
             part = own[place]
         part[last] = value
     return whole
+
+
+def _with_settings(config_json: str, settings: Parameters) -> str:
+    """A program's configuration with these; a path goes down into objects, which are made where there are none."""
+    config: dict[str, Any] = json.loads(config_json or "{}")
+    for path, value in settings.items():
+        *parents, last = path.removeprefix(PROGRAM_CONFIG).split(".")
+        part = config
+        for parent in parents:
+            inner = part.get(parent)
+            part[parent] = part = dict(inner) if isinstance(inner, dict) else {}
+        part[last] = value
+    return json.dumps(config)
 
 
 def kind_of(path: str) -> Callable[[Any], str] | None:
@@ -230,4 +251,6 @@ _FIELDS: dict[str, Callable[[Any], str]] = {
     "seed": _whole,
     "training_step": _text,
 }
-_OPEN = ("loss.kwargs.", "model.kwargs.", "optimizer.kwargs.", "optimizer.scheduler_kwargs.")
+_OPEN = ("loss.kwargs.", "model.kwargs.", "optimizer.kwargs.", "optimizer.scheduler_kwargs.", PROGRAM_CONFIG)
+# What a trial of a program may have of its own besides.
+OF_PROGRAMS = ("seed",)

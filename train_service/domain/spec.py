@@ -24,6 +24,8 @@ CPU, GPU = "CPU", "GPU"
 OWN = ""
 # Where a program's shard goes on after a checkpoint in the middle of an epoch.
 REPLAY, CONTINUE = "REPLAY", "CONTINUE"
+# Of the path of a script.
+SCRIPT_SUFFIX = ".py"
 # What happens to rows that the workers cannot share equally.
 DROP, KEEP = "DROP", "KEEP"
 
@@ -99,7 +101,8 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A user's own training function. `config_json` is a JSON object; `hang_after_s` 0: by the median interval."""
+    """A user's own training function or script. `entry` is `module:function`, or the path of a script in the bundle;
+    `config_json` is a JSON object; `hang_after_s` 0: by the median interval."""
 
     code_bundle: str
     entry: str
@@ -108,6 +111,11 @@ class Program:
     remainder: str = DROP
     hang_after_s: float = 0.0
     stop_within_s: float = 300.0
+
+    @property
+    def is_script(self) -> bool:
+        """Whether `entry` is a script, whose `fit()` calls train, and not a function."""
+        return self.entry.endswith(SCRIPT_SUFFIX)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from train_service.domain.spec import (
     RAY_DATA,
     REGRESSION,
     REPLAY,
+    SCRIPT_SUFFIX,
     THREADS,
     Program,
     TrainingSpec,
@@ -75,7 +76,7 @@ def check(spec: TrainingSpec) -> None:
     if spec.local:
         rules += _of_local_mode(spec)
     if spec.program is not None:
-        rules = [*_of_a_program(spec.program, spec), *(rule for rule in rules if not _is_of_own_loop(rule[1]))]
+        rules = [*_of_a_program(spec.program), *(rule for rule in rules if not _is_of_own_loop(rule[1]))]
     broken = [(f"spec.{path}", value, remedy) for holds, path, value, remedy in rules if not holds]
     if broken:
         raise invalid_fields(broken)
@@ -110,13 +111,13 @@ def _is_of_own_loop(path: str) -> bool:
     return path in FIELDS_OF_OWN_LOOP or path.partition(".")[0] in FIELDS_OF_OWN_LOOP
 
 
-def _of_a_program(program: Program, spec: TrainingSpec) -> list[Rule]:
+def _of_a_program(program: Program) -> list[Rule]:
     return [
         (
             _is_entry(program.entry),
             "program.entry",
             program.entry,
-            "use module:function, e.g. train:train_loop_per_worker",
+            "use module:function, e.g. train:train_loop_per_worker, or the path of a script, e.g. cells.py",
         ),
         (not (remedy := _config_problem(program.config_json)), "program.config_json", program.config_json, remedy),
         _one_of("program.data_resume", program.data_resume, (REPLAY, CONTINUE), "DATA_RESUME_"),
@@ -133,16 +134,12 @@ def _of_a_program(program: Program, spec: TrainingSpec) -> list[Rule]:
             program.stop_within_s,
             "use 1 second to 7 days",
         ),
-        (
-            spec.num_workers != 0,
-            "num_workers",
-            spec.num_workers,
-            "a program runs on Ray Train's workers, which local mode has not; use 1 or more",
-        ),
     ]
 
 
 def _is_entry(entry: str) -> bool:
+    if entry.endswith(SCRIPT_SUFFIX):
+        return len(entry) <= MAX_ENTRY_CHARACTERS and not set(entry.split("/")) & {"", ".", "..", SCRIPT_SUFFIX}
     module, colon, function = entry.partition(":")
     names = [*module.split("."), function]
     good = all(name.isidentifier() and not keyword.iskeyword(name) for name in names)

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Asha:
-    """In epochs; `max_t` 0: those of the trials."""
+    """In epochs, of programs in reports; `max_t` 0: the epochs of the trials."""
 
     grace_period: int = 1
     reduction_factor: float = 4.0
@@ -95,10 +95,7 @@ def trial_id(sweep_id: str, number: int) -> str:
 
 def check(spec: SweepSpec) -> None:
     """Raises `InvalidArgument` naming every field that is out of its bounds, or what of a trial is."""
-    if spec.base.program is not None:
-        remedy = "trials of programs are not supported yet: create a training job for each configuration"
-        raise invalid_field("spec.base.program.entry", spec.base.program.entry, remedy)
-    broken = [*search_space.problems(spec.parameters), *_of_numbers(spec)]
+    broken = [*search_space.problems(spec.parameters), *_of_numbers(spec), *_of_program(spec)]
     if broken:
         raise _refusal(broken)
     count = spec.trial_count
@@ -161,6 +158,26 @@ def renamed(error: MillraceError, parameters: Parameters) -> MillraceError:
 
 def _refusal(broken: list[Problem]) -> InvalidArgument:
     return invalid_fields((f"spec.{path}", value, remedy) for path, value, remedy in broken)
+
+
+def _of_program(spec: SweepSpec) -> list[Problem]:
+    """What a program's sweep needs, and which parameters go with a program and which with Millrace's own loop."""
+    is_program = spec.base.program is not None
+    paths = {path: path.startswith(search_space.PROGRAM_CONFIG) for path in spec.parameters}
+    if not is_program:
+        remedy = "the base has no program; give one, or search its own fields"
+        return [(f"parameters[{path}]", path, remedy) for path, of_program in sorted(paths.items()) if of_program]
+    remedy = f"with a program trials differ in {search_space.PROGRAM_CONFIG}* and {', '.join(search_space.OF_PROGRAMS)}"
+    found: list[Problem] = [
+        (f"parameters[{path}]", path, remedy)
+        for path, of_program in sorted(paths.items())
+        if not of_program and path not in search_space.OF_PROGRAMS
+    ]
+    if not spec.ranking.metric:
+        found.append(("metric", "", "name one that the program reports together with a checkpoint"))
+    if spec.asha is not None and not spec.asha.max_t:
+        found.append(("asha.max_t", 0, "a program has no number of epochs; use the most reports of a trial"))
+    return found
 
 
 def _of_numbers(spec: SweepSpec) -> list[Problem]:

@@ -1,6 +1,7 @@
 """Whether a bundle's entry can be called at all: tried in a child process, never in the service's own.
 
-The child imports the module, which runs whatever the user wrote at its top level. `Limits` says what it may take;
+The child imports the module, which runs whatever the user wrote at its top level; a script is compiled and not run,
+since its top level trains. `Limits` says what it may take;
 docs/decisions/0024-own-code.md says what this keeps from it and what not.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 from shared.code_bundle import Readable, read_bundle
 from shared.code_packing import unpack
 from shared.errors import InvalidArgument, ResourceExhausted, invalid_field
+from train_service.domain.spec import SCRIPT_SUFFIX
 from train_service.jobs.guarded_child import Limits, ask_in_child
 
 FIELD, MODEL_FIELD = "spec.program.entry", "spec.model.entry"
@@ -88,6 +90,7 @@ class EntryCheck:
                 "work": str(work),
                 "module": module,
                 "function": function,
+                "script": entry if entry.endswith(SCRIPT_SUFFIX) else "",
                 **({} if model is None else {"model": model}),
             }
             return ask_in_child(question, work, self._limits, namespaces=self._namespaces)

@@ -1,4 +1,5 @@
-"""Looks at what a stranger sent in a process that may die: a module with its function or model, or files of weights.
+"""Looks at what a stranger sent in a process that may die: a module with its function or model, a script,
+or files of weights.
 
 `guarded_child` starts it.
 
@@ -85,7 +86,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         from train_service.jobs.weights_child import read_weights  # imports torch
 
         return {"problem": read_weights(question["weights"])}
-    if problem := look_up(question):
+    if problem := compiled(question) if question.get("script") else look_up(question):
         return {"problem": problem}
     if "model" not in question:
         return {"problem": ""}
@@ -130,6 +131,21 @@ def look_up(question: dict[str, Any]) -> str:
             signature.bind(*[{}] * count)
             return ""
     return f"{line}: {function}{signature} must take one argument, the configuration, or none"
+
+
+def compiled(question: dict[str, Any]) -> str:
+    """What is wrong with the file `script` in `folder`; empty if Python can compile it."""
+    folder, script = question["folder"], question["script"]
+    path = Path(folder, script)
+    if not path.is_file():
+        there = sorted(one.relative_to(folder).as_posix() for one in Path(folder).rglob("*.py"))
+        listed = f"; it has {', '.join(there[:MAX_NAMES])}" if there else ""
+        return f"the bundle has no file {script!r}{listed}"
+    try:
+        compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return _told(error, folder)
+    return ""
 
 
 def _told(error: BaseException, folder: str) -> str:

@@ -36,7 +36,8 @@ class ProgramCheck:
         self.own_code.require_own_code()
         spec_rules.check(spec)
         bundle = load_bundle(self._store, BUNDLE_FIELD, program.code_bundle)
-        check_module(bundle, ENTRY_FIELD, program.entry)
+        if not program.is_script:
+            check_module(bundle, ENTRY_FIELD, program.entry)
         # What the request itself names comes before what its bundle needs, and that before a process is started.
         spec = fitted_program(self._store, spec)
         check_requirements(bundle, installed_version)

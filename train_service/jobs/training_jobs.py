@@ -19,7 +19,6 @@ from shared.errors import (
     OutOfRange,
     ResourceExhausted,
     already_exists,
-    invalid_field,
 )
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import take_up
@@ -40,7 +39,7 @@ from train_service.jobs.model_check import check_model, check_outputs
 from train_service.jobs.own_model_check import OwnModelCheck
 from train_service.jobs.program_check import ProgramCheck
 from train_service.jobs.suggestions import suggest_spec
-from train_service.loading.version_fit import fitted, steps_of_run
+from train_service.loading.version_fit import fitted, fitted_program, steps_of_run
 from train_service.records.events import Event, EventLog
 from train_service.records.reporting import TRAIN_KIND
 
@@ -113,16 +112,13 @@ class TrainingJobs:
         Raises as `create` does, and `FailedPrecondition` for a job that the service runs, or that is being deleted.
         """
         names.check_id("job", job_id)
-        if spec.program is not None:
-            remedy = "a program runs on Ray Train's workers: create the job at a train service"
-            raise invalid_field("spec.program.entry", spec.program.entry, remedy)
         job = self._jobs.find(f"{COLLECTION}/{job_id}")
         if job is None:
             spec = self.checked(spec)
             job = self.make(_new_job(job_id, spec, runner=runner), spec)
         spec = _with_lanes_of(job, spec)
         begun = TrainingSpec.from_config(job.spec["training"])
-        given = self.checked(spec) if spec.model.is_own else fitted(self._store, spec)[0]
+        given = self._fitted(spec)
         # Which checkpoint it started from was settled then, and that may be gone by now.
         same_start = _may_mean(given.initial_checkpoint, begun.initial_checkpoint)
         if not same_start or replace(given, initial_checkpoint=begun.initial_checkpoint) != begun:
@@ -147,6 +143,12 @@ class TrainingJobs:
         with using_inputs(self._store, TRAIN_KIND, job, self._still_read(job)):
             pass  # as in `resume`
         return self._jobs.transition(job.name, begin, attempt=job.attempt + 1)
+
+    def _fitted(self, spec: TrainingSpec) -> TrainingSpec:
+        """As `checked`, where that asks nobody but the store; a model of a user's own is asked again."""
+        if spec.program is not None:
+            return fitted_program(self._store, spec)
+        return self.checked(spec) if spec.model.is_own else fitted(self._store, spec)[0]
 
     def warm_up(self) -> None:
         """Imports what the first `create` needs, ahead of it."""

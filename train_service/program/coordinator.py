@@ -120,10 +120,12 @@ class Start:
     content: ProgramContent | None = None
     # Folders of checkpoints that were found damaged.
     damaged: set[str] = field(default_factory=set)
+    # The newest report of other runs of the same script.
+    reports_before: int = 0
 
     @property
     def report(self) -> int:
-        return self.entry.step if self.entry else 0
+        return max(self.entry.step if self.entry else 0, self.reports_before)
 
     def as_answer(self) -> dict[str, Any]:
         content = self.content
@@ -166,8 +168,12 @@ class ReportCoordinator:
         stop_reason: Callable[[], int] = lambda: GO_ON,
         named_after_s: float = MISSING_NAMED_AFTER_S,
         missing_for_s: float = MISSING_FOR_S,
+        fit: int = 0,
+        reports_before: int = 0,
     ) -> None:
-        """`tell` writes events; `stop_reason` is what is wished of the run, see `reporting`."""
+        """`tell` writes events; `stop_reason` is what is wished of the run, see `reporting`. Of a script `fit` is the
+        number of its run, which goes on from a checkpoint of its own alone, and `reports_before` the number of the
+        newest report of any other."""
         assert spec.program is not None
         self._store = store
         self._job_name = job_name
@@ -179,6 +185,8 @@ class ReportCoordinator:
         self._stop_reason = stop_reason
         self._named_after_s = named_after_s
         self._missing_for_s = missing_for_s
+        self._fit = fit
+        self._reports_before = reports_before
         self._registry = CheckpointRegistry(store, job_name)
         self.token = uuid.uuid4().hex[:8]
         self._said: queue.Queue[tuple[int, dict[str, Any], Reply] | None] = queue.Queue()
@@ -192,6 +200,8 @@ class ReportCoordinator:
         self._replies: dict[int, Reply] = {}
         self._met_at = 0.0
         self._named = False
+        # What rank 0 reported last.
+        self._last_metrics: dict[str, float] = {}
         # Where the shards were at the last report, and what they had given by then.
         self._positions: dict[str, Any] = {}
         self._acknowledged: dict[str, Any] = {}
@@ -241,6 +251,16 @@ class ReportCoordinator:
         """How many reports this attempt has acknowledged."""
         with self._lock:
             return self._number - 1 - self._start.report if self._start else 0
+
+    @property
+    def newest(self) -> CheckpointEntry | None:
+        """The newest checkpoint; once the run has ended."""
+        return self._newest
+
+    @property
+    def last_report(self) -> tuple[int, dict[str, float]]:
+        """The number of the newest report, and its metrics; once the run has ended."""
+        return self._number - 1, self._last_metrics
 
     @property
     def missing(self) -> list[int]:
@@ -303,7 +323,10 @@ class ReportCoordinator:
         start = Start()
 
         def choose() -> None:
-            entries = self._registry.fence(self._attempt, self._spec.checkpoints.ranking)
+            all_there_are = self._registry.fence(self._attempt, self._spec.checkpoints.ranking)
+            entries = [one for one in all_there_are if one.fit == self._fit]
+            start.reports_before = max((one.step for one in all_there_are if one.fit != self._fit), default=0)
+            start.reports_before = max(start.reports_before, self._reports_before)
             for entry in sorted(entries, key=lambda one: one.step, reverse=True):
                 if entry.folder in start.damaged:
                     continue
@@ -413,6 +436,7 @@ class ReportCoordinator:
             self._positions = merge_reports([[one.shards for one in parts]], self._world_size, self._positions)
         assert self._metrics is not None
         self._metrics.add(number, first.epoch, {**first.metrics, "optimizer_steps": float(first.optimizer_steps)})
+        self._last_metrics = first.metrics
         self._tell_progress(number, first)
         if carried:
             try:
@@ -484,6 +508,7 @@ class ReportCoordinator:
                 positions=positions,
                 parent=parent.name if parent else "",
                 parent_manifest_sha256=parent.manifest_sha256 if parent else "",
+                fit=self._fit,
             )
             return write_manifest(self._store, folder, content)
 
@@ -499,6 +524,7 @@ class ReportCoordinator:
             create_time=time.time(),
             metrics=first.metrics,
             code_bundle=self._program.code_bundle,
+            fit=self._fit,
         )
         patient(lambda: self._registry.commit(entry), "a checkpoint")
         self._newest = entry

@@ -108,19 +108,7 @@ def captured_output(add: Callable[[bytes], None]) -> Iterator[None]:
         os.dup2(writing, fd)
     os.close(writing)
 
-    def read() -> None:
-        rest = b""
-        while data := os.read(reading, PIPE_BYTES):
-            lines, newline, rest = (rest + data).rpartition(b"\n")
-            if newline:
-                add(lines)
-            if len(rest) > LINES_BYTES:
-                add(rest)
-                rest = b""
-        if rest:
-            add(rest)
-
-    thread = threading.Thread(target=read, name="output", daemon=True)
+    thread = threading.Thread(target=forward_lines, args=(reading, add), name="output", daemon=True)
     thread.start()
     try:
         yield
@@ -137,6 +125,21 @@ def captured_output(add: Callable[[bytes], None]) -> Iterator[None]:
         thread.join(5.0)  # a process that the program started may hold the pipe
         if not thread.is_alive():
             os.close(reading)
+
+
+def forward_lines(reading: int, add: Callable[[bytes], None]) -> None:
+    """Gives all that can be read from a descriptor to `add`, in whole lines where they are no longer than LINES_BYTES,
+    until nobody writes to it any more."""
+    rest = b""
+    while data := os.read(reading, PIPE_BYTES):
+        lines, newline, rest = (rest + data).rpartition(b"\n")
+        if newline:
+            add(lines)
+        if len(rest) > LINES_BYTES:
+            add(rest)
+            rest = b""
+    if rest:
+        add(rest)
 
 
 def line_of(error: BaseException, code: Path) -> str:

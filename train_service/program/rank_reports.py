@@ -42,6 +42,8 @@ PIECE_BYTES = 4 * 1024 * 1024
 UPLOADS = 4
 # Asynchronous reports that may wait, the one that is being delivered included, when another begins.
 MOST_WAITING = 1
+# A float holds every whole number up to it.
+MOST_EXACT = 2**53
 
 
 class ProgramStopped(BaseException):
@@ -292,6 +294,8 @@ def as_number(name: str, value: Any) -> float | None:
         raise ValueError(
             f"the metric {name!r} is a torch tensor, no number; use `.item()`, or save it in the checkpoint"
         )
+    if type(value) is int and abs(value) <= MOST_EXACT:
+        return value  # a script finds in its result what it reported
     if isinstance(value, (int, float)):
         return float(value)
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 and value.dtype.kind in "biuf":

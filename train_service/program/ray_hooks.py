@@ -12,6 +12,9 @@ What a new release of Ray may break, and how it would be noticed:
 - `StorageContext` loses `experiment_fs_path` or `storage_filesystem`: NO_UPLOAD and `checkpoint_upload_fn` find no
   folder.
 - Ray Train patches `print` elsewhere: what a program prints is in its log twice.
+- `DataParallelTrainer.fit` is no longer what a trainer's `fit()` calls: a script's run goes past the job, and its
+  test finds no checkpoint (`tests/integration/train_service/test_scripts.py`).
+- Ray's controller needs its own actor for more than `get_all_reported_checkpoints`: a script's workers do not start.
 - The frames below Ray's `ThreadRunner` change: only the texts of stacks do.
 """
 
@@ -20,24 +23,31 @@ from __future__ import annotations
 import builtins
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow.fs
 import ray
 import ray.train
+import torch
+from ray.runtime_context import RuntimeContext
 from ray.train import Checkpoint
 from ray.train.v2._internal.data_integration.interfaces import DatasetShardMetadata
 from ray.train.v2._internal.execution import collective_impl
 from ray.train.v2._internal.execution.context import get_train_context
+from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.train_fn_utils import DistributedTrainFnUtils, set_train_fn_utils
 from ray.train.v2._internal.logging.patch_print import _original_print
-from ray.train.v2.api.context import DistributedTrainContext
+from ray.train.v2.api import train_fn_utils as train_fn_api
+from ray.train.v2.api.context import DistributedTrainContext, LocalTrainContext
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.preemption import PreemptionInfo
 from ray.train.v2.api.report_config import CheckpointUploadMode
 
 from shared.errors import FailedPrecondition, InvalidArgument
+from train_service.domain.sizing import ACCELERATOR
 from train_service.program.rank_reports import NO_UPLOAD, RankReports
 from train_service.program.restoring import NodeCopies
 from train_service.records.reporting import PREEMPT
@@ -65,6 +75,32 @@ class _Context(DistributedTrainContext):
         return storage
 
 
+@dataclass(frozen=True, kw_only=True)
+class LocalRank:
+    """Where a rank is that no worker of Ray Train is: alone, or among those that torchrun started. `datasets` are a
+    script's, which such a rank reads whole. `tees`: what it prints is seen where it runs, too."""
+
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    name: str = ""
+    datasets: Mapping[str, Any] = field(default_factory=dict)
+    tees: bool = False
+
+
+class _LocalContext(LocalTrainContext):
+    def __init__(self, spool: Path, rank: int, world_size: int, local: LocalRank) -> None:
+        super().__init__(local.name, world_size, rank, local.local_rank, local.local_world_size, local.node_rank)
+        self._spool = spool
+
+    def get_storage(self) -> Any:
+        return StorageContext(
+            storage_path=str(self._spool.parent),
+            experiment_dir_name=self._spool.name,
+            storage_filesystem=pyarrow.fs.LocalFileSystem(),
+        )
+
+
 class ProgramTrainFnUtils(DistributedTrainFnUtils):
     """What a program's `ray.train.*` calls do on this rank."""
 
@@ -75,13 +111,16 @@ class ProgramTrainFnUtils(DistributedTrainFnUtils):
         spool: Path,
         shards: Callable[[], Shards],
         wish: Callable[[], int],
+        own_datasets: Collection[str] = (),
     ) -> None:
-        """`shards` is called with the first shard that the program asks for; `wish` is the attempt's reason to stop."""
+        """`shards` is called with the first shard that the program asks for; `wish` is the attempt's reason to stop.
+        `own_datasets` are the names of Ray Datasets that a script gave its trainer: Ray deals these out."""
         self._reports = reports
         self._copies = copies
         self._spool = spool
         self._shards = shards
         self._wish = wish
+        self._own_datasets = frozenset(own_datasets)
         # Whether the program has asked for its checkpoint: one that has not begins again after each loss.
         self.asked_for_checkpoint = False
 
@@ -124,7 +163,14 @@ class ProgramTrainFnUtils(DistributedTrainFnUtils):
         return self.shard(dataset_info.dataset_name)
 
     def shard(self, name: str, state_dict: dict[str, Any] | None = None) -> Any:
-        return self._shards().get(name, state_dict)
+        if name not in self._own_datasets:
+            return self._shards().get(name, state_dict)
+        if state_dict is not None:
+            raise InvalidArgument(
+                f"get_dataset_shard({name!r}) got a state_dict, and the script gives a Ray Dataset of its own under "
+                "that name, which has no position; leave one of both out"
+            )
+        return super().get_dataset_shard(DatasetShardMetadata(name, self.get_context().get_world_rank()))
 
     def get_context(self) -> DistributedTrainContext:
         return _Context(self._spool)
@@ -155,6 +201,38 @@ class ProgramTrainFnUtils(DistributedTrainFnUtils):
         return folder
 
 
+class LocalProgramTrainFnUtils(ProgramTrainFnUtils):
+    """The same on a rank that is no worker of Ray Train: what Ray does among its workers, torch does."""
+
+    def __init__(self, rank: int, world_size: int, local: LocalRank, *arguments: Any) -> None:
+        """`arguments` are those of `ProgramTrainFnUtils`."""
+        super().__init__(*arguments)
+        self._local = _LocalContext(self._spool, rank, world_size, local)
+        self._datasets = local.datasets
+
+    def shard(self, name: str, state_dict: dict[str, Any] | None = None) -> Any:
+        return self._datasets[name] if name in self._datasets else super().shard(name, state_dict)
+
+    def get_context(self) -> Any:
+        return self._local
+
+    def is_distributed(self) -> bool:
+        return False
+
+    def barrier(self) -> None:
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+
+    def broadcast_from_rank_zero(self, data: Any) -> Any:
+        shared = [data]
+        if torch.distributed.is_initialized():
+            torch.distributed.broadcast_object_list(shared, src=0)
+        return shared[0]
+
+    def get_preemption_info(self) -> PreemptionInfo | None:
+        return None
+
+
 def local_folder(checkpoint: Checkpoint) -> Path:
     """Where its files are. Raises `InvalidArgument` for a checkpoint that is on no local disk."""
     if not isinstance(checkpoint, Checkpoint):
@@ -168,8 +246,9 @@ def local_folder(checkpoint: Checkpoint) -> Path:
 
 
 def install(utils: ProgramTrainFnUtils) -> None:
-    """From here on the process's `ray.train.*` calls are answered by `utils`. To be called before the program's module
-    is imported: it may import the functions by name."""
+    """From here on the process's `ray.train.*` calls are answered by `utils`; on a worker of Ray's `ray.init` does
+    nothing, and `ray.shutdown` is refused. To be called before the program's module is imported: it may import the
+    functions by name."""
     set_train_fn_utils(utils)
 
     def get_dataset_shard(dataset_name: str | None = None, state_dict: dict[str, Any] | None = None) -> Any:
@@ -178,8 +257,71 @@ def install(utils: ProgramTrainFnUtils) -> None:
     ray.train.get_dataset_shard = get_dataset_shard
     # Ray Train's own gives the text to the root logger as well: it would be in the rank's log twice.
     builtins.print = _original_print
-    ray.init = _no_init
-    ray.shutdown = _no_shutdown
+    # What a script has imported by name is pickled as this module's.
+    train_fn_api.get_dataset_shard = get_dataset_shard
+    if utils.is_distributed():
+        ray.init = _no_init
+        ray.shutdown = _no_shutdown
+
+
+def install_driver(
+    fit: Callable[[DataParallelTrainer], ray.train.Result],
+    warn: Callable[[str], None],
+    tuner: type | None,
+    *,
+    may_use_gpus: bool,
+) -> None:
+    """In the process of a script, which is connected to Ray: every trainer's `fit()` is `fit` from here on; `ray.init`
+    and `ray.shutdown` do nothing; `tuner` stands for Ray Tune's, where the script has one; tasks and actors of one that
+    may not use GPUs ask for none, whatever `ray.remote` says. To be called before the script begins."""
+
+    def fit_by_attempt(trainer: DataParallelTrainer) -> ray.train.Result:
+        return fit(trainer)
+
+    DataParallelTrainer.fit = fit_by_attempt  # type: ignore[method-assign, assignment]
+    # Ray tells workers the actor of its controller, which asks that for reported checkpoints; here it is no actor, and
+    # `ProgramTrainFnUtils` answers.
+    RuntimeContext.current_actor = None  # type: ignore[method-assign, assignment]
+
+    def no_init(*_: Any, **__: Any) -> Any:
+        warn("ray.init() does nothing: the script is connected to the job's cluster already")
+        return ray.get_runtime_context()
+
+    def no_shutdown(*_: Any, **__: Any) -> None:
+        logger.info("ray.shutdown() does nothing: the script leaves the cluster when it ends")
+
+    ray.init = no_init
+    ray.shutdown = no_shutdown
+    if tuner is not None:
+        from ray import tune  # takes seconds
+
+        tune.Tuner = tuner  # type: ignore[misc, assignment]
+        tune.tuner.Tuner = tuner  # type: ignore[misc, assignment]
+    if may_use_gpus:
+        return
+    remote = ray.remote
+
+    def remote_without_gpus(*arguments: Any, **options: Any) -> Any:
+        kept = without_gpus(options)
+        if kept == options:
+            return remote(*arguments, **options)
+        warn(f"ray.remote({_as_arguments(options)}) is ray.remote({_as_arguments(kept)}): the job has no GPUs")
+        return remote(*arguments, **kept) if arguments or kept else remote
+
+    ray.remote = remote_without_gpus
+
+
+def without_gpus(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `ray.remote` without what only a node with GPUs has."""
+    kept = {name: value for name, value in options.items() if name not in ("num_gpus", "accelerator_type")}
+    if resources := kept.pop("resources", None):
+        others = {name: amount for name, amount in resources.items() if not name.startswith(ACCELERATOR)}
+        kept.update({"resources": others} if others else {})
+    return kept
+
+
+def _as_arguments(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def _no_init(*_: Any, **__: Any) -> Any:

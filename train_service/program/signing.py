@@ -21,9 +21,11 @@ import ctypes
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from shared.checkpoint.registry import data_folder_of
 from shared.code_bundle import bundle_key
@@ -56,6 +58,18 @@ REFUSED = "KEY_REFUSED"
 
 class Handler(Protocol):
     def __call__(self, rank: int, body: dict[str, Any], reply: Reply) -> None: ...
+
+
+@contextmanager
+def handling(
+    store: ObjectStore, job_name: str, attempt: int, spec: TrainingSpec, coordinator: ReportCoordinator
+) -> Iterator[Handler]:
+    """What takes the ranks' requests: the coordinator, and before it a signer where the store is S3."""
+    if urlsplit(store.settings.url).scheme != "s3":
+        yield coordinator.handle
+        return
+    with StoreSigner(store, job_name, attempt, spec, coordinator) as signer:
+        yield signer.handle
 
 
 class StoreSigner:

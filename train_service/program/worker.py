@@ -21,6 +21,7 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
+from ray import cloudpickle
 
 from shared.checkpoint.registry import data_folder_of
 from shared.errors import FailedPrecondition, Internal, MillraceError, first_line
@@ -40,7 +41,7 @@ from train_service.program.process import (
 )
 from train_service.program.rank_reports import Begin, ProgramStopped, RankReports
 from train_service.program.rank_store import RankStore, Versions, open_rank_store
-from train_service.program.ray_hooks import ProgramTrainFnUtils, install
+from train_service.program.ray_hooks import LocalProgramTrainFnUtils, LocalRank, ProgramTrainFnUtils, install
 from train_service.program.restoring import NodeCopies
 from train_service.records.logs import LogShipper
 from train_service.worker.pulse import Pulse
@@ -63,6 +64,12 @@ class ProgramConfig:
     spec: TrainingSpec
     # Where the attempt listens to its ranks, see `Pulse`.
     pulse: str
+    # Of a script: its training function and what that gets, pickled in the script's process. Empty: the entry's.
+    function: bytes = b""
+    # Of a script: the names of the Ray Datasets that it gave its trainer.
+    own_datasets: tuple[str, ...] = ()
+    # Of a script: where the logs of the ranks of this run begin, behind those of the attempt's runs before it.
+    first_log_chunk: int = 0
 
     @property
     def program(self) -> Program:
@@ -79,26 +86,44 @@ def work_on_program(config: dict[str, Any]) -> None:
     run_program(program, context.get_world_rank(), context.get_world_size(), ray.get_runtime_context().get_node_id())
 
 
-def run_program(config: ProgramConfig, rank: int, world_size: int, node_id: str) -> None:
+def run_program(
+    config: ProgramConfig, rank: int, world_size: int, node_id: str, local: LocalRank | None = None
+) -> None:
     """All that one rank does. Returns once the function has returned and all its reports are committed, or once it was
-    stopped at a report. Raises `Internal` for what it raised."""
+    stopped at a report. Raises `Internal` for what it raised. `local`: it is no worker of Ray Train's, and raises
+    `KeyboardInterrupt` as it comes."""
     torch.set_num_threads(config.spec.threads_per_worker)
     with contextlib.ExitStack() as stack:
         stack.enter_context(identity(job=config.job_name, attempt=str(config.attempt), rank=str(rank)))
         # Left last: the end of the log goes into the store by what the attempt signs.
         pulse = stack.enter_context(Pulse(rank, config.pulse, node_id))
         store, versions = open_rank_store(config.store_url, pulse)
-        shipper = LogShipper(store, config.job_name, config.attempt, rank, tees=False)
+        first, tees = config.first_log_chunk, local is not None and local.tees
+        shipper = LogShipper(store, config.job_name, config.attempt, rank, tees=tees, first_chunk=first)
         stack.enter_context(shipper)
-        stack.enter_context(captured_output(shipper.add_lines))
+        if not tees:
+            stack.enter_context(captured_output(shipper.add_lines))
         folder = stack.enter_context(AttemptFolder(config.store_url, config.job_name, config.attempt, rank).entered())
         try:
-            _Rank(config, rank, world_size, store, versions, pulse, folder).run()
+            _Rank(config, rank, world_size, store, versions, pulse, folder, local).run()
         except MillraceError as error:
             # Ray may learn of another rank's end first, which is only a consequence of this one.
             with contextlib.suppress(TimeoutError, ConnectionError):  # then Ray says it
                 pulse.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
             raise
+
+
+def code_paths(code: Path, program: Program) -> list[str]:
+    """Where a program's modules are found: at the top of its bundle, and beside its script."""
+    beside = (code / program.entry).parent if program.is_script else code
+    return list(dict.fromkeys([str(beside), str(code)]))
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is inspect.Parameter.empty and parameter.kind not in (
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    )
 
 
 class _Rank:
@@ -111,6 +136,7 @@ class _Rank:
         versions: Versions,
         pulse: Pulse,
         folder: AttemptFolder,
+        local: LocalRank | None,
     ) -> None:
         self._config = config
         self._rank = rank
@@ -119,6 +145,7 @@ class _Rank:
         self._versions = versions
         self._pulse = pulse
         self._folder = folder
+        self._local = local
         self._shards: ProgramShards | None = None
 
     def run(self) -> None:
@@ -138,12 +165,20 @@ class _Rank:
             optimizer_steps=lambda: steps.count,
         )
         copies = NodeCopies(self._store, self._folder.checkpoints, pulse.tick)
-        utils = ProgramTrainFnUtils(
-            reports, copies, self._folder.run, lambda: self._open_shards(begin), lambda: pulse.wish
+        of_rank = (
+            reports,
+            copies,
+            self._folder.run,
+            lambda: self._open_shards(begin),
+            lambda: pulse.wish,
+            config.own_datasets,
         )
-        install(utils)
+        if self._local is None:
+            install(ProgramTrainFnUtils(*of_rank))
+        else:
+            install(LocalProgramTrainFnUtils(self._rank, self._world_size, self._local, *of_rank))
         code = self._unpack()
-        sys.path.append(str(code))
+        sys.path += code_paths(code, config.program)
         sys.dont_write_bytecode = True
         pulse.at(begin.optimizer_steps, Phase.STARTING)
         try:
@@ -152,6 +187,8 @@ class _Rank:
                 reports.finish()
             pulse.ask({"kind": "returned"})
         except (Exception, SystemExit, KeyboardInterrupt, ProgramStopped) as error:
+            if self._local is not None and isinstance(error, KeyboardInterrupt):
+                raise
             # What the function made of a stop or of a failed report, e.g. an error of its own, only follows from it.
             first = reports.ended or error
             if not isinstance(first, ProgramStopped):
@@ -167,6 +204,12 @@ class _Rank:
 
     def _call(self, code: Path) -> None:
         program = self._config.program
+        if self._config.function:
+            pickled, settings = cloudpickle.loads(self._config.function)
+            # As Ray has it: what has a default is left to it.
+            takes = [one for one in inspect.signature(pickled).parameters.values() if _is_required(one)]
+            pickled(settings) if takes else pickled()
+            return
         module_name, _, name = program.entry.partition(":")
         module = importlib.import_module(module_name)
         if not str(getattr(module, "__file__", "")).startswith(str(code)):

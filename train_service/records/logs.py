@@ -57,14 +57,18 @@ class LogShipper:
     of the log itself. Nothing of it fails the process or makes it wait.
     """
 
-    def __init__(self, store: Puts, job: str, attempt: int, rank: int, *, tees: bool = True) -> None:
-        """Without `tees` stdout and stderr are left alone: somebody gives what goes there to `add_lines`."""
+    def __init__(
+        self, store: Puts, job: str, attempt: int, rank: int, *, tees: bool = True, first_chunk: int = 0
+    ) -> None:
+        """Without `tees` stdout and stderr are left alone: somebody gives what goes there to `add_lines`. `first_chunk`
+        is behind the chunks of another process that was this rank in the same attempt."""
         self._takes_streams = tees
         self._store = store
         self._folder = rank_folder(job, attempt, rank)
         self._lock = threading.RLock()  # what is said while it is held is said by the same thread
         self._waiting: deque[bytes] = deque()
-        self._waiting_bytes = self._dropped = self._stored_bytes = self._sequence = 0
+        self._waiting_bytes = self._dropped = self._stored_bytes = 0
+        self._sequence = first_chunk
         self._chunk = b""
         self._full = False
         self._ended = threading.Event()

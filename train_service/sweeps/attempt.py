@@ -59,7 +59,13 @@ def _search(context: AttemptContext, trials: Trials) -> None:
 
     spec = trials.spec
     followed = [
-        Followed(context.store.settings, trials.name(number), trials.uid(number), *_metric(spec))
+        Followed(
+            context.store.settings,
+            trials.name(number),
+            trials.uid(number),
+            *_metric(spec),
+            by_reports=spec.base.program is not None,
+        )
         for number in trials.numbers
     ]
 

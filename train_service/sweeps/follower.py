@@ -31,18 +31,20 @@ TRIAL, EPOCHS, VALUE = "trial", "epochs", "value"
 
 @dataclass(frozen=True)
 class Followed:
-    """The job `name` of that `uid`, once it is there, and the metric that is reported."""
+    """The job `name` of that `uid`, once it is there, and the metric that is reported. `by_reports`: it runs a program,
+    whose reports with a checkpoint count in place of validated epochs."""
 
     settings: StoreSettings
     name: str
     uid: str
     metric: str
     maximize: bool
+    by_reports: bool = False
 
 
 def follow(trial: Followed, report: Callable[[int, float], None]) -> None:
-    """Calls `report` with (epochs done, value) for each validated epoch once, until the job is over. What a job did
-    before is reported at once."""
+    """Calls `report` with (epochs done, value) for each validated epoch once, of a program (reports, value) for each
+    that has the metric, until the job is over. What a job did before is reported at once."""
     store = open_store(trial.settings)
     told = 0
     for epoch, value in _validated(store, trial):
@@ -64,7 +66,10 @@ def _validated(store: ObjectStore, trial: Followed) -> Iterator[tuple[int, float
             while events := patient(partial(_next, store, trial.name, sequence), "the trial's events"):
                 for event in events:
                     sequence = event.sequence
-                    if event.kind is EventKind.VALIDATED:
+                    metrics = event.payload.get("metrics", {})
+                    if trial.by_reports and event.kind is EventKind.CHECKPOINT_COMMITTED and trial.metric in metrics:
+                        yield event.payload["step"], float(metrics[trial.metric])
+                    elif event.kind is EventKind.VALIDATED:
                         yield event.payload["epoch"] + 1, _value(trial, event.payload)
             if job.state.final and job.state is not JobState.SUSPENDED:
                 return

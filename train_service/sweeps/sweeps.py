@@ -134,7 +134,7 @@ class Sweeps:
             # One order for all: nothing that differs between trials changes what a row takes.
             window_rows=checked[0].window_rows,
         )
-        if not base.validation_split:
+        if not base.validation_split and base.program is None:
             remedy = "trials are compared by what validation measures, and the version has no split for it; name one"
             raise invalid_field("spec.base.validation_split", "", remedy)
         return replace(spec, base=base)

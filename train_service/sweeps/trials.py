@@ -31,7 +31,7 @@ READ_AT_ONCE = 16
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """`job` is None where it is still to be made, or was `deleted`. Of its checkpoints at ends of epochs, `last` is the
-    newest and `best` that with the best metric."""
+    newest and `best` that with the best metric. `epochs` of a program are its reports, and not known before: 0."""
 
     number: int
     name: str
@@ -159,7 +159,7 @@ class Trials:
             job=job,
             deleted=deleted,
             stopped_early=stopped and job is not None and job.state in (JobState.CANCELLING, JobState.CANCELLED),
-            epochs_done=newest.epoch if newest else 0,
+            epochs_done=0 if newest is None else newest.step if newest.code_bundle else newest.epoch,
             last=max(best_first, key=lambda one: one.step, default=None),
             best=best_first[0] if best_first else None,
         )

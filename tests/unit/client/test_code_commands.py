@@ -121,7 +121,43 @@ def test_run_of_one_file_names_its_job(store: ObjectStore, folder: Path) -> None
     assert json.loads(result.stdout)["name"] == "trainingJobs/mine"
 
 
-@pytest.mark.parametrize("entry", ["train:loop", "./no-such-folder:train:loop", "{folder}:train", ":train:loop"])
+def test_run_of_a_script_pushes_the_file_alone_or_the_folder_that_is_named(store: ObjectStore, folder: Path) -> None:
+    script = write_files(folder, {"jobs/cells.py": "import json\n"}) / "jobs" / "cells.py"
+    told = commanded(store, "train", "run", str(script), "--no-watch", "--json")
+    assert told.exit_code == 0, told.output
+    alone = json.loads(told.stdout)
+    told = commanded(store, "train", "run", f"{folder}:jobs/cells.py", "--gpus-per-worker", "0", "--no-watch", "--json")
+    whole = json.loads(told.stdout)
+    assert re.fullmatch("trainingJobs/cells-[0-9a-f]{8}", alone["name"])
+    assert alone["spec"]["program"]["entry"] == "cells.py"
+    assert whole["spec"]["program"]["entry"] == "jobs/cells.py"
+    assert whole["spec"]["program"]["code_bundle"] == pushed(store, folder)
+    assert alone["spec"]["program"]["code_bundle"] == pushed(store, script)
+
+
+def test_run_of_a_script_alone_is_refused_where_it_imports_what_lies_beside_it(
+    store: ObjectStore, folder: Path
+) -> None:
+    script = write_files(folder, {"cells.py": "def f():\n    from train import loop\n"}) / "cells.py"
+    result = commanded(store, "train", "run", str(script))
+    assert result.exit_code == 2
+    told = re.sub(r"[\s│]+", "", result.output)
+    assert f"importstrainbesideit,andonlythefilewouldbepushed;pushitsfolder:{folder}:cells.py" in told
+    assert list(store.list()) == []
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "./no-such.py",
+        "{folder}:no.py",
+        "{folder}/train.py:train.py",
+        "train:loop",
+        "./no-such-folder:train:loop",
+        "{folder}:train",
+        ":train:loop",
+    ],
+)
 def test_an_entry_of_another_form_is_wrong_usage(store: ObjectStore, folder: Path, entry: str) -> None:
     result = commanded(store, "train", "run", entry.format(folder=folder))
     assert result.exit_code == 2

@@ -105,7 +105,7 @@ def test_the_device_of_an_attempt_that_finds_no_room_is_told(
     def no_room(*_: object) -> NoReturn:
         raise Unavailable("room was taken", reason=NO_ROOM)
 
-    monkeypatch.setattr(trainer, "_size", no_room)
+    monkeypatch.setattr(trainer, "size_of_attempt", no_room)
     with pytest.raises(Unavailable, match="room was taken"):
         trainer.run(AttemptContext(store, jobs, JOB, moved))
 

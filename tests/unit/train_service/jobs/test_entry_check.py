@@ -108,6 +108,24 @@ def test_an_error_names_the_file_and_the_line(store: ObjectStore, source: str, t
     assert len(message) < 2_000
 
 
+def test_a_script_is_compiled_and_not_run(store: ObjectStore) -> None:
+    check(store, {"jobs/cells.py": "raise SystemExit('it ran')\n"}, "jobs/cells.py")
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        ({"cells.py": "x = 1\ny = (\n"}, "cells.py:2: SyntaxError: "),
+        ({"cells.py": "x = 1\n!pip install torch\n"}, "cells.py:2: SyntaxError: "),
+        ({"other.py": ""}, "the bundle has no file 'cells.py'; it has other.py"),
+    ],
+)
+def test_a_script_that_python_cannot_compile_is_refused_by_its_line(
+    store: ObjectStore, files: dict[str, str], text: str
+) -> None:
+    assert text in refusal(store, files, "cells.py")
+
+
 def test_modules_of_the_bundle_shadow_neither_ours_nor_pythons(store: ObjectStore) -> None:
     broken = "raise SystemExit('shadowed')\n"
     files = {"shared/__init__.py": broken, "shared/errors.py": broken, "types.py": broken, "torch.py": broken}

@@ -1,0 +1,353 @@
+"""The attempt at a script: a process of its own runs the script, and asks this one for what counts.
+
+    the script's process (`script_process`)     a driver of Ray; no credentials of the store
+        fit()       what is asked for   ->  which run it is; its result at once, or what Ray Train is to be run with
+        fitted      Ray has ended       ->  the result, once it is committed
+        checkpoint  a name              ->  a folder with its files, verified
+
+The attempt has the ranks' reports, the registry, and all that watches over workers, as for a training function. A loss
+ends the attempt, and the next one runs the script again: `Fits` says which of its runs are done. The script never sees
+a failed run.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from shared.checkpoint import CheckpointEntry, CheckpointRegistry
+from shared.code_bundle import unpack_on_node
+from shared.errors import FailedPrecondition, Internal, InvalidArgument, MillraceError, error_from_record
+from shared.jobs import AttemptContext
+from train_service.attempt.endings import program_error, script_result
+from train_service.attempt.failures import Failure
+from train_service.attempt.script_sweep import ScriptSweep
+from train_service.attempt.trainer import ProgramAtWork, program_at_work, size_of_attempt
+from train_service.domain.spec import RAY_DATA, Program, TrainingSpec
+from train_service.patience import patient
+from train_service.placement import Size
+from train_service.program.attempt_folder import AttemptFolder
+from train_service.program.coordinator import described
+from train_service.program.fits import Fit, FitCall, FitDone, Fits, matching
+from train_service.program.overrides import Asked, overridden
+from train_service.program.process import forward_lines
+from train_service.program.restoring import NodeCopies
+from train_service.program.script_channel import Channel, ChannelClosed
+from train_service.records.events import EventKind
+from train_service.records.reporting import Reporter
+
+logger = logging.getLogger(__name__)
+
+CHILD = "train_service.attempt.script_process"
+# In the folder of the attempt, beside those of ranks.
+DRIVER = -1
+LOOK_EVERY_S = 0.5
+# A script that has said that it is over leaves the cluster within so long, or is killed.
+ENDS_WITHIN_S = 20.0
+OUTPUT_ENDS_WITHIN_S = 5.0
+# More than the bound of a rank's log allows.
+LOG_CHUNKS = 100_000
+# Of this process's environment nothing of Millrace's gets to the script: no credentials, no token.
+PRIVATE = "MILLRACE_"
+# Figures go nowhere, and a log is no place for bars.
+NOBODY_LOOKS = {"MPLBACKEND": "Agg", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
+
+
+class ScriptRun:
+    """Of one attempt. `run` returns the attempt's result, and raises as an attempt at a function does."""
+
+    def __init__(
+        self, context: AttemptContext, spec: TrainingSpec, program: Program, add_lines: Callable[[bytes], None]
+    ) -> None:
+        """`add_lines` takes what the script prints."""
+        self._context = context
+        self._spec = spec
+        self._program = program
+        self._add_lines = add_lines
+        self._store = context.store
+        self._fits = Fits(self._store, context.job.name)
+        # By number, those of all attempts; and which of them this one was asked for.
+        self._known: dict[int, Fit] = {}
+        self._met: set[int] = set()
+        # How many of them Ray has run in this attempt.
+        self._begun = 0
+        # How many sweeps it has asked for in this attempt.
+        self._sweeps = 0
+        # Of the fit at work: what it was asked with, and what there is while Ray runs it.
+        self._call: FitCall | None = None
+        self._number = 0
+        self._at_work: ProgramAtWork | None = None
+        self._leave = ExitStack()
+
+    def run(self) -> dict[str, Any]:
+        job, url = self._context.job.name, self._store.settings.url
+        with ExitStack() as stack:
+            self._reporter = stack.enter_context(Reporter(self._store, job, self._context.attempt))
+            folder = stack.enter_context(AttemptFolder(url, job, self._context.attempt, DRIVER).entered())
+            self._copies = NodeCopies(self._store, folder.checkpoints)
+            self._known = {one.number: one for one in patient(self._fits.read, "the runs of the script")}
+            digest = self._program.code_bundle.rpartition("/")[2]
+            code = unpack_on_node(self._store, digest, folder.code)
+            process, channel = self._start(str(folder.run), stack)
+            channel.send(
+                {
+                    "code": str(code),
+                    "entry": self._program.entry,
+                    "config": json.loads(self._program.config_json or "{}"),
+                    "job": job,
+                    # A function alone needs none.
+                    "cluster": ray.get_runtime_context().gcs_address if self._program.is_script else "",
+                    "is_trial": "trial" in self._context.job.spec,
+                    "gpus_per_worker": self._spec.placement.gpus_per_worker,
+                }
+            )
+            stack.callback(self._leave.close)
+            self._serve(process, channel)
+            self._wait_for_end(process)
+            if self._program.is_script and not self._met:
+                self._warn(f"{self._program.entry} has ended without a call of fit(): nothing was trained")
+        return script_result(self._context, self._spec)
+
+    def _start(self, folder: str, stack: ExitStack) -> tuple[subprocess.Popen[bytes], Channel]:
+        own, other = socket.socketpair()
+        stack.callback(own.close)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
+        for name, value in NOBODY_LOOKS.items():
+            environment.setdefault(name, value)
+        with other:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", CHILD, str(other.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[other.fileno()],
+                env={**environment, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"},
+                cwd=folder,
+                start_new_session=True,
+            )
+        assert process.stdout is not None
+        reader = threading.Thread(
+            target=forward_lines, args=(process.stdout.fileno(), self._add_lines), name="script-output", daemon=True
+        )
+        reader.start()
+        stack.callback(reader.join, OUTPUT_ENDS_WITHIN_S)
+        stack.callback(_end, process)
+        return process, Channel(own)
+
+    def _serve(self, process: subprocess.Popen[bytes], channel: Channel) -> None:
+        """Until the script has ended. Raises what it raised, and what a run of it ended for."""
+        while True:
+            try:
+                question = channel.receive(LOOK_EVERY_S)
+            except ChannelClosed:
+                raise self._gone(process) from None
+            if question is None:
+                if self._at_work is None:
+                    # A run looks after that itself: its ranks stop at a report.
+                    self._context.raise_if_stopped()
+                continue
+            if question["kind"] == "end":
+                return
+            try:
+                answer = self._answer(question)
+            except _Refused as refused:
+                answer = {"error": refused.error.as_record()}
+            with suppress(ChannelClosed):  # said at the next look
+                channel.send(answer)
+
+    def _answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        kind = question["kind"]
+        if kind == "fit":
+            return self._fit(FitCall(**question["call"]), Asked.from_message(question["asked"]), question["datasets"])
+        if kind == "sweep":
+            return self._sweep(question)
+        if kind == "train":
+            return self._begin(None, 0, 0)
+        if kind == "fitted":
+            return self._fitted()
+        if kind == "failed":
+            raise self._ended(Failure.from_message(question["failure"]))
+        if kind == "withdrawn":
+            # Ray never began: the script gets the error that its own trainer raised.
+            self._close()
+            return {}
+        if kind == "checkpoint":
+            return {"folder": self._folder_of(question["name"])}
+        if kind == "warning":
+            self._warn(str(question["text"]))
+            return {}
+        if kind == "raised":
+            raise error_from_record(question["error"])
+        raise Internal(f"the script's process asks {kind!r}, which nobody knows", reason="UNKNOWN_REQUEST")
+
+    def _fit(self, call: FitCall, asked: Asked, datasets: list[str]) -> dict[str, Any]:
+        if self._at_work is not None:
+            text = f"{call.line}: fit() is called while another one is at work; call one after the other"
+            raise _Refused(FailedPrecondition(text, reason="TWO_FITS"))
+        fit = matching(list(self._known.values()), call, self._met)
+        fit = fit or Fit(number=len(self._known) + 1, call=call)
+        self._met.add(fit.number)
+        if fit.done is not None and fit.is_done(call):
+            logger.info("%s: fit() of %r has ended before: its result is given again", call.line, call.name)
+            return {"result": self._result(fit)}
+        # Of a script with Ray Datasets the CPU that prepares their rows stays free.
+        spec = replace(self._spec, ingest=RAY_DATA) if datasets else self._spec
+        size = None if spec.local else size_of_attempt(self._context, spec)
+        use_gpu = size is not None and size.use_gpu
+        fit = self._tell_overrides(fit, overridden(asked, self._spec, use_gpu=use_gpu), call.line)
+        patient(lambda: self._fits.begin(fit), "a run of the script")
+        self._known[fit.number] = fit
+        before = max((one.done.report for one in self._known.values() if one.done and one is not fit), default=0)
+        self._call, self._number = call, fit.number
+        return self._begin(size, fit.number, before)
+
+    def _sweep(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """The trials of the sweep that a `Tuner` of the script is, once it has ended."""
+        self._sweeps += 1
+        self._met.add(0)
+        sweep = ScriptSweep(self._context, self._spec, self._program, self._sweeps)
+        try:
+            spec = sweep.spec_of(question["constants"], question["domains"], question["settings"])
+        except InvalidArgument as error:
+            error.message = f"{question['line']}: {error.message}"
+            raise _Refused(error) from error
+        self._warn(f"{question['line']}: Tuner.fit() is the sweep {sweep.name} of {spec.trial_count} training jobs")
+        return sweep.ended(spec)
+
+    def _begin(self, size: Size | None, number: int, reports_before: int) -> dict[str, Any]:
+        """What the run is to be run with; `size` None: by the script's process itself."""
+        at_work = program_at_work(self._context, self._spec, self._program, size, number, reports_before)
+        self._at_work = self._leave.enter_context(at_work)
+        config = replace(self._at_work.config, first_log_chunk=LOG_CHUNKS * self._begun)
+        self._begun += 1
+        given = pickle.dumps((config, size))
+        return {"run": base64.b64encode(given).decode()}
+
+    def _tell_overrides(self, fit: Fit, sentences: list[str], line: str) -> Fit:
+        new = [one for one in sentences if one not in fit.told]
+        for sentence in new:
+            self._warn(f"{line}: {sentence}")
+        return replace(fit, told=(*fit.told, *new))
+
+    def _fitted(self) -> dict[str, Any]:
+        """Ray's run has ended, and every rank with it: by its return, or at a report that it was to stop at."""
+        run, call = self._at_work, self._call
+        assert run is not None
+        if not run.coordinator.all_returned:
+            self._close()
+            run.result(self._context)
+            raise Internal("the run ended before its function returned on all ranks", reason="RUN_INCOMPLETE")
+        run.coordinator.finish()
+        self._close()
+        if call is None:
+            return {}
+        report, metrics = run.coordinator.last_report
+        newest = run.coordinator.newest
+        done = FitDone(
+            function=call.function,
+            config_sha256=call.config_sha256,
+            report=report,
+            checkpoint=newest.name if newest else "",
+            metrics=metrics or (newest.metrics if newest else {}),
+        )
+        fit = replace(self._known[self._number], done=done)
+        patient(lambda: self._fits.finish(fit.number, done), "the end of a run of the script")
+        self._known[fit.number] = fit
+        return {"result": self._result(fit)}
+
+    def _ended(self, failure: Failure) -> MillraceError:
+        """Why Ray's run has failed."""
+        run = self._at_work
+        assert run is not None
+        self._close()
+        patient(lambda: self._context.raise_if_stopped(fresh=True), "the job's state")
+        return program_error(run.coordinator, run.pulses, failure.cause(run.supervision.cause))
+
+    def _gone(self, process: subprocess.Popen[bytes]) -> MillraceError:
+        """Why the script's process has ended without a word."""
+        run = self._at_work
+        self._close()
+        if run is not None and (known := run.coordinator.cause or run.supervision.cause) is not None:
+            return known
+        patient(lambda: self._context.raise_if_stopped(fresh=True), "the job's state")
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(ENDS_WITHIN_S)
+        code = process.returncode
+        how = "" if code is None else f" by {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
+        return Internal(
+            f"the process of {self._program.entry} ended{how} before the script's last line", reason="PROGRAM_EXITED"
+        )
+
+    def _close(self) -> None:
+        """Leaves what there was for the fit at work."""
+        self._at_work = None
+        self._leave.close()
+
+    def _result(self, fit: Fit) -> dict[str, Any]:
+        """What `ray.train.Result` is made of."""
+        assert fit.done is not None
+        entries = [one for one in patient(self._entries, "the checkpoints") if one.fit == fit.number]
+        return {
+            "name": fit.call.name,
+            "path": self._context.job.name,
+            "metrics": fit.done.metrics,
+            "checkpoints": [{"name": one.name, "metrics": one.metrics} for one in entries],
+        }
+
+    def _entries(self, job: str = "") -> list[CheckpointEntry]:
+        return CheckpointRegistry(self._store, job or self._context.job.name).entries()
+
+    def _folder_of(self, name: str) -> str:
+        """Where a checkpoint's files are on this node, whose digests hold."""
+        job = name.partition("/checkpoints/")[0]  # this one, or a trial
+        entry = next((one for one in patient(lambda: self._entries(job), "the checkpoints") if one.name == name), None)
+        if entry is None:
+            raise _Refused(FailedPrecondition(f"{name} was taken away since, by checkpoints.keep_newest"))
+        found = described(entry)
+        assert found is not None
+        try:
+            return str(self._copies.folder_of(found))
+        except MillraceError as damaged:
+            raise _Refused(damaged) from damaged
+
+    def _wait_for_end(self, process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + ENDS_WITHIN_S
+        while process.poll() is None and time.monotonic() < deadline:
+            self._context.raise_if_stopped()
+            time.sleep(0.05)
+        if process.poll() is None:
+            logger.warning("the script's process has not ended within %g s and is killed", ENDS_WITHIN_S)
+
+    def _warn(self, text: str) -> None:
+        logger.warning("%s", text)
+        self._reporter.tell(EventKind.WARNING, text=text)
+
+
+class _Refused(Exception):
+    """What is refused of a question; the script gets `error`, and may go on."""
+
+    def __init__(self, error: MillraceError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kills the script's process and all that it started and did not put into another session."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,243 @@
+"""Ray Tune's `Tuner` in a script, as a sweep: its space and configuration in plain values, and its results.
+
+What a sweep cannot do is refused where the script says it, by file and line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import pandas as pd  # type: ignore[import-untyped]
+from ray.air.result import Result
+from ray.train.v2.torch.torch_trainer import TorchTrainer
+
+from shared.errors import Internal, InvalidArgument
+from train_service.domain.search_space import CHOICE, GRID, INTEGERS, LOG_UNIFORM, UNIFORM
+from train_service.program.script_result import RegistryCheckpoint
+
+LOOP_CONFIG = "train_loop_config"
+GRID_SEARCH = "grid_search"
+
+
+class TrialDone(BaseException):
+    """The script of a trial has trained; no `Exception`, so that a script that catches those ends all the same."""
+
+
+class Driver(Protocol):
+    """What stands behind the script."""
+
+    def line(self) -> str: ...
+
+    def tune(self, trainer: Any, space: Mapping[str, Any], settings: Mapping[str, Any], line: str) -> TrialResults: ...
+
+
+def tuner_of(driver: Driver) -> type:
+    """The class that stands for `ray.tune.Tuner`."""
+
+    class Tuner:
+        def __init__(
+            self,
+            trainable: Any = None,
+            *,
+            param_space: Mapping[str, Any] | None = None,
+            tune_config: Any = None,
+            run_config: Any = None,
+        ) -> None:
+            self._line = driver.line()
+            if run_config is not None:
+                raise _refused(self._line, "Tuner(run_config=...) is not supported", "leave it out")
+            if not isinstance(trainable, TorchTrainer):
+                kind = getattr(trainable, "__name__", type(trainable).__name__)
+                raise _refused(self._line, f"Tuner({kind}) is not supported", "give it a TorchTrainer")
+            self._trainer = trainable
+            self._space = space_of(param_space or {}, self._line)
+            self._settings = settings_of(tune_config, self._line)
+
+        def fit(self) -> TrialResults:
+            return driver.tune(self._trainer, self._space, self._settings, driver.line())
+
+        @classmethod
+        def restore(cls, *_: Any, **__: Any) -> Tuner:
+            remedy = "run the script again under the same job: its sweep goes on by itself"
+            raise _refused(driver.line(), "Tuner.restore() is not supported", remedy)
+
+    return Tuner
+
+
+def space_of(param_space: Mapping[str, Any], line: str) -> dict[str, Any]:
+    """`constants` of `train_loop_config`, and by dotted path its `domains`, as fields of `search_space.Domain`."""
+    others = sorted(set(param_space) - {LOOP_CONFIG})
+    if others:
+        raise _refused(line, f"param_space[{others[0]!r}] is not supported", f"search param_space[{LOOP_CONFIG!r}]")
+    domains: dict[str, Any] = {}
+    constants = _divided(param_space.get(LOOP_CONFIG, {}), "", domains, line)
+    if not domains:
+        raise _refused(line, f"param_space[{LOOP_CONFIG!r}] has nothing to search", "use tune.choice and the like")
+    return {"constants": constants, "domains": domains}
+
+
+def _divided(values: Mapping[str, Any], path: str, domains: dict[str, Any], line: str) -> dict[str, Any]:
+    constants: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = f"{path}.{key}" if path else str(key)
+        if isinstance(value, Mapping) and set(value) == {GRID_SEARCH}:
+            domains[inner] = {"kind": GRID, "values": list(value[GRID_SEARCH])}
+        elif isinstance(value, Mapping):
+            constants[key] = _divided(value, inner, domains, line)
+        elif type(value).__module__.startswith("ray.tune"):
+            domains[inner] = _domain(value, inner, line)
+        else:
+            constants[key] = value
+    return constants
+
+
+def _domain(value: Any, path: str, line: str) -> dict[str, Any]:
+    kind, sampler = type(value).__name__, type(value.get_sampler()).__name__
+    if kind == "Categorical" and sampler == "_Uniform":
+        return {"kind": CHOICE, "values": list(value.categories)}
+    if kind == "Float" and sampler == "_Uniform":
+        return {"kind": UNIFORM, "low": value.lower, "high": value.upper}
+    if kind == "Float" and sampler == "_LogUniform":
+        return {"kind": LOG_UNIFORM, "low": value.lower, "high": value.upper}
+    if kind == "Integer" and sampler == "_Uniform":
+        return {"kind": INTEGERS, "low": value.lower, "high": value.upper - 1}  # a sweep's has both its ends
+    what = f"param_space[{LOOP_CONFIG!r}] has {value.domain_str or kind} of {sampler.strip('_')} as {path!r}"
+    raise _refused(
+        line, what, "use tune.grid_search, tune.choice, tune.uniform, tune.loguniform or tune.randint for it"
+    )
+
+
+def settings_of(tune_config: Any, line: str) -> dict[str, Any]:
+    """Of a `TuneConfig`: `metric`, `maximize`, `num_samples`, `max_concurrent`, and `asha` or None."""
+    from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
+
+    if tune_config is None:
+        raise _refused(line, "Tuner has no tune_config", "say TuneConfig(metric=..., mode=...)")
+    scheduler = tune_config.scheduler
+    for what, is_set in (
+        ("search_alg", tune_config.search_alg is not None),
+        ("time_budget_s", tune_config.time_budget_s is not None),
+        ("reuse_actors=True", bool(tune_config.reuse_actors)),
+        ("trial_name_creator", tune_config.trial_name_creator is not None),
+    ):
+        if is_set:
+            raise _refused(line, f"TuneConfig({what.partition('=')[0]}=...) is not supported", "leave it out")
+    asha = None
+    if type(scheduler) is ASHAScheduler:
+        asha = _asha(scheduler, line)
+    elif scheduler is not None and type(scheduler) is not FIFOScheduler:
+        raise _refused(line, f"{type(scheduler).__name__} is not supported", "use ASHAScheduler, or no scheduler")
+    metric = tune_config.metric or getattr(scheduler, "_metric", None)
+    mode = tune_config.mode or getattr(scheduler, "_mode", None)
+    if not metric or mode not in ("min", "max"):
+        raise _refused(line, "TuneConfig names no metric and mode", "say TuneConfig(metric=..., mode='min')")
+    return {
+        "metric": str(metric),
+        "maximize": mode == "max",
+        "num_samples": int(tune_config.num_samples),
+        "max_concurrent": int(tune_config.max_concurrent_trials or 0),
+        "asha": asha,
+    }
+
+
+def _asha(scheduler: Any, line: str) -> dict[str, Any]:
+    if scheduler._time_attr != "training_iteration":
+        text = f"ASHAScheduler(time_attr={scheduler._time_attr!r}) is not supported"
+        raise _refused(line, text, "leave it out: a trial's reports with a checkpoint count")
+    if scheduler._num_brackets != 1:
+        raise _refused(line, "ASHAScheduler(brackets=...) is not supported", "leave it out")
+    rungs = scheduler._brackets[0]
+    return {
+        "max_t": int(scheduler._max_t),
+        "grace_period": int(min(milestone for milestone, _ in rungs._rungs)) if rungs._rungs else 1,
+        "reduction_factor": float(scheduler._reduction_factor),
+    }
+
+
+def _refused(line: str, what: str, remedy: str) -> InvalidArgument:
+    return InvalidArgument(f"{line}: {what}; {remedy}", reason="TUNER_NOT_SUPPORTED", metadata={"line": line})
+
+
+@dataclass(frozen=True)
+class TrialResults:
+    """What `Tuner.fit()` returns: a `Result` of each trial, in the order of their numbers, as in Ray's `ResultGrid`."""
+
+    results: Sequence[Result]
+    metric: str
+    maximize: bool
+
+    @classmethod
+    def of(cls, described: Mapping[str, Any], settings: Mapping[str, Any], fetch: Callable[[str], str]) -> TrialResults:
+        """`described` is the attempt's answer, see `ScriptSweep.ended`."""
+        results = [_result(one, fetch) for one in described["trials"]]
+        return cls(results, settings["metric"], settings["maximize"])
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    def __getitem__(self, number: int) -> Result:
+        return self.results[number]
+
+    def __iter__(self) -> Iterator[Result]:
+        return iter(self.results)
+
+    @property
+    def errors(self) -> list[Exception]:
+        """Of the trials that failed."""
+        return [one.error for one in self.results if one.error is not None]
+
+    @property
+    def num_errors(self) -> int:
+        return len(self.errors)
+
+    @property
+    def num_terminated(self) -> int:
+        """Those that ended without an error, early or not."""
+        return len(self.results) - self.num_errors
+
+    def get_best_result(self, metric: str | None = None, mode: str | None = None, *_: Any, **__: Any) -> Result:
+        """The trial whose best checkpoint is the best by the metric; its `metrics` and `checkpoint` are that one's.
+        Raises `RuntimeError` where none reported it, as Ray does."""
+        metric = metric or self.metric
+        sign = 1 if (mode == "max" if mode else self.maximize) else -1
+        pairs = [
+            (sign * metrics[metric], -number, trial, checkpoint, metrics)
+            for number, trial in enumerate(self.results)
+            for checkpoint, metrics in trial.best_checkpoints or ()
+            if metric in metrics
+        ]
+        if not pairs:
+            raise RuntimeError(f"no trial has reported {metric!r} together with a checkpoint")
+        *_rank, trial, checkpoint, metrics = max(pairs, key=lambda one: one[:2])
+        config = (trial.metrics or {}).get("config")
+        return Result(
+            metrics={**metrics, "config": config},
+            checkpoint=checkpoint,
+            error=trial.error,
+            path=trial.path,
+            metrics_dataframe=trial.metrics_dataframe,
+            best_checkpoints=trial.best_checkpoints,
+        )
+
+    def get_dataframe(self, *_: Any, **__: Any) -> Any:
+        """A row for each trial: its last metrics, and its values as `config/...`."""
+        rows = []
+        for one in self.results:
+            metrics = dict(one.metrics or {})
+            config = metrics.pop("config", {}).get(LOOP_CONFIG, {})
+            rows.append({**metrics, **{f"config/{LOOP_CONFIG}/{name}": value for name, value in config.items()}})
+        return pd.DataFrame(rows)
+
+
+def _result(trial: Mapping[str, Any], fetch: Callable[[str], str]) -> Result:
+    pairs = [(RegistryCheckpoint(one["name"], fetch), dict(one["metrics"])) for one in trial["checkpoints"]]
+    return Result(
+        metrics={**(pairs[-1][1] if pairs else {}), "config": {LOOP_CONFIG: trial["config"]}},
+        checkpoint=pairs[-1][0] if pairs else None,
+        error=Internal(trial["error"]) if trial["error"] else None,
+        path=trial["name"],
+        metrics_dataframe=pd.DataFrame([metrics for _, metrics in pairs]) if pairs else None,
+        best_checkpoints=pairs,
+    )
