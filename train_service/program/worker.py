@@ -30,6 +30,7 @@ from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging, identity
 from train_service.domain.spec import Program, TrainingSpec
 from train_service.domain.watchdog import Phase
+from train_service.program.hugging_face_hooks import install_hugging_face
 from train_service.program.process import (
     AttemptFolder,
     OptimizerSteps,
@@ -136,6 +137,7 @@ class _Rank:
             reports, copies, self._folder.run, lambda: self._open_shards(begin), lambda: pulse.wish
         )
         install(utils)
+        install_hugging_face(self._folder.path / "outputs")
         code = self._unpack()
         sys.path.append(str(code))
         sys.dont_write_bytecode = True
