@@ -93,7 +93,7 @@ class _PatchOnImport(MetaPathFinder):
 def own_output_dir(output_dir: str, outputs: Path) -> str:
     """`output_dir`, or the folder below `outputs` that stands for it where it is relative or on a node's scratch disk:
     it would outlive the attempt there, or be another job's too."""
-    path = Path(os.path.abspath(output_dir))
+    path = Path(os.path.abspath(output_dir))  # noqa: PTH100  # links stay as they are
     scratch = not Path(output_dir).is_absolute() or any(path.is_relative_to(one) for one in SCRATCH)
     # What is in the attempt's folder, as TMPDIR is, is its own already.
     if not scratch or path.is_relative_to(outputs.parent):
@@ -104,7 +104,7 @@ def own_output_dir(output_dir: str, outputs: Path) -> str:
 def _fit_arguments(arguments: type[Any], outputs: Path) -> None:
     check = arguments.__post_init__
 
-    def __post_init__(self: Any) -> None:
+    def __post_init__(self: Any) -> None:  # noqa: N807
         if not self.use_cpu and ray.train.torch.get_device().type == "cpu":
             logger.info("use_cpu is set: the worker has no accelerator")
             self.use_cpu = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,7 +68,7 @@ class SlowSaver:
 def save(ranks: Ranks, folder: Path) -> list[str]:
     end_saves_together(SlowSaver)
     SlowSaver(ranks, folder)._save_checkpoint()
-    return sorted(os.listdir(folder))
+    return sorted(one.name for one in folder.iterdir())
 
 
 def test_a_save_ends_once_it_has_ended_on_all_ranks(tmp_path: Path) -> None:
