@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shared.errors import InvalidArgument
-from shared.transforms import Batch, Pipeline, RowError, ScalarType, TensorType
+from shared.transforms import Batch, Pipeline, RowError, ScalarType, Schema, TensorType
 from tests.unit.shared.transforms.samples import bits, cut, fitted, joined_bits, pipeline
 
 WORDS = ["the", "film", "was", "good", "bad", "long", "nobody", "liked", "It", "é", "東京", "…"]
@@ -55,7 +56,7 @@ def test_two_columns_of_one_length_take_the_place_of_the_text() -> None:
     assert made["input_ids"].shape == made["attention_mask"].shape == (200, 16)
     assert made["input_ids"].dtype == made["attention_mask"].dtype == np.int64
     tensor = TensorType("int64", (16,))
-    given = {"text": ScalarType(pa.string()), "y": ScalarType(pa.int64())}
+    given: Schema = {"text": ScalarType(pa.string()), "y": ScalarType(pa.int64())}
     assert LEARNT.output(given) == {"input_ids": tensor, "attention_mask": tensor, "y": ScalarType(pa.int64())}
 
 
@@ -67,7 +68,7 @@ def test_ids_stand_for_the_whole_text_between_cls_and_sep() -> None:
 
     assert (ids[0], ids[length - 1]) == (tokenizer.token_to_id("[CLS]"), tokenizer.token_to_id("[SEP]"))
     assert set(ids[length:]) == {tokenizer.token_to_id("[PAD]")}
-    assert decoders.ByteLevel().decode([tokenizer.id_to_token(one) for one in ids[1 : length - 1]]) == text
+    assert decoders.ByteLevel().decode([str(tokenizer.id_to_token(one)) for one in ids[1 : length - 1]]) == text
     assert [tokenizer.id_to_token(one) for one in ids[1:3]] == ["It", "Ġwas"]
 
 
@@ -92,7 +93,7 @@ def test_of_ten_megabytes_the_beginning_counts(text: str) -> None:
 
 def test_what_is_learnt_depends_on_neither_the_order_nor_the_cut_of_the_rows() -> None:
     built = learning()
-    schema = {"id": ScalarType(pa.int64()), "text": ScalarType(pa.string())}
+    schema: Schema = {"id": ScalarType(pa.int64()), "text": ScalarType(pa.string())}
     parts = cut(MANY, [3, 50, 120])[::-1]
     fitters = [built.fitter(schema) for _ in parts]
     for fitter, part in zip(fitters, parts, strict=True):
@@ -148,7 +149,7 @@ def test_a_null_is_an_error_that_names_the_row() -> None:
 
 
 def test_training_and_serving_get_the_same_bits() -> None:
-    schema = {"id": ScalarType(pa.int64()), "text": ScalarType(pa.string())}
+    schema: Schema = {"id": ScalarType(pa.int64()), "text": ScalarType(pa.string())}
     prepared = LEARNT(MANY)
     serving = pickle.loads(pickle.dumps(Pipeline.from_config(LEARNT.config).serving(["input_ids"], schema)))
     rows = [serving(part) for part in cut({"text": MANY["text"]}, range(1, 200))]
@@ -223,3 +224,9 @@ def test_columns_that_do_not_fit_are_refused_before_any_row(given: Any, text: st
 def test_rows_without_a_word_teach_nothing() -> None:
     with pytest.raises(InvalidArgument, match="'text' has no word in the training rows"):
         fitted(learning(), {"text": pa.array(["", ""])})
+
+
+def test_a_service_without_the_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(InvalidArgument, match="package `tokenizers` is not installed here; install the extra"):
+        learning()
