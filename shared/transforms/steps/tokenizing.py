@@ -159,7 +159,7 @@ class Tokenize(Step):
         if not _is_text(column.type):
             column = _decoded(column, self.column)
         looked_at = self.max_length * CHARACTERS_A_TOKEN
-        keeps_end = bool(self.tokenizer) and _loaded(self.tokenizer, self.max_length).truncation["direction"] == "left"
+        keeps_end = bool(self.tokenizer) and _cuts_beginnings(_loaded(self.tokenizer, self.max_length))
         cut = (
             pc.utf8_slice_codeunits(column, -looked_at) if keeps_end else pc.utf8_slice_codeunits(column, 0, looked_at)
         )
@@ -206,9 +206,7 @@ def _learnt(words: list[str], counts: list[int], step: Tokenize) -> str:
     tokenizer.model = models.BPE(vocab=vocabulary, merges=merges)
     tokenizer.add_special_tokens(list(SPECIAL))
     ends = [(token, vocabulary[token]) for token in (CLS, SEP)]
-    tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[call-arg]
-        single=f"{CLS} $A {SEP}", special_tokens=ends
-    )
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{CLS} $A {SEP}", special_tokens=ends)
     tokenizer.enable_padding(pad_id=vocabulary[PAD], pad_token=PAD)
     text: str = tokenizer.to_str()
     return text
@@ -251,6 +249,10 @@ def _loaded(text: str, max_length: int) -> Tokenizer:
     # A text is not to end itself by what it says.
     tokenizer.encode_special_tokens = True
     return tokenizer  # type: ignore[no-any-return]
+
+
+def _cuts_beginnings(tokenizer: Tokenizer) -> bool:
+    return (tokenizer.truncation or {}).get("direction") == "left"
 
 
 def _library() -> Any:
