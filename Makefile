@@ -18,22 +18,29 @@ help: ## show this list
 # --- Python -----------------------------------------------------------------------------------------------------
 
 .PHONY: install lock
-install: $(VENV)/.installed ## the virtual environment .venv, from the hash-pinned lock
+install: $(VENV)/.installed ## the virtual environment .venv, from the hash-pinned locks
 
 # pip installs uv by its hash from the lock, and uv everything else: a quarter of the time that pip would take.
 # Compiled here, once: uv leaves it to the first import, so where PYTHONDONTWRITEBYTECODE is set each of Ray's many
 # processes would compile torch and Ray anew, 8.5 s of CPU instead of 3.7.
-$(VENV)/.installed: requirements.lock pyproject.toml
+LOCKS := requirements.lock requirements-frameworks.lock
+$(VENV)/.installed: $(LOCKS) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info[:2] == (3, 11) or sys.exit("Millrace is locked for Python 3.11: make PYTHON=/path/to/python3.11")'
 	[ -x $(BIN)/uv ] || { $(PYTHON) -m venv $(VENV) && \
 	  $(BIN)/pip install -q --require-hashes -r <(awk '/^uv==/ { on = 1 } on { print } on && !/\\$$/ { exit }' requirements.lock); }
-	$(BIN)/uv pip sync -q --compile-bytecode --python $(BIN)/python --require-hashes requirements.lock
+	$(BIN)/uv pip sync -q --compile-bytecode --python $(BIN)/python --require-hashes $(LOCKS)
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation --offline -e .
 	@touch $@
 
-lock: install ## work requirements.lock out again, after a change of dependencies
-	$(BIN)/uv pip compile -q --all-extras --generate-hashes --no-emit-index-url --no-emit-find-links \
-	  --python-version 3.11 --custom-compile-command 'make lock' pyproject.toml -o requirements.lock
+# The second lock holds only what the first has not, and takes its versions from the first.
+LOCK := $(BIN)/uv pip compile -q --generate-hashes --no-emit-index-url --no-emit-find-links \
+  --python-version 3.11 --custom-compile-command 'make lock'
+LOCKED_EXTRAS := server gpu tensorboard mlflow wandb dev
+FRAMEWORK_EXTRAS := huggingface lightning
+lock: install ## work the lock files out again, after a change of dependencies
+	$(LOCK) $(LOCKED_EXTRAS:%=--extra %) pyproject.toml -o requirements.lock
+	$(LOCK) $(FRAMEWORK_EXTRAS:%=--extra %) pyproject.toml -c requirements.lock -o requirements-frameworks.lock \
+	  $$(awk -F '==' '/^[a-z0-9]/ { print "--no-emit-package " $$1 }' requirements.lock)
 
 # --- protos -----------------------------------------------------------------------------------------------------
 

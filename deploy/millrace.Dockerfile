@@ -5,12 +5,16 @@ FROM python:3.11-slim-bookworm
 # lock and uv takes the rest, as `make install` does. The development tools in the lock come along: under 2 % of the
 # size. Compiled here, since the user that runs it may write nothing below /venv: otherwise each of Ray's processes
 # would compile torch and Ray anew, 5 s of CPU.
+#
+# `--build-arg LOCKS="requirements.lock requirements-frameworks.lock"` adds Hugging Face's libraries and Lightning, for
+# programs that import them: 190 MB more.
 WORKDIR /app
-COPY requirements.lock ./
+ARG LOCKS=requirements.lock
+COPY requirements*.lock ./
 RUN python -m venv /venv \
     && awk '/^uv==/ { on = 1 } on { print } on && !/\\$/ { exit }' requirements.lock >/tmp/uv.lock \
     && /venv/bin/pip install --quiet --no-cache-dir --require-hashes -r /tmp/uv.lock \
-    && /venv/bin/uv pip sync --quiet --no-cache --compile-bytecode --python /venv/bin/python --require-hashes requirements.lock \
+    && /venv/bin/uv pip sync --quiet --no-cache --compile-bytecode --python /venv/bin/python --require-hashes ${LOCKS} \
     && rm /tmp/uv.lock
 ENV PATH=/venv/bin:$PATH PYTHONUNBUFFERED=1
 

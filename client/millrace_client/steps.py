@@ -155,6 +155,31 @@ def custom(function: str, columns: Sequence[str], *, timeout_s: float = 0.0) -> 
     return Step(custom=pb.Custom(function=function, columns=columns, timeout_s=timeout_s))
 
 
+def tokenize(
+    column: str,
+    max_length: int,
+    *,
+    vocabulary_size: int = 0,
+    tokenizer: str = "",
+    lowercase: bool = False,
+    ids_column: str = "",
+    mask_column: str = "",
+) -> Step:
+    """Texts to `input_ids` and `attention_mask`, int64 (max_length). Learns a tokenizer of at most `vocabulary_size`
+    tokens, or takes `tokenizer`, the JSON of one of the library `tokenizers`."""
+    if bool(vocabulary_size) == bool(tokenizer):
+        raise ValueError("give a vocabulary_size to learn a tokenizer, or a tokenizer, one of both")
+    message = pb.Tokenize(
+        tokenizer=tokenizer,
+        vocabulary_size=vocabulary_size,
+        max_length=max_length,
+        lowercase=lowercase,
+        ids_column=ids_column,
+        mask_column=mask_column,
+    )
+    return Step(column=column, tokenize=message)
+
+
 def _unknown(encode: bool) -> pb.UnknownValue:
     return pb.UNKNOWN_VALUE_ENCODE if encode else pb.UNKNOWN_VALUE_ERROR
 

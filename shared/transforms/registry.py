@@ -16,8 +16,9 @@ from shared.transforms.steps.filling import FillNulls
 from shared.transforms.steps.filtering import Filter
 from shared.transforms.steps.images import CenterCrop, Grayscale, Resize
 from shared.transforms.steps.scaling import Bucketize, MinMaxScale, Standardize
-from shared.transforms.steps.step import ColumnStep, Step
+from shared.transforms.steps.step import Step
 from shared.transforms.steps.tensors import Concat, Normalize, ToFloat
+from shared.transforms.steps.tokenizing import Tokenize
 
 STEPS: dict[str, type[Step]] = {
     step.op: step
@@ -45,6 +46,7 @@ STEPS: dict[str, type[Step]] = {
         RandomRotation,
         ColorJitter,
         Custom,
+        Tokenize,
     )
 }
 
@@ -57,7 +59,7 @@ def build_step(
     if op is None:
         raise StepError(f"choose one of {', '.join(STEPS)}")
     kind = STEPS[op]
-    if issubclass(kind, ColumnStep):
+    if kind.takes_column:
         column = message.column or default_column
         if not column:
             raise StepError(f"name the column that {op} works on", "column")

@@ -31,7 +31,7 @@ MAKE_FINITE = frozenset(
     {
         *("to_float", "select", "drop", "rename", "ordinal_encode", "one_hot_encode", "bucketize", "concat"),
         *("decode_image", "resize", "center_crop", "grayscale", "random_crop", "random_flip", "random_rotation"),
-        "color_jitter",
+        *("color_jitter", "tokenize"),
     }
 )
 LEAST_STD = 1e-6

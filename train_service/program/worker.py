@@ -31,6 +31,7 @@ from train_service.domain.spec import Program, TrainingSpec
 from train_service.domain.watchdog import Phase
 from train_service.patience import patient
 from train_service.program.attempt_folder import AttemptFolder
+from train_service.program.hugging_face_hooks import install_hugging_face
 from train_service.program.process import (
     OptimizerSteps,
     captured_output,
@@ -177,6 +178,7 @@ class _Rank:
             install(ProgramTrainFnUtils(*of_rank))
         else:
             install(LocalProgramTrainFnUtils(self._rank, self._world_size, self._local, *of_rank))
+        install_hugging_face(self._folder.path / "outputs")
         code = self._unpack()
         sys.path += code_paths(code, config.program)
         sys.dont_write_bytecode = True

@@ -178,6 +178,18 @@ def _concat(into: str, columns: str) -> Step:
     return steps.concat(names_of(columns), into=into)
 
 
+def _tokenize(column: str, text: str) -> Step:
+    length, found, which = text.partition(":")
+    if not found:
+        raise ValueError
+    if which.isdecimal():
+        return steps.tokenize(column, int(length), vocabulary_size=int(which))
+    try:
+        return steps.tokenize(column, int(length), tokenizer=Path(which).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(str(error)) from None
+
+
 CONCAT = StepOption(
     "--concat", "INTO=COLUMN,…", "features=age,fare", "numeric columns to one float32 tensor.", _of_pair(_concat)
 )
@@ -231,6 +243,13 @@ OF_VERSIONS = (
         "age=18,65",
         "to the number of boundaries at or below.",
         _of_pair(lambda column, text: steps.bucketize(column, _numbers(text))),
+    ),
+    StepOption(
+        "--tokenize",
+        "COLUMN=LENGTH:VOCABULARY|FILE",
+        "review=128:8000",
+        "texts to LENGTH ids and a mask, by a tokenizer learnt of so many tokens, or by the JSON of one in FILE.",
+        _of_pair(_tokenize),
     ),
     CONCAT,
     StepOption("--decode-image", "COLUMN,…", "image", "JPEG, PNG, … to pixels.", _each(steps.decode_image)),

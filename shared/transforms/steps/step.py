@@ -38,6 +38,8 @@ class Step(ABC):
     drops_rows: ClassVar[bool] = False
     # Draws from the row's keys in training.
     augments: ClassVar[bool] = False
+    # Works on the column that `TransformStep.column` names.
+    takes_column: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -99,6 +101,7 @@ class Step(ABC):
 class ColumnStep(Step):
     """Reads one column and replaces it."""
 
+    takes_column: ClassVar[bool] = True
     column: str
 
     @property

@@ -67,6 +67,7 @@ def test_each_step_is_of_its_kind() -> None:
         "random_rotation": steps.random_rotation(10),
         "color_jitter": steps.color_jitter(brightness=0.1),
         "custom": steps.custom("m:f", ["a"]),
+        "tokenize": steps.tokenize("a", 16, vocabulary_size=300),
     }
     kinds = {field.name for field in transform_pb2.TransformStep.DESCRIPTOR.oneofs_by_name["op"].fields}
     assert set(made) == kinds
@@ -83,6 +84,13 @@ def test_nulls_are_filled_with_a_value_or_a_statistic() -> None:
         steps.fill_nulls("a")
     with pytest.raises(ValueError, match="STATISTIC_RANGE"):
         steps.fill_nulls("a", statistic="range")
+
+
+def test_a_tokenizer_is_learnt_or_brought() -> None:
+    brought = steps.tokenize("a", 16, tokenizer="{}", ids_column="ids").tokenize
+    assert (brought.tokenizer, brought.max_length, brought.ids_column) == ("{}", 16, "ids")
+    with pytest.raises(ValueError, match="one of both"):
+        steps.tokenize("a", 16)
 
 
 def test_rules_of_splits_name_their_splits_in_order() -> None:

@@ -107,6 +107,16 @@ def test_each_step_of_a_transform_is_an_option_and_their_order_is_that_of_the_st
     )
 
 
+def test_a_tokenizer_is_learnt_of_a_number_and_read_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"é": 1}', encoding="utf-8")
+
+    request = transformed("--tokenize", "title=16:300", "--tokenize", f"text=64:{tmp_path}/tokenizer.json")
+
+    assert request.transform == of(
+        [steps.tokenize("title", 16, vocabulary_size=300), steps.tokenize("text", 64, tokenizer='{"é": 1}')]
+    )
+
+
 def test_the_steps_of_a_file_come_where_its_option_stands(tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
     file.write_text('{"steps": [{"column": "age", "standardize": {}}, {"column": "sex", "minMaxScale": {}}]}')
@@ -133,6 +143,8 @@ def test_random_shares_are_one_option() -> None:
         (("--fill-nulls", "age"), "'age': use COLUMN=VALUE, e.g. --fill-nulls age=median"),
         (("--standardize", "age,,fare"), "--standardize age,fare (a name is empty)"),
         (("--bucketize", "age=young"), "use COLUMN=NUMBER,…, e.g. --bucketize age=18,65"),
+        (("--tokenize", "text=64"), "use COLUMN=LENGTH:VOCABULARY|FILE, e.g. --tokenize review=128:8000"),
+        (("--tokenize", "text=64:/none"), "No such file or directory: '/none'"),
         (("--resize", "image=64"), "use COLUMN=HEIGHTxWIDTH, e.g. --resize image=64x64"),
         (("--rename", "sex"), "--rename sex=gender"),
         (("--rename", "sex=gender,sex=kind"), "'sex' is there twice"),

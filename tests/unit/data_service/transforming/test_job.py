@@ -14,6 +14,7 @@ import pytest
 from google.protobuf import json_format
 from numpy.typing import NDArray
 from PIL import Image
+from tokenizers import Tokenizer
 
 from data_service.domain.split_rules import (
     ColumnSplit,
@@ -84,6 +85,28 @@ def custom(function: str, *columns: str, **fields: Any) -> dict[str, Any]:
 
 def column(name: str, **step: Any) -> dict[str, Any]:
     return {"column": name, **step}
+
+
+def test_a_tokenizer_is_learnt_of_the_training_split_in_parts_and_frozen_into_the_version(store: ObjectStore) -> None:
+    train = [f"a good film of {i} minutes" for i in range(3000)] + [""]
+    commit_tables(store, {"train": pa.table({"text": train}), "test": pa.table({"text": ["zzz zzz", "good"]})})
+    step = column("text", tokenize={"vocabularySize": 290, "maxLength": 12})
+
+    rows = made(store, transform_here(store, [step]))
+    again = transform_here(store, [step])
+
+    version = load_version(store, again.name)
+    assert len(version.manifest.files) > 2
+    assert [one.name for one in version.manifest.columns] == ["input_ids", "attention_mask"]
+    (chain,) = version.manifest.transforms
+    frozen = Pipeline.from_config(chain)
+    tokenizer = Tokenizer.from_str(chain["steps"][0]["tokenize"]["tokenizer"])
+    assert tokenizer.token_to_id("Ġfilm") is not None
+    assert tokenizer.token_to_id("zz") is None
+    for split, texts in {"train": train, "test": ["zzz zzz", "good"]}.items():
+        expected = {name: one.tolist() for name, one in frozen({"text": pa.array(texts)}).items()}
+        assert {name: rows[split][name] for name in expected} == expected
+        assert {name: rows_of(store, again.name)[split][name] for name in expected} == expected
 
 
 @pytest.mark.usefixtures("source")

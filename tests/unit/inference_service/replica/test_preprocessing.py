@@ -21,6 +21,7 @@ from tests.support import custom_functions
 from tests.support.checkpoint_samples import content
 from tests.support.cpu_time import cpu_at_most
 from tests.support.versions import columns_of
+from tests.unit.shared.transforms.samples import fitted, pipeline
 
 
 def said(columns: list[Column], *steps: dict[str, Any], input_column: str = "x") -> CheckpointContent:
@@ -78,6 +79,41 @@ def test_a_checkpoint_of_one_tensor_column_looks_on_the_wire_as_its_column() -> 
 
     assert [(spec.name, str(spec), spec.nullable) for spec in one.raw] == [("image", "UINT8 [-1, 28, 28]", False)]
     assert (one.prepared.name, str(one.prepared)) == ("image", "FP32 [-1, 1, 28, 28]")
+
+
+TEXTS = ["a good film", "", "a bad film of 東京", "a good film " * 800_000]
+
+
+def texts() -> tuple[Preprocessing, np.ndarray[Any, Any]]:
+    """What serves a model of tokens, and what a version of these texts holds for its training."""
+    learning: dict[str, Any] = {"column": "s", "tokenize": {"vocabularySize": 280, "maxLength": 16}}
+    learnt = fitted(pipeline(learning), {"s": pa.array(TEXTS)})
+    (tokenize,) = learnt.config["steps"]
+    concat = {"concat": {"columns": ["input_ids", "attention_mask"], "into": "x"}}
+    prepared = pipeline(tokenize, concat)({"s": pa.array(TEXTS)})["x"]
+    return Preprocessing(said(TABLE, tokenize, concat)), prepared
+
+
+def test_texts_get_the_bits_that_training_got_cut_and_padded() -> None:
+    serving, trained = texts()
+
+    together, refused, failed = serving.prepare(Rows(RAW, {"s": objects(*map(str.encode, TEXTS))}))
+    alone = [serving.prepare(Rows(RAW, {"s": objects(text.encode())}))[0] for text in TEXTS]
+
+    assert [(spec.name, str(spec)) for spec in serving.raw] == [("s", "BYTES [-1]")]
+    assert (refused, failed) == ({}, {})
+    assert together.shape == (4, 32)
+    assert together.tobytes() == b"".join(one.tobytes() for one in alone) == trained.tobytes()
+
+
+def test_a_text_that_is_no_utf_8_is_refused_alone() -> None:
+    serving, trained = texts()
+
+    prepared, refused, _ = serving.prepare(Rows(RAW, {"s": objects(TEXTS[0].encode(), b"\xff", TEXTS[2].encode())}))
+
+    assert list(refused) == [1]
+    assert "'s'" in refused[1]
+    assert prepared[[0, 2]].tobytes() == trained[[0, 2]].tobytes()
 
 
 def test_an_image_that_does_not_decode_is_refused_alone() -> None:

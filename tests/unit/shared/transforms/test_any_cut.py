@@ -99,6 +99,10 @@ CHAINS: dict[str, list[dict[str, Any]]] = {
             }
         }
     ],
+    "tokenize": [
+        {"column": "city", "fillNulls": {"value": {"text": ""}}},
+        {"column": "city", "tokenize": {"vocabularySize": 290, "maxLength": 8}},
+    ],
     "a table for a linear model": [
         {"filter": {"expression": "age > 5 and digits != '7'"}},
         {"column": "digits", "cast": {"arrowType": "double"}},

@@ -23,7 +23,7 @@ class Transform(_message.Message):
     def __init__(self, steps: _Optional[_Iterable[_Union[TransformStep, _Mapping]]] = ...) -> None: ...
 
 class TransformStep(_message.Message):
-    __slots__ = ("column", "to_float", "normalize", "select", "drop", "rename", "cast", "filter", "fill_nulls", "standardize", "min_max_scale", "ordinal_encode", "one_hot_encode", "bucketize", "concat", "decode_image", "resize", "center_crop", "grayscale", "random_crop", "random_flip", "random_rotation", "color_jitter", "custom")
+    __slots__ = ("column", "to_float", "normalize", "select", "drop", "rename", "cast", "filter", "fill_nulls", "standardize", "min_max_scale", "ordinal_encode", "one_hot_encode", "bucketize", "concat", "decode_image", "resize", "center_crop", "grayscale", "random_crop", "random_flip", "random_rotation", "color_jitter", "custom", "tokenize")
     COLUMN_FIELD_NUMBER: _ClassVar[int]
     TO_FLOAT_FIELD_NUMBER: _ClassVar[int]
     NORMALIZE_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class TransformStep(_message.Message):
     RANDOM_ROTATION_FIELD_NUMBER: _ClassVar[int]
     COLOR_JITTER_FIELD_NUMBER: _ClassVar[int]
     CUSTOM_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZE_FIELD_NUMBER: _ClassVar[int]
     column: str
     to_float: ToFloat
     normalize: Normalize
@@ -72,7 +73,8 @@ class TransformStep(_message.Message):
     random_rotation: RandomRotation
     color_jitter: ColorJitter
     custom: Custom
-    def __init__(self, column: _Optional[str] = ..., to_float: _Optional[_Union[ToFloat, _Mapping]] = ..., normalize: _Optional[_Union[Normalize, _Mapping]] = ..., select: _Optional[_Union[Select, _Mapping]] = ..., drop: _Optional[_Union[Drop, _Mapping]] = ..., rename: _Optional[_Union[Rename, _Mapping]] = ..., cast: _Optional[_Union[Cast, _Mapping]] = ..., filter: _Optional[_Union[Filter, _Mapping]] = ..., fill_nulls: _Optional[_Union[FillNulls, _Mapping]] = ..., standardize: _Optional[_Union[Standardize, _Mapping]] = ..., min_max_scale: _Optional[_Union[MinMaxScale, _Mapping]] = ..., ordinal_encode: _Optional[_Union[OrdinalEncode, _Mapping]] = ..., one_hot_encode: _Optional[_Union[OneHotEncode, _Mapping]] = ..., bucketize: _Optional[_Union[Bucketize, _Mapping]] = ..., concat: _Optional[_Union[Concat, _Mapping]] = ..., decode_image: _Optional[_Union[DecodeImage, _Mapping]] = ..., resize: _Optional[_Union[Resize, _Mapping]] = ..., center_crop: _Optional[_Union[CenterCrop, _Mapping]] = ..., grayscale: _Optional[_Union[Grayscale, _Mapping]] = ..., random_crop: _Optional[_Union[RandomCrop, _Mapping]] = ..., random_flip: _Optional[_Union[RandomFlip, _Mapping]] = ..., random_rotation: _Optional[_Union[RandomRotation, _Mapping]] = ..., color_jitter: _Optional[_Union[ColorJitter, _Mapping]] = ..., custom: _Optional[_Union[Custom, _Mapping]] = ...) -> None: ...
+    tokenize: Tokenize
+    def __init__(self, column: _Optional[str] = ..., to_float: _Optional[_Union[ToFloat, _Mapping]] = ..., normalize: _Optional[_Union[Normalize, _Mapping]] = ..., select: _Optional[_Union[Select, _Mapping]] = ..., drop: _Optional[_Union[Drop, _Mapping]] = ..., rename: _Optional[_Union[Rename, _Mapping]] = ..., cast: _Optional[_Union[Cast, _Mapping]] = ..., filter: _Optional[_Union[Filter, _Mapping]] = ..., fill_nulls: _Optional[_Union[FillNulls, _Mapping]] = ..., standardize: _Optional[_Union[Standardize, _Mapping]] = ..., min_max_scale: _Optional[_Union[MinMaxScale, _Mapping]] = ..., ordinal_encode: _Optional[_Union[OrdinalEncode, _Mapping]] = ..., one_hot_encode: _Optional[_Union[OneHotEncode, _Mapping]] = ..., bucketize: _Optional[_Union[Bucketize, _Mapping]] = ..., concat: _Optional[_Union[Concat, _Mapping]] = ..., decode_image: _Optional[_Union[DecodeImage, _Mapping]] = ..., resize: _Optional[_Union[Resize, _Mapping]] = ..., center_crop: _Optional[_Union[CenterCrop, _Mapping]] = ..., grayscale: _Optional[_Union[Grayscale, _Mapping]] = ..., random_crop: _Optional[_Union[RandomCrop, _Mapping]] = ..., random_flip: _Optional[_Union[RandomFlip, _Mapping]] = ..., random_rotation: _Optional[_Union[RandomRotation, _Mapping]] = ..., color_jitter: _Optional[_Union[ColorJitter, _Mapping]] = ..., custom: _Optional[_Union[Custom, _Mapping]] = ..., tokenize: _Optional[_Union[Tokenize, _Mapping]] = ...) -> None: ...
 
 class ToFloat(_message.Message):
     __slots__ = ()
@@ -270,6 +272,22 @@ class Custom(_message.Message):
     columns: _containers.RepeatedScalarFieldContainer[str]
     timeout_s: float
     def __init__(self, function: _Optional[str] = ..., columns: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class Tokenize(_message.Message):
+    __slots__ = ("tokenizer", "vocabulary_size", "max_length", "lowercase", "ids_column", "mask_column")
+    TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    LOWERCASE_FIELD_NUMBER: _ClassVar[int]
+    IDS_COLUMN_FIELD_NUMBER: _ClassVar[int]
+    MASK_COLUMN_FIELD_NUMBER: _ClassVar[int]
+    tokenizer: str
+    vocabulary_size: int
+    max_length: int
+    lowercase: bool
+    ids_column: str
+    mask_column: str
+    def __init__(self, tokenizer: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_length: _Optional[int] = ..., lowercase: _Optional[bool] = ..., ids_column: _Optional[str] = ..., mask_column: _Optional[str] = ...) -> None: ...
 
 class Scalar(_message.Message):
     __slots__ = ("integer", "number", "text", "boolean")

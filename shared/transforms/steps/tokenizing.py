@@ -1,0 +1,297 @@
+"""Texts to the ids of a tokenizer's tokens, all rows of one length.
+
+B = rows of the batch, L = `max_length`. The library `tokenizers` is an extra, and imported only where a step needs it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as kinds
+
+from millrace.common.v1 import transform_pb2
+from shared.errors import first_line, shown
+from shared.transforms.batch import Array, Batch, Column
+from shared.transforms.byte_pairs import learn_merges
+from shared.transforms.problems import RowProblem, StepError
+from shared.transforms.randomness import StepKeys
+from shared.transforms.schema import ColumnType, Schema, TensorType
+from shared.transforms.steps.step import Learner, Names, Step, known, scalar
+from shared.transforms.value_counts import ValueCounts
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+MIN_LENGTH, MAX_LENGTH = 8, 8_192
+MAX_VOCABULARY = 65_536
+MAX_TOKENIZER_BYTES = 8 * 1024 * 1024
+# Of a text so many characters for each of the L tokens are looked at: 10 MB of text cost no more than a page.
+CHARACTERS_A_TOKEN = 64
+# Of a tokenizer that is learnt, in the order of their ids from 0.
+PAD, CLS, SEP, MASK = "[PAD]", "[CLS]", "[SEP]", "[MASK]"
+SPECIAL = (PAD, CLS, SEP, MASK)
+BYTES = 256
+# What a brought tokenizer may pad with, unless it says so itself.
+PADS = (PAD, "<pad>", "<|pad|>")
+# Learning keeps each distinct word; longer ones, as encoded images are, teach nothing.
+MAX_WORDS = 1_000_000
+MAX_WORD = 256
+WORDS_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Tokenize(Step):
+    """`tokenizer` is its JSON; empty: still to be learnt, of at most `vocabulary_size` tokens."""
+
+    op: ClassVar[str] = "tokenize"
+    takes_column: ClassVar[bool] = True
+    column: str
+    max_length: int
+    ids_column: str = "input_ids"
+    mask_column: str = "attention_mask"
+    tokenizer: str = ""
+    vocabulary_size: int = 0
+    lowercase: bool = False
+
+    @classmethod
+    def of(cls, message: transform_pb2.Tokenize, column: str) -> Self:
+        if not MIN_LENGTH <= message.max_length <= MAX_LENGTH:
+            raise StepError(
+                f"{message.max_length} is none of {MIN_LENGTH} to {MAX_LENGTH:,} tokens", "tokenize.max_length"
+            )
+        least = len(SPECIAL) + BYTES + 1
+        if not message.tokenizer and not least <= message.vocabulary_size <= MAX_VOCABULARY:
+            raise StepError(
+                f"{message.vocabulary_size} is none of {least} to {MAX_VOCABULARY:,} tokens to learn; set it, or bring "
+                "a tokenizer",
+                "tokenize.vocabulary_size",
+            )
+        if (size := len(message.tokenizer.encode())) > MAX_TOKENIZER_BYTES:
+            raise StepError(f"its {size:,} bytes are over {MAX_TOKENIZER_BYTES:,}", "tokenize.tokenizer")
+        step = cls(
+            column,
+            message.max_length,
+            message.ids_column or cls.ids_column,
+            message.mask_column or cls.mask_column,
+            message.tokenizer,
+            message.vocabulary_size,
+            message.lowercase,
+        )
+        if step.ids_column == step.mask_column:
+            raise StepError(f"{shown(step.mask_column)} is the name of both new columns", "tokenize.mask_column")
+        if step.tokenizer:
+            _loaded(step.tokenizer, step.max_length)
+        else:
+            _library()
+        return step
+
+    def to_proto(self) -> transform_pb2.TransformStep:
+        message = transform_pb2.Tokenize(
+            tokenizer=self.tokenizer,
+            vocabulary_size=self.vocabulary_size,
+            max_length=self.max_length,
+            lowercase=self.lowercase,
+            ids_column=self.ids_column,
+            mask_column=self.mask_column,
+        )
+        return transform_pb2.TransformStep(column=self.column, tokenize=message)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.column,)
+
+    @property
+    def fitted(self) -> bool:
+        return bool(self.tokenizer)
+
+    def learner(self, given: ColumnType) -> Learner:
+        return _WordsLearner(self)
+
+    def output(self, given: Schema) -> Schema:
+        known(given, [self.column], "column")
+        column = scalar(given[self.column], "tokenize needs texts")
+        if not (_is_text(column.arrow_type) or _is_bytes(column.arrow_type)):
+            raise StepError(f"tokenize needs strings, or bytes in UTF-8, not {column}; cast it first")
+        made: dict[str, ColumnType] = dict.fromkeys(self._made, TensorType("int64", (self.max_length,)))
+        for name, at in zip(self._made, ("ids_column", "mask_column"), strict=True):
+            if name in given and name != self.column:
+                raise StepError(f"there is a column {shown(name)} already; choose another name", f"tokenize.{at}")
+        return self._in_place(given, made)
+
+    def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
+        encoded = _loaded(self.tokenizer, self.max_length).encode_batch_fast(self.texts(batch[self.column]))
+        ids = _matrix([one.ids for one in encoded], self.max_length)
+        mask = _matrix([one.attention_mask for one in encoded], self.max_length)
+        return self._in_place(batch, dict(zip(self._made, (ids, mask), strict=True)))
+
+    def sources(self, needed: Names, given: Schema) -> Names:
+        made = frozenset(self._made)
+        return (needed - made) | {self.column} if needed & made else needed
+
+    def narrowed(self, needed: Names, given: Schema) -> Step | None:
+        # Both columns are made; whoever slices takes away what is not needed.
+        return self if needed & frozenset(self._made) else None
+
+    @property
+    def _made(self) -> tuple[str, str]:
+        return (self.ids_column, self.mask_column)
+
+    def _in_place(self, columns: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
+        """`columns` with `made` where the text was."""
+        out: dict[str, Any] = {}
+        for name, one in columns.items():
+            out.update(made if name == self.column else {name: one})
+        return out
+
+    def texts(self, column: Column) -> list[str]:
+        """What is looked at of each row's text, (B). Raises `RowProblem` for nulls and bytes that are no UTF-8."""
+        if column.null_count:
+            row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
+            raise RowProblem(
+                row, f"{self.column!r} is null, and holds no text; use fill_nulls, or filter such rows out"
+            )
+        if not _is_text(column.type):
+            column = _decoded(column, self.column)
+        looked_at = self.max_length * CHARACTERS_A_TOKEN
+        keeps_end = bool(self.tokenizer) and _cuts_beginnings(_loaded(self.tokenizer, self.max_length))
+        cut = (
+            pc.utf8_slice_codeunits(column, -looked_at) if keeps_end else pc.utf8_slice_codeunits(column, 0, looked_at)
+        )
+        texts: list[str] = cut.to_pylist()
+        return texts
+
+
+class _WordsLearner:
+    """Counts the words of texts: exact, so the tokenizer depends on neither the order nor the cut of the rows."""
+
+    def __init__(self, step: Tokenize) -> None:
+        self._step = step
+        self._counts = ValueCounts(pa.string(), MAX_WORDS, "tokenize, which counts words,")
+
+    def update(self, column: Column) -> None:
+        splitter, words = _blank(self._step.lowercase), []
+        for text in self._step.texts(column):
+            normal = splitter.normalizer.normalize_str(text) if splitter.normalizer else text
+            words += [word for word, _ in splitter.pre_tokenizer.pre_tokenize_str(normal) if len(word) <= MAX_WORD]
+            if len(words) > WORDS_AT_ONCE:
+                self._counts.add(pa.array(words, pa.string()))
+                words = []
+        self._counts.add(pa.array(words, pa.string()))
+
+    def merge(self, other: _WordsLearner) -> None:
+        self._counts.merge(other._counts)
+
+    def learnt(self) -> Tokenize:
+        words, counts = self._counts.ordered()
+        if not len(words):
+            raise StepError(f"{self._step.column!r} has no word in the training rows to learn tokens from")
+        return replace(self._step, tokenizer=_learnt(words.to_pylist(), counts.tolist(), self._step))
+
+
+def _learnt(words: list[str], counts: list[int], step: Tokenize) -> str:
+    """The JSON of a tokenizer of byte pairs."""
+    from tokenizers import models, pre_tokenizers, processors
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    first = [*SPECIAL, *alphabet]
+    merges = learn_merges(words, counts, step.vocabulary_size - len(first))
+    vocabulary = {token: place for place, token in enumerate(dict.fromkeys([*first, *map("".join, merges)]))}
+    tokenizer = _blank(step.lowercase)
+    tokenizer.model = models.BPE(vocab=vocabulary, merges=merges)
+    tokenizer.add_special_tokens(list(SPECIAL))
+    ends = [(token, vocabulary[token]) for token in (CLS, SEP)]
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{CLS} $A {SEP}", special_tokens=ends)
+    tokenizer.enable_padding(pad_id=vocabulary[PAD], pad_token=PAD)
+    text: str = tokenizer.to_str()
+    return text
+
+
+def _blank(lowercase: bool) -> Any:
+    """How a tokenizer that is learnt cuts texts into words of bytes."""
+    tokenizers = _library()
+    blank = tokenizers.Tokenizer(tokenizers.models.BPE())
+    blank.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    blank.decoder = tokenizers.decoders.ByteLevel()
+    if lowercase:
+        blank.normalizer = tokenizers.normalizers.Lowercase()
+    return blank
+
+
+# A step is pickled by its JSON; each process reads a tokenizer once.
+@lru_cache(maxsize=8)
+def _loaded(text: str, max_length: int) -> Tokenizer:
+    """Gives texts exactly `max_length` tokens. Raises `StepError`."""
+    tokenizers = _library()
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(text)
+        padding, truncation = tokenizer.padding or {}, tokenizer.truncation or {}
+        tokenizer.enable_truncation(max_length, direction=truncation.get("direction", "right"))
+    except BaseException as error:  # the library's panics are no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise StepError(f"the library reads no tokenizer in it: {first_line(error)}", "tokenize.tokenizer") from None
+    token = padding.get("pad_token") or next((one for one in PADS if tokenizer.token_to_id(one) is not None), "")
+    place = tokenizer.token_to_id(token)
+    if place is None:
+        raise StepError(
+            f"it has no token to pad with; enable its padding with one, or add one of {', '.join(PADS)}",
+            "tokenize.tokenizer",
+        )
+    tokenizer.enable_padding(
+        length=max_length, pad_id=place, pad_token=token, direction=padding.get("direction", "right")
+    )
+    # A text is not to end itself by what it says.
+    tokenizer.encode_special_tokens = True
+    return tokenizer  # type: ignore[no-any-return]
+
+
+def _cuts_beginnings(tokenizer: Tokenizer) -> bool:
+    return (tokenizer.truncation or {}).get("direction") == "left"
+
+
+def _library() -> Any:
+    """Raises `StepError` where it is not installed."""
+    # Rows come in batches of several processes already; its threads do not outlive a fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        import tokenizers
+        import tokenizers.decoders
+        import tokenizers.models
+        import tokenizers.normalizers
+        import tokenizers.pre_tokenizers
+    except ImportError:
+        raise StepError(
+            "the package `tokenizers` is not installed here; install the extra `huggingface` on services and nodes"
+        ) from None
+    return tokenizers
+
+
+def _matrix(rows: list[list[int]], length: int) -> Array:
+    """int64 (B, L)."""
+    return np.array(rows, np.int64).reshape(len(rows), length)
+
+
+def _decoded(column: Column, name: str) -> Column:
+    try:
+        return column.cast(pa.large_string() if kinds.is_large_binary(column.type) else pa.string())
+    except pa.ArrowInvalid:
+        for row, value in enumerate(column):
+            try:
+                value.as_py().decode()
+            except UnicodeDecodeError as error:
+                raise RowProblem(row, f"{name!r} is no UTF-8: byte {error.start} begins no character") from None
+        raise
+
+
+def _is_text(arrow_type: pa.DataType) -> bool:
+    return bool(kinds.is_string(arrow_type) or kinds.is_large_string(arrow_type))
+
+
+def _is_bytes(arrow_type: pa.DataType) -> bool:
+    return bool(kinds.is_binary(arrow_type) or kinds.is_large_binary(arrow_type))
