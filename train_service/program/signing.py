@@ -43,10 +43,12 @@ from train_service.records.logs import rank_folder
 PR_SET_DUMPABLE = 4
 SIGN, BEGIN, SIGN_PARTS, COMPLETE, ABORT = "sign", "begin_parts", "sign_parts", "complete_parts", "abort_parts"
 VERSION = "version"
-# Addresses that one message brings: of the files of a version that follow the one that was asked for, of parts.
-FILES_AT_ONCE = 256
+# Addresses that one message brings: of the files of a version that follow the one that was asked for, of parts. Each has
+# some 450 bytes, and what is sent to a rank that is stopped must fit into the socket's buffer, of some megabytes: the
+# thread that sends would wait for ever.
+FILES_AT_ONCE = 64
 PARTS_AT_ONCE = 16
-MOST_KEYS = 1000
+MOST_KEYS = 64
 # An address of a file is signed once for all ranks, and again after so long.
 SIGNED_ANEW_AFTER_S = 600.0
 # Of an answer's addresses each holds for so long at least: with room for a request that begins at the last moment.

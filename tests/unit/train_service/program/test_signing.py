@@ -227,7 +227,7 @@ def test_malformed_requests_are_answered_with_an_error(attempt: Begun) -> None:
     for body in (
         {"kind": "sign"},
         {"kind": "sign", "method": "DELETE", "keys": ["key"]},
-        {"kind": "sign", "method": "GET", "keys": ["key"] * 1001},
+        {"kind": "sign", "method": "GET", "keys": ["key"] * 65},
         {"kind": "sign_parts", "key": f"{run.folder_of(1, 0)}/x", "upload_id": "x", "first": "many"},
         {"kind": "complete_parts", "key": f"{run.folder_of(1, 0)}/x"},
     ):
