@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shared.errors import FailedPrecondition
+from shared.errors import FailedPrecondition, first_line
 from shared.models import build_model
 from shared.target_scaling import TargetScaling
 from train_service.domain.early_stopping import should_stop
@@ -167,3 +167,16 @@ def seed_generators(seed: int, device: torch.device, *, all_kinds: bool = False)
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
+
+
+def by_compiler(error: BaseException) -> bool:
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+
+
+def compile_failed(error: BaseException) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"spec.compile: torch.compile does not work for this model on this node: {first_line(error)}; leave it out, or "
+        "install what it misses",
+        reason="COMPILE_FAILED",
+        fields=[("spec.compile", first_line(error))],
+    )

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared.errors import FailedPrecondition, first_line
 from shared.models.own_model import own_method
 from shared.models.scaled_target import scale_target, undo_scaling
 from shared.transforms import TensorSpec
 from train_service.domain.schedule import learning_rate
 from train_service.domain.slices import loss_scale
 from train_service.domain.spec import FLOAT16, FSDP, TrainingSpec
-from train_service.learning.base_learner import BaseLearner
+from train_service.learning.base_learner import BaseLearner, by_compiler, compile_failed
 from train_service.learning.evaluation import evaluate
 from train_service.learning.losses import build_loss
 from train_service.learning.metrics import MOST_SUMS_OF_A_STEP, Metrics
@@ -75,14 +74,9 @@ class Learner(BaseLearner):
             with self._autocast():
                 settle_buckets(self._wrapped, self.model, self._trial.loss_of)
         except Exception as error:
-            if not self._spec.compile or not _by_compiler(error):
+            if not self._spec.compile or not by_compiler(error):
                 raise
-            raise FailedPrecondition(
-                f"spec.compile: torch.compile does not work for this model on this node: {first_line(error)}; leave it "
-                "out, or install what it misses",
-                reason="COMPILE_FAILED",
-                fields=[("spec.compile", first_line(error))],
-            ) from error
+            raise compile_failed(error) from error
 
     def step(self, batch: Batch) -> list[float]:
         """One optimiser step. Returns this rank's sums, to be added over ranks and steps: loss, rows, and metrics', of
@@ -188,7 +182,3 @@ def _may_be_fused(spec: TrainingSpec) -> bool:
     scaler leaves it to a fused kernel to skip what overflows, which the other, that a run may have begun with, refuses.
     """
     return spec.placement.parallel != FSDP and spec.precision != FLOAT16
-
-
-def _by_compiler(error: BaseException) -> bool:
-    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))

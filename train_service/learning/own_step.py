@@ -20,7 +20,7 @@ from shared.transforms import TensorSpec
 from train_service.domain.schedule import learning_rate
 from train_service.domain.slices import loss_scale
 from train_service.domain.spec import FSDP, OWN, REGRESSION, TrainingSpec
-from train_service.learning.base_learner import BaseLearner
+from train_service.learning.base_learner import BaseLearner, by_compiler, compile_failed
 from train_service.learning.evaluation import validation_batches
 from train_service.learning.optimizers import build_optimizer, build_scheduler
 from train_service.learning.ranks import Ranks, gradients_kept_local
@@ -95,8 +95,7 @@ class OwnStepLearner(BaseLearner):
             parts = self._parts(batch)
             self._stepped = False
             module.hook("on_train_batch_start", parts[0][1], index)
-            take = self._manual if module.is_manual else self._automatic
-            loss, outputs = take(batch, parts, index)
+            loss, outputs = self._taken(batch, parts, index)
             module.hook("on_train_batch_end", outputs, parts[-1][1], index)
             self._schedule(STEP, batch.step + 1, {})
         if math.isnan(loss) and logged.sums:
@@ -207,6 +206,15 @@ class OwnStepLearner(BaseLearner):
         """On the device, as a module may want it there: augmented, or normalised."""
         given = self._step_module.hook("on_after_batch_transfer", batch, 0)
         return batch if given is None else given
+
+    def _taken(self, batch: Batch, parts: Sequence[tuple[Part, Any]], index: int) -> tuple[float, Any]:
+        take = self._manual if self._step_module.is_manual else self._automatic
+        try:
+            return take(batch, parts, index)
+        except Exception as error:
+            if not self._spec.compile or not by_compiler(error):
+                raise
+            raise compile_failed(error) from error
 
     def _automatic(self, batch: Batch, parts: Sequence[tuple[Part, Any]], index: int) -> tuple[float, Any]:
         """The parts' gradients together, and a step of the one optimizer. Returns the mean loss of this rank's rows,

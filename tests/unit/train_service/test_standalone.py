@@ -288,9 +288,13 @@ def test_a_model_of_ones_own_code_is_checked_trained_and_known_again(
     commit_table(store)
     spec = own(store, replace(TABLE, epochs=1, global_batch_size=70))
     alone = Ranks(0, 1, torch.device("cpu"))
-    with code_of_this_process():
-        assert standalone._run(alone, store.settings, "debug", spec) == 0
-        assert standalone._run(alone, store.settings, "debug", spec) == 0  # it is done, and the same
-        assert standalone._run(alone, store.settings, "debug", replace(spec, epochs=2)) == 2
+
+    def run(spec: TrainingSpec) -> int:
+        with code_of_this_process():  # as if each command had a process of its own
+            return standalone._run(alone, store.settings, "debug", spec)
+
+    assert run(spec) == 0
+    assert run(spec) == 0  # it is done, and the same
+    assert run(replace(spec, epochs=2)) == 2
 
     assert entries(store, JOB)[10].code_bundle == spec.model.code_bundle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from shared.checkpoint import CheckpointRegistry
 from shared.code_loading import load_code
@@ -23,7 +25,7 @@ from tests.unit.train_service.learners import ALONE, CLASSES, INPUT, STEPS, WIDT
 from tests.unit.train_service.learners import SPEC as TABLE
 from tests.unit.train_service.worker.test_loop import entries, events, lose_and_begin, new_job, run_of, saved
 from train_service.domain.own_model import OwnModelFacts, settled
-from train_service.domain.spec import FLOAT16, FSDP, EarlyStopping, OptimizerSpec, Placement, TrainingSpec
+from train_service.domain.spec import BFLOAT16, FLOAT16, FSDP, EarlyStopping, OptimizerSpec, Placement, TrainingSpec
 from train_service.learning.own_step import OwnStepLearner
 from train_service.learning.ranks import Ranks
 from train_service.records.events import EventKind
@@ -94,6 +96,34 @@ def test_a_gan_steps_its_two_optimizers_and_is_resumed_bit_for_bit(store: Object
     assert not events(store, NAME, EventKind.VALIDATED)  # it has no validation_step
 
 
+def averaged(ranks: Ranks) -> list[Tensor | None]:
+    """Of parameters of which all, one and none have a gradient, in two dtypes."""
+    shapes = [(3,), (2, 2), (5,), (2, 3), (4,)]
+    kinds = [torch.float32, torch.float64, torch.float32, torch.float32, torch.float32]
+    parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=kind)) for shape, kind in zip(shapes, kinds, strict=True)]
+    for number, one in enumerate(parameters[:4]):
+        if number != 2 or ranks.rank == 1:
+            one.grad = torch.full_like(one, float(ranks.rank + number))
+    ranks.average_gradients(parameters)
+    buffers = [torch.full((2,), float(ranks.rank)), torch.tensor(ranks.rank)]
+    ranks.share_tensors(buffers)
+    means = [None if one.grad is None else one.grad.flatten()[-1].clone() for one in parameters]
+    return [*means, *(one.clone() for one in buffers)]
+
+
+def test_a_gradient_is_the_mean_over_ranks_where_some_rank_has_one(tmp_path: Path) -> None:
+    told = in_ranks(3, averaged, tmp_path)
+
+    assert told[0][4] is None
+    assert [float(one) for one in told[0][:4]] == [1.0, 2.0, 1.0, 4.0]
+    assert torch.equal(told[2][5], torch.zeros(2))
+    assert int(told[2][6]) == 0
+    for one in told[1:]:
+        assert [None if value is None else value.tolist() for value in one] == [
+            None if value is None else value.tolist() for value in told[0]
+        ]
+
+
 def on_ranks(ranks: Ranks, settings: StoreSettings, specs: dict[str, TrainingSpec]) -> dict[str, Any]:
     load_code(open_store(settings), next(iter(specs.values())).model.code_bundle)
     told: dict[str, Any] = {}
@@ -108,6 +138,7 @@ def on_ranks(ranks: Ranks, settings: StoreSettings, specs: dict[str, TrainingSpe
         for step in range(STEPS // 2):
             half.step(batch(ranks, step))
         weights, state = ranks.share((half.weights(), half.state()))
+        told[f"{name}, half"] = copy.deepcopy((weights, state))  # an optimizer goes on in what it is given
         rest = learner(spec, ranks, prepared=False)
         rest.load(weights, state)
         rest.prepare()
@@ -139,6 +170,15 @@ def test_two_ranks_learn_as_one_and_are_resumed_bit_for_bit(store: ObjectStore, 
             assert torch.equal(told[f"{name}, resumed"][key], tensor), (name, key)
             torch.testing.assert_close(alone[name][key], tensor, rtol=1e-3, atol=1e-4)
     assert set(told["plain, described"]) == {"loss", "train_accuracy"}
+    # What two workers saved goes on on one.
+    for name in ("plain", "sharded"):
+        rest = learner(specs[name], prepared=False)
+        rest.load(*told[f"{name}, half"])
+        rest.prepare()
+        for step in range(STEPS // 2, STEPS):
+            rest.step(batch(step=step))
+        for key, tensor in rest.weights().items():
+            torch.testing.assert_close(tensor, told[name][key], rtol=1e-3, atol=1e-4)
 
 
 def test_two_ranks_of_a_gan_stay_alike_and_are_resumed_bit_for_bit(store: ObjectStore, tmp_path: Path) -> None:
@@ -162,6 +202,17 @@ def test_a_manual_backward_takes_the_arguments_of_a_backward(store: ObjectStore)
     made = learner(spec)
 
     assert made.describe(made.step(batch()))["critic_loss"] > 0
+
+
+def test_in_bfloat16_it_learns_and_weights_stay_in_float32(store: ObjectStore) -> None:
+    spec = classifier(store, replace(SPEC, precision=BFLOAT16), noise=0.0)
+    load_code(store, spec.model.code_bundle)
+    made = learner(spec)
+
+    losses = [made.describe(made.step(batch(step=step)))["loss"] for step in range(8)]
+
+    assert losses[-1] < losses[0]
+    assert all(one.dtype is torch.float32 for one in made.model.parameters())
 
 
 def test_float16_scales_losses_and_its_scaler_is_saved(store: ObjectStore) -> None:
