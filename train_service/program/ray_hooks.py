@@ -15,6 +15,8 @@ What a new release of Ray may break, and how it would be noticed:
 - `DataParallelTrainer.fit` is no longer what a trainer's `fit()` calls: a script's run goes past the job, and its
   test finds no checkpoint (`tests/integration/train_service/test_scripts.py`).
 - Ray's controller needs its own actor for more than `get_all_reported_checkpoints`: a script's workers do not start.
+- `ASHAScheduler` renames what it keeps: a script's Tuner is refused with an `AttributeError`
+  (`tests/unit/train_service/program/test_tuning.py`).
 - The frames below Ray's `ThreadRunner` change: only the texts of stacks do.
 """
 
@@ -309,6 +311,21 @@ def install_driver(
         return remote(*arguments, **kept) if arguments or kept else remote
 
     ray.remote = remote_without_gpus
+
+
+def asha_facts(scheduler: Any) -> dict[str, Any]:
+    """What an `ASHAScheduler` was made with; it keeps it in no public place."""
+    rungs = scheduler._brackets[0]._rungs
+    return {
+        "time_attr": scheduler._time_attr,
+        "metric": scheduler._metric,
+        "mode": scheduler._mode,
+        "brackets": len(scheduler._brackets),
+        "max_t": int(scheduler._max_t),
+        # The first rung of the first bracket is at the grace period.
+        "grace_period": int(min(milestone for milestone, _ in rungs)) if rungs else 1,
+        "reduction_factor": float(scheduler._reduction_factor),
+    }
 
 
 def without_gpus(options: Mapping[str, Any]) -> dict[str, Any]:

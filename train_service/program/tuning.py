@@ -15,6 +15,7 @@ from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from shared.errors import Internal, InvalidArgument
 from train_service.domain.search_space import CHOICE, GRID, INTEGERS, LOG_UNIFORM, UNIFORM
+from train_service.program.ray_hooks import asha_facts
 from train_service.program.script_result import RegistryCheckpoint
 
 LOOP_CONFIG = "train_loop_config"
@@ -129,8 +130,10 @@ def settings_of(tune_config: Any, line: str) -> dict[str, Any]:
         asha = _asha(scheduler, line)
     elif scheduler is not None and type(scheduler) is not FIFOScheduler:
         raise _refused(line, f"{type(scheduler).__name__} is not supported", "use ASHAScheduler, or no scheduler")
-    metric = tune_config.metric or getattr(scheduler, "_metric", None)
-    mode = tune_config.mode or getattr(scheduler, "_mode", None)
+    metric, mode = tune_config.metric, tune_config.mode
+    if asha is not None:
+        of_scheduler = asha.pop("metric"), asha.pop("mode")
+        metric, mode = metric or of_scheduler[0], mode or of_scheduler[1]
     if not metric or mode not in ("min", "max"):
         raise _refused(line, "TuneConfig names no metric and mode", "say TuneConfig(metric=..., mode='min')")
     return {
@@ -143,17 +146,14 @@ def settings_of(tune_config: Any, line: str) -> dict[str, Any]:
 
 
 def _asha(scheduler: Any, line: str) -> dict[str, Any]:
-    if scheduler._time_attr != "training_iteration":
-        text = f"ASHAScheduler(time_attr={scheduler._time_attr!r}) is not supported"
+    facts = asha_facts(scheduler)
+    time_attr = facts.pop("time_attr")
+    if time_attr != "training_iteration":
+        text = f"ASHAScheduler(time_attr={time_attr!r}) is not supported"
         raise _refused(line, text, "leave it out: a trial's reports with a checkpoint count")
-    if scheduler._num_brackets != 1:
+    if facts.pop("brackets") != 1:
         raise _refused(line, "ASHAScheduler(brackets=...) is not supported", "leave it out")
-    rungs = scheduler._brackets[0]
-    return {
-        "max_t": int(scheduler._max_t),
-        "grace_period": int(min(milestone for milestone, _ in rungs._rungs)) if rungs._rungs else 1,
-        "reduction_factor": float(scheduler._reduction_factor),
-    }
+    return facts
 
 
 def _refused(line: str, what: str, remedy: str) -> InvalidArgument:

@@ -276,7 +276,7 @@ def test_a_tuner_in_a_script_is_a_sweep(file_stack: TrainStack, tmp_path: Path) 
     assert f"trials {samples} 0 True" in logs, logs
     assert f"samples {samples} True" in logs
     assert len(sweep.trials) == samples
-    assert all(one.parameters["program.config.batch_size"] in (16, 32, 64) for one in sweep.trials)
+    assert all(one.parameters["program.config.batch_size"].number_value in (16, 32, 64) for one in sweep.trials)
     assert min(one.best_value for one in sweep.trials) == next(
         one.best_value for one in sweep.trials if one.training_job == sweep.best_training_job
     )

@@ -12,7 +12,7 @@ from shared.errors import FailedPrecondition, InvalidArgument, invalid_field
 from shared.model_spec import ModelSpec
 from train_service.domain import spec_rules
 from train_service.domain.search_space import CHOICE, GRID, LOG_UNIFORM, Domain
-from train_service.domain.spec import TrainingSpec
+from train_service.domain.spec import CheckpointPolicy, Program, TrainingSpec
 from train_service.domain.sweep import Asha, SweepSpec, check, trial_id, with_trial_named
 
 RATE = "optimizer.learning_rate"
@@ -166,3 +166,44 @@ def test_trials_sort_by_their_numbers() -> None:
     ids = [trial_id("s", number) for number in range(1000)]
     assert ids == sorted(ids)
     assert (ids[0], ids[-1]) == ("s-000", "s-999")
+
+
+PROGRAM = replace(
+    GOOD,
+    dataset_version="",
+    model=ModelSpec(builder="", in_channels=1, num_classes=1),
+    epochs=0,
+    global_batch_size=0,
+    program=Program(
+        code_bundle="codeBundles/x", entry="train:loop", config_json='{"epochs": 3, "model": {"kind": "mlp"}}'
+    ),
+    checkpoints=CheckpointPolicy(best_metric="eval_loss", maximize=False),
+)
+SEARCHED = {
+    "program.config.lr": Domain(kind=LOG_UNIFORM, low=1e-5, high=1e-3),
+    "program.config.model.width": Domain(kind=CHOICE, values=(8, 16)),
+}
+
+
+def test_a_trial_of_a_program_has_its_values_in_the_configuration() -> None:
+    sweep = SweepSpec(base=PROGRAM, parameters=SEARCHED, num_samples=4, asha=Asha(max_t=3))
+    check(sweep)
+    trial = sweep.training_of({"program.config.lr": 0.5, "program.config.model.width": 8})
+    assert trial.program is not None
+    assert json.loads(trial.program.config_json) == {"epochs": 3, "lr": 0.5, "model": {"kind": "mlp", "width": 8}}
+    assert replace(trial, program=PROGRAM.program) == PROGRAM
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"base": GOOD}, [f"spec.parameters[{path}]" for path in sorted(SEARCHED)]),
+        ({"parameters": {**SEARCHED, RATE: Domain(kind=GRID, values=(1,))}}, [f"spec.parameters[{RATE}]"]),
+        ({"asha": Asha()}, ["spec.asha.max_t"]),
+        ({"base": replace(PROGRAM, checkpoints=CheckpointPolicy(best_metric="", maximize=True))}, ["spec.metric"]),
+        ({"parameters": {"program.config.": Domain(kind=GRID, values=(1,))}}, ["spec.parameters[program.config.]"]),
+    ],
+)
+def test_what_a_sweep_of_a_program_lacks_is_named(changes: dict[str, Any], fields: list[str]) -> None:
+    sweep = SweepSpec(base=PROGRAM, parameters=SEARCHED)
+    assert refused(replace(sweep, **changes)) == fields

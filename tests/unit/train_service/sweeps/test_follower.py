@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -53,6 +54,20 @@ def test_of_a_trial_that_learns_numbers_its_metrics_are_told(place: Place) -> No
     place.put_in(JobState.SUCCEEDED, JOB)
     assert all_told(place, "validation_mae", maximize=False) == [(1, 1.5)]
     assert all_told(place, "validation_loss", maximize=False) == [(1, 0.5)]
+
+
+def test_of_a_program_the_reports_with_a_checkpoint_and_the_metric_are_told(place: Place) -> None:
+    place.create()
+    place.trials().make(0)
+    log = EventLog(place.store, JOB)
+    for step, metrics in ((1, {"eval_loss": 2}), (2, {"other": 1.0}), (3, {"eval_loss": 0.5})):
+        log.append(1, EventKind.CHECKPOINT_COMMITTED, {"step": step, "metrics": metrics})
+        log.append(1, EventKind.PROGRESS, {"step": step})
+    place.put_in(JobState.SUCCEEDED, JOB)
+    told: list[tuple[int, float]] = []
+    trial = replace(followed(place, "eval_loss", maximize=False), by_reports=True)
+    follow(trial, lambda reports, value: told.append((reports, value)))
+    assert told == [(1, 2.0), (3, 0.5)]
 
 
 def test_an_epoch_that_a_second_attempt_did_again_is_reported_once(place: Place) -> None:
