@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def trusting(store: ObjectStore, deployments: Deployments, operations: Deploymen
     return DeploymentManager(store, deployments, operations, Cluster(None), TRUSTED)
 
 
-def of(checkpoint: str, predictor: str = "", **changes: bool) -> Creation:
+def of(checkpoint: str, predictor: str = "", **changes: Any) -> Creation:
     made = creation(**changes)
     return replace(made, spec=replace(made.spec, checkpoint=checkpoint, predictor=predictor))
 
