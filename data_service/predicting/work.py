@@ -23,6 +23,7 @@ from data_service.transforming.work import LeftOut, Made
 from shared.checkpoint import load_checkpoint
 from shared.checkpoint.format import WEIGHTS
 from shared.checkpoint.missing_values import BadRow
+from shared.code_loading import load_code
 from shared.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from shared.storage import open_store
 from shared.transforms import Batch, RowError, batch_of
@@ -162,6 +163,9 @@ class Predictor:
         found = load_checkpoint(open_store(self.source.settings), self.checkpoint.folder, self.checkpoint.sha256)
         # Before torch is imported, which takes seconds: a damaged file is told at once.
         weights = found.read(WEIGHTS)
+        if found.content.model.is_own:
+            # In this worker of Ray's alone: the service that made the job was asked whether such code may run.
+            load_code(open_store(self.source.settings), found.content.model.code_bundle)
         from shared.models.loaded import LoadedModel
 
         device = _device(self.workers)

@@ -26,7 +26,7 @@ from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.format import PROGRAM_CHECKPOINT, WEIGHTS
 from shared.checkpoint.node_copy import node_copy
 from shared.checkpoint.program import load_program_checkpoint
-from shared.code_loading import entry_failed, load_code
+from shared.code_loading import load_code
 from shared.custom_transforms import allowed_functions
 from shared.errors import FailedPrecondition, Internal, MillraceError, Unavailable
 from shared.own_code import OwnCode
@@ -220,7 +220,7 @@ def _load(spec: ReplicaSpec) -> tuple[Any, Loaded]:
         assigned_device(),
         allow_non_finite=spec.allow_non_finite,
     )
-    batch_s = _warmed_up(model, content, spec.max_batch_size)
+    batch_s = model.warm_up(spec.max_batch_size)
     return model, Loaded(model.signature, content.dataset_version, batch_s)
 
 
@@ -246,16 +246,6 @@ def _load_own_code(spec: ReplicaSpec, content: CheckpointContent) -> None:
         f"the model of {content.training_job} is made by code of {content.model.code_bundle}: "
     )
     load_code(open_store(spec.store), content.model.code_bundle)
-
-
-def _warmed_up(model: ServedModel, content: CheckpointContent, max_rows: int) -> dict[int, float]:
-    try:
-        return model.warm_up(max_rows)
-    except Exception as error:
-        if isinstance(error, MillraceError) or not content.model.is_own:
-            raise
-        # A user's code may raise anything, and Serve would only try again.
-        raise entry_failed(content.model.code_bundle, content.model.entry, error) from error
 
 
 def _read(spec: ReplicaSpec) -> tuple[CheckpointContent, bytes]:

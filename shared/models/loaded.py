@@ -13,10 +13,12 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
+from torch import nn
 
 from shared.checkpoint import CheckpointContent
+from shared.code_loading import entry_failed
 from shared.errors import FailedPrecondition, InvalidArgument
-from shared.model_spec import REGRESSION
+from shared.model_spec import REGRESSION, ModelSpec
 from shared.models.building import build_model, load_weights
 from shared.models.scaled_target import undo_scaling
 
@@ -38,7 +40,7 @@ class LoadedModel:
         self._device = device
         self._task = content.model.task
         # Of a user's own code anything may come.
-        self._width = content.model.num_classes if content.model.is_own else None
+        self._own = content.model if content.model.is_own else None
         self._target_scaling = content.target_scaling
         self._layout = torch.contiguous_format
 
@@ -58,23 +60,29 @@ class LoadedModel:
         # torch wants memory that it may write to; rows that came by wire lie in memory that it may not.
         inputs = torch.from_numpy(np.require(prepared, np.float32, ["C", "W"]))
         with torch.inference_mode():
-            given = self.module(inputs.to(self._device, memory_format=self._layout))
-            if self._width is not None:
-                _check_output(given, (len(inputs), self._width))
+            moved = inputs.to(self._device, memory_format=self._layout)
+            given = self.module(moved) if self._own is None else _given(self.module, moved, self._own)
             if self._task == REGRESSION:
                 return [undo_scaling(self._target_scaling, given).cpu().numpy()]
             outputs = (given, given.softmax(dim=1), given.argmax(dim=1))
         return [output.cpu().numpy() for output in outputs]
 
 
-def _check_output(given: object, shape: tuple[int, int]) -> None:
+def _given(module: nn.Module, inputs: torch.Tensor, model: ModelSpec) -> torch.Tensor:
+    """Of a user's own module. Raises `FailedPrecondition` with the line of its code, or for another shape."""
+    try:
+        given: object = module(inputs)
+    except Exception as error:  # a user's code may raise anything
+        raise entry_failed(model.code_bundle, model.entry, error) from error
+    shape = (len(inputs), model.num_classes)
     found = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
-    if found != shape:
+    if not isinstance(given, torch.Tensor) or found != shape:
         raise FailedPrecondition(
             f"the model's forward gives {found} for {shape[0]} rows and not a tensor of {shape}: it can be trained, "
             "and not be served or predicted with",
             reason="MODEL_DOES_NOT_SERVE",
         )
+    return given
 
 
 def does_not_load(content: CheckpointContent, error: Exception) -> FailedPrecondition:

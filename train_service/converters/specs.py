@@ -83,7 +83,7 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
         metrics=tuple(spec.metrics) or (() if is_own else default_metrics(task)),
         optimizer=_optimizer(spec.optimizer)
         if spec.HasField("optimizer")
-        else OptimizerSpec(**({"name": OWN} if is_own else {})),
+        else OptimizerSpec(name=OWN if is_own else OptimizerSpec.name),
         target_scaling=_name(resources_pb2.TrainingSpec.TargetScaling, spec.target_scaling, "TARGET_SCALING_", NONE),
         training_step=spec.training_step,
         precision=_name(resources_pb2.TrainingSpec.Precision, spec.precision, "PRECISION_", FLOAT32),

@@ -38,7 +38,13 @@ class OwnModelFacts:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> OwnModelFacts:
-        return cls(**{**fields_of(cls, config), "metrics": tuple(config.get("metrics", ()))})
+        """Raises `ValueError` for values of another kind: a user's code may have made them up."""
+        facts = cls(**{**fields_of(cls, config), "metrics": tuple(config["metrics"])})
+        flags = (facts.is_step, facts.is_manual, facts.has_optimizers, facts.has_loss)
+        names = all(isinstance(name, str) and name.isidentifier() for name in facts.metrics)
+        if type(facts.num_classes) is not int or not names or not all(isinstance(one, bool) for one in flags):
+            raise ValueError(f"no facts of a model: {config!r:.200}")
+        return facts
 
 
 def settled(spec: TrainingSpec, facts: OwnModelFacts, row_shape: Sequence[int]) -> TrainingSpec:
@@ -63,15 +69,42 @@ def settled(spec: TrainingSpec, facts: OwnModelFacts, row_shape: Sequence[int]) 
     if loss.name == OWN and not facts.is_step and not facts.has_loss:
         loss = replace(loss, name=default_loss(spec.task))
     if optimizer.name == OWN and not facts.has_optimizers:
-        optimizer = OptimizerSpec()
+        optimizer = replace(optimizer, name=OptimizerSpec().name)
     if not facts.is_step:
         metrics = tuple(dict.fromkeys((*(metrics or default_metrics(spec.task)), *facts.metrics)))
     return replace(
         spec,
-        model=replace(spec.model, in_channels=row_shape[0], num_classes=width),
+        model=replace(spec.model, in_channels=row_shape[0], num_classes=width, is_step=facts.is_step),
         loss=loss,
         optimizer=optimizer,
         metrics=metrics,
+    )
+
+
+def settled_base(base: TrainingSpec, trials: Sequence[TrainingSpec]) -> TrainingSpec:
+    """Of a sweep: the specification that all trials share, with what follows from the model; `trials` are some that
+    were checked. Raises `InvalidArgument` where their models do not have that in common."""
+    first = trials[0]
+    for other in trials:
+        if (other.model.num_classes, other.model.is_step, other.metrics) != (
+            first.model.num_classes,
+            first.model.is_step,
+            first.metrics,
+        ):
+            remedy = "trials of a sweep are compared, so their models must have the same outputs, metrics and methods"
+            raise invalid_field("spec.model.kwargs", other.model.kwargs, remedy)
+    model = replace(
+        base.model,
+        in_channels=first.model.in_channels,
+        num_classes=first.model.num_classes,
+        is_step=first.model.is_step,
+    )
+    return replace(
+        base,
+        model=model,
+        loss=replace(base.loss, name=first.loss.name),
+        optimizer=replace(base.optimizer, name=first.optimizer.name),
+        metrics=first.metrics,
     )
 
 
@@ -79,13 +112,13 @@ def _refuse_what_a_step_does_itself(spec: TrainingSpec, facts: OwnModelFacts) ->
     has_step = "the model has a training_step of its own, which makes it; leave it out"
     manual = "the model optimizes by hand (automatic_optimization is False), which does not go with it; leave it out"
     refused = [
-        (spec.loss.name != OWN, "loss", spec.loss.name, has_step),
+        (spec.loss.name != OWN, "loss.name", spec.loss.name, has_step),
         (bool(spec.metrics), "metrics", ", ".join(spec.metrics), "a training_step logs its own; leave it out"),
         (bool(spec.training_step), "training_step", spec.training_step, has_step),
         (spec.target_scaling != NONE, "target_scaling", spec.target_scaling, "a training_step scales; leave it out"),
         (
-            facts.has_optimizers and spec.optimizer.name != OWN,
-            "optimizer",
+            facts.has_optimizers and spec.optimizer != OptimizerSpec(name=OWN),
+            "optimizer.name",
             spec.optimizer.name,
             "the model has configure_optimizers; leave it out",
         ),

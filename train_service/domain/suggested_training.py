@@ -127,19 +127,16 @@ def _numbers(one: ColumnFacts) -> int:
     return one.distinct if one.kind == TEXT or (one.kind == BOOLEAN and one.nulls) else 1
 
 
-def choose_training(made: Suggestion, task: str, rows: int, is_image: bool) -> None:
+def choose_training(made: Suggestion, task: str, rows: int, is_image: bool, *, is_own: bool = False) -> None:
+    """Of a model that `is_own` without what its code may bring itself."""
     spec = made.spec
-    rate = LEARNING_RATE_OF_IMAGES if is_image else LEARNING_RATE_OF_TABLES
-    made.choose("optimizer.name", "AdamW", "It works without much tuning.")
-    made.choose("optimizer.learning_rate", rate, f"It is usual for {'images' if is_image else 'tables'} from scratch.")
-    if "scheduler" not in spec["optimizer"]:
-        why = "The rate warms up and then falls to 0, which ends a run of known length well."
-        made.choose("optimizer.schedule", "SCHEDULE_COSINE_WITH_WARMUP", why)
+    if not is_own:
+        _choose_optimizer(made, is_image)
     to_see, fewest, most = EPOCHS_OF_IMAGES if is_image else EPOCHS_OF_TABLES
     epochs = min(max(math.ceil(to_see / max(rows, 1)), fewest), most)
     made.choose("epochs", epochs, f"{rows:,} training rows are seen {epochs} times.")
     made.choose("global_batch_size", _batch_size(spec, rows), f"It suits {rows:,} training rows.")
-    if task == REGRESSION:
+    if task == REGRESSION and not is_own:
         made.choose("metrics", ["mae", "rmse", "r2"], "They are in the target's own unit, but for r2.", "mae, rmse, r2")
     made.choose("checkpoints.keep_newest", 2, "Besides the best one; all others would only take room.")
     made.choose("num_workers", 1, "One worker needs the least room; more are faster where the cluster has them.")
@@ -147,10 +144,19 @@ def choose_training(made: Suggestion, task: str, rows: int, is_image: bool) -> N
     if "early_stopping" in spec and not spec["early_stopping"]:
         if made.preparation is None:
             del spec["early_stopping"]
-    elif "early_stopping" in spec or (spec.get("validation_split") and int(spec["epochs"]) > patience):
+    elif "early_stopping" in spec or (not is_own and spec.get("validation_split") and int(spec["epochs"]) > patience):
         made.choose(
             "early_stopping.patience", patience, "The run ends where validation gets no better for so many epochs."
         )
+
+
+def _choose_optimizer(made: Suggestion, is_image: bool) -> None:
+    rate = LEARNING_RATE_OF_IMAGES if is_image else LEARNING_RATE_OF_TABLES
+    made.choose("optimizer.name", "AdamW", "It works without much tuning.")
+    made.choose("optimizer.learning_rate", rate, f"It is usual for {'images' if is_image else 'tables'} from scratch.")
+    if "scheduler" not in made.spec["optimizer"]:
+        why = "The rate warms up and then falls to 0, which ends a run of known length well."
+        made.choose("optimizer.schedule", "SCHEDULE_COSINE_WITH_WARMUP", why)
 
 
 def _batch_size(spec: Mapping[str, Any], rows: int) -> int:

@@ -96,8 +96,9 @@ def suggest(
     if made.preparation is None:
         choose_model_input(made, source, rows, lambda: _width(made, version, source, columns, shape_made))
         choose_outputs(made, label, task)
-    choose_model(made, is_image, lambda: _width(made, version, source, columns, shape_made))
-    choose_training(made, task, rows, is_image)
+    if not _is_own(made):
+        choose_model(made, is_image, lambda: _width(made, version, source, columns, shape_made))
+    choose_training(made, task, rows, is_image, is_own=_is_own(made))
     return made
 
 
@@ -256,6 +257,11 @@ def _usable_label(one: ColumnFacts, version: VersionFacts) -> ColumnFacts:
     return one
 
 
+def _is_own(made: Suggestion) -> bool:
+    """Whether a model of the caller's own code is given, which may bring what it is trained with."""
+    return bool(made.spec.get("model", {}).get("entry"))
+
+
 def _choose_task(made: Suggestion, label: ColumnFacts) -> str:
     if "task" in made.spec:
         return str(made.spec["task"]).removeprefix("TASK_")
@@ -292,11 +298,12 @@ def _label_steps(made: Suggestion, label: ColumnFacts, task: str) -> list[dict[s
     if task == REGRESSION:
         if label.kind == BOOLEAN:
             raise invalid_field(path, label.name, "it is a boolean, which has no scale; use TASK_CLASSIFICATION")
-        made.choose(
-            "target_scaling",
-            "TARGET_SCALING_STANDARD",
-            "Numbers of any size are learnt best around 0; answers stay in the target's own unit.",
-        )
+        if not _is_own(made):
+            made.choose(
+                "target_scaling",
+                "TARGET_SCALING_STANDARD",
+                "Numbers of any size are learnt best around 0; answers stay in the target's own unit.",
+            )
         return steps
     if label.kind == TENSOR:
         raise invalid_field(path, label.name, "it is a tensor, and classes are scalars; use TASK_REGRESSION")

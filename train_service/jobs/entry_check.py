@@ -14,7 +14,7 @@ from typing import Any
 
 from shared.code_bundle import Readable, read_bundle
 from shared.code_packing import unpack
-from shared.errors import ResourceExhausted, invalid_field
+from shared.errors import InvalidArgument, ResourceExhausted, invalid_field
 from train_service.jobs.guarded_child import Limits, ask_in_child
 
 FIELD, MODEL_FIELD = "spec.program.entry", "spec.model.entry"
@@ -62,7 +62,10 @@ class EntryCheck:
         if problem := str(answer["problem"]):
             # A child may answer anything: of what it names only a field of the specification is taken.
             told = str(answer.get("field", ""))
-            raise invalid_field(told if told.startswith("spec.") else field, entry, problem)
+            if told.startswith("spec."):
+                fields = [(told, problem)]
+                raise InvalidArgument(f"{told}: {problem}", reason="INVALID_FIELD", fields=fields)
+            raise invalid_field(field, entry, problem)
         facts = answer.get("facts")
         self._good[sha256, entry, asked] = facts if isinstance(facts, dict) else {}
         while len(self._good) > MAX_REMEMBERED:

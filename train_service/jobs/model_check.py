@@ -36,7 +36,7 @@ def check_model(spec: TrainingSpec, model_input: TensorSpec, total_steps: int = 
     if spec.placement.parallel == FSDP:
         check_sharding(spec.model, model_input.shape)
     build_training_step(spec.training_step)
-    _check_loss(spec)
+    check_loss(spec)
     check_optimizer(spec.optimizer, [tuple(one.shape) for one in model.parameters()], total_steps)
 
 
@@ -74,7 +74,8 @@ def check_outputs(spec: TrainingSpec, model_input: TensorSpec) -> nn.Module:
     return model
 
 
-def _check_loss(spec: TrainingSpec) -> None:
+def check_loss(spec: TrainingSpec) -> None:
+    """Raises `InvalidArgument` for a loss that is none, or not for the task's outputs and labels."""
     import torch
 
     from train_service.learning.losses import build_loss

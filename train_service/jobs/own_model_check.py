@@ -7,12 +7,14 @@ from dataclasses import replace
 
 from shared.checkpoint import resolve
 from shared.code_bundle import load_bundle
+from shared.errors import invalid_field
 from shared.storage import ObjectStore
 from train_service.checkpoints.fine_tuning import FIELD as INITIAL_FIELD
 from train_service.checkpoints.fine_tuning import check_name, weight_shapes
+from train_service.domain import spec_rules
 from train_service.domain.own_model import OwnModelFacts, settled
-from train_service.domain.spec import TrainingSpec
-from train_service.jobs.model_check import check_names, check_parallel, check_stopping
+from train_service.domain.spec import OWN, TrainingSpec
+from train_service.jobs.model_check import check_loss, check_names, check_parallel, check_stopping
 from train_service.jobs.program_check import ProgramCheck, check_module, check_requirements, installed_version
 from train_service.loading.version_fit import check_fits, fitted, steps_of_run
 
@@ -41,15 +43,30 @@ class OwnModelCheck:
             "total_steps": steps_of_run(spec, version),
             "initial": self._initial_shapes(spec),
         }
-        facts = OwnModelFacts.from_config(self._programs.entries.look_at_model(bundle.sha256, spec.model.entry, asked))
+        found = self._programs.entries.look_at_model(bundle.sha256, spec.model.entry, asked)
+        try:
+            facts = OwnModelFacts.from_config(found)
+        except (TypeError, ValueError, KeyError):
+            remedy = "its code has answered its check itself; leave that to the check"
+            raise invalid_field(ENTRY_FIELD, spec.model.entry, remedy) from None
         spec = settled(spec, facts, row_shape)
+        spec_rules.check(spec)
         check_fits(spec, version)
         check_parallel(spec)
         if facts.is_step:
             check_stopping(spec)  # what it logs is known once it runs
         else:
             check_names(spec, facts.metrics)
+            self._check_installed(spec)
         return spec
+
+    def _check_installed(self, spec: TrainingSpec) -> None:
+        """A loss and a training step that the specification names, and that are none of the model's own."""
+        from train_service.learning.training_steps import build_training_step
+
+        build_training_step(spec.training_step)
+        if spec.loss.name != OWN:
+            check_loss(spec)
 
     def _initial_shapes(self, spec: TrainingSpec) -> dict[str, list[int]] | None:
         if not spec.initial_checkpoint:

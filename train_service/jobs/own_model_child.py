@@ -15,20 +15,24 @@ import torch
 from torch import Tensor, nn
 
 from shared.code_loading import adopt_code, line_in_code
-from shared.errors import MillraceError, first_line, invalid_field
+from shared.errors import InvalidArgument, MillraceError, first_line, invalid_field
 from shared.models import build_model
 from shared.models.own_model import own_method
 from train_service.checkpoints.fine_tuning import fit
+from train_service.checkpoints.tensor_files import take_apart
 from train_service.domain.own_model import OwnModelFacts, settled
 from train_service.domain.spec import FSDP, OWN, REGRESSION, TrainingSpec
 from train_service.jobs.sharding_check import sharding_problem
 from train_service.learning.losses import build_loss, total_of
 from train_service.learning.metrics import known_metrics
 from train_service.learning.optimizers import check_optimizer
+from train_service.learning.step_module import NOT_CALLED, StepModule, Trainer, is_step
 
 FIELD = "spec.model.entry"
 ROWS = 2
 DEVICES = ("meta", "cpu")
+# Of an epoch, as far as a module that asks for it is told when it is tried.
+SOME_STEPS = 100
 
 
 def look_at_model(asked: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -73,33 +77,75 @@ def _tried_on(device: str, spec: TrainingSpec, row_shape: tuple[int, ...]) -> _T
         model = build_model(spec.model, "spec.model")
         if not any(one.requires_grad for one in model.parameters()):
             raise invalid_field(FIELD, spec.model.entry, "the model has no parameter that is trained")
-        return _Trial(model, _facts_of_model(model, spec, row_shape))
+        look = _facts_of_step if is_step(model) else _facts_of_model
+        return _Trial(model, look(model, spec, row_shape))
 
 
 def _facts_of_model(model: nn.Module, spec: TrainingSpec, row_shape: tuple[int, ...]) -> OwnModelFacts:
     model.train()
-    output = _asked("forward", spec, lambda: model(torch.zeros((ROWS, *row_shape))), f"inputs of {(ROWS, *row_shape)}")
+    takes = f"forward does not take inputs of {(ROWS, *row_shape)}"
+    output = _asked(spec, lambda: model(torch.zeros((ROWS, *row_shape))), takes)
     shape = tuple(output.shape) if isinstance(output, Tensor) else None
     if shape is None or len(shape) != 2 or shape[0] != ROWS:
-        remedy = (
-            f"in training it must give one tensor of (rows, classes or numbers), not {shape or type(output).__name__}"
-        )
+        made = shape or type(output).__name__
+        remedy = f"in training it must give one tensor of (rows, classes or numbers), not {made}"
         raise invalid_field(FIELD, spec.model.entry, f"{remedy}; a model with a training_step may give anything")
     labels = torch.zeros(shape) if spec.task == REGRESSION else torch.zeros(ROWS, dtype=torch.int64)
     has_loss = own_method(model, "loss") is not None
     if has_loss and spec.loss.name == OWN:
-        given = _asked(
-            "loss", spec, lambda: build_loss(spec.loss, model)(output, labels), "outputs and labels like its"
-        )
+        loss = build_loss(spec.loss, model)
+        given = _asked(spec, lambda: loss(output, labels), "loss does not take outputs and labels like its")
         _check_shape("loss", spec, given)
     names: tuple[str, ...] = ()
     if (measure := own_method(model, "metrics")) is not None:
-        told = _asked("metrics", spec, lambda: measure(output.detach(), labels), "outputs and labels like its")
+        told = _asked(
+            spec, lambda: measure(output.detach(), labels), "metrics does not take outputs and labels like its"
+        )
         names = _names(spec, told)
     return OwnModelFacts(num_classes=shape[1], has_loss=has_loss, metrics=names)
 
 
-def _asked(method: str, spec: TrainingSpec, call: Callable[[], Any], given: str) -> Any:
+def _facts_of_step(model: nn.Module, spec: TrainingSpec, row_shape: tuple[int, ...]) -> OwnModelFacts:
+    """Its forward may take anything: of a GAN it is no function of the rows."""
+    if refused := [name for name in NOT_CALLED if own_method(model, name) is not None]:
+        remedy = f"its {refused[0]} would never be called here; leave it out, or train by a loop of your own"
+        raise invalid_field(FIELD, spec.model.entry, remedy)
+    trainer = Trainer(spec.epochs, SOME_STEPS, SOME_STEPS * spec.epochs, rank=0, world_size=1)
+    module = StepModule(model, trainer, lambda _: None)
+    has_optimizers = own_method(model, "configure_optimizers") is not None
+    if module.is_manual and not has_optimizers:
+        raise invalid_field(FIELD, spec.model.entry, "it optimizes by hand, so it needs configure_optimizers")
+    if has_optimizers:
+        try:
+            _asked(spec, module.configure, "configure_optimizers raises")
+            # Nothing in a checkpoint may run code when it is read.
+            states = [one.scheduler.state_dict() for one in module.rates]
+            _asked(spec, lambda: take_apart(states), "schedulers have a state that no checkpoint can hold")
+        except InvalidArgument as error:
+            if error.fields:
+                raise
+            raise invalid_field(FIELD, spec.model.entry, f"its {error.message}") from error
+    return OwnModelFacts(
+        num_classes=_width(model, row_shape),
+        is_step=True,
+        is_manual=module.is_manual,
+        has_optimizers=has_optimizers,
+    )
+
+
+def _width(model: nn.Module, row_shape: tuple[int, ...]) -> int:
+    """That of the output, where it is (rows, width) for rows like these, else 0."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            output = model(torch.zeros((ROWS, *row_shape)))
+    except Exception:  # a user's code may raise anything
+        return 0
+    is_table = isinstance(output, Tensor) and output.ndim == 2 and len(output) == ROWS
+    return int(output.shape[1]) if is_table else 0
+
+
+def _asked(spec: TrainingSpec, call: Callable[[], Any], what: str) -> Any:
     try:
         return call()
     except MillraceError:
@@ -107,8 +153,7 @@ def _asked(method: str, spec: TrainingSpec, call: Callable[[], Any], given: str)
     except Exception as error:  # a user's code may raise anything
         where = line_in_code(error)
         told = f"{where}{': ' if where else ''}{type(error).__name__}: {first_line(error)}"
-        text = f"its {method} does not take {given}: {told}"
-        raise invalid_field(FIELD, spec.model.entry, text) from error
+        raise invalid_field(FIELD, spec.model.entry, f"its {what}: {told}") from error
 
 
 def _check_shape(method: str, spec: TrainingSpec, given: Any) -> None:

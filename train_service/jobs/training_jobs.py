@@ -116,15 +116,13 @@ class TrainingJobs:
         if spec.program is not None:
             remedy = "a program runs on Ray Train's workers: create the job at a train service"
             raise invalid_field("spec.program.entry", spec.program.entry, remedy)
-        if spec.model.is_own:
-            remedy = "a model of your own code is checked by a train service: create the job there"
-            raise invalid_field("spec.model.entry", spec.model.entry, remedy)
         job = self._jobs.find(f"{COLLECTION}/{job_id}")
         if job is None:
             spec = self.checked(spec)
             job = self.make(_new_job(job_id, spec, runner=runner), spec)
         spec = _with_lanes_of(job, spec)
-        begun, given = TrainingSpec.from_config(job.spec["training"]), fitted(self._store, spec)[0]
+        begun = TrainingSpec.from_config(job.spec["training"])
+        given = self.checked(spec) if spec.model.is_own else fitted(self._store, spec)[0]
         # Which checkpoint it started from was settled then, and that may be gone by now.
         same_start = _may_mean(given.initial_checkpoint, begun.initial_checkpoint)
         if not same_start or replace(given, initial_checkpoint=begun.initial_checkpoint) != begun:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -65,31 +65,40 @@ def evaluate(
 ) -> tuple[float, dict[str, float], int]:
     """Mean loss, the metrics, and the number of rows, over the whole split on every rank. Augmentations do not act.
     The loss is that of the scaled target, the metrics are in the target's own unit."""
-    rows = sum(cache.row_groups)
-    # Stretches, not strides: a rank reads whole row groups.
-    first, end = (rows * part // ranks.world_size for part in (ranks.rank, ranks.rank + 1))
-    # As many calls on every rank: those of a sharded model are collective.
-    most_rows = math.ceil(rows / ranks.world_size)
-    calls = math.ceil(most_rows / rows_per_call)
     sums = torch.zeros(2 + metrics.width, dtype=torch.float64)
-    prepare = _Preparing(preprocessing, cache.touched)
     model.eval()
+    numbers = metrics.task == REGRESSION
     with torch.no_grad():
-        for start in range(first, first + calls * rows_per_call, rows_per_call):
-            positions = np.arange(start, min(start + rows_per_call, end), dtype=np.int64)
-            cache.read_ahead(np.arange(start, min(start + AHEAD_CALLS * rows_per_call, end), dtype=np.int64))
-            # A rank that has run out of rows keeps the others company with its last.
-            batch = cache.rows(positions if len(positions) else np.asarray([max(0, min(start, rows) - 1)], np.int64))
-            labels = torch.from_numpy(batch.labels).to(ranks.device)
-            if metrics.task == REGRESSION:
-                labels = labels.reshape(len(labels), -1)
-            outputs = model(torch.from_numpy(prepare(batch)).to(ranks.device))
-            if len(positions):
+        for inputs, labels, is_own in validation_batches(cache, preprocessing, ranks, rows_per_call, numbers=numbers):
+            outputs = model(inputs)
+            if is_own:
                 total = loss.total(outputs, scale_target(target_scaling, labels)).item()
                 values = undo_scaling(target_scaling, outputs)
                 sums += torch.cat(
-                    [torch.tensor([total, len(positions)], dtype=torch.float64), metrics.sums(values, labels).cpu()]
+                    [torch.tensor([total, len(labels)], dtype=torch.float64), metrics.sums(values, labels).cpu()]
                 )
     sums = ranks.add(sums).summed()
     total, seen = sums[:2].tolist()
     return total / seen, metrics.values(sums[2:]), int(seen)
+
+
+def validation_batches(
+    cache: RowCache, preprocessing: Preprocessing, ranks: Ranks, rows_per_call: int, *, numbers: bool
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+    """A rank's share of a split: inputs (rows, *shape), labels (rows,) or of `numbers` (rows, K), on its device; and
+    whether they are its own. As many on every rank: calls of a sharded model are collective, so a rank that has run out
+    of rows keeps the others company with some that do not count."""
+    rows = sum(cache.row_groups)
+    # Stretches, not strides: a rank reads whole row groups.
+    first, end = (rows * part // ranks.world_size for part in (ranks.rank, ranks.rank + 1))
+    most_rows = math.ceil(rows / ranks.world_size)
+    calls = math.ceil(most_rows / rows_per_call)
+    prepare = _Preparing(preprocessing, cache.touched)
+    for start in range(first, first + calls * rows_per_call, rows_per_call):
+        positions = np.arange(start, min(start + rows_per_call, end), dtype=np.int64)
+        cache.read_ahead(np.arange(start, min(start + AHEAD_CALLS * rows_per_call, end), dtype=np.int64))
+        batch = cache.rows(positions if len(positions) else np.asarray([max(0, min(start, rows) - 1)], np.int64))
+        labels = torch.from_numpy(batch.labels).to(ranks.device)
+        if numbers:
+            labels = labels.reshape(len(labels), -1)
+        yield torch.from_numpy(prepare(batch)).to(ranks.device), labels, len(positions) > 0

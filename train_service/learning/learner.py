@@ -6,32 +6,25 @@ K = outputs of the model, W = world size.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shared.errors import FailedPrecondition, first_line
-from shared.models import build_model
 from shared.models.own_model import own_method
 from shared.models.scaled_target import scale_target, undo_scaling
-from shared.target_scaling import TargetScaling
 from shared.transforms import TensorSpec
-from train_service.domain.early_stopping import should_stop
 from train_service.domain.schedule import learning_rate
-from train_service.domain.seeds import noise_seed
 from train_service.domain.slices import loss_scale
-from train_service.domain.spec import BFLOAT16, FLOAT16, FLOAT32, FSDP, TrainingSpec
-from train_service.learning.evaluation import ROWS_PER_CALL, evaluate
+from train_service.domain.spec import FLOAT16, FSDP, TrainingSpec
+from train_service.learning.base_learner import BaseLearner, by_compiler, compile_failed
+from train_service.learning.evaluation import evaluate
 from train_service.learning.losses import build_loss
 from train_service.learning.metrics import MOST_SUMS_OF_A_STEP, Metrics
 from train_service.learning.optimizers import build_optimizer, build_scheduler
 from train_service.learning.ranks import Ranks, gradients_kept_local, settle_buckets
-from train_service.learning.sharding import put_optimizer_state, put_weights, whole_optimizer_state, whole_weights
+from train_service.learning.sharding import put_optimizer_state, whole_optimizer_state
 from train_service.learning.sharding_units import units_of
 from train_service.learning.step_parts import Part, diverged, parts_of
 from train_service.learning.training_steps import build_training_step
@@ -40,27 +33,18 @@ from train_service.loading.loader import Batch
 from train_service.loading.preprocessing import Preprocessing
 from train_service.loading.row_cache import RowCache
 
-AUTOCAST = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
 
-
-class Learner:
-    """One rank's part of the learning. Build it, `load` what was saved if anything was, `prepare` it, then step.
-
-    All ranks do the same in the same order: most of it is collective.
-    """
+class Learner(BaseLearner):
+    """Of a model whose step is ours: it is called, its loss is taken, one optimizer steps."""
 
     def __init__(
         self, spec: TrainingSpec, ranks: Ranks, model_input: TensorSpec, steps_per_epoch: int, total_steps: int
     ) -> None:
         """`model_input` is one row as the model takes it. Draws the first weights from the specification's seed."""
-        self._spec = spec
-        self._ranks = ranks
-        self._steps_per_epoch = steps_per_epoch
-        self._total_steps = total_steps
+        super().__init__(spec, ranks, steps_per_epoch, total_steps)
         sharded = spec.placement.parallel == FSDP and ranks.world_size > 1
         units = units_of(spec.model, model_input.shape) if sharded else None
-        seed_generators(spec.seed, ranks.device, all_kinds=spec.model.is_own)
-        self.model = build_model(spec.model, "spec.model").to(ranks.device)
+        self.model = self._built()
         if sharded:
             # Before the optimizer, which must hold the shards.
             ranks.wrap(self.model, FSDP, units=units)
@@ -71,14 +55,7 @@ class Learner:
         self._metrics = Metrics(spec, ranks.device, most_sums=MOST_SUMS_OF_A_STEP, own=self._own_metrics)
         self._optimizer = build_optimizer(spec.optimizer, self.model, fused=_may_be_fused(spec))
         self._scheduler = build_scheduler(spec.optimizer, self._optimizer, total_steps)
-        self._scaler = torch.amp.GradScaler(ranks.device.type, enabled=spec.precision == FLOAT16)
-        # The scaler leaves the optimizer alone in a step whose gradients overflow.
-        self._stepped = True
         self._optimizer.register_step_post_hook(lambda *_: self._note_update())
-        self._skipped_steps = 0
-        self._learning_rate = math.nan
-        # Of a regression, before the first step; None: the model learns the target as it is.
-        self.target_scaling: TargetScaling | None = None
         self._trial = TrialStep(spec, model_input.shape, self.model, self._training_step, self._loss, ranks.device)
         wraps = ranks.world_size > 1 and spec.placement.parallel != FSDP
         self._some_unused = wraps and self._trial.leaves_some_unused(ranks, self._autocast)
@@ -97,14 +74,9 @@ class Learner:
             with self._autocast():
                 settle_buckets(self._wrapped, self.model, self._trial.loss_of)
         except Exception as error:
-            if not self._spec.compile or not _by_compiler(error):
+            if not self._spec.compile or not by_compiler(error):
                 raise
-            raise FailedPrecondition(
-                f"spec.compile: torch.compile does not work for this model on this node: {first_line(error)}; leave it "
-                "out, or install what it misses",
-                reason="COMPILE_FAILED",
-                fields=[("spec.compile", first_line(error))],
-            ) from error
+            raise compile_failed(error) from error
 
     def step(self, batch: Batch) -> list[float]:
         """One optimiser step. Returns this rank's sums, to be added over ranks and steps: loss, rows, and metrics', of
@@ -112,9 +84,7 @@ class Learner:
 
         Raises `FailedPrecondition`, before anything is changed, where the loss is not finite.
         """
-        # All noise of the step depends on where it is, not on what ran before.
-        seed = noise_seed(self._spec.seed, batch.step, self._ranks.rank)
-        seed_generators(seed, self._ranks.device, all_kinds=self._spec.model.is_own)
+        self._seed_step(batch.step)
         if not self.model.training:  # after a validation; it walks through all modules
             self._wrapped.train()
         self._optimizer.zero_grad(set_to_none=True)
@@ -154,51 +124,6 @@ class Learner:
         )
         return {"validation_loss": loss, **{f"validation_{name}": one for name, one in measured.items()}}, rows
 
-    def _rows_per_call(self) -> int:
-        """No more than a step computes at once: so much memory there is, and a call takes no longer than a step."""
-        parts = max(self._ranks.world_size, self._spec.most_ranks) * self._spec.accumulation_steps
-        return max(1, min(ROWS_PER_CALL, self._spec.global_batch_size // parts))
-
-    def should_stop(self, history: Sequence[tuple[int, float]]) -> bool:
-        """`history`: of each epoch so far its number and what it measured of `spec.early_stopping.metric`."""
-        return should_stop(self._spec.early_stopping, history)
-
-    @property
-    def learning_rate(self) -> float:
-        """That of the last step, not of the next; not a number before the first one."""
-        return self._learning_rate
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the loss scaler skipped the last step: it changed no weight, on any rank. Only with FLOAT16."""
-        return not self._stepped
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps of the run so far were, in this attempt and in those that led to it."""
-        return self._skipped_steps
-
-    def weights(self, touched: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
-        """Whole weights and buffers on rank 0, not a copy, and nothing elsewhere; with FSDP every rank must call it.
-        `touched` is called with each tensor, as a sign that it gets on.
-
-        Raises `FailedPrecondition` where they are not finite, so that no such checkpoint is ever the newest good one.
-        """
-        if self._ranks.rank != 0 and self._spec.placement.parallel != FSDP:
-            return {}
-        weights = whole_weights(self.model, touched)
-        for name, tensor in weights.items():
-            touched()
-            # The sum is the quicker look, and may overflow.
-            if not tensor.sum().isfinite() and not tensor.isfinite().all():
-                raise FailedPrecondition(
-                    f"{name} of the model has values that are not finite; start a new job with a lower learning rate "
-                    "or max_gradient_norm, whose initial_checkpoint may be the last checkpoint of this one",
-                    reason="NON_FINITE_WEIGHTS",
-                    metadata={"tensor": name},
-                )
-        return weights
-
     def state(self, touched: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """What, besides the weights, goes on where it was: not a copy. With FSDP every rank must call it. `touched` is
         called with each tensor that is gathered."""
@@ -219,12 +144,6 @@ class Learner:
         if self._scaler.is_enabled():
             self._scaler.load_state_dict(state["scaler"])
             self._skipped_steps = int(state.get("skipped_steps", 0))  # earlier releases did not count them
-
-    def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Any] | None = None) -> None:
-        """Whole weights, and the state unless these are for a new run; before `prepare`, on every rank."""
-        put_weights(self.model, weights)
-        if state is not None:
-            self.load_state(state)
 
     def _backward(self, batch: Batch, part: Part) -> tuple[float, Tensor]:
         """Adds the part's gradients. Returns its summed loss, and the model's outputs, both scaled as the target is."""
@@ -257,34 +176,9 @@ class Learner:
         if self._scheduler is not None:
             self._scheduler.step()
 
-    def _note_update(self) -> None:
-        self._stepped = True
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self._spec.precision == FLOAT32:
-            return nullcontext()
-        return torch.autocast(self._ranks.device.type, AUTOCAST[self._spec.precision])
-
 
 def _may_be_fused(spec: TrainingSpec) -> bool:
     """Not for shards: on one worker the same run has none, and goes on with the same optimizer. Nor in float16: the
     scaler leaves it to a fused kernel to skip what overflows, which the other, that a run may have begun with, refuses.
     """
     return spec.placement.parallel != FSDP and spec.precision != FLOAT16
-
-
-def seed_generators(seed: int, device: torch.device, *, all_kinds: bool = False) -> None:
-    """Of the host, and of the device; with `all_kinds` NumPy's and Python's, too, from which users' code may draw.
-    `torch.manual_seed` alone notes who called it for each kind of device that this process does not use, which takes a
-    millisecond."""
-    if all_kinds:
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
-
-
-def _by_compiler(error: BaseException) -> bool:
-    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))

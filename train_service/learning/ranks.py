@@ -16,6 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from train_service.domain.spec import DDP, FSDP
 from train_service.learning.sharding import shard, sharded
 
+# As much of a copy is made of gradients that are averaged.
+BUCKET_BYTES = 32 * 2**20
+
 
 class Ranks:
     """The process group of an attempt, which whoever started them has set up; a group of one needs none."""
@@ -50,11 +53,45 @@ class Ranks:
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def share_all(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank, in the order of ranks."""
+        boxes = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(boxes, value)
+        return boxes
+
     def share_buffers(self, model: nn.Module) -> None:
         """Gives every rank the buffers of rank 0. DDP itself does so only as the next step begins."""
         if self.world_size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
+
+    def share_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Gives every rank rank 0's, in place; few messages for many small ones."""
+        if self.world_size > 1:
+            for group in _in_buckets(tensors):
+                flat = torch.cat([one.detach().reshape(-1) for one in group])
+                dist.broadcast(flat, src=0)
+                _put_back(flat, group)
+
+    def average_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Of each parameter that has a gradient on some rank the mean over all ranks, where those without one count as
+        0; the others keep none. Averaged already, they stay as they are but for rounding."""
+        if self.world_size == 1:
+            return
+        has = torch.tensor([float(one.grad is not None) for one in parameters], device=self.device)
+        dist.all_reduce(has)
+        gradients = []
+        for one, count in zip(parameters, has.tolist(), strict=True):
+            if count and one.grad is None:
+                one.grad = torch.zeros_like(one)
+            if one.grad is not None:
+                one.grad = one.grad.to_dense() if one.grad.is_sparse else one.grad
+                gradients.append(one.grad)
+        for group in _in_buckets(gradients):
+            flat = torch.cat([one.reshape(-1) for one in group])
+            dist.all_reduce(flat)
+            _put_back(flat.div_(self.world_size), group)
 
     def gather(self, values: NDArray[np.int64]) -> list[NDArray[np.int64]] | None:
         """Every rank's array (n,), of whatever lengths, on rank 0 in the order of ranks; None on the others."""
@@ -97,6 +134,27 @@ class PendingSum:
     def result(self) -> list[float]:
         values: list[float] = self.summed().tolist()
         return values
+
+
+def _in_buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """In their order, those that follow each other and are of one dtype, up to `BUCKET_BYTES` together."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for one in tensors:
+        if bucket and (one.dtype != bucket[0].dtype or size + one.nbytes > BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(one)
+        size += one.nbytes
+    if bucket:
+        yield bucket
+
+
+@torch.no_grad()
+def _put_back(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    parts = torch.split(flat, [one.numel() for one in tensors])
+    for one, part in zip(tensors, parts, strict=True):
+        one.copy_(part.view_as(one))
 
 
 @contextmanager

@@ -27,10 +27,14 @@ class Part:
     row_ids: Array
 
 
-def parts_of(batch: Batch, spec: TrainingSpec, world_size: int, device: torch.device) -> list[Part]:
+def parts_of(
+    batch: Batch, spec: TrainingSpec, world_size: int, device: torch.device, *, whole: bool = False
+) -> list[Part]:
     """As many as `parts_of_step` says, all ranks the same number: what fits a device when all workers are there does
-    so when some are gone."""
-    count = parts_of_step(batch.step_rows, spec.lanes, world_size, spec.most_ranks, spec.accumulation_steps)
+    so when some are gone. `whole`: one."""
+    count = (
+        1 if whole else parts_of_step(batch.step_rows, spec.lanes, world_size, spec.most_ranks, spec.accumulation_steps)
+    )
     rows = len(batch.row_ids)
     labels = batch.labels
     if spec.task == REGRESSION:

@@ -13,6 +13,7 @@ from shared.jobs import JobRecord, Jobs
 from shared.requests import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 from train_service.domain import search_space, sweep
+from train_service.domain.own_model import settled_base
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.sweep import MAX_SWEEP_ID, SweepSpec
 from train_service.jobs.inputs import using_inputs
@@ -24,6 +25,8 @@ from train_service.sweeps.trials import SWEEP_KIND, Trial, Trials, best_of
 PATTERN = "sweeps/{s}"
 # Each builds a model.
 MAX_CHECKED_WITH_MODEL = 100
+# Each starts a process that imports torch.
+MAX_CHECKED_WITH_OWN_MODEL = 8
 # Lost attempts of the sweep's own process, which cost its trials nothing: nodes that come and go must not end a search
 # of days, and one that never gets anywhere must end.
 MAX_FAILURES = 100
@@ -115,15 +118,17 @@ class Sweeps:
         """With the defaults that depend on the version."""
         sweep.check(spec)
         checked: list[TrainingSpec] = []
-        for parameters in itertools.islice(search_space.probes(spec.parameters, spec.seed), MAX_CHECKED_WITH_MODEL):
+        most = MAX_CHECKED_WITH_OWN_MODEL if spec.base.model.is_own else MAX_CHECKED_WITH_MODEL
+        for parameters in itertools.islice(search_space.probes(spec.parameters, spec.seed), most):
             if time.monotonic() > give_up_at:
                 raise DeadlineExceeded(
                     f"{len(checked)} trials of the sweep were checked in time; allow more, or list fewer values",
                     reason="SWEEP_NOT_CHECKED",
                 )
             checked.append(sweep.with_trial_named(self._training.checked, spec, parameters))
+        base = settled_base(spec.base, checked) if spec.base.model.is_own else spec.base
         base = replace(
-            spec.base,
+            base,
             validation_split=checked[0].validation_split,
             initial_checkpoint=checked[0].initial_checkpoint,
             # One order for all: nothing that differs between trials changes what a row takes.

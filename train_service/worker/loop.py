@@ -12,7 +12,7 @@ import torch
 from shared.code_loading import load_code
 from shared.dataset_version import load_version
 from shared.dataset_version.ingested_statistics import ingested_nan_counts
-from shared.errors import DataLoss
+from shared.errors import DataLoss, FailedPrecondition
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.target_scaling import STANDARD
@@ -20,8 +20,10 @@ from shared.telemetry import identity
 from train_service.checkpoints.saving import Checkpointing, History, Lineage
 from train_service.domain.spec import FLOAT16, RAY_DATA, TrainingSpec
 from train_service.domain.watchdog import Phase
+from train_service.learning.base_learner import BaseLearner
 from train_service.learning.determinism import compute_deterministically
 from train_service.learning.learner import Learner
+from train_service.learning.own_step import OwnStepLearner
 from train_service.learning.ranks import Ranks
 from train_service.learning.target import fit_target_scaling
 from train_service.loading.batches import Batches
@@ -107,7 +109,8 @@ class Run:
         self._batches = Batches(self._store, self._version, self._spec)
         self._preprocessing = self._batches.preprocessing
         self._loader = self._build_loader()
-        self._learner = Learner(
+        kind = OwnStepLearner if self._spec.model.is_step else Learner
+        self._learner: BaseLearner = kind(
             self._spec, ranks, self._preprocessing.output, self._loader.steps_per_epoch, self._loader.total_steps
         )
         self._gpu = GpuMeter(ranks.device)
@@ -198,7 +201,9 @@ class Run:
         metrics: dict[str, float] = {}
         if epoch_done and self._spec.validation_split:
             metrics = self._validate(batch.epoch, done, reporter)
-            if log is not None:
+        if epoch_done:
+            metrics = {**metrics, **self._learner.end_epoch(metrics)}
+            if log is not None and metrics:
                 log.add(done, batch.epoch, metrics)
         over = done == self._loader.total_steps or (epoch_done and self._learner.should_stop(self._history))
         if pausing or epoch_done or saving.clock.due(done):
@@ -216,13 +221,23 @@ class Run:
         self._validated = True
         metrics, rows = self._learner.evaluate(cache, self._preprocessing)
         if self._spec.early_stopping:
-            self._history.append((epoch, metrics[self._spec.early_stopping.metric]))
-        if reporter:
+            self._history.append((epoch, self._measured(metrics, self._spec.early_stopping.metric)))
+        if reporter and rows:
             others = {name.removeprefix("validation_"): value for name, value in metrics.items()}
             # Of numbers there is no accuracy to tell.
             told = {name: others.pop(name) for name in ("loss", "accuracy") if name in others}
             reporter.tell(EventKind.VALIDATED, step=step, epoch=epoch, row_count=rows, **told, metrics=others)
         return metrics
+
+    def _measured(self, metrics: dict[str, float], name: str) -> float:
+        if name not in metrics:  # of a training step of a user's own, which measures what it likes
+            has = ", ".join(metrics) or "nothing"
+            raise FailedPrecondition(
+                f"spec.early_stopping.metric: validation measured {has}, and not {name!r}; log it in validation_step",
+                reason="METRIC_NOT_MEASURED",
+                fields=[("spec.early_stopping.metric", f"{name!r} is not measured")],
+            )
+        return metrics[name]
 
     def _taken(self, batch: Batch, stalled_s: float) -> StepTaken:
         learner = self._learner

@@ -7,10 +7,11 @@ from typing import Any
 
 import click
 
-from millrace.train.v1 import code_bundle_pb2
+from millrace.train.v1 import code_bundle_pb2, resources_pb2
 from millrace_client.cli.exits import CommandFailed, PlainCommand
 from millrace_client.cli.options import address_options, connected, full_name, json_option
 from millrace_client.cli.output import console, new_table, print_json, size_text, verbatim
+from millrace_client.cli.train_specs import own_entry
 from millrace_client.connection import Millrace
 
 COLLECTION = "codeBundles"
@@ -106,6 +107,20 @@ def push_source(millrace: Millrace, source: Path) -> code_bundle_pb2.CodeBundle:
 
     try:
         return millrace.train.push_code(source)
+    except NotABundle as error:
+        raise CommandFailed(f"{source}: {error}") from None
+
+
+def set_own_code(millrace: Millrace, spec: resources_pb2.TrainingSpec, model: str, *, dry_run: bool = False) -> None:
+    """Pushes the code of a model of one's own, and names it in the specification; a dry run only works the name out."""
+    from millrace_client.code_bundles import NotABundle, bundle_name
+
+    own = own_entry(model)
+    if own is None:
+        return
+    source, _ = own
+    try:
+        spec.model.code_bundle = bundle_name(source) if dry_run else push_source(millrace, source).name
     except NotABundle as error:
         raise CommandFailed(f"{source}: {error}") from None
 

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from millrace.train.v1 import resources_pb2
+from millrace_client.cli.code import set_own_code
 from millrace_client.cli.exits import PlainCommand
 from millrace_client.cli.options import address_options, connected, full_name, json_option
 from millrace_client.cli.output import console, new_table, print_json, state_text, verbatim
@@ -65,12 +66,15 @@ def create(job: str, spec_file: Path | None, dry_run: bool, then_watch: bool, as
     millrace train create fares --dataset-version datasets/taxis/versions/v2 --task regression --label-column fare \\
       --concat features=distance,tolls --model mlp --model-arg hidden=[64,32] --in-channels 2 --num-classes 1 \\
       --target-scaling standard --metrics mae,r2 --best-metric validation_mae --patience 3
+    millrace train create cells --dataset-version datasets/cells/versions/v1 \\
+      --model ./project:net:build --model-arg width=32 --epochs 5
     """
     if spec_file:
         refuse_beside_file()
     spec = read_message(spec_file, resources_pb2.TrainingSpec()) if spec_file else given_spec_of(values)
     with connected(values) as millrace:
         if not spec_file:
+            set_own_code(millrace, spec, values["model"], dry_run=dry_run)
             suggestion = suggested(millrace, spec, dry_run, as_json)
             spec = suggestion.spec
             if dry_run:

@@ -40,6 +40,7 @@ WITH_DEFAULTS = {
     "workers": "num_workers",
     "threads": "threads_per_worker",
 }
+OF_OPTIMIZER = ("optimizer_name", "optimizer_arg", "learning_rate", "cosine")
 BESIDE_FILE = ("spec_file", "then_watch", "dry_run", "as_json", "data_address", "train_address", "inference_address")
 Function = TypeVar("Function", bound=Callable[..., Any])
 Read = TypeVar("Read", bound=Message)
@@ -74,7 +75,7 @@ OPTIONS = (
         "--model",
         default="torchvision.resnet18",
         show_default=True,
-        help="A builder of torchvision.models, mlp, or one of an installed package.",
+        help="A builder of torchvision.models, mlp, an installed one, or SOURCE:MODULE:NAME of your own code.",
     ),
     click.option("--model-arg", multiple=True, metavar="NAME=VALUE", help="Of the builder, e.g. hidden=[64,32]."),
     click.option("--in-channels", default=1, show_default=True, help="Of an mlp the width of its input."),
@@ -149,7 +150,8 @@ def spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
     steps = steps_of(values, OF_TRAINING, TRANSFORM)
     if steps and (unused := [name for name in ("mean", "std") if was_given(name)]):
         raise click.UsageError(f"--{unused[0]} is for pixels without other steps; use --normalize MEAN:STD")
-    if not steps and values["model"] != MLP:
+    own = own_entry(values["model"])
+    if not steps and values["model"] != MLP and own is None:
         steps = [to_float(), normalize(values["mean"], values["std"])]
     made = [step.concat.into for step in steps if step.HasField("concat")]
     return training_spec(
@@ -160,15 +162,15 @@ def spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
         label_column=values["label_column"],
         task=f"TASK_{values['task'].upper()}",
         target_scaling=f"TARGET_SCALING_{values['target_scaling'].upper()}",
-        model=values["model"],
+        model=values["model"] if own is None else resources_pb2.Model(entry=own[1]),
         model_kwargs=kwargs_of(values["model_arg"], "--model-arg"),
-        in_channels=values["in_channels"],
-        num_classes=values["num_classes"],
+        in_channels=values["in_channels"] if own is None or was_given("in_channels") else 0,
+        num_classes=values["num_classes"] if own is None or was_given("num_classes") else 0,
         initial_checkpoint=values["initial_checkpoint"],
         transform=steps,
         loss=_loss(values),
         metrics=[name for name in values["metrics"].split(",") if name],
-        optimizer=_optimizer(values),
+        optimizer=_optimizer(values) if own is None or any(map(was_given, OF_OPTIMIZER)) else None,
         precision=f"PRECISION_{values['precision'].upper()}",
         accumulation_steps=values["accumulation_steps"],
         max_gradient_norm=values["max_gradient_norm"],
@@ -186,6 +188,20 @@ def spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
         seed=values["seed"],
         allow_non_finite=values["allow_non_finite"],
     )
+
+
+def own_entry(model: str) -> tuple[Path, str] | None:
+    """The folder, wheel or file, and `module:name`, of a model of one's own; None for the name of a builder."""
+    source, _, name = model.rpartition(":")
+    source, _, module = source.rpartition(":")
+    if not source:
+        return None
+    if not Path(source).exists():
+        raise click.BadParameter(
+            f"{source!r} does not exist: name a folder, a wheel or a .py file, as in ./project:net:build",
+            param_hint="--model",
+        )
+    return Path(source), f"{module}:{name}"
 
 
 def given_spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:

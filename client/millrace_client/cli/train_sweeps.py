@@ -12,6 +12,7 @@ from google.protobuf import json_format
 
 from millrace.train.v1 import resources_pb2, sweep_pb2
 from millrace_client import sweeps as domains
+from millrace_client.cli.code import set_own_code
 from millrace_client.cli.exits import CommandFailed, PlainCommand
 from millrace_client.cli.options import address_options, connected, full_name, json_option, was_given
 from millrace_client.cli.output import console, new_table, print_json, state_text
@@ -60,6 +61,8 @@ def sweep(sweep: str, spec_file: Path | None, then_watch: bool, as_json: bool, *
         refuse_beside_file()
     spec = read_message(spec_file, sweep_pb2.SweepSpec()) if spec_file else _spec(values)
     with connected(values) as millrace:
+        if not spec_file:
+            set_own_code(millrace, spec.base, values["model"])
         made = millrace.train.create_sweep(sweep.removeprefix("sweeps/"), spec)
         if then_watch:
             _watch(millrace, made.name, as_json)

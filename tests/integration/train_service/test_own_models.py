@@ -11,7 +11,7 @@ import pytest
 
 import millrace_client as mc
 from shared.checkpoint import load_checkpoint, resolve
-from shared.checkpoint.format import WEIGHTS
+from shared.checkpoint.format import OPTIMIZER, WEIGHTS
 from tests.support.code_folders import write_files
 from tests.support.ray_head import RayHead
 from tests.support.training import VERSION, State, TrainStack
@@ -87,3 +87,79 @@ def test_a_model_of_a_users_own_outlives_the_kill_of_a_rank_bit_for_bit(
     assert last.code_bundle == bundle.name
     assert last.metrics["validation_accuracy"] > 0.8
     assert 0 < last.metrics["validation_certainty"] <= 1
+
+
+STEP = """
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+
+class Pair(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.automatic_optimization = False
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.ReLU(), nn.Dropout(0.1))
+        self.head = nn.Linear(width, 10)
+        self.average = AveragedModel(nn.Sequential(self.body, self.head), multi_avg_fn=get_ema_multi_avg_fn(0.95))
+
+    def forward(self, images):
+        return self.head(self.body(images)) if self.training else self.average(images)
+
+    def configure_optimizers(self):
+        both = [torch.optim.Adam(self.body.parameters(), lr=0.003), torch.optim.SGD(self.head.parameters(), lr=0.05)]
+        return both, [torch.optim.lr_scheduler.ExponentialLR(one, 0.99) for one in both]
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        loss = nn.functional.cross_entropy(self(images), labels)
+        for one in self.optimizers():
+            one.zero_grad()
+        self.manual_backward(loss)
+        for one in self.optimizers():
+            one.step()
+        for one in self.lr_schedulers():
+            one.step()
+        self.average.update_parameters(nn.Sequential(self.body, self.head))
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        images, labels = batch
+        self.log("val_accuracy", (self(images).argmax(1) == labels).float().mean())
+"""
+
+
+@pytest.mark.long
+def test_a_step_with_two_optimizers_outlives_the_kill_of_a_rank_bit_for_bit(
+    file_stack: TrainStack, train_ray: RayHead, tmp_path: Path
+) -> None:
+    stack = file_stack
+    with mc.connect(train=stack.service.address) as millrace:
+        bundle = millrace.train.push_code(write_files(tmp_path / "code", {"net.py": STEP}))
+        spec = mc.training_spec(
+            VERSION,
+            model=mc.own_model(bundle, "net:Pair"),
+            transform=[mc.to_float()],
+            epochs=6,
+            global_batch_size=30,
+            num_workers=2,
+            checkpoint_every_steps=7,
+        )
+        spec.checkpoints.best_metric = "val_accuracy"
+        struck = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
+        watch = stack.client.watch(struck.name, within_s=300)
+        watch.until("checkpoint_committed", lambda event: event.checkpoint_committed.step >= 7)
+        os.kill(max(train_ray.processes("ray::RayTrainWorker")), signal.SIGKILL)
+        watch.rest()
+        whole = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", struck.spec)
+        whole = stack.client.finished(whole.name)
+    struck = stack.client.get(struck.name)
+    assert (struck.state, struck.failures, whole.state) == (State.STATE_SUCCEEDED, 1, State.STATE_SUCCEEDED)
+
+    files = []
+    for job in (struck.name, whole.name):
+        entry = resolve(stack.store, "checkpoint", f"{job}/checkpoints/final")
+        checkpoint = load_checkpoint(stack.store, entry.folder, entry.manifest_sha256)
+        files.append((checkpoint.read(WEIGHTS), checkpoint.read(OPTIMIZER)))
+    assert files[0] == files[1]
+    assert stack.client.checkpoints(struck.name)[-1].metrics["val_accuracy"] > 0.8

@@ -13,7 +13,9 @@ from millrace.train.v1 import code_bundle_pb2
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.code_folders import LOOP, write_files
+from tests.support.own_models import NET
 from tests.support.train_server import commanded
+from tests.unit.train_service.learners import VERSION, commit_table
 
 
 @pytest.fixture
@@ -76,6 +78,42 @@ def test_run_pushes_the_folder_and_creates_a_job_of_it(store: ObjectStore, folde
     listed = commanded(store, "train", "list")
     assert listed.exit_code == 0
     assert job["name"] in listed.stdout
+
+
+def test_a_model_of_ones_own_is_pushed_and_swept(store: ObjectStore, tmp_path: Path) -> None:
+    commit_table(store)
+    folder = write_files(tmp_path / "net", {"net.py": NET})
+    rows = ("--dataset-version", VERSION, "--input-column", "x", "--batch-size", "70", "--epochs", "2")
+
+    model = ("--model", f"{folder}:net:build", "--model-arg", "dropout=0.5")
+    result = commanded(store, "train", "sweep", "s", *rows, *model, "--grid", "model.kwargs.width=4", "--json")
+
+    assert result.exit_code == 0, result.output
+    base = json.loads(result.stdout)["spec"]["base"]
+    assert base["model"]["code_bundle"] == pushed(store, folder)
+    assert (base["model"]["entry"], base["model"]["kwargs"]) == ("net:build", {"dropout": 0.5})
+    assert (base["model"]["in_channels"], base["model"]["num_classes"]) == (6, 3)
+    assert "builder" not in base["model"]
+
+
+@pytest.mark.parametrize("command", [("create",), ("sweep", "--grid", "epochs=1")])
+def test_a_model_whose_folder_is_not_there_is_wrong_usage(store: ObjectStore, command: tuple[str, ...]) -> None:
+    name, *options = command
+    arguments = ("--dataset-version", VERSION, "--model", "./no-such-folder:net:build")
+
+    result = commanded(store, "train", name, "j", *arguments, *options)
+
+    assert result.exit_code == 2
+    assert "'./no-such-folder' does not exist" in " ".join(result.output.split())
+    assert list(store.list()) == []
+
+
+def test_a_model_of_ones_own_in_python() -> None:
+    model = mc.own_model("codeBundles/x", "net:build", config={"width": 8})
+    spec = mc.training_spec("datasets/d/versions/v", model=model, epochs=1, global_batch_size=8)
+
+    assert (spec.model.entry, spec.model.code_bundle, spec.model.builder) == ("net:build", "codeBundles/x", "")
+    assert dict(spec.model.kwargs) == {"width": 8}
 
 
 def test_run_of_one_file_names_its_job(store: ObjectStore, folder: Path) -> None:

@@ -21,11 +21,14 @@ from shared.jobs.reconciler import JobKind, Reconciler
 from shared.jobs.transitions import succeed
 from shared.settings import ServiceSettings, StoreSettings
 from shared.storage import ObjectStore, open_store
+from tests.support.own_models import code_of_this_process, own
 from tests.support.service_process import store_environ
 from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION
 from tests.unit.train_service.in_ranks import in_ranks
+from tests.unit.train_service.learners import SPEC as TABLE
+from tests.unit.train_service.learners import commit_table
 from tests.unit.train_service.worker.test_loop import SPEC, STEPS, config_of, entries, events, new_job, run_of, saved
 from train_service import standalone
 from train_service.converters.specs import spec_from_proto, spec_to_proto
@@ -276,3 +279,22 @@ def test_the_log_of_a_run_keeps_what_it_began_on(store: ObjectStore) -> None:
 def test_no_ray_is_needed() -> None:
     code = "import sys, train_service.standalone; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_model_of_ones_own_code_is_checked_trained_and_known_again(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # those of this process stay
+    commit_table(store)
+    spec = own(store, replace(TABLE, epochs=1, global_batch_size=70))
+    alone = Ranks(0, 1, torch.device("cpu"))
+
+    def run(spec: TrainingSpec) -> int:
+        with code_of_this_process():  # as if each command had a process of its own
+            return standalone._run(alone, store.settings, "debug", spec)
+
+    assert run(spec) == 0
+    assert run(spec) == 0  # it is done, and the same
+    assert run(replace(spec, epochs=2)) == 2
+
+    assert entries(store, JOB)[10].code_bundle == spec.model.code_bundle

@@ -23,6 +23,7 @@ from shared.errors import DataLoss, FailedPrecondition, InvalidArgument, Millrac
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt, succeed
 from shared.log import ResourceLog
+from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
 from tests.support.predicting import CHECKPOINT, JOB, TABLE_SCHEMA, marks, write
 from tests.support.transforming import SOURCE, commit_tables
@@ -180,3 +181,19 @@ def test_a_source_of_another_kind_is_refused_with_both_types(store: ObjectStore,
         ask(source="datasets/d/versions/other")
     assert "column 'x' is int64: the checkpoint takes double" in refused.value.message
     assert "column 'mark' is missing" in refused.value.message
+
+
+def test_a_model_of_a_users_own_code_predicts_nothing_where_such_code_does_not_run(
+    store: ObjectStore, ask: Callable[..., JobRecord]
+) -> None:
+    model = ModelSpec(
+        builder="", in_channels=3, num_classes=3, code_bundle=f"codeBundles/{'0' * 64}", entry="net:build"
+    )
+    write(store, name=f"{JOB}/checkpoints/own", model=model, weights=b"")
+    before = keys(store)
+
+    with pytest.raises(FailedPrecondition, match="MILLRACE_OWN_CODE=trusted") as refused:
+        ask(checkpoint=of_checkpoint(f"{JOB}/checkpoints/own"), validate_only=True)
+
+    assert refused.value.specific_reason == "OWN_CODE_OFF"
+    assert keys(store) == before

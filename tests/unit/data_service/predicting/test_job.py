@@ -22,6 +22,7 @@ from inference_service.reconciling.held_rows import held_rows
 from inference_service.replica.served_model import ServedModel
 from shared.checkpoint import CheckpointEntry, load_checkpoint
 from shared.checkpoint.format import WEIGHTS
+from shared.code_loading import load_code
 from shared.dataset_version import load_version
 from shared.dataset_version.attachments import read_attachment
 from shared.dataset_version.manifest import QUARANTINE, Prediction
@@ -33,6 +34,8 @@ from shared.storage import ObjectStore, open_store
 from shared.target_scaling import TargetScaling
 from shared.transforms import schema_of_columns
 from shared.transforms.steps import decoding
+from tests.support.code_folders import store_bundle
+from tests.support.own_models import code_of_this_process
 from tests.support.predicting import (
     CHECKPOINT,
     CLASS_NAMES,
@@ -351,3 +354,29 @@ def test_a_nan_in_a_column_that_a_transform_has_changed_is_a_number(store: Objec
     failed = predict_here(store, source=prepared)
     assert failed.error is not None
     assert "column 'x': nan is not finite, and no step fills it" in failed.error["message"]
+
+
+NET = """
+from torch import nn
+
+
+def build(config):
+    return nn.Sequential(nn.Linear(3, config["width"]), nn.ReLU(), nn.Linear(config["width"], 3))
+"""
+
+
+@pytest.mark.usefixtures("tables")
+def test_a_model_of_a_users_own_code_predicts_as_its_deployment_answers(store: ObjectStore) -> None:
+    bundle = store_bundle(store, {"net.py": NET}).name
+    model = ModelSpec(
+        builder="", in_channels=3, num_classes=3, code_bundle=bundle, entry="net:build", kwargs={"width": 4}
+    )
+    with code_of_this_process():
+        load_code(store, bundle)
+        entry = write(store, model=model)
+        _, probabilities, labels = served(store, entry, "test", TEST)
+    with code_of_this_process():
+        found = rows_of(store, done(predict_here(store, outputs=[])))["test"]
+
+    assert found["prediction"] == labels.tolist()
+    np.testing.assert_allclose(np.array(found["probabilities"]), probabilities, atol=CLOSE)

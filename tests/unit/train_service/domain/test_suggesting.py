@@ -313,6 +313,16 @@ def test_given_fields_win_and_are_not_told_as_choices() -> None:
     assert not chosen & {"label_column", "epochs", "model.builder", "optimizer.name", "transform"}
 
 
+@pytest.mark.parametrize("label", [digit(), number("fare")])
+def test_a_model_of_ones_own_is_left_what_its_code_may_bring(label: ColumnFacts) -> None:
+    made = suggested(FEATURES, label, model={"entry": "net:build", "code_bundle": "codeBundles/x"})
+
+    assert "builder" not in made.spec["model"]
+    assert made.spec["model"]["in_channels"] == 7
+    left = {"optimizer", "loss", "metrics", "early_stopping", "target_scaling"}
+    assert not left & made.spec.keys()
+
+
 def test_a_run_of_few_epochs_is_not_stopped_early() -> None:
     assert "early_stopping" not in suggested(FEATURES, digit(), epochs=5).spec
     assert suggested(FEATURES, digit(), epochs=6).spec["early_stopping"] == {"patience": 5}

@@ -14,16 +14,20 @@ from typing import Any
 import pytest
 
 from shared.errors import FailedPrecondition, InvalidArgument
+from shared.jobs import Jobs, JobState
 from shared.own_code import OwnCode
 from shared.storage import ObjectStore
 from tests.support.code_folders import write_files
 from tests.support.own_models import NET, code_of_this_process, own, spec_of
+from tests.support.own_steps import CLASSIFIER, GAN
 from tests.unit.train_service.learners import CLASSES, NUMBERS, SPEC, WIDTH, commit_table
 from train_service.domain.spec import (
+    FLOAT16,
     FSDP,
     OWN,
     CheckpointPolicy,
     EarlyStopping,
+    LossSpec,
     OptimizerSpec,
     Placement,
     TrainingSpec,
@@ -31,6 +35,7 @@ from train_service.domain.spec import (
 from train_service.jobs.own_model_child import look_at_model
 from train_service.jobs.program_check import ProgramCheck
 from train_service.jobs.training_jobs import TrainingJobs
+from train_service.records.reporting import TRAIN_KIND
 
 OWN_LOSS = """
 class WithLoss(Net):
@@ -151,14 +156,9 @@ class Scalar(Net):
 def test_what_does_not_work_is_refused_by_its_field(
     tmp_path: Path, path: str, said: str, source: str, change: dict[str, Any]
 ) -> None:
-    write_files(tmp_path, {"net.py": NET + source})
     entry = change.get("entry", "net:A" if "class A" in source else "net:build")
-    spec = spec_of(f"codeBundles/{'0' * 64}", SPEC, **{**change, "entry": entry})
-    asked = {"spec": spec.as_config(), "row_shape": [WIDTH], "total_steps": 10}
 
-    with code_of_this_process():
-        sys.path.append(str(tmp_path))
-        answer = look_at_model(asked, str(tmp_path))
+    answer = looked_at(tmp_path, NET + source, entry, **{key: one for key, one in change.items() if key != "entry"})
 
     assert answer["field"] == f"spec.{path}"
     assert said in answer["problem"]
@@ -191,5 +191,123 @@ def test_a_specification_names_a_builder_or_an_entry(jobs: TrainingJobs, store: 
     no_bundle = refusal(jobs, replace(spec, model=replace(spec.model, code_bundle="codeBundles/x")))
 
     assert both[0] == "spec.model.builder"
-    assert "spec.model.entry" in dict(neither.value.fields)
+    assert "spec.model.entry" in [field for field, _ in neither.value.fields]
     assert no_bundle[0] == "spec.model.code_bundle"
+
+
+def looked_at(tmp_path: Path, source: str, entry: str, **change: Any) -> dict[str, Any]:
+    """What the child says of it, in this process."""
+    write_files(tmp_path, {"net.py": source})
+    spec = spec_of(f"codeBundles/{'0' * 64}", SPEC, entry, **change)
+    with code_of_this_process():
+        sys.path.append(str(tmp_path))
+        return look_at_model({"spec": spec.as_config(), "row_shape": [WIDTH], "total_steps": 10}, str(tmp_path))
+
+
+def test_a_training_step_brings_its_optimizers_and_measures_what_it_logs(
+    jobs: TrainingJobs, store: ObjectStore
+) -> None:
+    spec = own(store, SPEC, CLASSIFIER, "net:Classifier", kwargs={"width": 8})
+
+    found = jobs.checked(replace(spec, early_stopping=EarlyStopping(metric="val_f1", maximize=True, patience=1)))
+
+    assert (found.model.num_classes, found.model.is_step, found.metrics) == (CLASSES, True, ())
+    assert (found.loss.name, found.optimizer.name) == (OWN, OWN)
+
+
+def test_of_a_gan_the_classes_must_be_said(tmp_path: Path) -> None:
+    path, said = (looked_at(tmp_path, GAN, "net:GAN")[key] for key in ("field", "problem"))
+    facts = looked_at(tmp_path, GAN, "net:GAN", num_classes=CLASSES)["facts"]
+
+    assert (path, "set it" in said) == ("spec.model.num_classes", True)
+    assert (facts["is_step"], facts["is_manual"], facts["has_optimizers"]) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "source", "change"),
+    [
+        ("loss.name", "training_step of its own", "", {"loss": LossSpec(name="cross_entropy")}),
+        ("metrics", "logs its own", "", {"metrics": ("f1",)}),
+        ("optimizer.name", "configure_optimizers", "", {"optimizer": OptimizerSpec(name="SGD")}),
+        ("precision", "optimizes by hand", "self.automatic_optimization = False", {"precision": FLOAT16}),
+        ("accumulation_steps", "optimizes by hand", "self.automatic_optimization = False", {"accumulation_steps": 2}),
+        (
+            "placement.parallel",
+            "optimizes by hand",
+            "self.automatic_optimization = False",
+            {"placement": Placement(parallel=FSDP)},
+        ),
+    ],
+)
+def test_what_does_not_go_with_a_training_step_is_refused_by_its_field(
+    tmp_path: Path, path: str, said: str, source: str, change: dict[str, Any]
+) -> None:
+    text = CLASSIFIER.replace("self.epochs = 0", f"self.epochs = 0\n        {source}")
+
+    answer = looked_at(tmp_path, text, "net:Classifier", **change)
+
+    assert answer["field"] == f"spec.{path}"
+    assert said in answer["problem"]
+
+
+@pytest.mark.parametrize(
+    ("said", "method"),
+    [
+        ("optimizer_step would never be called", "def optimizer_step(self, *arguments): pass"),
+        ("gives NoneType", "def configure_optimizers(self): pass"),
+        ("several optimizers", "def configure_optimizers(self): return [torch.optim.SGD(self.parameters())] * 2"),
+        ("net.py:58: AttributeError", "def configure_optimizers(self): return self.nothing"),
+        (
+            "ReduceLROnPlateau without monitor",
+            "def configure_optimizers(self):\n"
+            "        one = torch.optim.SGD(self.parameters())\n"
+            "        return [one], [torch.optim.lr_scheduler.ReduceLROnPlateau(one)]",
+        ),
+    ],
+)
+def test_what_a_training_step_may_not_do_is_refused(tmp_path: Path, said: str, method: str) -> None:
+    answer = looked_at(tmp_path, CLASSIFIER + f"\n\nclass A(Classifier):\n    {method}\n", "net:A")
+
+    assert answer["field"] == "spec.model.entry"
+    assert said in answer["problem"]
+
+
+# Answers in place of the check, by the descriptor that the child keeps open.
+FORGED = """
+import json, os, stat
+
+for number in range(3, 64):
+    try:
+        if stat.S_ISFIFO(os.fstat(number).st_mode):
+            os.write(number, json.dumps({"problem": "", "facts": FACTS}).encode())
+    except OSError:
+        pass
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("facts", "field"),
+    [
+        ('{"num_classes": "many", "metrics": []}', "spec.model.entry"),
+        ('{"num_classes": 10000000, "metrics": []}', "spec.model.num_classes"),
+        ('{"num_classes": 3, "metrics": ["../x"]}', "spec.model.entry"),
+    ],
+)
+def test_code_that_answers_its_check_itself_gets_no_job_of_nonsense(
+    jobs: TrainingJobs, store: ObjectStore, facts: str, field: str
+) -> None:
+    spec = own(store, SPEC, FORGED.replace("FACTS", facts), "net:build")
+
+    assert refusal(jobs, spec)[0] == field
+
+
+def test_a_job_does_not_go_on_where_no_code_of_callers_runs_any_more(jobs: TrainingJobs, store: ObjectStore) -> None:
+    made = jobs.create("j", own(store, SPEC), "", "digest", validate_only=False)
+    Jobs(store, TRAIN_KIND).transition(made.record.name, lambda job: replace(job, state=JobState.FAILED))
+
+    with pytest.raises(FailedPrecondition) as refused:
+        TrainingJobs(store).resume(made.record.name, "")
+
+    assert refused.value.specific_reason == "OWN_CODE_OFF"
+    assert jobs.resume(made.record.name, "").record.state is JobState.RECOVERING

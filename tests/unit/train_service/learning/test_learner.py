@@ -42,7 +42,7 @@ from tests.unit.train_service.learners import (
 )
 from train_service.domain.spec import BFLOAT16, FLOAT16, EarlyStopping, LossSpec, OptimizerSpec, TrainingSpec
 from train_service.learning import evaluation
-from train_service.learning.learner import seed_generators
+from train_service.learning.base_learner import seed_generators
 from train_service.learning.ranks import Ranks
 from train_service.loading.rows import Array, Rows
 

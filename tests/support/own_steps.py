@@ -1,0 +1,143 @@
+"""Training steps of a user's own for tests: rows of 6 numbers to 3 classes, and a GAN of such rows."""
+
+from __future__ import annotations
+
+# The methods of a LightningModule, without Lightning. EMA of the weights, schedulers of steps and of epochs, noise.
+CLASSIFIER = """
+import random
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+
+class Classifier(nn.Module):
+    def __init__(self, width=16, rate=0.05, interval="step", noise=0.01, norm=True):
+        super().__init__()
+        self.rate, self.interval, self.noise = rate, interval, noise
+        self.body = nn.Sequential(
+            nn.Linear(6, width), nn.BatchNorm1d(width) if norm else nn.Identity(), nn.ReLU(), nn.Linear(width, 3)
+        )
+        self.average = AveragedModel(self.body, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        self.epochs = 0
+
+    def forward(self, inputs):
+        return (self.body if self.training else self.average)(inputs)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.body.parameters(), lr=self.rate)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+
+    def training_step(self, batch, batch_idx):
+        inputs, labels = batch
+        if self.noise:
+            inputs = inputs + self.noise * (random.random() + torch.rand(()))
+        outputs = self(inputs)
+        loss = nn.functional.cross_entropy(outputs, labels)
+        self.log("train_accuracy", (outputs.argmax(1) == labels).float().mean(), prog_bar=True)
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.average.update_parameters(self.body)
+
+    def on_train_epoch_end(self):
+        self.epochs += 1
+        self.log("epochs_done", float(self.epochs))
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["epochs"] = self.epochs
+
+    def on_load_checkpoint(self, checkpoint):
+        self.epochs = checkpoint["epochs"]
+
+    def validation_step(self, batch, batch_idx):
+        inputs, labels = batch
+        outputs = self(inputs)
+        self.log("val_accuracy", (outputs.argmax(1) == labels).float().mean())
+        self.log("val_epochs", float(self.epochs))
+        return nn.functional.cross_entropy(outputs, labels)
+"""
+
+# Two optimizers, each with a scheduler, stepped by hand; each uses a part of the parameters.
+GAN = """
+import torch
+from torch import nn
+
+
+class GAN(nn.Module):
+    def __init__(self, noise=4, width=12):
+        super().__init__()
+        self.automatic_optimization = False
+        self.noise = noise
+        self.generator = nn.Sequential(nn.Linear(noise, width), nn.ReLU(), nn.Linear(width, 6))
+        self.critic = nn.Sequential(nn.Linear(6, width), nn.LeakyReLU(0.2), nn.Linear(width, 1))
+
+    def forward(self, noise):
+        return self.generator(noise)
+
+    def configure_optimizers(self):
+        parts = (self.generator, self.critic)
+        both = [torch.optim.Adam(part.parameters(), lr=0.01, betas=(0.5, 0.9)) for part in parts]
+        return both, [torch.optim.lr_scheduler.ExponentialLR(one, 0.99) for one in both]
+
+    def training_step(self, batch, batch_idx):
+        real, _ = batch
+        generator, critic = self.optimizers()
+        judge = nn.functional.binary_cross_entropy_with_logits
+        noise = torch.randn(len(real), self.noise)
+
+        self.toggle_optimizer(critic)
+        on_real, on_made = self.critic(real), self.critic(self.generator(noise).detach())
+        critic_loss = judge(on_real, torch.ones_like(on_real)) + judge(on_made, torch.zeros_like(on_made))
+        critic.zero_grad()
+        self.manual_backward(critic_loss)
+        critic.step()
+        self.untoggle_optimizer(critic)
+
+        self.toggle_optimizer(generator)
+        on_made = self.critic(self.generator(noise))
+        generator_loss = judge(on_made, torch.ones_like(on_made))
+        generator.zero_grad()
+        self.manual_backward(generator_loss)
+        generator.step()
+        self.untoggle_optimizer(generator)
+
+        for one in self.lr_schedulers():
+            one.step()
+        self.log_dict({"critic_loss": critic_loss, "generator_loss": generator_loss})
+"""
+
+# A LightningModule as its documents have it.
+LIGHTNING = """
+import lightning as L
+import torch
+from torch import nn
+
+
+class Lit(L.LightningModule):
+    def __init__(self, width=16, rate=0.05):
+        super().__init__()
+        self.save_hyperparameters()
+        self.body = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 3))
+
+    def forward(self, inputs):
+        return self.body(inputs)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.rate)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+    def training_step(self, batch, batch_idx):
+        inputs, labels = batch
+        loss = nn.functional.cross_entropy(self(inputs), labels)
+        self.log("train_loss", loss, on_step=True, prog_bar=True)
+        self.log("at", float(self.current_epoch + self.global_step))
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        inputs, labels = batch
+        loss = nn.functional.cross_entropy(self(inputs), labels)
+        self.log("val_loss", loss, sync_dist=True)
+"""

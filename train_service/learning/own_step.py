@@ -1,0 +1,329 @@
+"""What learns on one rank by a training step of a user's own: a LightningModule, or a class with the same methods.
+
+There is no DistributedDataParallel around it: gradients are averaged over ranks after each backward, for exactly the
+parameters that have one on some rank. So a step may use a part of its parameters at a time, and several optimizers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from shared.errors import FailedPrecondition, InvalidArgument
+from shared.models.own_model import own_method
+from shared.transforms import TensorSpec
+from train_service.domain.schedule import learning_rate
+from train_service.domain.slices import loss_scale
+from train_service.domain.spec import FSDP, OWN, REGRESSION, TrainingSpec
+from train_service.learning.base_learner import BaseLearner, by_compiler, compile_failed
+from train_service.learning.evaluation import validation_batches
+from train_service.learning.optimizers import build_optimizer, build_scheduler
+from train_service.learning.ranks import Ranks, gradients_kept_local
+from train_service.learning.sharding import put_optimizer_state, whole_optimizer_state
+from train_service.learning.sharding_units import units_of
+from train_service.learning.step_module import EPOCH, STEP, ScheduledRate, StepModule, Trainer, measured_loss, number_of
+from train_service.learning.step_parts import Part, diverged, parts_of
+from train_service.loading.loader import Batch
+from train_service.loading.preprocessing import Preprocessing
+from train_service.loading.row_cache import RowCache
+
+# Names that a training step may log; each costs two numbers in the sum over ranks that every step has.
+MOST_LOGGED = 64
+
+
+class OwnStepLearner(BaseLearner):
+    def __init__(
+        self, spec: TrainingSpec, ranks: Ranks, model_input: TensorSpec, steps_per_epoch: int, total_steps: int
+    ) -> None:
+        super().__init__(spec, ranks, steps_per_epoch, total_steps)
+        sharded = spec.placement.parallel == FSDP and ranks.world_size > 1
+        units = units_of(spec.model, model_input.shape) if sharded else None
+        self.model = self._built()
+        trainer = Trainer(spec.epochs, steps_per_epoch, total_steps, ranks.rank, ranks.world_size)
+        self._step_module = StepModule(self.model, trainer, self._manual_backward)
+        if sharded:
+            from torch.distributed.fsdp import register_fsdp_forward_method
+
+            # Before the optimizer, which must hold the shards. The step is what a forward is elsewhere.
+            ranks.wrap(self.model, FSDP, units=units)
+            register_fsdp_forward_method(self.model, "training_step")
+        self._configures = spec.optimizer.name == OWN
+        if self._configures:
+            self._step_module.configure()
+        else:
+            self._step_module.optimizers = [build_optimizer(spec.optimizer, self.model, fused=False)]
+            scheduler = build_scheduler(spec.optimizer, self._step_module.optimizers[0], total_steps)
+            self._step_module.rates = [ScheduledRate(scheduler, STEP)] if scheduler is not None else []
+            trainer.optimizers = self._step_module.optimizers
+        for optimizer in self._step_module.optimizers:
+            optimizer.register_step_post_hook(lambda *_: self._note_update())
+        # By these names what steps log is added up over ranks; rank 0 says which, at the first step of an epoch.
+        self._names: list[str] = []
+        self._unnamed: dict[str, None] = {}
+        self._agreed_at = -1
+        self._begun = False
+        # How often an optimizer stepped in the run, which modules know as `global_step`.
+        self._updates = 0
+        # Of the rows at work in a manual step: by what its losses are multiplied.
+        self._weight = 1.0
+
+    def prepare(self) -> None:
+        if self._spec.compile:
+            self.model.compile()
+        if self._spec.placement.parallel != FSDP:
+            # They are the same unless its code draws from a generator of its own.
+            self._ranks.share_tensors([*self.model.parameters(), *self.model.buffers()])
+        self.model.train()
+
+    def step(self, batch: Batch) -> list[float]:
+        module = self._step_module
+        index = batch.step % self._steps_per_epoch
+        module.at(batch.epoch, self._updates)
+        self._seed_step(batch.step)
+        if not self.model.training:
+            self.model.train()
+        if self._spec.placement.parallel != FSDP:
+            # As DistributedDataParallel does it: whatever a buffer holds, all ranks begin the step with rank 0's.
+            self._ranks.share_tensors(list(self.model.buffers()))
+        with module.logging(len(batch.row_ids)) as logged:
+            self._begin(index)
+            parts = self._parts(batch)
+            self._stepped = False
+            module.hook("on_train_batch_start", parts[0][1], index)
+            loss, outputs = self._taken(batch, parts, index)
+            module.hook("on_train_batch_end", outputs, parts[-1][1], index)
+            self._schedule(STEP, batch.step + 1, {})
+        if math.isnan(loss) and logged.sums:
+            total, rows = next(iter(logged.sums.values()))  # a manual step returns none: what it logs first is shown
+            loss = total / rows
+        return self._sums(batch, loss, logged.sums)
+
+    def describe(self, sums: Sequence[float]) -> dict[str, float]:
+        loss, rows = sums[:2]
+        values = {"loss": loss / rows if rows else math.nan}
+        for number, name in enumerate(self._names):
+            total, count = sums[2 + 2 * number : 4 + 2 * number]
+            if count and name != "loss":
+                values[name] = total / count
+        return values
+
+    def evaluate(self, cache: RowCache, preprocessing: Preprocessing) -> tuple[dict[str, float], int]:
+        """What `validation_step` logs, and as `validation_loss` what it returns; nothing where there is none."""
+        module, ranks = self._step_module, self._ranks
+        if own_method(self.model, "validation_step") is None:
+            return {}, 0
+        ranks.share_buffers(self.model)
+        self.model.eval()
+        module.trainer.training, module.trainer.validating = False, True
+        try:
+            with torch.no_grad(), module.logging(0.0) as logged:
+                module.hook("on_validation_epoch_start")
+                batches = validation_batches(
+                    cache, preprocessing, ranks, self._rows_per_call(), numbers=self._spec.task == REGRESSION
+                )
+                rows = 0.0
+                for number, (inputs, labels, is_own) in enumerate(batches):
+                    with module.logging(len(inputs) if is_own else 0.0) as of_batch:
+                        given = self._moved((inputs, labels))
+                        loss = measured_loss(module.hook("validation_step", given, number))
+                    if not is_own:
+                        continue
+                    rows += len(inputs)
+                    if loss is not None:
+                        logged.add("validation_loss", loss.item(), len(inputs))
+                    for name, (total, count) in of_batch.sums.items():
+                        logged.add(name, total / count, count)
+                module.rows = rows
+                module.hook("on_validation_epoch_end")
+        finally:
+            module.trainer.training, module.trainer.validating = True, False
+        names = sorted(set().union(*ranks.share_all(sorted(logged.sums))))
+        values = [number for name in names for number in logged.sums.get(name, (0.0, 0.0))]
+        rows, *added = ranks.add([rows, *values]).result()
+        metrics = {name: added[2 * at] / added[2 * at + 1] for at, name in enumerate(names) if added[2 * at + 1]}
+        return metrics, int(rows)
+
+    def end_epoch(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """What `on_train_epoch_end` logs, as this rank has it."""
+        module = self._step_module
+        module.trainer.callback_metrics = dict(metrics)
+        with module.logging(1.0) as logged:
+            module.hook("on_train_epoch_end")
+        found = {name: total / count for name, (total, count) in logged.sums.items()}
+        self._schedule(EPOCH, module.trainer.current_epoch + 1, {**metrics, **found})
+        return found
+
+    def state(self, touched: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        module = self._step_module
+        parallel = self._spec.placement.parallel
+        state: dict[str, Any] = {
+            "optimizers": [whole_optimizer_state(self.model, one, parallel, touched) for one in module.optimizers],
+            "schedulers": [one.scheduler.state_dict() for one in module.rates],
+            "updates": self._updates,
+        }
+        if self._scaler.is_enabled():
+            state["scaler"] = self._scaler.state_dict()
+            state["skipped_steps"] = self._skipped_steps
+        if own_method(self.model, "on_save_checkpoint") is not None:
+            own: dict[str, Any] = {}
+            module.hook("on_save_checkpoint", own)
+            state["own"] = own
+        return state
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        module = self._step_module
+        for optimizer, saved in zip(module.optimizers, state["optimizers"], strict=True):
+            put_optimizer_state(self.model, optimizer, saved, self._spec.placement.parallel)
+        for rate, saved in zip(module.rates, state["schedulers"], strict=True):
+            rate.scheduler.load_state_dict(saved)
+        self._updates = int(state["updates"])
+        if self._scaler.is_enabled():
+            self._scaler.load_state_dict(state["scaler"])
+            self._skipped_steps = int(state["skipped_steps"])
+        if "own" in state:
+            module.hook("on_load_checkpoint", state["own"])
+
+    def _begin(self, index: int) -> None:
+        if not self._begun:
+            self._begun = True
+            self._step_module.hook("on_fit_start")
+            self._step_module.hook("on_train_start")
+        if index == 0:
+            self._step_module.hook("on_train_epoch_start")
+
+    def _parts(self, batch: Batch) -> list[tuple[Part, Any]]:
+        """Each with what the module is given of it."""
+        ranks = self._ranks
+        cut = parts_of(batch, self._spec, ranks.world_size, ranks.device, whole=self._step_module.is_manual)
+        return [(part, self._moved((part.inputs, part.labels))) for part in cut]
+
+    def _moved(self, batch: tuple[Tensor, Tensor]) -> Any:
+        """On the device, as a module may want it there: augmented, or normalised."""
+        given = self._step_module.hook("on_after_batch_transfer", batch, 0)
+        return batch if given is None else given
+
+    def _taken(self, batch: Batch, parts: Sequence[tuple[Part, Any]], index: int) -> tuple[float, Any]:
+        take = self._manual if self._step_module.is_manual else self._automatic
+        try:
+            return take(batch, parts, index)
+        except Exception as error:
+            if not self._spec.compile or not by_compiler(error):
+                raise
+            raise compile_failed(error) from error
+
+    def _automatic(self, batch: Batch, parts: Sequence[tuple[Part, Any]], index: int) -> tuple[float, Any]:
+        """The parts' gradients together, and a step of the one optimizer. Returns the mean loss of this rank's rows,
+        and what the last part's step returned."""
+        module, spec = self._step_module, self._spec
+        (optimizer,) = module.optimizers
+        module.hook("on_before_zero_grad", optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        total, outputs = 0.0, None
+        for number, (part, given) in enumerate(parts, start=1):
+            module.rows = len(part.row_ids)
+            with gradients_kept_local(self.model, number < len(parts)):
+                with self._autocast():
+                    outputs = self.model.training_step(given, index)  # type: ignore[operator]
+                loss = self._checked(number_of(outputs), batch, part)
+                total += loss.item() * len(part.row_ids)
+                scale = len(part.row_ids) * loss_scale(self._ranks.world_size, batch.step_rows)
+                module.hook("on_before_backward", loss)
+                self._scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
+                module.hook("on_after_backward")
+        self._average()
+        self._set_rate(batch.step)
+        if spec.max_gradient_norm:
+            self._scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), spec.max_gradient_norm)
+        module.hook("on_before_optimizer_step", optimizer)
+        self._learning_rate = float(optimizer.param_groups[0]["lr"])
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        self._skipped_steps += int(self.skipped)
+        return total / len(batch.row_ids), outputs
+
+    def _checked(self, loss: Tensor | None, batch: Batch, part: Part) -> Tensor:
+        if loss is None:
+            raise InvalidArgument(
+                "training_step returned no loss: return it, or set automatic_optimization to False and step the "
+                "optimizers yourself",
+                reason="BAD_TRAINING_STEP",
+            )
+        value = loss.item()
+        if not math.isfinite(value):
+            raise diverged(batch, part, loss, value, self._ranks.rank)
+        return loss
+
+    def _manual(self, batch: Batch, parts: Sequence[tuple[Part, Any]], index: int) -> tuple[float, Any]:
+        """The module steps its optimizers itself. Returns the loss, NaN where it returns none."""
+        self._weight = len(batch.row_ids) * loss_scale(self._ranks.world_size, batch.step_rows)
+        self._learning_rate = float(self._step_module.optimizers[0].param_groups[0]["lr"])
+        self._set_rate(batch.step)
+        with self._autocast():
+            outputs = self.model.training_step(parts[0][1], index)  # type: ignore[operator]
+        self._stepped = True  # only a loss scaler skips steps, and there is none
+        loss = number_of(outputs)
+        return (math.nan if loss is None else loss.item()), outputs
+
+    def _manual_backward(self, loss: Tensor, *arguments: Any, **named: Any) -> None:
+        if not self._step_module.is_manual:
+            raise FailedPrecondition(
+                "manual_backward was called by a module whose automatic_optimization is True; set it to False",
+                reason="BAD_TRAINING_STEP",
+            )
+        (loss * self._weight).backward(*arguments, **named)  # type: ignore[no-untyped-call]
+        self._average()
+        self._step_module.hook("on_after_backward")
+
+    def _average(self) -> None:
+        if self._spec.placement.parallel != FSDP:
+            self._ranks.average_gradients(list(self.model.parameters()))
+
+    def _set_rate(self, step: int) -> None:
+        """Of an optimizer that the specification names, with one of our schedules."""
+        if self._configures or self._step_module.rates:
+            return
+        spec = self._spec.optimizer
+        rate = learning_rate(spec.schedule, spec.learning_rate, step, self._total_steps)
+        for group in self._step_module.optimizers[0].param_groups:
+            group["lr"] = rate
+
+    def _schedule(self, interval: str, done: int, metrics: Mapping[str, float]) -> None:
+        """Steps the schedulers of that interval, of which `done` are over. A manual module steps its own."""
+        if self._step_module.is_manual:
+            return
+        for one in self._step_module.rates:
+            if one.interval != interval or done % one.frequency:
+                continue
+            if not isinstance(one.scheduler, ReduceLROnPlateau):
+                one.scheduler.step()
+            elif one.monitor in metrics:
+                one.scheduler.step(metrics[one.monitor])
+            else:
+                raise FailedPrecondition(
+                    f"a ReduceLROnPlateau monitors {one.monitor!r}, and validation measured "
+                    f"{', '.join(metrics) or 'nothing'}; log it in validation_step",
+                    reason="METRIC_NOT_MEASURED",
+                )
+
+    def _sums(self, batch: Batch, loss: float, logged: Mapping[str, tuple[float, float]]) -> list[float]:
+        """Of a fixed width, for all ranks add them up: loss, rows, and a sum and its rows of each name."""
+        self._unnamed.update(dict.fromkeys(name for name in logged if name not in self._names))
+        if self._agreed_at != batch.epoch:
+            self._agreed_at = batch.epoch
+            more = self._ranks.share([name for name in self._unnamed if name not in self._names])
+            self._names += more[: MOST_LOGGED - len(self._names)]
+        sums = [loss * len(batch.row_ids), float(len(batch.row_ids))]
+        for name in self._names:
+            sums += logged.get(name, (0.0, 0.0))
+        return sums + [0.0] * (2 * (MOST_LOGGED - len(self._names)))
+
+    def _note_update(self) -> None:
+        super()._note_update()
+        self._updates += 1
+        self._step_module.trainer.global_step = self._updates
