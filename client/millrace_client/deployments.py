@@ -29,7 +29,8 @@ class DeploymentClient:
 
         `fields` are further fields of `DeploymentSpec`, e.g. `num_replicas=2`, `max_batch_size=64`,
         `autoscaling=mc.autoscaling(1, 4)`, `version_policy=mc.keep_latest(2)`, or `allow_non_finite=True`.
-        Of a checkpoint that a program reported `predictor="serve:Predictor"` names the class of its bundle that serves it.
+        Of a checkpoint that a program reported, `predictor="serve:Predictor"` names the class of its bundle that
+        serves it.
         """
         request = pb.CreateDeploymentRequest(
             deployment_id=deployment_id,

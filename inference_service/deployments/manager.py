@@ -53,7 +53,8 @@ class DeploymentManager:
                 raise already_exists(wanted_name)
             self._cluster.check_fits(creation.spec)
             entry = resolve_any(self._store, FIELD, creation.spec.checkpoint)
-            check_code(self._own_code, entry, creation.spec)
+            check_predictor(creation.spec, entry)
+            check_code(self._own_code, entry)
             return _new(wanted_name, new_uid(), request_id, creation.spec, entry)
         with claimed(self._store, SERVICE, request_id, creation.digest, wanted_name) as claim:
             if claim.repeated and (made := self._deployments.made_by(claim.name, request_id)):
@@ -94,7 +95,8 @@ class DeploymentManager:
         # that no deployment of this uid comes.
         marked = using(self._store, FIELD, spec.checkpoint, USER_KIND, uid, name, ends_in=State.GONE, of_programs=True)
         with marked as entry:
-            check_code(self._own_code, entry, spec)
+            check_predictor(spec, entry)
+            check_code(self._own_code, entry)
             deployment = _new(name, uid, request_id, spec, entry)
             # The pointer first: an operation that was answered must be found, whatever dies in between.
             self._operations.record(deployment)
@@ -104,12 +106,16 @@ class DeploymentManager:
         return made
 
 
-def check_code(own_code: OwnCode, entry: CheckpointEntry, spec: Spec) -> None:
-    """Raises `FailedPrecondition` (OWN_CODE_OFF) for a checkpoint that needs a user's own code to be served, where such
-    code does not run, and `InvalidArgument` for a predictor of a checkpoint that needs none."""
+def check_predictor(spec: Spec, entry: CheckpointEntry) -> None:
+    """Raises `InvalidArgument` for a predictor of a checkpoint that needs none."""
     if spec.predictor and not entry.is_of_program:
         remedy = f"{entry.name} is of a model, which is served as it is; leave it out"
         raise invalid_field("spec.predictor", spec.predictor, remedy)
+
+
+def check_code(own_code: OwnCode, entry: CheckpointEntry) -> None:
+    """Raises `FailedPrecondition` (OWN_CODE_OFF) for a checkpoint that needs a user's own code to be served, where such
+    code does not run."""
     if entry.code_bundle:
         own_code.require_own_code(f"{entry.name} is served by code of {entry.code_bundle}: ")
 

@@ -59,7 +59,7 @@ class RollOutManager:
             there = _checked(self._deployments.find(wish.name), wish)
             self._cluster.check_fits(there.spec, VERSIONS_OF_A_ROLL_OUT)
             entry = resolve_any(self._store, FIELD, wish.plan.checkpoint)
-            check_code(self._own_code, entry, there.spec)
+            check_code(self._own_code, entry)
             return _begun(there, wish, request_id, new_uid(), entry)
         with claimed(self._store, SERVICE, request_id, wish.digest, wish.name) as claim:
             if claim.repeated and (made := self._deployments.roll_out_made_by(wish.name, request_id)):
@@ -102,7 +102,7 @@ class RollOutManager:
             self._store, FIELD, wish.plan.checkpoint, MARK_KIND, uid, wish.name, ends_in=State.GONE, of_programs=True
         )
         with marked as entry:
-            check_code(self._own_code, entry, there.spec)
+            check_code(self._own_code, entry)
             # The pointer first: an operation that was answered must be found, whatever dies in between.
             self._operations.record_roll_out(roll_out_operation_name(uid), there)
             made = self._deployments.wish(wish.name, decide)

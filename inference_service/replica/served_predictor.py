@@ -93,8 +93,8 @@ class ServedPredictor:
 
     def _predict(self, values: Mapping[str, Array], count: int) -> list[Array]:
         """The outputs in the signature's order. Raises `FailedPrecondition`."""
-        # A predictor may write to what it gets; rows that came by wire lie in memory that nobody may write to.
-        given = {name: np.require(one, requirements=["C", "W"]) for name, one in values.items()}
+        # A predictor may write to what it gets, and the same rows may be asked about again.
+        given = {name: np.array(one, order="C") for name, one in values.items()}
         made = self._called(lambda: self._predictor.predict(given))
         if not isinstance(made, Mapping):
             raise self._bad(f"predict returned a {type(made).__name__} instead of a dict of arrays by name")

@@ -231,7 +231,8 @@ def not_a_model(name: str, fields: Sequence[tuple[str, str]] = ()) -> FailedPrec
     """The error of whoever needs a model of Millrace's and is given a program's checkpoint."""
     return FailedPrecondition(
         f"{name} was reported by a user's own training function: its files are known to that program alone, so it "
-        "cannot be served, predicted with, or fine-tuned from; name a checkpoint of a job with spec.model",
+        "can be served by its predictor, and not predicted with or fine-tuned from; name a checkpoint of a job with "
+        "spec.model",
         reason=PROGRAM_CHECKPOINT,
         metadata={"resource": name},
         fields=fields,

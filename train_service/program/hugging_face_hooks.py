@@ -149,7 +149,7 @@ def paths_to_report(source: Path) -> list[str]:
     """Of the files in `source` those that no lower rank has at the same path; a collective call of all ranks.
 
     Raises `FailedPrecondition` where no rank has any."""
-    own = files_of(source) if source.is_dir() else []
+    own = files_of(source, "checkpoint") if source.is_dir() else []  # `report` looks at whole keys
     lower: list[list[str]] = []
     every = [own]
     if dist.is_initialized() and dist.get_world_size() > 1:

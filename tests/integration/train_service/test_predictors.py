@@ -16,6 +16,7 @@ from millrace_client import errors
 from tests.integration.inference_service.client import environment
 from tests.integration.train_service.test_programs import EXTENDING, example
 from tests.support.code_folders import write_files
+from tests.support.ray_head import RayHead
 from tests.support.service_process import running_service
 from tests.support.training import State, TrainStack
 
@@ -53,15 +54,11 @@ def local(folder: Path, code: Path, numbers: np.ndarray[Any, Any]) -> np.ndarray
     return answer
 
 
-def test_a_programs_checkpoint_is_served_by_the_predictor_of_its_bundle(file_stack: TrainStack, tmp_path: Path) -> None:
+def test_a_programs_checkpoint_is_served_by_the_predictor_of_its_bundle(
+    file_stack: TrainStack, train_ray: RayHead, tmp_path: Path
+) -> None:
     stack = file_stack
-    code = write_files(tmp_path / "code", {"train.py": example(), "serve.py": predictor()})
-    # Of the class that is not named: one that fails for one request of a batch.
-    failing = "from serve import Predictor as Good\n\n\nclass Predictor(Good):\n    def predict(self, inputs):\n"
-    failing += (
-        "        assert not (inputs['numbers'] > 100).any(), 'too large'\n        return super().predict(inputs)\n"
-    )
-    write_files(code, {"train.py": example() + "\n\n" + failing})
+    code = write_files(tmp_path / "code", {"train.py": example() + STRICT, "serve.py": predictor()})
     job_id = f"j{uuid.uuid4().hex[:12]}"
     with mc.connect(train=stack.service.address) as millrace:
         bundle = millrace.train.push_code(code)
@@ -98,7 +95,7 @@ def test_a_programs_checkpoint_is_served_by_the_predictor_of_its_bundle(file_sta
         with pytest.raises(errors.InvalidArgument, match="numbers"):
             millrace.inference.infer("totals", {"numbers": numbers[:, :3]})
 
-        rolled = millrace.deployments.roll_out("totals", second.name, steps=[(100, 0.1)]).wait()
+        rolled = millrace.deployments.roll_out("deployments/totals", second.name, steps=[(100, 0.1)]).wait()
         assert rolled.lineage.checkpoint == second.name
         answer = millrace.inference.infer("totals", {"numbers": numbers})
         assert np.array_equal(answer.outputs["total"], expected[second.name])
@@ -106,5 +103,5 @@ def test_a_programs_checkpoint_is_served_by_the_predictor_of_its_bundle(file_sta
 
         with pytest.raises(errors.FailedPrecondition, match="serve:Missing"):
             millrace.deployments.create_deployment("none", first.name, predictor="serve:Missing").wait()
-        for name in ("totals", "none"):
+        for name in ("deployments/totals", "deployments/none"):
             millrace.deployments.delete_deployment(name)

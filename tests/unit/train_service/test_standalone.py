@@ -192,7 +192,7 @@ def test_what_a_rank_that_is_not_the_first_raises_is_the_attempts_end(
 
     monkeypatch.setattr(standalone, "train_loop", broken)
 
-    code = standalone._follow(config_of(store, JOB), Ranks(1, 2, torch.device("cpu")))
+    code = standalone._follow(config_of(store, JOB), Ranks(1, 2, torch.device("cpu")), store.settings)
 
     job = Jobs(store, TRAIN_KIND).get(JOB, JOB)
     (ended,) = events(store, JOB, EventKind.ATTEMPT_ENDED)
