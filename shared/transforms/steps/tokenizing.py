@@ -22,7 +22,7 @@ from shared.transforms.byte_pairs import learn_merges
 from shared.transforms.problems import RowProblem, StepError
 from shared.transforms.randomness import StepKeys
 from shared.transforms.schema import ColumnType, Schema, TensorType
-from shared.transforms.steps.step import Learner, Names, Step, known, scalar
+from shared.transforms.steps.step import Learner, Names, Step, first_failing_row, known, scalar
 from shared.transforms.value_counts import ValueCounts
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Tokenize(Step):
         return self._in_place(given, made)
 
     def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
-        encoded = _loaded(self.tokenizer, self.max_length).encode_batch_fast(self.texts(batch[self.column]))
+        encoded = self._encoded(self.texts(batch[self.column]))
         ids = _matrix([one.ids for one in encoded], self.max_length)
         mask = _matrix([one.attention_mask for one in encoded], self.max_length)
         return self._in_place(batch, dict(zip(self._made, (ids, mask), strict=True)))
@@ -137,6 +137,15 @@ class Tokenize(Step):
     def narrowed(self, needed: Names, given: Schema) -> Step | None:
         # Both columns are made; whoever slices takes away what is not needed.
         return self if needed & frozenset(self._made) else None
+
+    def _encoded(self, texts: list[str]) -> list[Any]:
+        """Raises `RowProblem` for a text that the tokenizer has no tokens for."""
+        tokenizer = _loaded(self.tokenizer, self.max_length)
+        try:
+            return list(tokenizer.encode_batch_fast(texts))
+        except Exception as error:
+            row = first_failing_row(len(texts), lambda start, end: _encodes(tokenizer, texts[start:end]))
+            raise RowProblem(row, f"{self.column!r} does not become tokens: {first_line(error)}") from None
 
     @property
     def _made(self) -> tuple[str, str]:
@@ -236,6 +245,8 @@ def _loaded(text: str, max_length: int) -> Tokenizer:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise StepError(f"the library reads no tokenizer in it: {first_line(error)}", "tokenize.tokenizer") from None
+    if (ends := tokenizer.num_special_tokens_to_add(False)) >= max_length:
+        raise StepError(f"it adds {ends} tokens to a text, and {max_length} are all", "tokenize.max_length")
     token = padding.get("pad_token") or next((one for one in PADS if tokenizer.token_to_id(one) is not None), "")
     place = tokenizer.token_to_id(token)
     if place is None:
@@ -249,6 +260,14 @@ def _loaded(text: str, max_length: int) -> Tokenizer:
     # A text is not to end itself by what it says.
     tokenizer.encode_special_tokens = True
     return tokenizer  # type: ignore[no-any-return]
+
+
+def _encodes(tokenizer: Tokenizer, texts: list[str]) -> bool:
+    try:
+        tokenizer.encode_batch_fast(texts)
+    except Exception:
+        return False
+    return True
 
 
 def _cuts_beginnings(tokenizer: Tokenizer) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from shared.errors import InvalidArgument
 from shared.transforms import Batch, Pipeline, RowError, ScalarType, Schema, TensorType
@@ -205,6 +205,27 @@ def test_a_brought_tokenizer_without_a_token_to_pad_with_is_refused() -> None:
     tokenizer = Tokenizer(models.WordLevel(vocab={"a": 0, "<unk>": 1}, unk_token="<unk>"))
     with pytest.raises(InvalidArgument, match="it has no token to pad with; enable its padding"):
         learning(tokenizer=tokenizer.to_str())
+
+
+def test_a_text_that_a_brought_tokenizer_has_no_tokens_for_is_an_error_that_names_the_row() -> None:
+    tokenizer = Tokenizer(models.WordLevel(vocab={"a": 0, "<pad>": 1}, unk_token="<unk>"))
+    built = learning(tokenizer=tokenizer.to_str())
+
+    with pytest.raises(RowError, match="'text' does not become tokens: WordLevel error") as refused:
+        built({"text": pa.array(["a", "a", "b", "a", "c"])})
+
+    assert refused.value.row == 2
+
+
+def test_a_brought_tokenizer_that_leaves_no_room_for_a_text_is_refused() -> None:
+    tokenizer = Tokenizer(models.WordLevel(vocab={"a": 0, "<pad>": 1}, unk_token="a"))
+    ends = " ".join(["<pad>"] * 8)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {ends}", special_tokens=[("<pad>", 1)])
+
+    with pytest.raises(InvalidArgument, match="it adds 8 tokens to a text, and 8 are all") as refused:
+        learning(tokenizer=tokenizer.to_str(), maxLength=8)
+
+    assert refused.value.fields[0][0] == "transform.steps[0].tokenize.max_length"
 
 
 @pytest.mark.parametrize(
