@@ -59,6 +59,7 @@ def command(home: Path, project: Path, beginning: str) -> list[Any]:
         return [json.loads(one) for one in done.stdout.splitlines()]
 
 
+@pytest.mark.long
 def test_its_model_is_trained_deployed_and_answers_with_its_digest(
     home: Path, project: Path, millrace: Millrace
 ) -> None:

@@ -54,6 +54,7 @@ def local(folder: Path, code: Path, numbers: np.ndarray[Any, Any]) -> np.ndarray
     return answer
 
 
+@pytest.mark.long
 def test_a_programs_checkpoint_is_served_by_the_predictor_of_its_bundle(
     file_stack: TrainStack, train_ray: RayHead, tmp_path: Path
 ) -> None:

@@ -55,6 +55,7 @@ def example() -> str:
     return str(code)
 
 
+@pytest.mark.long
 def test_rows_are_given_exactly_once_an_epoch_over_the_kill_of_a_rank(s3_stack: TrainStack, tmp_path: Path) -> None:
     stack = s3_stack
     with mc.connect(train=stack.service.address) as millrace:

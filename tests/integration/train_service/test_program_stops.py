@@ -90,6 +90,7 @@ def new_id() -> str:
     return f"j{uuid.uuid4().hex[:12]}"
 
 
+@pytest.mark.long
 def test_a_suspension_that_the_function_swallows_is_one_and_the_run_goes_on_behind_its_last_report(
     file_stack: TrainStack, millrace: mc.Millrace, bundle: code_bundle_pb2.CodeBundle, tmp_path: Path
 ) -> None:
@@ -118,6 +119,7 @@ def test_a_suspension_that_the_function_swallows_is_one_and_the_run_goes_on_behi
     assert "caught a stop" in file_stack.store.get(f"{job.name}/logs/a00001/r0000/00000000.txt").decode()
 
 
+@pytest.mark.long
 def test_an_elastic_program_takes_the_workers_that_there_are_and_reads_each_row_once(
     file_stack: TrainStack, millrace: mc.Millrace, bundle: code_bundle_pb2.CodeBundle, tmp_path: Path
 ) -> None:
@@ -164,6 +166,7 @@ def test_an_elastic_program_takes_the_workers_that_there_are_and_reads_each_row_
         assert found.seen_once + found.missing == found.row_count
 
 
+@pytest.mark.long
 def test_an_error_in_the_code_that_a_second_attempt_repeats_is_the_last(
     file_stack: TrainStack, millrace: mc.Millrace, bundle: code_bundle_pb2.CodeBundle
 ) -> None:

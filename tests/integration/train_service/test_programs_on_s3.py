@@ -117,6 +117,7 @@ def test_code_that_looks_for_the_stores_keys_finds_none_and_reaches_no_other_job
     assert not stack.store.exists(f"{job}/logs/a00001/r0001/00000000.txt")
 
 
+@pytest.mark.long
 def test_every_way_to_upload_commits_what_was_reported_on_real_workers(s3_stack: TrainStack, tmp_path: Path) -> None:
     stack = s3_stack
     with mc.connect(train=stack.service.address) as millrace:
