@@ -31,13 +31,14 @@ class Backoff:
 
 
 class Patience:
-    """Pauses between tries, the longer the longer nothing goes on, for at most `allowed_s` without progress."""
+    """Pauses between tries, the longer the longer nothing goes on, for at most `allowed_s` without progress, by default
+    `PATIENCE_S`."""
 
-    def __init__(self, allowed_s: float = PATIENCE_S) -> None:
+    def __init__(self, allowed_s: float | None = None) -> None:
         self._allowed_s = allowed_s
         self.progressed()
 
-    def allow(self, allowed_s: float = PATIENCE_S) -> None:
+    def allow(self, allowed_s: float | None = None) -> None:
         """From now on that long; it begins anew."""
         self._allowed_s = allowed_s
         self.progressed()
@@ -55,7 +56,8 @@ class Patience:
 
     def pause_after(self, error: MillraceError, at_most_s: float = LONGEST_PAUSE_S) -> None:
         """Raises it where another try cannot help, or there was no progress for too long."""
-        if not _may_pass(error) or time.monotonic() - self._progressed_at > self._allowed_s:
+        allowed_s = PATIENCE_S if self._allowed_s is None else self._allowed_s
+        if not _may_pass(error) or time.monotonic() - self._progressed_at > allowed_s:
             raise error
         time.sleep(min(self._backoff.next_s(), at_most_s))
 
