@@ -41,9 +41,9 @@ from train_service.records.logs import rank_folder
 PR_SET_DUMPABLE = 4
 SIGN, BEGIN, SIGN_PARTS, COMPLETE, ABORT = "sign", "begin_parts", "sign_parts", "complete_parts", "abort_parts"
 VERSION = "version"
-# Addresses that one message brings: of the files of a version that follow the one that was asked for, of parts. Each has
-# some 450 bytes, and what is sent to a rank that is stopped must fit into the socket's buffer, of some megabytes: the
-# thread that sends would wait for ever.
+# Addresses that one message brings: of the files of a version that follow the one that was asked for, of parts. Each
+# has some 450 bytes, and what is sent to a rank that is stopped must fit into the socket's buffer, of some megabytes:
+# the thread that sends would wait for ever.
 FILES_AT_ONCE = 64
 PARTS_AT_ONCE = 16
 MOST_KEYS = 64
