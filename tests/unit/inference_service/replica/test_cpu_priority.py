@@ -32,12 +32,12 @@ def run_as_by_ray(*, unprivileged: bool) -> subprocess.CompletedProcess[str]:
 
 
 @needs_root
-def test_all_threads_of_a_replica_get_as_much_cpu_as_a_frontend() -> None:
-    assert run_as_by_ray(unprivileged=False).stdout == "{0}\n"
+def test_all_threads_of_a_replica_come_before_a_frontend() -> None:
+    assert run_as_by_ray(unprivileged=False).stdout == "{-10}\n"
 
 
 @needs_root
 def test_a_replica_that_may_not_raise_its_priority_goes_on_and_says_what_helps() -> None:
     ran = run_as_by_ray(unprivileged=True)
     assert ran.stdout == "{15}\n"
-    assert "start Ray with RAY_worker_niceness=0" in ran.stderr
+    assert "give Ray's workers CAP_SYS_NICE" in ran.stderr
