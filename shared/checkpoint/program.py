@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +25,8 @@ from shared.storage import ObjectMissing, ObjectStore
 KIND = "PROGRAM"
 # A file is read in pieces of so many bytes: a checkpoint may be larger than the memory.
 PIECE_BYTES = 8 * 1024 * 1024
+# So many are on their way beside the one that is used.
+PIECES_AHEAD = 2
 
 
 class Readable(Protocol):
@@ -127,20 +131,40 @@ def read_pieces(
     store: Readable, folder: str, file: ProgramFile, advanced: Callable[[], None] = lambda: None
 ) -> Iterator[bytes]:
     """The bytes of one file. Raises `DataLoss` after the last piece where they are not what the manifest names."""
-    key, digest, start = f"{folder}/{file.object}", hashlib.sha256(), 0
+    key, digest = f"{folder}/{file.object}", hashlib.sha256()
     try:
-        while start < file.size_bytes:
-            piece = store.get_range(key, start, min(PIECE_BYTES, file.size_bytes - start))
-            if not piece:
-                raise _lost(key, f"has {start} bytes instead of {file.size_bytes}")
+        for piece in _pieces(store, key, file.size_bytes):
             digest.update(piece)
-            start += len(piece)
             advanced()
             yield piece
     except ObjectMissing:
         raise _lost(key, "is missing") from None
     if digest.hexdigest() != file.sha256:
         raise _lost(key, "does not have the digest that its manifest names")
+
+
+def _pieces(store: Readable, key: str, size_bytes: int) -> Iterator[bytes]:
+    """Of an object, in their order. While one is digested and written the next ones are on their way: each takes a
+    round trip to the store."""
+
+    def read(start: int) -> bytes:
+        piece = store.get_range(key, start, min(PIECE_BYTES, size_bytes - start))
+        if not piece:
+            raise _lost(key, f"has {start} bytes instead of {size_bytes}")
+        return piece
+
+    starts = range(0, size_bytes, PIECE_BYTES)
+    if len(starts) < 2:
+        yield from map(read, starts)
+        return
+    with ThreadPoolExecutor(PIECES_AHEAD, thread_name_prefix="checkpoint pieces") as readers:
+        coming: deque[Future[bytes]] = deque()
+        for start in starts:
+            coming.append(readers.submit(read, start))
+            if len(coming) > PIECES_AHEAD:
+                yield coming.popleft().result()
+        while coming:
+            yield coming.popleft().result()
 
 
 def verify_program_checkpoint(store: Readable, folder: str, manifest_sha256: str) -> ProgramContent:
