@@ -60,6 +60,8 @@ LOOK_EVERY_S = 0.5
 # A script that has said that it is over leaves the cluster within so long, or is killed.
 ENDS_WITHIN_S = 20.0
 OUTPUT_ENDS_WITHIN_S = 5.0
+# Of what a script calls, in one attempt.
+MAX_WARNINGS = 100
 # More than the bound of a rank's log allows.
 LOG_CHUNKS = 100_000
 # Of this process's environment nothing of Millrace's gets to the script: no credentials, no token.
@@ -80,12 +82,13 @@ class ScriptRun:
         self._program = program
         self._add_lines = add_lines
         self._store = context.store
-        self._fits = Fits(self._store, context.job.name)
+        self._fits = Fits(self._store, context.job.name, context.job.uid)
         # By number, those of all attempts; and which of them this one was asked for.
         self._known: dict[int, Fit] = {}
         self._met: set[int] = set()
         # How many of them Ray has run in this attempt.
         self._begun = 0
+        self._warned: set[str] = set()
         # How many sweeps it has asked for in this attempt.
         self._sweeps = 0
         # Of the fit at work: what it was asked with, and what there is while Ray runs it.
@@ -189,7 +192,10 @@ class ScriptRun:
         if kind == "checkpoint":
             return {"folder": self._folder_of(question["name"])}
         if kind == "warning":
-            self._warn(str(question["text"]))
+            # A script may call what is warned of again and again.
+            if (text := str(question["text"])) not in self._warned and len(self._warned) < MAX_WARNINGS:
+                self._warned.add(text)
+                self._warn(text)
             return {}
         if kind == "raised":
             raise error_from_record(question["error"])

@@ -1,7 +1,9 @@
 """The `fit()` calls of a job's script, kept in its folder: which run each of them is, and which have ended.
 
-    {job}/fits/{number:04d}.json         how the run was called when it first began
-    {job}/fits/{number:04d}-done.json    with what it ended
+    {job}/fits/{uid}/{number:04d}.json         how the run was called when it first began
+    {job}/fits/{uid}/{number:04d}-done.json    with what it ended
+
+`uid` is the job's: what a late process of a deleted job writes is nothing to another job of its name.
 
 An attempt runs the whole script. A `fit()` that ended in an earlier attempt returns at once; one that was cut short
 goes on at its own newest checkpoint. Runs are told apart by name and storage path, as Ray does. A name that a script
@@ -71,9 +73,9 @@ def matching(fits: Sequence[Fit], call: FitCall, met: Collection[int]) -> Fit | 
 class Fits:
     """Those of one job. All methods block on the store and may be repeated. Only the attempt at work writes."""
 
-    def __init__(self, store: ObjectStore, job_name: str) -> None:
+    def __init__(self, store: ObjectStore, job_name: str, uid: str) -> None:
         self._store = store
-        self._folder = f"{job_name}/fits"
+        self._folder = f"{job_name}/fits/{uid}"
 
     def read(self) -> list[Fit]:
         """In the order of their numbers."""

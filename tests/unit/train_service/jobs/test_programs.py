@@ -122,15 +122,16 @@ def test_a_wrong_program_is_refused_by_its_field_and_leaves_nothing(
     assert sorted(info.key for info in store.list()) == before
 
 
-def test_durations_and_local_mode_are_bounded(store: ObjectStore, bundle: BundleRecord) -> None:
+def test_durations_and_what_local_mode_lacks_are_bounded(store: ObjectStore, bundle: BundleRecord) -> None:
     spec = message(bundle)
     spec.num_workers = 0
+    spec.placement.gpus_per_worker = 1
     spec.program.hang_after.FromMilliseconds(1)
     spec.program.stop_within.FromSeconds(10**7)
     with pytest.raises(InvalidArgument) as caught:
         create(store, spec)
     assert {field for field, _ in caught.value.fields} == {
-        "spec.num_workers",
+        "spec.placement.gpus_per_worker",
         "spec.program.hang_after",
         "spec.program.stop_within",
     }

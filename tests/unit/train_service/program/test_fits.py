@@ -30,7 +30,7 @@ def test_a_name_that_is_new_in_each_attempt_is_found_by_its_line() -> None:
 
 
 def test_runs_are_read_as_they_began_and_ended(file_store: StoreSettings) -> None:
-    fits = Fits(open_store(file_store), "trainingJobs/a")
+    fits = Fits(open_store(file_store), "trainingJobs/a", "u1")
     assert fits.read() == []
     done = FitDone(function="loop", config_sha256="1", report=4, checkpoint="c", metrics={"loss": 0.5, "epoch": 3})
     told = Fit(number=2, call=call("letters"), told=("2 counts",))
@@ -39,6 +39,7 @@ def test_runs_are_read_as_they_began_and_ended(file_store: StoreSettings) -> Non
     fits.begin(told)
     first, second = fits.read()
     assert (first.call, first.done, second) == (DIGITS.call, done, told)
+    assert Fits(open_store(file_store), "trainingJobs/a", "u2").read() == []
 
 
 def test_a_run_is_over_for_the_same_function_and_configuration_alone() -> None:

@@ -75,7 +75,7 @@ def test_a_configuration_is_the_settings_of_a_sweep() -> None:
         (None, "Tuner has no tune_config"),
         (tune.TuneConfig(mode="min"), "names no metric and mode"),
         (tune.TuneConfig(metric="loss", mode="min", time_budget_s=3), "TuneConfig(time_budget_s=...)"),
-        (tune.TuneConfig(metric="loss", mode="min", scheduler=MedianStoppingRule()), "MedianStoppingRule"),  # type: ignore[no-untyped-call]
+        (tune.TuneConfig(metric="loss", mode="min", scheduler=MedianStoppingRule()), "MedianStoppingRule"),
         (
             tune.TuneConfig(metric="loss", mode="min", scheduler=ASHAScheduler(time_attr="epoch")),
             "time_attr='epoch'",
@@ -109,10 +109,11 @@ def test_the_best_trial_is_that_of_the_best_checkpoint() -> None:
         ]
     }
     results = TrialResults.of(described, {"metric": "loss", "maximize": False}, lambda name: f"/{name}")
-    best = results.get_best_result()
+    best: Any = results.get_best_result()
+    worst: Any = results.get_best_result("loss", "max")
     assert (best.path, best.config, best.metrics["loss"]) == ("b", {"train_loop_config": {"lr": 2}}, 1.0)
     assert best.checkpoint.path == "/b1"
-    assert results.get_best_result("loss", "max").checkpoint.path == "/b2"
+    assert worst.checkpoint.path == "/b2"
     assert (len(results), results.num_errors, results.num_terminated) == (3, 1, 2)
     assert list(results.get_dataframe()["config/train_loop_config/lr"]) == [1, 2, 3]
     with pytest.raises(RuntimeError, match="'accuracy'"):
