@@ -71,6 +71,33 @@ class Classifier(nn.Module):
         return nn.functional.cross_entropy(outputs, labels)
 """
 
+# It logs metrics of torchmetrics themselves, which no mean of batches gives.
+MEASURED = (
+    CLASSIFIER
+    + """
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+
+
+class Measured(Classifier):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.train_hits = MulticlassAccuracy(3, average="micro")
+        self.auroc = MulticlassAUROC(3)
+
+    def training_step(self, batch, batch_idx):
+        inputs, labels = batch
+        outputs = self(inputs)
+        self.train_hits(outputs, labels)
+        self.log("train_hits", self.train_hits)
+        return nn.functional.cross_entropy(outputs, labels)
+
+    def validation_step(self, batch, batch_idx):
+        inputs, labels = batch
+        self.auroc.update(self(inputs).softmax(1), labels)
+        self.log("auroc", self.auroc)
+"""
+)
+
 # Two optimizers, each with a scheduler, stepped by hand; each uses a part of the parameters.
 GAN = _of_the_page("gan.py")
 
