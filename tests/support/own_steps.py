@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "own-models.md"
+
+
+def _of_the_page(file: str) -> str:
+    """The code of that file of the documents' project."""
+    (code,) = re.findall(rf"`project/{re.escape(file)}`:\n\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    return str(code)
+
+
 # The methods of a LightningModule, without Lightning. EMA of the weights, schedulers of steps and of epochs, noise.
 CLASSIFIER = """
 import random
@@ -59,54 +71,35 @@ class Classifier(nn.Module):
         return nn.functional.cross_entropy(outputs, labels)
 """
 
-# Two optimizers, each with a scheduler, stepped by hand; each uses a part of the parameters.
-GAN = """
-import torch
-from torch import nn
+# It logs metrics of torchmetrics themselves, which no mean of batches gives.
+MEASURED = (
+    CLASSIFIER
+    + """
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 
-class GAN(nn.Module):
-    def __init__(self, noise=4, width=12):
-        super().__init__()
-        self.automatic_optimization = False
-        self.noise = noise
-        self.generator = nn.Sequential(nn.Linear(noise, width), nn.ReLU(), nn.Linear(width, 6))
-        self.critic = nn.Sequential(nn.Linear(6, width), nn.LeakyReLU(0.2), nn.Linear(width, 1))
-
-    def forward(self, noise):
-        return self.generator(noise)
-
-    def configure_optimizers(self):
-        parts = (self.generator, self.critic)
-        both = [torch.optim.Adam(part.parameters(), lr=0.01, betas=(0.5, 0.9)) for part in parts]
-        return both, [torch.optim.lr_scheduler.ExponentialLR(one, 0.99) for one in both]
+class Measured(Classifier):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.train_hits = MulticlassAccuracy(3, average="micro")
+        self.auroc = MulticlassAUROC(3)
 
     def training_step(self, batch, batch_idx):
-        real, _ = batch
-        generator, critic = self.optimizers()
-        judge = nn.functional.binary_cross_entropy_with_logits
-        noise = torch.randn(len(real), self.noise)
+        inputs, labels = batch
+        outputs = self(inputs)
+        self.train_hits(outputs, labels)
+        self.log("train_hits", self.train_hits)
+        return nn.functional.cross_entropy(outputs, labels)
 
-        self.toggle_optimizer(critic)
-        on_real, on_made = self.critic(real), self.critic(self.generator(noise).detach())
-        critic_loss = judge(on_real, torch.ones_like(on_real)) + judge(on_made, torch.zeros_like(on_made))
-        critic.zero_grad()
-        self.manual_backward(critic_loss)
-        critic.step()
-        self.untoggle_optimizer(critic)
-
-        self.toggle_optimizer(generator)
-        on_made = self.critic(self.generator(noise))
-        generator_loss = judge(on_made, torch.ones_like(on_made))
-        generator.zero_grad()
-        self.manual_backward(generator_loss)
-        generator.step()
-        self.untoggle_optimizer(generator)
-
-        for one in self.lr_schedulers():
-            one.step()
-        self.log_dict({"critic_loss": critic_loss, "generator_loss": generator_loss})
+    def validation_step(self, batch, batch_idx):
+        inputs, labels = batch
+        self.auroc.update(self(inputs).softmax(1), labels)
+        self.log("auroc", self.auroc)
 """
+)
+
+# Two optimizers, each with a scheduler, stepped by hand; each uses a part of the parameters.
+GAN = _of_the_page("gan.py")
 
 # A LightningModule as its documents have it.
 LIGHTNING = """

@@ -127,11 +127,17 @@ class OwnStepLearner(BaseLearner):
                     cache, preprocessing, ranks, self._rows_per_call(), numbers=self._spec.task == REGRESSION
                 )
                 rows = 0.0
+                module.forget_metrics()
                 for number, (inputs, labels, is_own) in enumerate(batches):
+                    if not is_own and number and self._spec.placement.parallel != FSDP:
+                        continue  # only calls of a sharded model need company
                     with module.logging(len(inputs) if is_own else 0.0) as of_batch:
                         given = self._moved((inputs, labels))
                         loss = measured_loss(module.hook("validation_step", given, number))
                     if not is_own:
+                        if not rows:  # it has none of its own, and takes part with nothing
+                            for metric in module.metrics.values():
+                                metric.reset()
                         continue
                     rows += len(inputs)
                     if loss is not None:
@@ -140,13 +146,14 @@ class OwnStepLearner(BaseLearner):
                         logged.add(name, total / count, count)
                 module.rows = rows
                 module.hook("on_validation_epoch_end")
+                computed = module.read_metrics()
         finally:
             module.trainer.training, module.trainer.validating = True, False
         names = sorted(set().union(*ranks.share_all(sorted(logged.sums))))
         values = [number for name in names for number in logged.sums.get(name, (0.0, 0.0))]
         rows, *added = ranks.add([rows, *values]).result()
         metrics = {name: added[2 * at] / added[2 * at + 1] for at, name in enumerate(names) if added[2 * at + 1]}
-        return metrics, int(rows)
+        return {**metrics, **computed}, int(rows)
 
     def end_epoch(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """What `on_train_epoch_end` logs, as this rank has it."""
@@ -155,6 +162,7 @@ class OwnStepLearner(BaseLearner):
         with module.logging(1.0) as logged:
             module.hook("on_train_epoch_end")
         found = {name: total / count for name, (total, count) in logged.sums.items()}
+        module.forget_metrics()
         self._schedule(EPOCH, module.trainer.current_epoch + 1, {**metrics, **found})
         return found
 

@@ -7,6 +7,7 @@ of Lightning's that this loop does not call are refused by name, never left out 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,6 +85,8 @@ class StepModule:
         self.logged = Logged()
         # The rows that a value is logged of.
         self.rows = 0.0
+        # By name, metrics of torchmetrics that were logged themselves, which add up their batches.
+        self.metrics: dict[str, Any] = {}
         self._backward = backward
         self._frozen: list[tuple[nn.Parameter, bool]] = []
         self._bind()
@@ -117,6 +120,21 @@ class StepModule:
         finally:
             self.logged = before
 
+    def read_metrics(self) -> dict[str, float]:
+        """The values of the metrics that were logged themselves, over all ranks, which must all call it; they begin
+        anew."""
+        metrics, self.metrics = self.metrics, {}
+        values = {name: float(metric.compute()) for name, metric in sorted(metrics.items())}
+        for metric in metrics.values():
+            metric.reset()
+        return values
+
+    def forget_metrics(self) -> None:
+        """Those that were logged themselves begin anew; steps have told of each batch."""
+        for metric in self.metrics.values():
+            metric.reset()
+        self.metrics = {}
+
     def _bind(self) -> None:
         self._set("trainer", self.trainer)
         self._set("log", self._log)
@@ -134,6 +152,11 @@ class StepModule:
 
     def _log(self, name: str, value: Any, *_: Any, **__: Any) -> None:
         """As Lightning's; how it is shown or reduced is the loop's: the mean over the rows of all ranks."""
+        if _is_metric(value):
+            self.metrics[name] = value
+            value = value._forward_cache  # of the batch; None where it was only updated
+            if value is None:
+                return
         if not isinstance(value, Tensor | int | float):
             raise InvalidArgument(
                 f"log({name!r}, …) was given a {type(value).__name__}; give a number or a tensor of one, which the "
@@ -168,6 +191,12 @@ class StepModule:
         for one, needed in self._frozen:
             one.requires_grad = needed
         self._frozen = []
+
+
+def _is_metric(value: Any) -> bool:
+    """Of torchmetrics, whose import takes seconds: a module that uses it has it imported."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
 def is_step(module: object) -> bool:

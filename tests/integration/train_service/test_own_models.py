@@ -56,7 +56,7 @@ def test_a_model_of_a_users_own_outlives_the_kill_of_a_rank_bit_for_bit(
             VERSION,
             model=mc.own_model(bundle, "net:build", config={"width": 6}),
             transform=[mc.to_float()],
-            epochs=6,
+            epochs=4,
             global_batch_size=30,
             num_workers=2,
             checkpoint_every_steps=7,
@@ -79,7 +79,7 @@ def test_a_model_of_a_users_own_outlives_the_kill_of_a_rank_bit_for_bit(
 
     def weights(job: str) -> bytes:
         entry = resolve(stack.store, "checkpoint", f"{job}/checkpoints/final")
-        assert (entry.code_bundle, entry.step) == (bundle.name, 120)
+        assert (entry.code_bundle, entry.step) == (bundle.name, 80)
         return load_checkpoint(stack.store, entry.folder, entry.manifest_sha256).read(WEIGHTS)
 
     assert weights(struck.name) == weights(whole.name)
@@ -140,7 +140,7 @@ def test_a_step_with_two_optimizers_outlives_the_kill_of_a_rank_bit_for_bit(
             VERSION,
             model=mc.own_model(bundle, "net:Pair"),
             transform=[mc.to_float()],
-            epochs=6,
+            epochs=4,
             global_batch_size=30,
             num_workers=2,
             checkpoint_every_steps=7,

@@ -21,11 +21,11 @@ from tests.support.code_folders import write_files
 from tests.support.own_models import NET, code_of_this_process, own, spec_of
 from tests.support.own_steps import CLASSIFIER, GAN
 from tests.unit.train_service.learners import CLASSES, NUMBERS, SPEC, WIDTH, commit_table
+from train_service.domain.own_model import OwnModelFacts, settled
 from train_service.domain.spec import (
     FLOAT16,
     FSDP,
     OWN,
-    CheckpointPolicy,
     EarlyStopping,
     LossSpec,
     OptimizerSpec,
@@ -83,14 +83,16 @@ def test_a_loss_and_metrics_of_the_model_take_the_place_of_the_specifications(
     assert jobs.checked(found) == found
 
 
-def test_numbers_are_learnt_by_a_model_with_as_many_outputs(jobs: TrainingJobs, store: ObjectStore) -> None:
-    policy = CheckpointPolicy(best_metric="validation_loss", maximize=False)
-    found = jobs.checked(own(store, NUMBERS, kwargs={"classes": 1}, checkpoints=policy))
+def test_numbers_are_learnt_by_a_model_with_as_many_outputs(tmp_path: Path) -> None:
+    facts = looked_at(tmp_path, NET, "net:build", base=NUMBERS, kwargs={"classes": 1})["facts"]
+    spec = spec_of(f"codeBundles/{'0' * 64}", NUMBERS, "net:build")
+
+    found = settled(spec, OwnModelFacts.from_config(facts), (WIDTH,))
 
     assert (found.model.num_classes, found.loss.name, found.metrics) == (1, "mse", ("mae",))
 
 
-def test_code_that_the_meta_device_does_not_stand_is_tried_on_the_cpu(jobs: TrainingJobs, store: ObjectStore) -> None:
+def test_code_that_the_meta_device_does_not_stand_is_tried_on_the_cpu(tmp_path: Path) -> None:
     source = (
         NET
         + """
@@ -102,11 +104,9 @@ class Scaled(Net):
         return self.body(inputs * torch.from_numpy(np.ones(6, np.float32)))
 """
     )
-    spec = own(store, SPEC, source, "net:Scaled")
-
-    assert jobs.checked(spec).model.num_classes == CLASSES
-    path, text = refusal(jobs, replace(spec, placement=Placement(parallel=FSDP), num_workers=2))
-    assert (path, "meta device" in text) == ("spec.placement.parallel", True)
+    assert looked_at(tmp_path, source, "net:Scaled")["facts"]["num_classes"] == CLASSES
+    sharded = looked_at(tmp_path, source, "net:Scaled", placement=Placement(parallel=FSDP), num_workers=2)
+    assert (sharded["field"], "meta device" in sharded["problem"]) == ("spec.placement.parallel", True)
 
 
 def test_a_model_that_fsdp_can_shard_is_taken(jobs: TrainingJobs, store: ObjectStore) -> None:
@@ -195,10 +195,10 @@ def test_a_specification_names_a_builder_or_an_entry(jobs: TrainingJobs, store: 
     assert no_bundle[0] == "spec.model.code_bundle"
 
 
-def looked_at(tmp_path: Path, source: str, entry: str, **change: Any) -> dict[str, Any]:
+def looked_at(tmp_path: Path, source: str, entry: str, base: TrainingSpec = SPEC, **change: Any) -> dict[str, Any]:
     """What the child says of it, in this process."""
     write_files(tmp_path, {"net.py": source})
-    spec = spec_of(f"codeBundles/{'0' * 64}", SPEC, entry, **change)
+    spec = spec_of(f"codeBundles/{'0' * 64}", base, entry, **change)
     with code_of_this_process():
         sys.path.append(str(tmp_path))
         return look_at_model({"spec": spec.as_config(), "row_shape": [WIDTH], "total_steps": 10}, str(tmp_path))

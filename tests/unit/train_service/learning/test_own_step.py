@@ -15,11 +15,12 @@ from torch import Tensor
 
 from shared.checkpoint import CheckpointRegistry
 from shared.code_loading import load_code
+from shared.dataset_version import load_version
 from shared.errors import FailedPrecondition
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.own_models import code_of_this_process, own
-from tests.support.own_steps import CLASSIFIER, GAN
+from tests.support.own_steps import CLASSIFIER, GAN, MEASURED
 from tests.unit.train_service.in_ranks import in_ranks
 from tests.unit.train_service.learners import ALONE, CLASSES, INPUT, STEPS, WIDTH, batch, commit_table, vectors
 from tests.unit.train_service.learners import SPEC as TABLE
@@ -28,6 +29,7 @@ from train_service.domain.own_model import OwnModelFacts, settled
 from train_service.domain.spec import BFLOAT16, FLOAT16, FSDP, EarlyStopping, OptimizerSpec, Placement, TrainingSpec
 from train_service.learning.own_step import OwnStepLearner
 from train_service.learning.ranks import Ranks
+from train_service.loading.batches import Batches
 from train_service.records.events import EventKind
 from train_service.records.metrics_reading import metrics_page
 
@@ -202,6 +204,33 @@ def test_a_manual_backward_takes_the_arguments_of_a_backward(store: ObjectStore)
     made = learner(spec)
 
     assert made.describe(made.step(batch()))["critic_loss"] > 0
+
+
+def measured_on(ranks: Ranks, settings: StoreSettings, spec: TrainingSpec) -> tuple[dict[str, float], int]:
+    store = open_store(settings)
+    load_code(store, spec.model.code_bundle)
+    batches = Batches(store, load_version(store, spec.dataset_version), spec)
+    made = learner(spec, ranks)
+    for step in range(4):
+        made.step(batch(ranks, step))
+    return made.evaluate(batches.cache("validation"), batches.preprocessing)
+
+
+def test_metrics_that_are_logged_themselves_are_read_over_all_rows_of_all_ranks(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    kwargs = {"noise": 0.0, "norm": False}
+    spec = settled(own(store, TABLE, MEASURED, "net:Measured", kwargs=kwargs), FACTS, (WIDTH,))
+
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    told, other = in_ranks(2, measured_on, folder, store.settings, spec)
+    alone = measured_on(ALONE, store.settings, spec)
+
+    assert told == other
+    assert told[1] == alone[1] == 523
+    assert told[0] == pytest.approx(alone[0], abs=1e-4)
+    assert 0.5 < told[0]["auroc"] < 1
 
 
 def test_in_bfloat16_it_learns_and_weights_stay_in_float32(store: ObjectStore) -> None:

@@ -15,6 +15,7 @@ from tests.unit.train_service.learners import CLASSES, WIDTH, commit_table
 from tests.unit.train_service.learners import SPEC as TABLE
 from tests.unit.train_service.sweeps.conftest import RATE
 from tests.unit.train_service.worker.test_loop import begin, entries, run_of
+from train_service.domain.own_model import OwnModelFacts, settled, settled_base
 from train_service.domain.search_space import GRID, Domain
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.sweep import SweepSpec
@@ -59,7 +60,7 @@ def test_each_trial_trains_the_model_of_its_own_configuration(store: ObjectStore
 
 def test_trials_whose_models_cannot_be_compared_are_refused(store: ObjectStore) -> None:
     base = own(store, TABLE)
-    classes = {"model.kwargs.classes": Domain(kind=GRID, values=(3, 4))}
+    trials = [settled(base, OwnModelFacts(num_classes=classes), (WIDTH,)) for classes in (3, 4)]
 
     with pytest.raises(InvalidArgument, match="must have the same outputs"):
-        sweeps_of(store).create("s", SweepSpec(base=base, parameters=classes), "", "digest", validate_only=False)
+        settled_base(base, trials)
