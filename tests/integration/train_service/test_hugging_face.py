@@ -72,9 +72,10 @@ def example() -> str:
 @contextmanager
 def stale_checkpoint() -> Iterator[None]:
     """What a lost attempt of a later step left in the example's `output_dir` on this node."""
-    folder = Path("/tmp/hf-output/checkpoint-90000")
+    step = 90_000 + os.getpid()  # another run of the tests may be at work on this machine
+    folder = Path(f"/tmp/hf-output/checkpoint-{step}")
     folder.mkdir(parents=True)
-    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 90_000}))
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     try:
         yield
     finally:
@@ -132,7 +133,7 @@ def test_a_run_that_lost_a_rank_ends_with_the_weights_of_one_that_did_not(
     file_stack: TrainStack, tmp_path: Path, lora_rank: int, weights: str
 ) -> None:
     steps = list(range(2, 21, 2))
-    config = {"steps": steps[-1], "save_steps": 2, "lora_rank": lora_rank}
+    config: dict[str, Any] = {"steps": steps[-1], "save_steps": 2, "lora_rank": lora_rank}
     store, client = file_stack.store, file_stack.client
     with stale_checkpoint():
         undisturbed = create(file_stack, tmp_path, **config)
@@ -165,7 +166,7 @@ def test_rows_of_a_version_reach_the_trainer_in_their_order_over_a_kill(file_sta
     store, client, version, rows = file_stack.store, file_stack.client, "datasets/texts/versions/v1", 160
     commit_texts(store, version, rows)
     # Two passes of ten steps each: 160 rows in batches of 8 on two workers.
-    config = {"steps": 20, "save_steps": 2, "on_shard": True}
+    config: dict[str, Any] = {"steps": 20, "save_steps": 2, "on_shard": True}
     undisturbed = create(file_stack, tmp_path, version, **config)
     killed = create(file_stack, tmp_path, version, **config)
     watch = client.watch(killed, within_s=350)
