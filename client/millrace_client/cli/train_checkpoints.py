@@ -83,7 +83,9 @@ def _downloaded(millrace: Millrace, name: str, directory: Path, as_json: bool) -
 @click.option("--in-channels", required=True, type=int, help="Of an mlp the width of its input.")
 @click.option("--num-classes", required=True, type=int, help="Of a regression the numbers that it gives.")
 @click.option("--task", type=click.Choice(["classification", "regression"]), default="classification")
-@click.option("--input-shape", default="", metavar="N,…", help="Of one row that it is asked about, e.g. 3,224,224.")
+@click.option(
+    "--input-shape", default="", metavar="N,…", help="Of one row that it is asked about, e.g. 224,224,3 of pixels."
+)
 @click.option("--input-dtype", default="", metavar="TYPE", help="Default: float32; of pixels uint8.")
 @click.option("--input-column", default="", metavar="COLUMN", help="Default: image, or what --concat makes.")
 @click.option(
@@ -108,7 +110,7 @@ def import_(job: str, source: Path, dry_run: bool, as_json: bool, **values: Any)
 
     \b
     millrace train import pets resnet.pth --model torchvision.resnet18 --in-channels 3 --num-classes 37 \\
-      --input-shape 3,224,224 --input-dtype uint8 --to-float --normalize 0.485,0.456,0.406:0.229,0.224,0.225 \\
+      --input-shape 224,224,3 --input-dtype uint8 --to-float --normalize 0.485,0.456,0.406:0.229,0.224,0.225 \\
       --rename-prefix module.= --key state_dict
     """
     spec = _import_spec(values)
@@ -137,7 +139,7 @@ def _import_spec(values: dict[str, Any]) -> checkpoint_import_pb2.ImportSpec:
     try:
         shape = [int(one) for one in values["input_shape"].split(",") if one]
     except ValueError:
-        raise click.BadParameter(f"{values['input_shape']!r}: use numbers, e.g. 3,224,224") from None
+        raise click.BadParameter(f"{values['input_shape']!r}: use numbers, e.g. 224,224,3") from None
     renames = [
         checkpoint_import_pb2.NameMap.Rename(**{kind: _pair(option, text)[0]}, replacement=_pair(option, text)[1])
         for option, kind in (("rename_prefix", "prefix"), ("rename", "pattern"))

@@ -12,12 +12,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from torch import nn
 
 import millrace_client as mc
+from inference_service.domain.rows import RAW, Rows
+from inference_service.replica.served_model import ServedModel
 from millrace.train.v1 import checkpoint_import_pb2, resources_pb2
 from millrace_client import errors
 from shared.checkpoint import load_checkpoint, resolve
@@ -94,6 +97,34 @@ def test_an_imported_state_dict_answers_with_the_logits_of_its_source_bit_for_bi
     logits = loaded(store, made.checkpoint.name)(images_BCHW.numpy())[0]
     with torch.inference_mode():
         assert logits.tobytes() == source(images_BCHW).numpy().tobytes()
+
+
+def test_an_imported_checkpoint_is_served_from_raw_pixels_as_its_source_answers(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    from torchvision.models import resnet18
+
+    torch.manual_seed(3)
+    source = resnet18(num_classes=7).eval()
+    spec = mc.import_spec(
+        model="torchvision.resnet18",
+        in_channels=3,
+        num_classes=7,
+        input_shape=[32, 32, 3],
+        input_dtype="uint8",
+        transform=[mc.to_float(), mc.normalize([0.5, 0.4, 0.3], [0.2, 0.2, 0.2])],
+    )
+    name = imported(store, saved(tmp_path, source.state_dict()), spec).checkpoint.name
+    entry = resolve(store, "name", name)
+    checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
+    served = ServedModel(checkpoint.content, checkpoint.read(WEIGHTS))
+    (raw,) = served.signature.raw
+    assert (raw.name, raw.datatype, raw.shape) == ("image", "UINT8", (-1, 32, 32, 3))
+    pixels_BHWC = np.random.default_rng(1).integers(0, 256, (4, 32, 32, 3), np.uint8)
+    prepared = served.preprocessing.prepare(Rows(RAW, {"image": pixels_BHWC}))[0]
+    logits = served.forward(Rows(RAW, {"image": pixels_BHWC})).arrays[0]
+    with torch.inference_mode():
+        assert logits.tobytes() == source(torch.from_numpy(prepared)).numpy().tobytes()
 
 
 def test_the_job_of_an_import_is_one_that_succeeded_and_tells_its_source(store: ObjectStore, tmp_path: Path) -> None:
@@ -460,5 +491,9 @@ def test_the_command_imports_and_says_what_fits(store: ObjectStore, tmp_path: Pa
     assert "trainingJobs/imp/checkpoints/imported" in made.output
     listed = commanded(store, "train", "list")
     assert "trainingJobs/imp" in listed.output
+    assert "trainingJobs/imp succeeded" in commanded(store, "train", "watch", "imp").output
+    page = tmp_path / "page.html"
+    told = commanded(store, "train", "report", "imp", "--html", str(page))
+    assert (told.exit_code, page.exists()) == (0, True), told.output
     again = commanded(store, "train", "import", "imp", path, *options, "--rename-prefix", "module.=")
     assert (again.exit_code, "imp" in again.output) == (4, True)
