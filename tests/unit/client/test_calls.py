@@ -174,6 +174,7 @@ def test_every_method_that_reads_is_known_and_none_that_writes() -> None:
         "SuggestTrainingSpec",
         "ListMetrics",
         "GetSweep",
+        "GetImportedWeights",
         "ListSweeps",
         "GetDeployment",
         "ListDeployments",
