@@ -112,7 +112,7 @@ def _run(ranks: Ranks, store: StoreSettings, job_id: str, spec: TrainingSpec) ->
     if ranks.rank == 0:
         try:
             opened = open_store(store)
-            # Whoever starts this command runs its code, a model's own included, with the same rights anyway.
+            # This process runs the model's code itself, with the rights of the user who started it.
             jobs = TrainingJobs(opened, programs=ProgramCheck(opened, OwnCode(is_trusted=True)))
             job = jobs.run_here(job_id, spec, RUNNER, _kind(ranks.device))
         except MillraceError as error:

@@ -209,7 +209,7 @@ def spec_to_proto(spec: TrainingSpec) -> resources_pb2.TrainingSpec:
     ):
         struct.update(values)
     if spec.optimizer.name == OWN:
-        message.ClearField("optimizer")  # what is told can be given back
+        message.ClearField("optimizer")  # so that the message can be given back
     if spec.program is not None:
         _set_program(message, spec.program)
     return message

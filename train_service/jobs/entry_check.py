@@ -63,10 +63,10 @@ class EntryCheck:
             self._children.release()
         if problem := str(answer["problem"]):
             # A child may answer anything: of what it names only a field of the specification is taken.
-            told = str(answer.get("field", ""))
-            if told.startswith("spec."):
-                fields = [(told, problem)]
-                raise InvalidArgument(f"{told}: {problem}", reason="INVALID_FIELD", fields=fields)
+            path = str(answer.get("field", ""))
+            if path.startswith("spec."):
+                fields = [(path, problem)]
+                raise InvalidArgument(f"{path}: {problem}", reason="INVALID_FIELD", fields=fields)
             raise invalid_field(field, entry, problem)
         facts = answer.get("facts")
         self._good[sha256, entry, asked] = facts if isinstance(facts, dict) else {}

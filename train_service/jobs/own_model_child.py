@@ -31,7 +31,7 @@ from train_service.learning.step_module import NOT_CALLED, StepModule, Trainer, 
 FIELD = "spec.model.entry"
 ROWS = 2
 DEVICES = ("meta", "cpu")
-# Of an epoch, as far as a module that asks for it is told when it is tried.
+# The steps of an epoch, for a module that reads them of its trainer while it is tried.
 SOME_STEPS = 100
 
 
@@ -152,8 +152,8 @@ def _asked(spec: TrainingSpec, call: Callable[[], Any], what: str) -> Any:
         raise
     except Exception as error:  # a user's code may raise anything
         where = line_in_code(error)
-        told = f"{where}{': ' if where else ''}{type(error).__name__}: {first_line(error)}"
-        raise invalid_field(FIELD, spec.model.entry, f"its {what}: {told}") from error
+        problem = f"{where}{': ' if where else ''}{type(error).__name__}: {first_line(error)}"
+        raise invalid_field(FIELD, spec.model.entry, f"its {what}: {problem}") from error
 
 
 def _check_shape(method: str, spec: TrainingSpec, given: Any) -> None:
@@ -168,17 +168,17 @@ def _check_shape(method: str, spec: TrainingSpec, given: Any) -> None:
         raise invalid_field(FIELD, spec.model.entry, f"its {method}: {error.message}") from None
 
 
-def _names(spec: TrainingSpec, told: Any) -> tuple[str, ...]:
-    if not isinstance(told, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in told):
+def _names(spec: TrainingSpec, given: Any) -> tuple[str, ...]:
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in given):
         remedy = "its metrics must give a dict of names, each an identifier, and numbers"
         raise invalid_field(FIELD, spec.model.entry, remedy)
     ours = ["loss", *known_metrics(spec.task)]
-    if taken := [name for name in told if name in ours]:
+    if taken := [name for name in given if name in ours]:
         remedy = f"its metrics gives {taken[0]!r}, which is a name of Millrace's; use another"
         raise invalid_field(FIELD, spec.model.entry, remedy)
-    for name, value in told.items():
+    for name, value in given.items():
         _check_shape(f"metrics[{name!r}]", spec, torch.as_tensor(value))
-    return tuple(told)
+    return tuple(given)
 
 
 def _check(spec: TrainingSpec, trial: _Trial, asked: dict[str, Any]) -> None:

@@ -113,7 +113,7 @@ class StepModule:
 
     @contextlib.contextmanager
     def logging(self, rows: float) -> Iterator[Logged]:
-        """What is logged meanwhile is of so many rows."""
+        """Values that are logged meanwhile are weighed by `rows`."""
         before, self.logged, self.rows = self.logged, Logged(), rows
         try:
             yield self.logged
@@ -130,7 +130,7 @@ class StepModule:
         return values
 
     def forget_metrics(self) -> None:
-        """Those that were logged themselves begin anew; steps have told of each batch."""
+        """Those that were logged themselves begin anew; the value of each batch was logged by its step."""
         for metric in self.metrics.values():
             metric.reset()
         self.metrics = {}
