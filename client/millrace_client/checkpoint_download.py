@@ -90,10 +90,12 @@ class _Download:
             return self._is_there_already() or self._put_in_place()
         responses = self._caller.stream(self._stub.GetCheckpoint, self._request)
         try:
-            header = next(responses).header
+            first = next(responses, None)
+            if first is None or not first.HasField("header"):
+                raise DataLoss("the service did not begin with a header: is it one that knows GetCheckpoint?")
             if self._checkpoint is None:
                 patience.allow()
-                self._begin(header)
+                self._begin(first.header)
                 if self._request.path:  # a part of it is here already
                     return False
             file: _File | None = None

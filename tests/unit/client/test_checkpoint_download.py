@@ -219,6 +219,21 @@ def test_a_service_cannot_write_outside_of_the_folder(tmp_path: Path, path: str)
     assert not (tmp_path / "deep" / "out").exists()
 
 
+def test_a_service_that_sends_nothing_is_told(tmp_path: Path) -> None:
+    class Silent(train_service_pb2_grpc.TrainServiceServicer):
+        def GetCheckpoint(self, _request: Any, _context: Any) -> Iterator[pb.GetCheckpointResponse]:  # noqa: N802
+            yield from ()
+
+    register: Any = lambda server: train_service_pb2_grpc.add_TrainServiceServicer_to_server(Silent(), server)  # noqa: E731
+    with (
+        serving(register) as address,
+        connect(train=address) as millrace,
+        pytest.raises(errors.DataLoss, match="header"),
+    ):
+        millrace.train.download_checkpoint(JOB, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_command_takes_a_checkpoint_the_best_one_or_that_of_a_step(store: ObjectStore, tmp_path: Path) -> None:
     commit_model(store, 10, {"model.safetensors": b"1"}, validation_accuracy=0.9)
     commit_model(store, 20, {"model.safetensors": b"2"}, validation_accuracy=0.5)
