@@ -260,7 +260,7 @@ print("samples", len(results.get_dataframe()), min(results.get_dataframe()["eval
 
 @pytest.mark.long
 def test_a_tuner_in_a_script_is_a_sweep(file_stack: TrainStack, tmp_path: Path) -> None:
-    samples = 3
+    samples = 2
     with mc.connect(train=file_stack.service.address) as millrace:
         code = TUNED.replace("SAMPLES", str(samples))
         bundle = millrace.train.push_code(write_files(tmp_path / "code", {"cells.py": code}))
