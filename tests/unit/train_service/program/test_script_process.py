@@ -53,6 +53,7 @@ def test_a_result_is_rays_and_reads_checkpoints_when_they_are_asked_for(tmp_path
     assert isinstance(result, Result)
     assert isinstance(result.checkpoint, Checkpoint)
     assert (result.metrics, result.path, result.error) == (two, "trainingJobs/a", None)
+    assert result.metrics_dataframe is not None
     assert list(result.metrics_dataframe["loss"]) == [2.0, 1.0]
     assert "Checkpoint(b)" in repr(result)
     assert fetched == []
