@@ -27,7 +27,7 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.train import Result, TrainingFailedError
+from ray.train import Result, RunConfig, TrainingFailedError
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from shared.errors import Internal, InvalidArgument, MillraceError, first_line
@@ -159,7 +159,8 @@ class ScriptDriver:
             resources_per_worker=dict(scaling.resources_per_worker or {}),
             accelerator_type=scaling.accelerator_type or "",
             placement_strategy=str(scaling.placement_strategy),
-            storage_path="" if run_config.storage_path is None else str(run_config.storage_path),
+            # Ray fills in its own where the script names none.
+            storage_path="" if run_config.storage_path == RunConfig().storage_path else str(run_config.storage_path),
             max_failures=run_config.failure_config.max_failures,
             num_to_keep=run_config.checkpoint_config.num_to_keep,
             callbacks=len(run_config.callbacks or ()),
@@ -168,7 +169,8 @@ class ScriptDriver:
             config={
                 key: [repr(given[key])[:MAX_TEXT] if key in given else "(absent)", repr(value)[:MAX_TEXT]]
                 for key, value in self._config.items()
-                if key not in given or given[key] != value
+                # A trial's values are what it is for.
+                if not self._is_trial and (key not in given or given[key] != value)
             },
         )
 

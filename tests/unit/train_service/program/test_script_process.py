@@ -6,6 +6,7 @@ import pickle
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray.train import Checkpoint, Result
@@ -53,8 +54,8 @@ def test_a_result_is_rays_and_reads_checkpoints_when_they_are_asked_for(tmp_path
     assert isinstance(result, Result)
     assert isinstance(result.checkpoint, Checkpoint)
     assert (result.metrics, result.path, result.error) == (two, "trainingJobs/a", None)
-    assert result.metrics_dataframe is not None
-    assert list(result.metrics_dataframe["loss"]) == [2.0, 1.0]
+    frame: Any = result.metrics_dataframe
+    assert list(frame["loss"]) == [2.0, 1.0]
     assert "Checkpoint(b)" in repr(result)
     assert fetched == []
     with result.checkpoint.as_directory() as folder:
