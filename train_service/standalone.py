@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -50,12 +50,13 @@ from train_service.jobs.training_jobs import COLLECTION, TrainingJobs
 from train_service.learning.ranks import Ranks
 from train_service.patience import patient
 from train_service.program.coordinator import ReportCoordinator
-from train_service.program.ray_hooks import LocalRank
 from train_service.program.signing import handling
-from train_service.program.worker import ProgramConfig, run_program
 from train_service.records.event_lines import EventPrinter
 from train_service.records.reporting import TRAIN_KIND, Reporter
 from train_service.worker.loop import LoopConfig, train_loop
+
+if TYPE_CHECKING:
+    from train_service.program.worker import ProgramConfig
 
 RUNNER = "train_service.standalone"
 AGAIN = f"its command, {RUNNER}, to be run again"
@@ -147,6 +148,8 @@ def _run_program(ranks: Ranks, launch: Launch, settings: StoreSettings, job_id: 
                 print(f"{RUNNER}: {error.message}", file=sys.stderr)
                 code = 2
         if job is not None and job.state is JobState.RUNNING:
+            from train_service.program.worker import ProgramConfig  # imports ray, which the own loop does without
+
             spec = TrainingSpec.from_config(job.spec["training"])
             reporter = Reporter(store, job.name, job.attempt)
             coordinator = ReportCoordinator(
@@ -203,6 +206,10 @@ def _train_rank(config: LoopConfig | ProgramConfig, ranks: Ranks, launch: Launch
         train_loop(config, ranks)
         return
     assert launch is not None
+    # They import ray, which the own loop does without.
+    from train_service.program.ray_hooks import LocalRank
+    from train_service.program.worker import run_program
+
     local = LocalRank(
         local_rank=launch.local_rank,
         local_world_size=launch.local_world_size,

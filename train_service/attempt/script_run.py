@@ -34,7 +34,7 @@ from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.code_bundle import unpack_on_node
 from shared.errors import FailedPrecondition, Internal, InvalidArgument, MillraceError, error_from_record
 from shared.jobs import AttemptContext
-from train_service.attempt.endings import program_error, script_result
+from train_service.attempt.endings import as_last_error, program_error, script_result
 from train_service.attempt.failures import Failure
 from train_service.attempt.script_sweep import ScriptSweep
 from train_service.attempt.trainer import ProgramAtWork, program_at_work, size_of_attempt
@@ -282,7 +282,8 @@ class ScriptRun:
         assert run is not None
         self._close()
         patient(lambda: self._context.raise_if_stopped(fresh=True), "the job's state")
-        return program_error(run.coordinator, run.pulses, failure.cause(run.supervision.cause))
+        error = program_error(run.coordinator, run.pulses, failure.cause(run.supervision.cause))
+        return as_last_error(error, self._context.job.error if run.coordinator.reported == 0 else None)
 
     def _gone(self, process: subprocess.Popen[bytes]) -> MillraceError:
         """Why the script's process has ended without a word."""
