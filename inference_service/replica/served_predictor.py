@@ -30,6 +30,7 @@ from shared.checkpoint.program import ProgramContent
 from shared.code_loading import entry_failed, find_entry
 from shared.errors import FailedPrecondition, MillraceError
 
+SCRIPT_SUFFIX = ".py"
 DEFAULT_NAME = "Predictor"
 MAX_TENSORS = 100
 MAX_DIMENSIONS = 8
@@ -48,6 +49,13 @@ class ServedPredictor:
         Raises `FailedPrecondition`, which names the user's line, for a class that cannot be made, and
         BAD_PREDICTOR for one that does not say what it takes and gives."""
         self._bundle = content.code_bundle
+        if not entry and content.entry.endswith(SCRIPT_SUFFIX):
+            raise FailedPrecondition(
+                f"{content.entry} of {self._bundle} is a script, which would run from its first line: name a predictor "
+                f"in a module beside it, as module:{DEFAULT_NAME}",
+                reason="BAD_PREDICTOR",
+                metadata={"resource": self._bundle, "entry": content.entry},
+            )
         self._entry = entry or f"{content.entry.partition(':')[0]}:{DEFAULT_NAME}"
         made = find_entry(self._bundle, self._entry)
         self._predictor = self._called(lambda: made(str(checkpoint_dir)))

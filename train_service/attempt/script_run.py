@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 
@@ -45,9 +46,10 @@ from train_service.program.attempt_folder import AttemptFolder
 from train_service.program.coordinator import described
 from train_service.program.fits import Fit, FitCall, FitDone, Fits, matching
 from train_service.program.overrides import Asked, overridden
-from train_service.program.process import forward_lines
+from train_service.program.process import HIDDEN_VARIABLES, forward_lines
 from train_service.program.restoring import NodeCopies
 from train_service.program.script_channel import Channel, ChannelClosed
+from train_service.program.signing import hide_memory
 from train_service.records.events import EventKind
 from train_service.records.reporting import Reporter
 
@@ -64,8 +66,11 @@ OUTPUT_ENDS_WITHIN_S = 5.0
 MAX_WARNINGS = 100
 # More than the bound of a rank's log allows.
 LOG_CHUNKS = 100_000
-# Of this process's environment nothing of Millrace's gets to the script: no credentials, no token.
+# Of this process's environment nothing of Millrace's gets to the script, nor what is hidden from ranks: no credentials,
+# no token.
 PRIVATE = "MILLRACE_"
+# Copies of checkpoints that the script reads: all are kept until the attempt ends, since it may hold their paths.
+COPIES = "read-by-script"
 # Figures go nowhere, and a log is no place for bars.
 NOBODY_LOOKS = {"MPLBACKEND": "Agg", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
 
@@ -86,6 +91,8 @@ class ScriptRun:
         # By number, those of all attempts; and which of them this one was asked for.
         self._known: dict[int, Fit] = {}
         self._met: set[int] = set()
+        # Jobs whose checkpoints the script may read: this one, and the trials of its sweeps.
+        self._readable = {context.job.name}
         # How many of them Ray has run in this attempt.
         self._begun = 0
         self._warned: set[str] = set()
@@ -96,16 +103,20 @@ class ScriptRun:
         self._number = 0
         self._at_work: ProgramAtWork | None = None
         self._leave = ExitStack()
+        # Of a training function in local mode, which is no script.
+        self._function_result: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
         job, url = self._context.job.name, self._store.settings.url
+        if urlsplit(url).scheme == "s3":
+            hide_memory()  # the script's process begins below, and may be on the same node as other attempts
         with ExitStack() as stack:
             self._reporter = stack.enter_context(Reporter(self._store, job, self._context.attempt))
             folder = stack.enter_context(AttemptFolder(url, job, self._context.attempt, DRIVER).entered())
-            self._copies = NodeCopies(self._store, folder.checkpoints)
+            self._copies = NodeCopies(self._store, folder.path / COPIES, keeps_all=True)
             self._known = {one.number: one for one in patient(self._fits.read, "the runs of the script")}
             digest = self._program.code_bundle.rpartition("/")[2]
-            code = unpack_on_node(self._store, digest, folder.code)
+            code = patient(lambda: unpack_on_node(self._store, digest, folder.code), "the code of the script")
             process, channel = self._start(str(folder.run), stack)
             channel.send(
                 {
@@ -124,12 +135,16 @@ class ScriptRun:
             self._wait_for_end(process)
             if self._program.is_script and not self._met:
                 self._warn(f"{self._program.entry} has ended without a call of fit(): nothing was trained")
-        return script_result(self._context, self._spec)
+        return self._function_result or script_result(self._context, self._spec)
 
     def _start(self, folder: str, stack: ExitStack) -> tuple[subprocess.Popen[bytes], Channel]:
         own, other = socket.socketpair()
         stack.callback(own.close)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(PRIVATE) and name not in HIDDEN_VARIABLES
+        }
         for name, value in NOBODY_LOOKS.items():
             environment.setdefault(name, value)
         with other:
@@ -233,7 +248,9 @@ class ScriptRun:
             error.message = f"{question['line']}: {error.message}"
             raise _Refused(error) from error
         self._warn(f"{question['line']}: Tuner.fit() is the sweep {sweep.name} of {spec.trial_count} training jobs")
-        return sweep.ended(spec)
+        ended = sweep.ended(spec)
+        self._readable.update(trial["name"] for trial in ended["trials"])
+        return ended
 
     def _begin(self, size: Size | None, number: int, reports_before: int) -> dict[str, Any]:
         """What the run is to be run with; `size` None: by the script's process itself."""
@@ -261,6 +278,7 @@ class ScriptRun:
         run.coordinator.finish()
         self._close()
         if call is None:
+            self._function_result = run.coordinator.result()
             return {}
         report, metrics = run.coordinator.last_report
         newest = run.coordinator.newest
@@ -321,7 +339,10 @@ class ScriptRun:
 
     def _folder_of(self, name: str) -> str:
         """Where a checkpoint's files are on this node, whose digests hold."""
-        job = name.partition("/checkpoints/")[0]  # this one, or a trial
+        job = name.partition("/checkpoints/")[0]
+        if job not in self._readable:
+            what = f"{job} is neither this job nor a trial of its sweeps"
+            raise _Refused(FailedPrecondition(f"{name} cannot be read: {what}", reason="KEY_REFUSED"))
         entry = next((one for one in patient(lambda: self._entries(job), "the checkpoints") if one.name == name), None)
         if entry is None:
             raise _Refused(FailedPrecondition(f"{name} was taken away since, by checkpoints.keep_newest"))

@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,11 @@ NAME = re.compile(r"report-\d{8}-[0-9a-f]{8}")
 class NodeCopies:
     """Copies below `folder`, which the ranks of one attempt on one node share; the newest `KEPT_COPIES` are kept."""
 
-    def __init__(self, store: Readable, folder: Path, advanced: Callable[[], None] = lambda: None) -> None:
-        """`advanced` is called as bytes come."""
+    def __init__(
+        self, store: Readable, folder: Path, advanced: Callable[[], None] = lambda: None, *, keeps_all: bool = False
+    ) -> None:
+        """`advanced` is called as bytes come. With `keeps_all` no copy is taken away while the folder is there."""
+        self._keeps_all = keeps_all
         self._store = store
         self._folder = folder
         self._advanced = advanced
@@ -48,13 +51,16 @@ class NodeCopies:
                     raise Internal(text, reason="READ_DAMAGED") from error
                 _make_read_only(unfinished)
                 unfinished.rename(target)
-                self._drop_old()
+                if not self._keeps_all:
+                    self._drop_old(target)
         return target
 
-    def _drop_old(self) -> None:
-        copies = sorted(path for path in self._folder.iterdir() if NAME.fullmatch(path.name))
-        for old in copies[:-KEPT_COPIES]:
-            with _locked(old.with_name(f"{old.name}.lock")):
+    def _drop_old(self, target: Path) -> None:
+        """All but `target`, whose lock this process holds, and the newest of the others."""
+        others = sorted(path for path in self._folder.iterdir() if NAME.fullmatch(path.name) and path != target)
+        for old in others[: 1 - KEPT_COPIES]:
+            # Whoever holds it is about to drop copies as well: neither waits for the other.
+            with suppress(BlockingIOError), _locked(old.with_name(f"{old.name}.lock"), fcntl.LOCK_NB):
                 shutil.rmtree(old, ignore_errors=True)
 
     def _download(self, checkpoint: Mapping[str, Any], folder: Path) -> None:
@@ -83,8 +89,9 @@ def _make_read_only(folder: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Held by one process of the node; the system lets go of it for one that dies."""
+def _locked(path: Path, options: int = 0) -> Iterator[None]:
+    """Held by one process of the node; the system lets go of it for one that dies. With LOCK_NB raises
+    `BlockingIOError` where another has it."""
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX | options)
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -197,3 +198,9 @@ def test_a_malformed_entry_is_refused(predictor: str) -> None:
     assert Spec.from_record(as_state(good)).predictor == "a.serve:A.B"
     with pytest.raises(InvalidArgument, match=r"spec\.predictor"):
         check_spec(checkpoint="trainingJobs/j", max_batch_delay_s=None, predictor=predictor, **limits)
+
+
+def test_a_script_is_no_module_of_a_predictor_and_is_not_run_to_find_one() -> None:
+    with pytest.raises(FailedPrecondition, match=r"cells\.py .* is a script") as refused:
+        ServedPredictor(replace(CONTENT, entry="cells.py"), "", Path("/checkpoint"))
+    assert refused.value.specific_reason == "BAD_PREDICTOR"

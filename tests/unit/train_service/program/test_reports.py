@@ -438,6 +438,22 @@ def test_a_node_keeps_the_newest_two_copies(attempt: Begun, tmp_path: Path) -> N
     assert (folders[2] / "model.pt").read_bytes() == b"3"
 
 
+@pytest.mark.timeout(60)
+def test_copies_are_fetched_in_any_order_and_one_that_was_just_asked_for_stays(attempt: Begun, tmp_path: Path) -> None:
+    run = attempt(world_size=1)
+    reported = []
+    for number in (1, 2, 3):
+        run.report({"model.pt": b"%d" % number})
+        reported.append(run.ranks[0].checkpoint)
+    few, all_of_them = (NodeCopies(run.store, tmp_path / name, keeps_all=name == "all") for name in ("few", "all"))
+
+    of_few = [few.folder_of(one) for one in reversed(reported) if one is not None]
+    assert [folder.exists() for folder in of_few] == [True, False, True]
+    assert (of_few[2] / "model.pt").read_bytes() == b"1"
+    of_all = [all_of_them.folder_of(one) for one in reversed(reported) if one is not None]
+    assert [folder.exists() for folder in of_all] == [True, True, True]
+
+
 def test_a_request_whose_connection_broke_is_asked_again(attempt: Begun) -> None:
     run = attempt()
     waiting = run.on_rank(0, {"loss": 1.0}, {"m": b"1"})
