@@ -163,6 +163,12 @@ ALONE = {
     "ordinal": Case(numbers, one("s", ordinalEncode={"unknown": "UNKNOWN_VALUE_ENCODE"}), joined("s"), "x"),
     "one hot": Case(numbers, one("t", oneHotEncode={"unknown": "UNKNOWN_VALUE_ENCODE"}), joined("t"), "x"),
     "one hot integers": Case(numbers, one("m", oneHotEncode={"unknown": "UNKNOWN_VALUE_ENCODE"}), joined("m"), "x"),
+    "tokenize": Case(
+        numbers,
+        one("s", tokenize={"maxLength": 16, "vocabularySize": 270}),
+        joined("input_ids", "attention_mask"),
+        "x",
+    ),
     "bucketize": Case(numbers, one("a", bucketize={"boundaries": [-1.0, 0.0, 1e-3, 10.0]}), joined("a"), "x"),
     "concat": Case(numbers, joined("f", "v", "u", "a", "i", "h"), [], "x"),
     "custom": Case(
