@@ -83,7 +83,7 @@ def test_a_hang_is_told_by_the_line_of_the_bundle() -> None:
 
 CHILD = """
 import logging, os, sys
-from shared.telemetry import configure_logging
+from shared.telemetry import configure_logging, flush_logs
 from train_service.program.process import captured_output, exits_announced
 
 said = []
@@ -98,7 +98,7 @@ text = b"\\n".join(said)
 assert b"from Python" in text and b"from a descriptor" in text and b"from a child" in text
 assert text.count(b"x") >= 10_000_000, text.count(b"x")
 assert text.count(b"from Python") == 1 and b"from the log" not in text
-logging.info("from the log, behind")
+logging.info("from the log, behind"); flush_logs()
 print("and out again")
 with exits_announced(lambda status, where: print(status, where.rpartition("/")[2], flush=True)):
     os._exit(0)
