@@ -6,20 +6,19 @@ A reader needs no knowledge of what is in them: each is known by its path, size 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.checkpoint.format import MANIFEST, OTHER_FORMAT, PROGRAM_FORMAT, sha256
-from shared.checkpoint.program import ProgramContent, Readable
+from shared.checkpoint.format import MANIFEST, OTHER_FORMAT, PROGRAM_FORMAT, Readable, read_manifest
+from shared.checkpoint.program import ProgramContent
 from shared.errors import DataLoss
 from shared.storage import ObjectMissing
 
 # Where the manifest lies among a program's files, which may have a `manifest.json` of their own.
 PROGRAM_MANIFEST = "millrace-manifest.json"
 FORMATS = "millrace.checkpoint/"
-# A file is read in pieces of so many bytes: a checkpoint may be larger than the memory.
+# A file is read in pieces of this many bytes: a checkpoint may be larger than the memory.
 PIECE_BYTES = 4 * 1024 * 1024
 
 
@@ -40,13 +39,7 @@ def files_of(store: Readable, folder: str, manifest_sha256: str) -> list[Checkpo
     out. Raises `DataLoss` where the manifest is missing, another than the registry names, or of an unknown format.
     """
     key = f"{folder}/{MANIFEST}"
-    try:
-        encoded = store.get(key)
-    except ObjectMissing:
-        raise _lost(key, "is missing") from None
-    if sha256(encoded) != manifest_sha256:
-        raise _lost(key, "does not have the digest that its job's log names")
-    manifest = json.loads(encoded)
+    manifest, manifest_bytes = read_manifest(store, folder, manifest_sha256)
     if not str(manifest.get("format", "")).startswith(FORMATS):
         raise DataLoss(
             f"{key} has the format {manifest.get('format')!r}, which this release does not know",
@@ -58,7 +51,7 @@ def files_of(store: Readable, folder: str, manifest_sha256: str) -> list[Checkpo
     own_path = PROGRAM_MANIFEST if is_program else MANIFEST
     if any(one.path == own_path for one in named):
         return named
-    return [CheckpointFile(own_path, key, len(encoded), manifest_sha256), *named]
+    return [CheckpointFile(own_path, key, manifest_bytes, manifest_sha256), *named]
 
 
 def read_file(store: Readable, file: CheckpointFile, offset: int = 0) -> Iterator[bytes]:

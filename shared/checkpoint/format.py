@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from shared.dataset_version.manifest import Column
 from shared.durable import fields_of
@@ -202,11 +202,18 @@ def _write_manifest(
     return sha256(encoded), len(encoded) + sum(one["size_bytes"] for one in named)
 
 
-def load_checkpoint(store: ObjectStore, folder: str, manifest_sha256: str) -> Checkpoint:
-    """Opens a checkpoint that the registry names.
+class Readable(Protocol):
+    """What reading a checkpoint needs of a store; both methods raise `ObjectMissing`."""
 
-    Raises `DataLoss` when its manifest is missing, another, or of a format that this release does not read, and
-    `FailedPrecondition` for a program's.
+    def get(self, key: str) -> bytes: ...
+
+    def get_range(self, key: str, start: int, length: int) -> bytes: ...
+
+
+def read_manifest(store: Readable, folder: str, manifest_sha256: str) -> tuple[dict[str, Any], int]:
+    """The manifest of a checkpoint of any format, and its size in bytes.
+
+    Raises `DataLoss` where it is missing, or another than the registry names.
     """
     try:
         encoded = store.get(f"{folder}/{MANIFEST}")
@@ -214,7 +221,16 @@ def load_checkpoint(store: ObjectStore, folder: str, manifest_sha256: str) -> Ch
         raise _lost(folder, MANIFEST, "is missing") from None
     if sha256(encoded) != manifest_sha256:
         raise _lost(folder, MANIFEST, "does not have the digest that its job's log names")
-    manifest = json.loads(encoded)
+    return json.loads(encoded), len(encoded)
+
+
+def load_checkpoint(store: ObjectStore, folder: str, manifest_sha256: str) -> Checkpoint:
+    """Opens a checkpoint that the registry names.
+
+    Raises `DataLoss` when its manifest is missing, another, or of a format that this release does not read, and
+    `FailedPrecondition` for a program's.
+    """
+    manifest, _ = read_manifest(store, folder, manifest_sha256)
     if manifest.get("format") == PROGRAM_FORMAT:
         raise not_a_model(folder)
     if manifest.get("format") not in MODEL_FORMATS:

@@ -1,7 +1,7 @@
 """A checkpoint's files in a folder of this node, one copy for all of its processes, as long as one of them lives.
 
 {root}/{manifest_sha256}/         the files, each compared with its digest; read-only
-{root}/{manifest_sha256}.lock     held by every process that uses them, and by whoever makes or removes them
+{root}/{manifest_sha256}.lock     held by every process that uses them, and by the process that makes or removes them
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 
 from shared.checkpoint.files import CheckpointFile, files_of, read_file
-from shared.checkpoint.program import Readable
+from shared.checkpoint.format import Readable
 from shared.errors import DataLoss
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def _locked(place: Path, kind: int) -> int:
         fcntl.flock(lock, kind)
         if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
             return lock
-        os.close(lock)  # whoever had it has removed it meanwhile
+        os.close(lock)  # the process that held the lock has removed the copy meanwhile
 
 
 def _remove_unused(root: Path, place: Path) -> None:

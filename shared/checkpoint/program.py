@@ -15,31 +15,23 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from shared.checkpoint.format import MANIFEST, OTHER_FORMAT, PROGRAM_FORMAT, sha256
+from shared.checkpoint.format import MANIFEST, OTHER_FORMAT, PROGRAM_FORMAT, Readable, read_manifest, sha256
 from shared.durable import fields_of
 from shared.errors import DataLoss
 from shared.storage import ObjectMissing, ObjectStore
 
 KIND = "PROGRAM"
-# A file is read in pieces of so many bytes: a checkpoint may be larger than the memory.
+# A file is read in pieces of this many bytes: a checkpoint may be larger than the memory.
 PIECE_BYTES = 8 * 1024 * 1024
-# So many are on their way beside the one that is used.
+# Pieces that are on their way beside the one that is used.
 PIECES_AHEAD = 2
-
-
-class Readable(Protocol):
-    """What reading a checkpoint needs of a store; both raise `ObjectMissing`."""
-
-    def get(self, key: str) -> bytes: ...
-
-    def get_range(self, key: str, start: int, length: int) -> bytes: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramFile:
-    """`path` is the file's path in the folder that was reported, `rank` who reported it."""
+    """`path` is the file's path in the folder that was reported, `rank` the rank that reported it."""
 
     path: str
     rank: int
@@ -110,13 +102,7 @@ def write_manifest(store: ObjectStore, folder: str, content: ProgramContent) -> 
 def load_program_checkpoint(store: Readable, folder: str, manifest_sha256: str) -> ProgramContent:
     """Raises `DataLoss` where the manifest is missing, another than the registry names, or of another format."""
     key = f"{folder}/{MANIFEST}"
-    try:
-        encoded = store.get(key)
-    except ObjectMissing:
-        raise _lost(key, "is missing") from None
-    if sha256(encoded) != manifest_sha256:
-        raise _lost(key, "does not have the digest that its job's log names")
-    manifest = json.loads(encoded)
+    manifest, _ = read_manifest(store, folder, manifest_sha256)
     if manifest.get("format") != PROGRAM_FORMAT:
         raise DataLoss(
             f"{key} has the format {manifest.get('format')!r}; of a program's checkpoint this release reads "

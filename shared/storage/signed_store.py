@@ -42,7 +42,7 @@ from shared.storage.object_store import (
     upload_is_gone,
 )
 
-# An object of more than this is sent in parts of so many bytes; after each `GROWS_AFTER` parts the parts are twice as
+# An object of more than this is sent in parts of this many bytes; after each `GROWS_AFTER` parts the parts are twice as
 # large, since there may be 10,000: the largest object that S3 takes fits.
 PART_BYTES = 16 * 1024 * 1024
 GROWS_AFTER = 1000
@@ -65,8 +65,8 @@ MOST_ADDRESSES = 50_000
 CODE = re.compile(rb"<Code>(\w+)</Code>")
 
 
-# Sends a message to who signs, and returns the answer within so many seconds. Raises `TimeoutError`, and
-# `ConnectionError` where nobody signs any more.
+# Sends a message to the signer, and returns its answer within the given number of seconds. Raises `TimeoutError`, and
+# `ConnectionError` where the signer has ended.
 Ask = Callable[[dict[str, Any], float], dict[str, Any]]
 
 
@@ -284,7 +284,7 @@ class SignedStore:
             answer = self._ask(body, within_s)
         except (TimeoutError, ConnectionError) as error:
             raise Unavailable(
-                f"nobody signs requests to the store: {error}", reason=SILENT, retry_after_s=1.0
+                f"no signer answers requests to the store: {error}", reason=SILENT, retry_after_s=1.0
             ) from error
         if "error" in answer:
             raise error_from_record(answer["error"])

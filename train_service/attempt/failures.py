@@ -43,7 +43,7 @@ class Failure:
     def cause(self, ended_for: MillraceError | None) -> MillraceError:
         """What a worker raised, else what we ended the attempt for, else that the workers were lost.
 
-        For a change of size nobody ends a worker: one that is lost before it has stopped by itself is a fault.
+        A change of size ends no worker: one that is lost before it has stopped by itself is a fault.
         """
         if self.own is not None:
             return error_from_record(self.own)

@@ -128,7 +128,7 @@ class _Group(WorkerGroup):
 def environment_of_workers(config: LoopConfig | ProgramConfig) -> dict[str, Any] | None:
     """Ray's runtime environment of the workers: they take only a process that was started for the very same one."""
     if isinstance(config, ProgramConfig):
-        # So none that has worked for somebody else, and may still hold a key of the store in its memory.
+        # So none that has worked for another job, and may still hold a key of the store in its memory.
         return {"env_vars": dict.fromkeys(HIDDEN_VARIABLES, "")}
     # By it they take processes that wait for them. For the first attempt's there are none but Ray's own.
     return WARM_WORKERS.runtime_env if config.attempt > 1 else None

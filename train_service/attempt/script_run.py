@@ -214,7 +214,7 @@ class ScriptRun:
             return {}
         if kind == "raised":
             raise error_from_record(question["error"])
-        raise Internal(f"the script's process asks {kind!r}, which nobody knows", reason="UNKNOWN_REQUEST")
+        raise Internal(f"the script's process asks {kind!r}, which is no known request", reason="UNKNOWN_REQUEST")
 
     def _fit(self, call: FitCall, asked: Asked, datasets: list[str]) -> dict[str, Any]:
         if self._at_work is not None:
@@ -262,10 +262,10 @@ class ScriptRun:
         return {"run": base64.b64encode(given).decode()}
 
     def _tell_overrides(self, fit: Fit, sentences: list[str], line: str) -> Fit:
-        new = [one for one in sentences if one not in fit.told]
+        new = [one for one in sentences if one not in fit.reported_overrides]
         for sentence in new:
             self._warn(f"{line}: {sentence}")
-        return replace(fit, told=(*fit.told, *new))
+        return replace(fit, reported_overrides=(*fit.reported_overrides, *new))
 
     def _fitted(self) -> dict[str, Any]:
         """Ray's run has ended, and every rank with it: by its return, or at a report that it was to stop at."""

@@ -411,8 +411,8 @@ def _problem(report: Mapping[str, Any], *, allow_non_finite: bool) -> InvalidArg
         listed = _listed(report["unexpected"], report["unexpected_count"])
         problems.append(f"{listed} unexpected; rename them by spec.names.renames, or name them in spec.names.drop")
     if report["misfits_count"]:
-        told = [f"{one['source']} ({one['in_file']}, the model has {one['in_model']})" for one in report["misfits"]]
-        listed = _listed(told, report["misfits_count"])
+        misfits = [f"{one['source']} ({one['in_file']}, the model has {one['in_model']})" for one in report["misfits"]]
+        listed = _listed(misfits, report["misfits_count"])
         problems.append(
             f"{listed} of another shape or type; drop them by spec.names.drop, and allow them to be missing"
         )
@@ -424,10 +424,9 @@ def _problem(report: Mapping[str, Any], *, allow_non_finite: bool) -> InvalidArg
             fields=[("header.files", problem) for problem in problems],
         )
     if report["non_finite_count"] and not allow_non_finite:
-        told = [f"{one['source']} ({one['count']:,})" for one in report["non_finite"]]
-        text = (
-            f"NaN or infinities in {_listed(told, report['non_finite_count'], verb=False)}; set spec.allow_non_finite"
-        )
+        tensors = [f"{one['source']} ({one['count']:,})" for one in report["non_finite"]]
+        listed = _listed(tensors, report["non_finite_count"], verb=False)
+        text = f"NaN or infinities in {listed}; set spec.allow_non_finite"
         return InvalidArgument(
             f"header.files: {text} if they are meant",
             reason="NON_FINITE_WEIGHTS",

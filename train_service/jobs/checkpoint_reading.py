@@ -103,7 +103,7 @@ class CheckpointReader:
         """Whether it is still named."""
         try:
             return keep(self._store, entry.name, entry.folder, KIND, uid, f"downloads/{uid}", ends_in=NEVER)
-        except ResourceExhausted as error:  # whoever frees a full store may wish to have its checkpoints first
+        except ResourceExhausted as error:  # an operator who frees a full store may want its checkpoints first
             logger.warning("%s is read without being kept: %s", entry.name, error.message)
             return True
 

@@ -104,7 +104,7 @@ def look_up(question: dict[str, Any]) -> str:
     try:
         module = importlib.import_module(name)
     except BaseException as error:
-        return _told(error, folder)
+        return _describe_error(error, folder)
     where = os.path.realpath(getattr(module, "__file__", None) or "")
     if not where.startswith(os.path.realpath(folder) + os.sep):
         return f"module {name!r} is Python's or an installed package's, which comes first: rename the bundle's"
@@ -144,11 +144,11 @@ def compiled(question: dict[str, Any]) -> str:
     try:
         compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return _told(error, folder)
+        return _describe_error(error, folder)
     return ""
 
 
-def _told(error: BaseException, folder: str) -> str:
+def _describe_error(error: BaseException, folder: str) -> str:
     """`train.py:12: ModuleNotFoundError: …`, by the last line of the bundle's that was at work."""
     inside = os.path.realpath(folder) + os.sep
     place = ""
@@ -195,10 +195,10 @@ def _named(question: dict[str, Any]) -> tuple[str, str]:
 
 def _answered(answer: bytes, status: int, subject: str, done: str) -> dict[str, Any]:
     try:
-        told = json.loads(answer)
+        record = json.loads(answer)
         # `field` and `facts` are of a model.
-        kept = {key: told[key] for key in ("field", "facts") if key in told}
-        return {"problem": str(told["problem"])[: 4 * MAX_TEXT], **kept}
+        kept = {key: record[key] for key in ("field", "facts") if key in record}
+        return {"problem": str(record["problem"])[: 4 * MAX_TEXT], **kept}
     except (ValueError, TypeError, KeyError):
         code = os.waitstatus_to_exitcode(status)
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"

@@ -72,8 +72,8 @@ def ask_in_child(question: Mapping[str, Any], work: Path, limits: Limits, *, nam
         answered.seek(0)
         answer = answered.read(MAX_ANSWER_BYTES)
     try:
-        told = json.loads(answer)
-        return {**told, "problem": str(told["problem"])}
+        record = json.loads(answer)
+        return {**record, "problem": str(record["problem"])}
     except (ValueError, TypeError, KeyError):
         # The guard runs none of the user's code. Where it has no namespaces, that may still kill it.
         logger.warning("a guarded child ended without an answer, with status %d", status)

@@ -110,7 +110,7 @@ def check_names(spec: TrainingSpec, own_metrics: Collection[str] = ()) -> None:
 
 
 def check_stopping(spec: TrainingSpec) -> None:
-    """Raises `InvalidArgument` where it goes by what nobody measures."""
+    """Raises `InvalidArgument` where it goes by a metric that the model does not measure."""
     if spec.early_stopping is not None and not spec.validation_split:
         remedy = "it goes by what validation measures, and the version has no split for it; set spec.validation_split"
         raise invalid_field("spec.early_stopping", spec.early_stopping.metric, remedy)

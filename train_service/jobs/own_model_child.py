@@ -98,10 +98,10 @@ def _facts_of_model(model: nn.Module, spec: TrainingSpec, row_shape: tuple[int, 
         _check_shape("loss", spec, given)
     names: tuple[str, ...] = ()
     if (measure := own_method(model, "metrics")) is not None:
-        told = _asked(
+        measured = _asked(
             spec, lambda: measure(output.detach(), labels), "metrics does not take outputs and labels like its"
         )
-        names = _names(spec, told)
+        names = _names(spec, measured)
     return OwnModelFacts(num_classes=shape[1], has_loss=has_loss, metrics=names)
 
 
@@ -199,7 +199,7 @@ def _sharding_problem(model: nn.Module, row_shape: Sequence[int]) -> str:
 
     if any(not one.is_meta for one in model.parameters()):
         return "FSDP builds the model on torch's meta device first, and its code makes tensors that do not go with that"
-    # Of one process that talks to nobody; the child has no network, which gloo would look for.
+    # A group of one process; the child has no network, which gloo would look for.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)

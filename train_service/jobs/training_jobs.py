@@ -145,7 +145,7 @@ class TrainingJobs:
         return self._jobs.transition(job.name, begin, attempt=job.attempt + 1)
 
     def _fitted(self, spec: TrainingSpec) -> TrainingSpec:
-        """As `checked`, where that asks nobody but the store; a model of a user's own is asked again."""
+        """As `checked`, where that reads the store alone; a model of a user's own is asked again."""
         if spec.program is not None:
             return fitted_program(self._store, spec)
         return self.checked(spec) if spec.model.is_own else fitted(self._store, spec)[0]

@@ -22,6 +22,7 @@ import torch
 from shared.errors import MillraceError, first_line
 from shared.model_spec import ModelSpec
 from shared.models import build_model
+from train_service.checkpoints.tensor_files import ALIGNMENT, DTYPES
 
 SAFETENSORS, TORCH, HUGGING_FACE = "SAFETENSORS", "TORCH", "HUGGING_FACE"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -32,25 +33,12 @@ USUAL_KEYS = ("state_dict", "model_state_dict", "model")
 # As the safetensors library has it.
 MAX_HEADER_BYTES = 100_000_000
 LENGTH_BYTES = 8
-ALIGNMENT = 8
 # What is named of each list of the report, and how long a name may be.
 MAX_LISTED = 1_000
 MAX_NAME = 500
 # Of a refusal.
 MAX_SHOWN = 8
 WIDENED = (torch.float16, torch.bfloat16)
-CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 class Unreadable(Exception):
@@ -152,8 +140,11 @@ def _fit(
         if wanted is None:
             report.unexpected.append(name)
         elif source.shape != tuple(wanted.shape) or not _holds(wanted.dtype, source.dtype):
-            told = {"in_file": _told(source.dtype, source.shape), "in_model": _told(wanted.dtype, wanted.shape)}
-            report.misfits.append({"source": name, "target": target, **told})
+            shapes = {
+                "in_file": _describe(source.dtype, source.shape),
+                "in_model": _describe(wanted.dtype, wanted.shape),
+            }
+            report.misfits.append({"source": name, "target": target, **shapes})
         else:
             widened = "" if source.dtype == wanted.dtype else _plain(source.dtype)
             report.fitted.append({"source": name, "target": target, "widened_from": widened})
@@ -257,7 +248,7 @@ def _of_shards(index: Path, weights: Mapping[str, Path], key: str, report: Repor
             raise Unreadable(f"{index.name} names {_short(shard)}, which was not sent")
         for name, source in _of_file(shard, weights[shard], key, report).items():
             if name in found:
-                raise Unreadable(f"{_short(name)} is in two of the files; which one counts cannot be told")
+                raise Unreadable(f"{_short(name)} is in two of the files; it is not clear which one counts")
             found[name] = source
     lost = [name for name in wanted if name not in found]
     if lost:
@@ -309,7 +300,7 @@ def _unique(name: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
         if len(whole) < len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise Unreadable(f"{name} names {_short(twice)} twice; which one counts cannot be told")
+            raise Unreadable(f"{name} names {_short(twice)} twice; it is not clear which one counts")
         return whole
 
     return hook
@@ -334,7 +325,7 @@ def _of_torch(name: str, path: Path, key: str, report: Report) -> dict[str, Sour
     for one, value in state.items():
         if not isinstance(one, str) or not isinstance(value, torch.Tensor):
             report.others.append(_short(str(one)))
-        elif value.layout != torch.strided or value.is_quantized or value.is_meta or value.dtype not in CODES:
+        elif value.layout != torch.strided or value.is_quantized or value.is_meta or value.dtype not in DTYPES:
             raise Unreadable(f"{name}: {_short(one)} is {value.dtype}, {value.layout}: send plain dense tensors")
         else:
             found[one] = Source(tuple(value.shape), value.dtype, value.detach)
@@ -378,10 +369,10 @@ def _write(
     at = 0
     for name in ordered:
         one = model[name]
-        if one.dtype not in CODES:
+        if one.dtype not in DTYPES:
             raise Unreadable(f"the model's {name} is {one.dtype}, which no checkpoint can hold")
         size = math.prod(one.shape) * one.element_size()
-        header[name] = {"dtype": CODES[one.dtype], "shape": list(one.shape), "data_offsets": [at, at + size]}
+        header[name] = {"dtype": DTYPES[one.dtype], "shape": list(one.shape), "data_offsets": [at, at + size]}
         at += size
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % ALIGNMENT)
@@ -398,13 +389,13 @@ def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def _dtype_of(name: str, key: str, code: str) -> torch.dtype:
-    for dtype, known in CODES.items():
+    for dtype, known in DTYPES.items():
         if known == code:
             return dtype
     raise Unreadable(f"{name}: {_short(key)} is {code}, of which there are no models; convert it")
 
 
-def _told(dtype: torch.dtype, shape: tuple[int, ...] | torch.Size) -> str:
+def _describe(dtype: torch.dtype, shape: tuple[int, ...] | torch.Size) -> str:
     return f"{_plain(dtype)} {tuple(shape)}"
 
 

@@ -74,7 +74,7 @@ class BaseLearner(ABC):
 
     def end_epoch(self, metrics: Mapping[str, float]) -> dict[str, float]:  # noqa: ARG002
         """After an epoch's last step and its validation, which gave `metrics`, and before its checkpoint. Returns more
-        of them; on other ranks than 0 nobody reads these."""
+        of them; only rank 0's are read."""
         return {}
 
     @abstractmethod

@@ -10,7 +10,7 @@
             checkpoints/                copies of checkpoints
 
 The last rank that leaves takes the folder away. One whose ranks were killed is taken away by the next attempt on the
-node, of whatever job and stack: nobody holds its lock any more.
+node, of any job and stack: no process holds its lock any more.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class AttemptFolder:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[AttemptFolder]:
-        """Makes the rank's folders, and its `tmp` the process's TMPDIR. Sweeps what nobody uses any more.
+        """Makes the rank's folders, and its `tmp` the process's TMPDIR. Sweeps the folders that no process uses.
 
         Raises `FailedPrecondition` where the folder of this user on the node is another user's."""
         make_own_folder(self._root)
@@ -80,10 +80,10 @@ class AttemptFolder:
                     going.append(_renamed(self.path))
 
     def _unused(self) -> list[Path]:
-        """Those that nobody uses, under another name; with the root's lock held."""
+        """Moves those that no process uses to another name; with the root's lock held."""
         found = []
         for folder in self._root.iterdir():
-            if folder.name.startswith(GOING):  # whoever took it away was killed
+            if folder.name.startswith(GOING):  # the process that removed it was killed
                 found.append(folder)
             elif NAME.fullmatch(folder.name) and folder != self.path and _is_free(folder):
                 found.append(_renamed(folder))
@@ -116,7 +116,7 @@ def _is_free(folder: Path) -> bool:
     """Whether no process holds the folder's lock."""
     try:
         file: IO[str] = (folder / "lock").open("r+")
-    except FileNotFoundError:  # without a lock: whoever made the folder was killed before it had one
+    except FileNotFoundError:  # without a lock: the process that made the folder was killed before it had one
         return folder.exists()
     with file:
         try:

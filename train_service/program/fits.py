@@ -6,7 +6,7 @@
 `uid` is the job's: what a late process of a deleted job writes is nothing to another job of its name.
 
 An attempt runs the whole script. A `fit()` that ended in an earlier attempt returns at once; one that was cut short
-goes on at its own newest checkpoint. Runs are told apart by name and storage path, as Ray does. A name that a script
+goes on at its own newest checkpoint. Runs are identified by name and storage path, as Ray does. A name that a script
 makes up anew each time (Ray's own default is a date) is found by its line: the first run of that line that this attempt
 has not met yet.
 """
@@ -53,8 +53,8 @@ class Fit:
     number: int
     call: FitCall
     done: FitDone | None = None
-    # Texts on what of it the job overrides, which need not be told again.
-    told: Sequence[str] = field(default_factory=tuple)
+    # Sentences on what the job overrides, which were reported before.
+    reported_overrides: Sequence[str] = field(default_factory=tuple)
 
     def is_done(self, call: FitCall) -> bool:
         """Whether this very training has ended. With another configuration, e.g. more epochs, it goes on."""
@@ -88,13 +88,13 @@ class Fits:
                     number=number,
                     call=FitCall(**fields_of(FitCall, begun["call"])),
                     done=FitDone(**fields_of(FitDone, done)) if done is not None else None,
-                    told=tuple(begun["told"]),
+                    reported_overrides=tuple(begun["reported_overrides"]),
                 )
             )
         return found
 
     def begin(self, fit: Fit) -> None:
-        self._put(f"{fit.number:04d}", {"call": asdict(fit.call), "told": list(fit.told)})
+        self._put(f"{fit.number:04d}", {"call": asdict(fit.call), "reported_overrides": list(fit.reported_overrides)})
 
     def finish(self, number: int, done: FitDone) -> None:
         self._put(f"{number:04d}-done", asdict(done))

@@ -50,7 +50,7 @@ ARGUMENTS = "transformers.training_args"
 TRAINER = "transformers.trainer"
 CALLBACK = "ray.train.huggingface.transformers._transformers_utils"
 STATE = "trainer_state.json"
-# Where a node keeps what nobody misses.
+# Where a node keeps temporary files.
 SCRATCH = ("/tmp", "/var/tmp", "/dev/shm")
 
 
@@ -177,7 +177,7 @@ def _check_step(source: Path, step: int) -> None:
 
 
 def _take(file: Path, to: Path) -> None:
-    """A second name of the file where the file system has such, else a copy: nobody changes it before the report."""
+    """A second name of the file where the file system allows one, else a copy: nothing changes it before the report."""
     to.parent.mkdir(parents=True, exist_ok=True)
     try:
         to.hardlink_to(file)

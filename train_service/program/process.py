@@ -129,7 +129,7 @@ def captured_output(add: Callable[[bytes], None]) -> Iterator[None]:
 
 def forward_lines(reading: int, add: Callable[[bytes], None]) -> None:
     """Gives all that can be read from a descriptor to `add`, in whole lines where they are no longer than LINES_BYTES,
-    until nobody writes to it any more."""
+    until no process writes to it any more."""
     rest = b""
     while data := os.read(reading, PIPE_BYTES):
         lines, newline, rest = (rest + data).rpartition(b"\n")

@@ -11,7 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from shared.checkpoint.program import ProgramFile, Readable, load_program_checkpoint, read_pieces
+from shared.checkpoint.format import Readable
+from shared.checkpoint.program import ProgramFile, load_program_checkpoint, read_pieces
 from shared.errors import DataLoss, Internal
 from train_service.patience import patient
 

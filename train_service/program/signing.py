@@ -136,7 +136,7 @@ class StoreSigner:
         reply: Reply,
         asked_at: float,
     ) -> None:
-        """Begins no upload for a rank that has given up waiting for it: nobody would end that."""
+        """Begins no upload for a rank that has given up waiting for it: no process would end that upload."""
         if body["kind"] == BEGIN and time.monotonic() - asked_at > SIGNED_WITHIN_S:
             return
         reply(_answered(answer, rank, body))

@@ -60,8 +60,8 @@ class LogShipper:
     def __init__(
         self, store: Puts, job: str, attempt: int, rank: int, *, tees: bool = True, first_chunk: int = 0
     ) -> None:
-        """Without `tees` stdout and stderr are left alone: somebody gives what goes there to `add_lines`. `first_chunk`
-        is behind the chunks of another process that was this rank in the same attempt."""
+        """Without `tees` stdout and stderr are left alone: the caller gives what goes there to `add_lines`.
+        `first_chunk` is behind the chunks of another process that was this rank in the same attempt."""
         self._takes_streams = tees
         self._store = store
         self._folder = rank_folder(job, attempt, rank)

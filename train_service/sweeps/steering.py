@@ -78,7 +78,8 @@ class Steering(Callback):
         return failure.splitlines()[-1].strip()
 
     def _epochs(self, number: int) -> int:
-        """After so many a trial ends by itself. A program's loop says when; the scheduler stops none behind `max_t`."""
+        """After this many epochs a trial ends by itself. A program's loop decides when; the scheduler stops no trial
+        behind `max_t`."""
         spec = self._trials.spec
         if spec.base.program is not None:
             return spec.asha.max_t if spec.asha is not None else 0

@@ -248,7 +248,7 @@ OF_VERSIONS = (
         "--tokenize",
         "COLUMN=LENGTH:VOCABULARY|FILE",
         "review=128:8000",
-        "texts to LENGTH ids and a mask, by a tokenizer learnt of so many tokens, or by the JSON of one in FILE.",
+        "texts to LENGTH ids and a mask, by a tokenizer of VOCABULARY learnt tokens, or by the JSON of one in FILE.",
         _of_pair(_tokenize),
     ),
     CONCAT,

@@ -109,7 +109,7 @@ def watch(job: str, after_sequence: int, as_json: bool, **values: Any) -> None:
 
 
 def _step_text(now: resources_pb2.Progress) -> str:
-    """A program's steps are its reports, and nobody knows how many there will be."""
+    """A program's steps are its reports, and their number is not known beforehand."""
     if now.total_steps:
         return f"{now.step}/{now.total_steps}"
     return str(now.step) if now.step else ""

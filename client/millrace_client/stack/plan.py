@@ -81,7 +81,8 @@ def make_plan(home: Path, options: StackOptions, environ: Mapping[str, str] = os
     ray = Part(
         name="ray",
         command=ray_command(gcs, client, dashboard, agent, ray_folder, options.ray_cpus),
-        # Ray's workers inherit it. They call no service, and are told the store's keys where they need them.
+        # Ray's workers inherit this environment. They call no service, and a service passes the store's keys to a job
+        # that needs them.
         environment={name: value for name, value in shared.items() if name not in OF_SERVICES} | RAY_HEAD_ENVIRONMENT,
         address=ray_address,
         log=home / "logs" / "ray.log",

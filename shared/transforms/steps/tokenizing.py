@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MIN_LENGTH, MAX_LENGTH = 8, 8_192
 MAX_VOCABULARY = 65_536
 MAX_TOKENIZER_BYTES = 8 * 1024 * 1024
-# Of a text so many characters for each of the L tokens are looked at: 10 MB of text cost no more than a page.
+# Characters of a text that are read for each of the L tokens: 10 MB of text cost no more than a page.
 CHARACTERS_A_TOKEN = 64
 # Of a tokenizer that is learnt, in the order of their ids from 0.
 PAD, CLS, SEP, MASK = "[PAD]", "[CLS]", "[SEP]", "[MASK]"
@@ -135,7 +135,7 @@ class Tokenize(Step):
         return (needed - made) | {self.column} if needed & made else needed
 
     def narrowed(self, needed: Names, given: Schema) -> Step | None:
-        # Both columns are made; whoever slices takes away what is not needed.
+        # Both columns are made; the pipeline drops the one that is not needed.
         return self if needed & frozenset(self._made) else None
 
     def _encoded(self, texts: list[str]) -> list[Any]:

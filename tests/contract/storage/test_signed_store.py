@@ -172,7 +172,7 @@ def test_a_signer_that_does_not_answer_is_an_outage() -> None:
     def absent(_body: dict[str, Any], _within_s: float) -> dict[str, Any]:
         raise TimeoutError("no answer")
 
-    with pytest.raises(Unavailable, match="nobody signs") as raised:
+    with pytest.raises(Unavailable, match="no signer answers") as raised:
         SignedStore(absent).get("key")
     assert raised.value.specific_reason == "STORE_UNAVAILABLE"
 

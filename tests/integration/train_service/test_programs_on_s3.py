@@ -133,6 +133,6 @@ def test_every_way_to_upload_commits_what_was_reported_on_real_workers(s3_stack:
         assert stack.store.get(f"{entry.folder}/r0000/model.pt").decode() == text
     assert metrics[4]["read"] == 1.0
     assert ended.state == State.STATE_SUCCEEDED, ended
-    # Of a folder elsewhere nobody knows how long it stays.
+    # A folder elsewhere may be removed at any time.
     said = stack.store.get(f"{job.name}/logs/a00001/r0000/00000000.txt").decode()
     assert "refused: the checkpoint is outside of the run's folder" in said

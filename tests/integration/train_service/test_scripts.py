@@ -116,8 +116,8 @@ def test_a_script_trains_and_reads_its_results(file_stack: TrainStack, tmp_path:
     assert f"state {json.dumps({'epoch': 1, 'scale': 5})}" in logs
     assert "same True 1 [0, 1]" in logs
     assert "private []" in logs
-    told = [re.fullmatch(r"cells\.py:\d+: (.*)", text) for text in watch.of("warning")]
-    sentences = [one[1] for one in told if one is not None]
+    matches = [re.fullmatch(r"cells\.py:\d+: (.*)", text) for text in watch.of("warning")]
+    sentences = [one[1] for one in matches if one is not None]
     assert sentences.count("the job's num_workers 2 counts, and not ScalingConfig(num_workers=8)") == 1, sentences
     assert sentences.count("train_loop_config['scale'] is 5, by the job's configuration, and not 3") == 1, sentences
 

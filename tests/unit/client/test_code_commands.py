@@ -123,11 +123,13 @@ def test_run_of_one_file_names_its_job(store: ObjectStore, folder: Path) -> None
 
 def test_run_of_a_script_pushes_the_file_alone_or_the_folder_that_is_named(store: ObjectStore, folder: Path) -> None:
     script = write_files(folder, {"jobs/cells.py": "import json\n"}) / "jobs" / "cells.py"
-    told = commanded(store, "train", "run", str(script), "--no-watch", "--json")
-    assert told.exit_code == 0, told.output
-    alone = json.loads(told.stdout)
-    told = commanded(store, "train", "run", f"{folder}:jobs/cells.py", "--gpus-per-worker", "0", "--no-watch", "--json")
-    whole = json.loads(told.stdout)
+    outcome = commanded(store, "train", "run", str(script), "--no-watch", "--json")
+    assert outcome.exit_code == 0, outcome.output
+    alone = json.loads(outcome.stdout)
+    outcome = commanded(
+        store, "train", "run", f"{folder}:jobs/cells.py", "--gpus-per-worker", "0", "--no-watch", "--json"
+    )
+    whole = json.loads(outcome.stdout)
     assert re.fullmatch("trainingJobs/cells-[0-9a-f]{8}", alone["name"])
     assert alone["spec"]["program"]["entry"] == "cells.py"
     assert whole["spec"]["program"]["entry"] == "jobs/cells.py"
@@ -141,8 +143,8 @@ def test_run_of_a_script_alone_is_refused_where_it_imports_what_lies_beside_it(
     script = write_files(folder, {"cells.py": "def f():\n    from train import loop\n"}) / "cells.py"
     result = commanded(store, "train", "run", str(script))
     assert result.exit_code == 2
-    told = re.sub(r"[\s│]+", "", result.output)
-    assert f"importstrainbesideit,andonlythefilewouldbepushed;pushitsfolder:{folder}:cells.py" in told
+    outcome = re.sub(r"[\s│]+", "", result.output)
+    assert f"importstrainbesideit,andonlythefilewouldbepushed;pushitsfolder:{folder}:cells.py" in outcome
     assert list(store.list()) == []
 
 

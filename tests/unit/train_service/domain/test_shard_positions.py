@@ -33,7 +33,7 @@ class Reports:
         self.taken = [0] * self.world_size
 
     def report(self, rows: Sequence[int]) -> None:
-        """Each rank gets so many rows more, where it has any."""
+        """Each rank gets this many rows more, where it has any."""
         said = []
         for rank, wanted in enumerate(rows):
             begin = self.taken[rank]

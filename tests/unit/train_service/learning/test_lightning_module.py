@@ -1,4 +1,4 @@
-"""A LightningModule as its documents have it, in Millrace's own loop; where the extra `lightning` is installed."""
+"""A LightningModule as its documents have it, in Millrace's own loop."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from tests.unit.train_service.worker.test_loop import entries, lose_and_begin, n
 from train_service.domain.own_model import OwnModelFacts, settled
 from train_service.domain.spec import CheckpointPolicy, TrainingSpec
 from train_service.records.metrics_reading import metrics_page
-
-pytest.importorskip("lightning", reason="the extra `lightning` is not installed")
 
 POLICY = CheckpointPolicy(best_metric="val_loss", maximize=False)
 SPEC = replace(TABLE, epochs=3, global_batch_size=70, checkpoint_every_steps=4, checkpoints=POLICY)

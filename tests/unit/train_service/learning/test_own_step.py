@@ -114,40 +114,40 @@ def averaged(ranks: Ranks) -> list[Tensor | None]:
 
 
 def test_a_gradient_is_the_mean_over_ranks_where_some_rank_has_one(tmp_path: Path) -> None:
-    told = in_ranks(3, averaged, tmp_path)
+    results = in_ranks(3, averaged, tmp_path)
 
-    assert told[0][4] is None
-    assert [float(one) for one in told[0][:4]] == [1.0, 2.0, 1.0, 4.0]
-    assert torch.equal(told[2][5], torch.zeros(2))
-    assert int(told[2][6]) == 0
-    for one in told[1:]:
+    assert results[0][4] is None
+    assert [float(one) for one in results[0][:4]] == [1.0, 2.0, 1.0, 4.0]
+    assert torch.equal(results[2][5], torch.zeros(2))
+    assert int(results[2][6]) == 0
+    for one in results[1:]:
         assert [None if value is None else value.tolist() for value in one] == [
-            None if value is None else value.tolist() for value in told[0]
+            None if value is None else value.tolist() for value in results[0]
         ]
 
 
 def on_ranks(ranks: Ranks, settings: StoreSettings, specs: dict[str, TrainingSpec]) -> dict[str, Any]:
     load_code(open_store(settings), next(iter(specs.values())).model.code_bundle)
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, spec in specs.items():
         made = learner(spec, ranks)
         for step in range(STEPS):
             sums = ranks.add(made.step(batch(ranks, step))).result()
         # Of a sharded model every rank gathers.
-        told[name] = {key: one.clone() for key, one in made.weights().items()}
-        told[f"{name}, described"] = made.describe(sums)
+        results[name] = {key: one.clone() for key, one in made.weights().items()}
+        results[f"{name}, described"] = made.describe(sums)
         half = learner(spec, ranks)
         for step in range(STEPS // 2):
             half.step(batch(ranks, step))
         weights, state = ranks.share((half.weights(), half.state()))
-        told[f"{name}, half"] = copy.deepcopy((weights, state))  # an optimizer goes on in what it is given
+        results[f"{name}, half"] = copy.deepcopy((weights, state))  # an optimizer goes on in what it is given
         rest = learner(spec, ranks, prepared=False)
         rest.load(weights, state)
         rest.prepare()
         for step in range(STEPS // 2, STEPS):
             rest.step(batch(ranks, step))
-        told[f"{name}, resumed"] = {key: one.clone() for key, one in rest.weights().items()}
-    return told
+        results[f"{name}, resumed"] = {key: one.clone() for key, one in rest.weights().items()}
+    return results
 
 
 def test_two_ranks_learn_as_one_and_are_resumed_bit_for_bit(store: ObjectStore, tmp_path: Path) -> None:
@@ -163,35 +163,35 @@ def test_two_ranks_learn_as_one_and_are_resumed_bit_for_bit(store: ObjectStore, 
     folder = tmp_path / "ranks"
     folder.mkdir()
 
-    told, _ = in_ranks(2, on_ranks, folder, store.settings, specs)
+    results, _ = in_ranks(2, on_ranks, folder, store.settings, specs)
     alone = on_ranks(ALONE, store.settings, specs)
 
     for name in specs:
-        assert told[f"{name}, described"] == pytest.approx(alone[f"{name}, described"], rel=1e-3, abs=1e-4)
-        for key, tensor in told[name].items():
-            assert torch.equal(told[f"{name}, resumed"][key], tensor), (name, key)
+        assert results[f"{name}, described"] == pytest.approx(alone[f"{name}, described"], rel=1e-3, abs=1e-4)
+        for key, tensor in results[name].items():
+            assert torch.equal(results[f"{name}, resumed"][key], tensor), (name, key)
             torch.testing.assert_close(alone[name][key], tensor, rtol=1e-3, atol=1e-4)
-    assert set(told["plain, described"]) == {"loss", "train_accuracy"}
+    assert set(results["plain, described"]) == {"loss", "train_accuracy"}
     # What two workers saved goes on on one.
     for name in ("plain", "sharded"):
         rest = learner(specs[name], prepared=False)
-        rest.load(*told[f"{name}, half"])
+        rest.load(*results[f"{name}, half"])
         rest.prepare()
         for step in range(STEPS // 2, STEPS):
             rest.step(batch(step=step))
         for key, tensor in rest.weights().items():
-            torch.testing.assert_close(tensor, told[name][key], rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(tensor, results[name][key], rtol=1e-3, atol=1e-4)
 
 
 def test_two_ranks_of_a_gan_stay_alike_and_are_resumed_bit_for_bit(store: ObjectStore, tmp_path: Path) -> None:
     folder = tmp_path / "ranks"
     folder.mkdir()
 
-    told, other = in_ranks(2, on_ranks, folder, store.settings, {"gan": gan(store)})
+    results, other = in_ranks(2, on_ranks, folder, store.settings, {"gan": gan(store)})
 
     assert other["gan"] == {}
-    assert all(torch.equal(told["gan, resumed"][key], tensor) for key, tensor in told["gan"].items())
-    assert told["gan, described"]["critic_loss"] == told["gan, described"]["loss"] > 0
+    assert all(torch.equal(results["gan, resumed"][key], tensor) for key, tensor in results["gan"].items())
+    assert results["gan, described"]["critic_loss"] == results["gan, described"]["loss"] > 0
 
 
 def test_a_manual_backward_takes_the_arguments_of_a_backward(store: ObjectStore) -> None:
@@ -224,13 +224,13 @@ def test_metrics_that_are_logged_themselves_are_read_over_all_rows_of_all_ranks(
 
     folder = tmp_path / "ranks"
     folder.mkdir()
-    told, other = in_ranks(2, measured_on, folder, store.settings, spec)
+    results, other = in_ranks(2, measured_on, folder, store.settings, spec)
     alone = measured_on(ALONE, store.settings, spec)
 
-    assert told == other
-    assert told[1] == alone[1] == 523
-    assert told[0] == pytest.approx(alone[0], abs=1e-4)
-    assert 0.5 < told[0]["auroc"] < 1
+    assert results == other
+    assert results[1] == alone[1] == 523
+    assert results[0] == pytest.approx(alone[0], abs=1e-4)
+    assert 0.5 < results[0]["auroc"] < 1
 
 
 def test_in_bfloat16_it_learns_and_weights_stay_in_float32(store: ObjectStore) -> None:

@@ -33,12 +33,12 @@ def test_runs_are_read_as_they_began_and_ended(file_store: StoreSettings) -> Non
     fits = Fits(open_store(file_store), "trainingJobs/a", "u1")
     assert fits.read() == []
     done = FitDone(function="loop", config_sha256="1", report=4, checkpoint="c", metrics={"loss": 0.5, "epoch": 3})
-    told = Fit(number=2, call=call("letters"), told=("2 counts",))
+    second_run = Fit(number=2, call=call("letters"), reported_overrides=("2 counts",))
     fits.begin(DIGITS)
     fits.finish(1, done)
-    fits.begin(told)
+    fits.begin(second_run)
     first, second = fits.read()
-    assert (first.call, first.done, second) == (DIGITS.call, done, told)
+    assert (first.call, first.done, second) == (DIGITS.call, done, second_run)
     assert Fits(open_store(file_store), "trainingJobs/a", "u2").read() == []
 
 

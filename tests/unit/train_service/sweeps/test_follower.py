@@ -64,10 +64,10 @@ def test_of_a_program_the_reports_with_a_checkpoint_and_the_metric_are_told(plac
         log.append(1, EventKind.CHECKPOINT_COMMITTED, {"step": step, "metrics": metrics})
         log.append(1, EventKind.PROGRESS, {"step": step})
     place.put_in(JobState.SUCCEEDED, JOB)
-    told: list[tuple[int, float]] = []
+    values: list[tuple[int, float]] = []
     trial = replace(followed(place, "eval_loss", maximize=False), by_reports=True)
-    follow(trial, lambda reports, value: told.append((reports, value)))
-    assert told == [(1, 2.0), (3, 0.5)]
+    follow(trial, lambda reports, value: values.append((reports, value)))
+    assert values == [(1, 2.0), (3, 0.5)]
 
 
 def test_an_epoch_that_a_second_attempt_did_again_is_reported_once(place: Place) -> None:

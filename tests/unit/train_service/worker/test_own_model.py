@@ -155,18 +155,18 @@ def test_on_two_ranks_it_learns_as_on_one_and_is_resumed_bit_for_bit(store: Obje
     spec = replace(spec, optimizer=OptimizerSpec(name="SGD", learning_rate=0.05))
     folder = tmp_path / "ranks"
     folder.mkdir()
-    told, _ = in_ranks(2, on_two_ranks, folder, store.settings, spec)
+    results, _ = in_ranks(2, on_two_ranks, folder, store.settings, spec)
     alone = on_two_ranks(Ranks(0, 1, torch.device("cpu")), store.settings, spec)
 
-    for name, tensor in told["whole"].items():
-        assert torch.equal(told["resumed"][name], tensor)
-        assert torch.equal(told["sharded, resumed"][name], told["sharded"][name])
-        torch.testing.assert_close(told["sharded"][name], tensor, rtol=1e-4, atol=1e-5)
+    for name, tensor in results["whole"].items():
+        assert torch.equal(results["resumed"][name], tensor)
+        assert torch.equal(results["sharded, resumed"][name], results["sharded"][name])
+        torch.testing.assert_close(results["sharded"][name], tensor, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(alone["whole"][name], tensor, rtol=1e-4, atol=1e-5)
-    assert told["described"] == pytest.approx(alone["described"], rel=1e-4)
-    assert set(told["described"]) == {"loss", "accuracy", "margin"}
+    assert results["described"] == pytest.approx(alone["described"], rel=1e-4)
+    assert set(results["described"]) == {"loss", "accuracy", "margin"}
     # Frozen layers stay as the seed drew them.
     torch.manual_seed(spec.seed)
     drawn = build_model(spec.model).state_dict()
-    assert torch.equal(told["whole"]["body.0.weight"], drawn["body.0.weight"])
-    assert not torch.equal(told["whole"]["body.3.weight"], drawn["body.3.weight"])
+    assert torch.equal(results["whole"]["body.0.weight"], drawn["body.0.weight"])
+    assert not torch.equal(results["whole"]["body.3.weight"], drawn["body.3.weight"])
