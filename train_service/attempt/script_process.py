@@ -20,7 +20,7 @@ import socket
 import sys
 import traceback
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 MAX_TEXT = 200
+PLAIN_LOG = logging.StreamHandler(sys.stdout)
+PLAIN_LOGGERS = ("train_service", "shared")
 
 
 class ScriptDriver:
@@ -144,7 +146,8 @@ class ScriptDriver:
 
     def _train_here(self, config: ProgramConfig, local: LocalRank) -> None:
         try:
-            run_program(config, 0, 1, "", local)
+            with _plain_log_paused():  # the rank's log has Millrace's records already
+                run_program(config, 0, 1, "", local)
         except MillraceError as error:
             failure = Failure(own=error.as_record(), ranks="0", no_room=False, text=error.message)
             self._channel.ask({"kind": "failed", "failure": asdict(failure)})
@@ -247,7 +250,9 @@ def _raised(channel: Channel, error: BaseException, code: Path) -> None:
         at = f" at {where}" if where else ""
         text = first_line(error) if isinstance(error, Exception) else ""
         record = Internal(
-            f"{what}{at} of the script{text and ': '}{text}", reason="PROGRAM_RAISED", metadata={"line": where}
+            f"{what}{at} of the script{text and ': '}{text}",
+            reason="PROGRAM_RAISED",
+            metadata={"line": where, "exception": type(error).__name__},
         )
     with contextlib.suppress(ChannelClosed):
         channel.ask({"kind": "raised", "error": record.as_record()})
@@ -260,11 +265,21 @@ def _announce_exit(channel: Channel, code: Path, status: int, where: str) -> Non
 
 def _log_plainly() -> None:
     """What Millrace and Ray Train say goes to the job's log, as lines for people; the script's own logging is its."""
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name in ("train_service", "shared"):
-        logging.getLogger(name).addHandler(handler)
+    PLAIN_LOG.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in PLAIN_LOGGERS:
+        logging.getLogger(name).addHandler(PLAIN_LOG)
         logging.getLogger(name).setLevel(logging.INFO)
+
+
+@contextlib.contextmanager
+def _plain_log_paused() -> Iterator[None]:
+    for name in PLAIN_LOGGERS:
+        logging.getLogger(name).removeHandler(PLAIN_LOG)
+    try:
+        yield
+    finally:
+        for name in PLAIN_LOGGERS:
+            logging.getLogger(name).addHandler(PLAIN_LOG)
 
 
 def _question_for(name: str) -> dict[str, Any]:

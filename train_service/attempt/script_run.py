@@ -213,7 +213,9 @@ class ScriptRun:
                 self._warn(text)
             return {}
         if kind == "raised":
-            raise error_from_record(question["error"])
+            # Another attempt gets to the same line with the same state, unless Ray has run a fit in this one.
+            before = self._context.job.error if self._begun == 0 else None
+            raise as_last_error(error_from_record(question["error"]), before)
         raise Internal(f"the script's process asks {kind!r}, which is no known request", reason="UNKNOWN_REQUEST")
 
     def _fit(self, call: FitCall, asked: Asked, datasets: list[str]) -> dict[str, Any]:

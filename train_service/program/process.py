@@ -72,7 +72,9 @@ class OptimizerSteps:
 def exits_announced(announce: Callable[[int, str], None]) -> Iterator[None]:
     """While it is entered, `os._exit` says first with what code and from which line it was called. A forked child, as
     a DataLoader's worker is, leaves as ever: its end is not the rank's, and the connection is its parent's."""
-    leave, owner = os._exit, os.getpid()
+    # Entered within itself, the inner one alone announces: it has the line that called `os._exit`.
+    before, owner = os._exit, os.getpid()
+    leave = getattr(before, "leave", before)
 
     def announced(status: int) -> None:
         if os.getpid() != owner:
@@ -83,11 +85,12 @@ def exits_announced(announce: Callable[[int, str], None]) -> Iterator[None]:
         finally:
             leave(status)
 
+    announced.leave = leave  # type: ignore[attr-defined]
     os._exit = announced  # type: ignore[assignment]
     try:
         yield
     finally:
-        os._exit = leave
+        os._exit = before
 
 
 @contextlib.contextmanager

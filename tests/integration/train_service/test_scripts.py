@@ -127,6 +127,8 @@ def test_a_script_trains_and_reads_its_results(file_stack: TrainStack, tmp_path:
 def test_in_local_mode_one_process_trains(file_stack: TrainStack, tmp_path: Path, entry: str, fit: int) -> None:
     # A module is imported before its job is made, where there is no cluster.
     code = CELLS + ONE_RUN if fit else CELLS.replace("ray.init(", "dict(")
+    said = "    import logging; logging.getLogger('train_service').warning(\"a line of Millrace's own\")\n"
+    code = code.replace("def loop(config):\n", f"def loop(config):\n{said}")
     with mc.connect(train=file_stack.service.address) as millrace:
         bundle = millrace.train.push_code(write_files(tmp_path / "code", {"cells.py": code, "steps.py": STEPS}))
         config = {"epochs": 3, "scale": 1}
@@ -140,7 +142,8 @@ def test_in_local_mode_one_process_trains(file_stack: TrainStack, tmp_path: Path
     entries = CheckpointRegistry(file_stack.store, job.name).entries()
     assert [(one.step, one.metrics["epoch"], one.fit) for one in entries] == [(1, 0, fit), (2, 1, fit), (3, 2, fit)]
     assert entries[-1].final
-    assert "rank 0 of 1 begins at epoch 0" in logs
+    assert logs.count("rank 0 of 1 begins at epoch 0") == 1
+    assert logs.count("a line of Millrace's own") == 1, logs
     assert ("same True 2 [0, 1, 2]" in logs) == bool(fit)
 
 
@@ -207,6 +210,18 @@ def test_a_script_that_ends_wrongly_fails_its_job_by_its_line(
 
     assert watch.jobs[-1].state == State.STATE_FAILED
     assert text.format(line=CELLS.count("\n") + 1) in watch.jobs[-1].error.message
+
+
+@pytest.mark.chaos
+def test_an_error_of_a_script_that_a_second_attempt_repeats_is_the_last(file_stack: TrainStack, tmp_path: Path) -> None:
+    with mc.connect(train=file_stack.service.address) as millrace:
+        job = push(millrace, tmp_path, "1 / 0", max_failures=5)
+    watch = file_stack.client.watch(job.name, within_s=300)
+    watch.rest()
+
+    ended = watch.jobs[-1]
+    assert (ended.state, ended.attempt) == (State.STATE_FAILED, 2)
+    assert "ended with the same error at the same line" in ended.error.message
 
 
 # The skill page's snippet, on a loop that learns in no time.

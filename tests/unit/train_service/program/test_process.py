@@ -115,6 +115,24 @@ def test_output_of_any_language_is_captured_and_an_exit_is_announced_with_its_li
     assert [line.count("from the log") for line in ended.stderr.splitlines()] == [1, 1]
 
 
+TWICE = """
+import os
+from train_service.program.process import exits_announced
+
+with exits_announced(lambda _, where: print("outer", where.rpartition("/")[2], flush=True)):
+    with exits_announced(lambda _, where: print("inner", where.rpartition("/")[2], flush=True)):
+        os._exit(0)
+"""
+
+
+def test_an_exit_is_announced_once_with_the_line_that_called_it(tmp_path: Path) -> None:
+    script = tmp_path / "child.py"
+    script.write_text(TWICE)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=environ)
+    assert ended.stdout.splitlines() == ["inner child.py:7"], ended.stderr
+
+
 def test_a_forked_child_ends_without_announcing_it() -> None:
     announced: list[int] = []
     with exits_announced(lambda status, _: announced.append(status)):
