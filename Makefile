@@ -13,9 +13,10 @@ BIN := $(VENV)/bin
 
 .PHONY: help
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^# --- / { gsub(/^# --- | -+$$/, ""); heading = $$0 } \
+	  /^[a-z0-9-]+:.*## / { if (heading) print "\n" heading; heading = ""; printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# --- Python -----------------------------------------------------------------------------------------------------
+# --- Installation ----------------------------------------------------------------------------------------------------
 
 .PHONY: install lock
 install: $(VENV)/.installed ## the virtual environment .venv, from the hash-pinned locks
@@ -42,7 +43,7 @@ lock: install ## work the lock files out again, after a change of dependencies
 	$(LOCK) $(FRAMEWORK_EXTRAS:%=--extra %) pyproject.toml -c requirements.lock -o requirements-frameworks.lock \
 	  $$(awk -F '==' '/^[a-z0-9]/ { print "--no-emit-package " $$1 }' requirements.lock)
 
-# --- protos -----------------------------------------------------------------------------------------------------
+# --- Protos ----------------------------------------------------------------------------------------------------------
 
 .PHONY: gen
 GEN := protos/gen
@@ -58,7 +59,7 @@ gen: install ## generated Python in protos/gen
 	@find $(GEN) -name '*_pb2*.py*' -delete
 	$(PROTOC) --python_out=$(GEN) --pyi_out=$(GEN) --grpc_python_out=$(GEN) $(PROTOS)
 
-# --- checks -----------------------------------------------------------------------------------------------------
+# --- Checks ----------------------------------------------------------------------------------------------------------
 
 BUF_VERSION := 1.75.0
 BUF := $(CACHE)/buf-$(BUF_VERSION)/node_modules/.bin/buf
@@ -67,8 +68,8 @@ $(BUF):
 	@command -v npm >/dev/null || { echo "make lint needs npm (Node.js 18 or newer) for buf, which checks the protos." >&2; exit 1; }
 	npm install --silent --no-audit --no-fund --prefix $(CACHE)/buf-$(BUF_VERSION) @bufbuild/buf@$(BUF_VERSION)
 
-.PHONY: lint lint-python lint-protos lint-generated
-lint: lint-python lint-protos lint-generated ## style, types, architecture, protos, generated code up to date
+.PHONY: lint lint-python lint-protos lint-generated lint-docs
+lint: lint-python lint-protos lint-generated lint-docs ## style, types, architecture, protos, generated code, links of the documents
 
 lint-python: install
 	$(BIN)/ruff check .
@@ -86,6 +87,21 @@ lint-generated: install
 	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
 	$(MAKE) -s gen GEN="$$fresh" >/dev/null; \
 	diff -r -x __pycache__ "$$fresh" protos/gen || { echo "protos/gen is not what the protos say: run make gen" >&2; exit 1; }
+
+# --- Documents -------------------------------------------------------------------------------------------------------
+
+# Built in a folder of its own: nothing is left behind, and nothing that an earlier build kept is taken for the page.
+lint-docs: install ## the documents build, and each of their links and anchors leads somewhere
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
+	cp -r docs zensical.toml "$$fresh"; \
+	$(BIN)/zensical build --strict --config-file "$$fresh/zensical.toml"
+
+.PHONY: docs
+DOCS_ADDRESS ?= 127.0.0.1:8000
+docs: install ## serve the documents: DOCS_ADDRESS=127.0.0.1:8000; a page is built again when it changes
+	$(BIN)/zensical serve --dev-addr $(DOCS_ADDRESS)
+
+# --- Tests -----------------------------------------------------------------------------------------------------------
 
 .PHONY: test test-fast test-real
 PYTEST := MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest
@@ -128,7 +144,7 @@ SOAK_MINUTES ?= 4
 soak: install ## good, bad, cancelled, late and left requests at a real service: SOAK_MINUTES=4; fails where its memory grows
 	$(BIN)/python -m benchmarks.serve_soak --minutes $(SOAK_MINUTES)
 
-# --- the S3 server of the tests ---------------------------------------------------------------------------------
+# --- The S3 server of the tests --------------------------------------------------------------------------------------
 
 # RELEASE.2025-10-15T17-29-55Z: MinIO is distributed as source, and Go modules name a release by its commit.
 MINIO_VERSION := v0.0.0-20251015172955-9e49d5e7a648
@@ -166,7 +182,7 @@ s3: ## the S3 server that tests start: MinIO, or versitygw where MinIO's module 
 	echo "THE TESTS ON s3:// RUN AGAINST VERSITYGW $(VERSITYGW_VERSION), another S3 server, NOT AGAINST MINIO." >&2; \
 	$(MAKE) versitygw
 
-# --- running ----------------------------------------------------------------------------------------------------
+# --- Benchmarks ------------------------------------------------------------------------------------------------------
 
 # Ours beside the peers in one run; the last line is one JSON object.
 .PHONY: bench-data bench-train bench-serve lock-mlserver
@@ -183,6 +199,8 @@ bench-serve: install ## a served model's speed, over the bare model, Ray Serve's
 lock-mlserver: install
 	$(BIN)/uv pip compile -q --generate-hashes --no-emit-index-url --no-emit-find-links \
 	  --python-version 3.11 --custom-compile-command 'make lock-mlserver' benchmarks/mlserver.in -o benchmarks/mlserver.lock
+
+# --- Running ---------------------------------------------------------------------------------------------------------
 
 .PHONY: demo up down clean
 demo: install ## from raw data to a served model, on this machine (KEEP=1 leaves it running)
