@@ -137,7 +137,7 @@ chaos: install ## the long fault tests: whole runs under blow after blow, Ray he
 # Which messages: of another seed each day, unless it is given. What fails names its seed and its number.
 FUZZ_SECONDS ?= 120
 FUZZ_SEED ?= $(shell date +%F)
-fuzz: install ## requests that nobody thought of, at the inference front: FUZZ_SECONDS=120, FUZZ_SEED=; counts at its end
+fuzz: install ## mutated and hostile requests at the inference service: FUZZ_SECONDS=120, FUZZ_SEED=; counts at its end
 	MILLRACE_FUZZ_SECONDS=$(FUZZ_SECONDS) MILLRACE_FUZZ_SEED=$(FUZZ_SEED) $(BIN)/pytest tests/unit/inference_service/open_inference/test_fuzz.py
 
 SOAK_MINUTES ?= 4

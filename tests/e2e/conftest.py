@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +11,8 @@ import pytest
 
 from millrace_client.stack.processes import family
 from millrace_client.stack.record import read_record
-from tests.support.command import run_millrace, stack_environment
-from tests.support.patterns import write_mnist_like
-
-README = Path(__file__).parents[2] / "README.md"
+from tests.support.command import run_millrace
+from tests.support.page_code import run_python_of
 
 
 @pytest.fixture(scope="package")
@@ -40,18 +36,5 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="package")
 def tour(home: Path, tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """The Python of the README's tour, run to its end; what it made stays in the stack for other tests to read."""
-    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 5
-    root, folder = home / "import" / "mnist", tmp_path_factory.mktemp("tour")
-    write_mnist_like(root / "MNIST" / "raw")
-    script = folder / "tour.py"
-    script.write_text("\n".join(blocks))
-    return subprocess.run(
-        (sys.executable, script),
-        env={**stack_environment(home), "MNIST_ROOT": str(root)},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    """The Python of docs/tutorial.md, run to its end; what it made stays in the stack for other tests to read."""
+    return run_python_of("docs/tutorial.md", home, tmp_path_factory.mktemp("tour"))

@@ -1,4 +1,4 @@
-"""All three services and Ray, started by `millrace up`: what the tour of the README made, up to a served model."""
+"""All three services and Ray, started by `millrace up`: what the tutorial made, up to a served model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS = math.ceil((TRAIN_ROWS - HELD_OUT) / 64)
 
 @dataclass(frozen=True)
 class Run:
-    """What the README's tour, one pass through all services, made."""
+    """What the tutorial, one pass through all services, made."""
 
     millrace: Millrace
     version: DatasetVersion

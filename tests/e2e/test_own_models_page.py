@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def millrace(home: Path, tour: subprocess.CompletedProcess[str]) -> Iterator[Millrace]:
-    """Whose store has the dataset of the README's tour."""
+    """Whose store has the dataset of the tutorial."""
     assert tour.returncode == 0, tour.stderr
     record = read_record(home)
     assert record is not None

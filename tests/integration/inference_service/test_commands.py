@@ -1,4 +1,4 @@
-"""What the README does from a shell with a deployment that moves, on the real service and Ray Serve."""
+"""What docs/how-to/canary.md does from a shell with a deployment that moves, on the real service and Ray Serve."""
 
 from __future__ import annotations
 

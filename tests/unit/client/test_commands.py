@@ -22,7 +22,7 @@ from tests.support.fake_servicers import BreakingStreams, Job, Refusing
 from tests.support.grpc_answers import bad_field, error_info, serving, status
 
 NOBODY = "127.0.0.1:1"
-README = Path(__file__).parents[3] / "README.md"
+PAGE = Path(__file__).parents[3] / "docs" / "commands.md"
 
 
 @pytest.fixture(autouse=True)
@@ -278,8 +278,8 @@ def test_every_command_has_help_that_says_where_the_exit_codes_are() -> None:
         assert run(name, "--help").exit_code == 0
 
 
-def test_the_readme_lists_every_command_and_says_which_have_json() -> None:
-    text = README.read_text()
+def test_the_page_of_commands_lists_every_command_and_says_which_have_json() -> None:
+    text = PAGE.read_text()
     begin = text.index("From a shell: `millrace data ")
     paragraph = text[begin : text.index("\n\n", begin)]
     listed = set()
