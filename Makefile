@@ -93,12 +93,19 @@ lint-generated: install
 # Built in a folder of its own: nothing is left behind, and nothing that an earlier build kept is taken for the page.
 lint-docs: install ## the documents build, and each of their links and anchors leads somewhere
 	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
-	cp -r docs zensical.toml "$$fresh"; \
+	cp -r docs zensical.toml "$$fresh"; $(MAKE) -s contracts CONTRACTS="$$fresh/docs/contracts"; \
 	$(BIN)/zensical build --strict --config-file "$$fresh/zensical.toml"
 
-.PHONY: docs
+# The contracts as pages, from the comments of the protos; git ignores them.
+.PHONY: docs contracts
+CONTRACTS := docs/contracts
+contracts: install
+	@image=$$(mktemp --suffix=.binpb); trap 'rm -f "$$image"' EXIT; \
+	$(PROTOC) --include_source_info --descriptor_set_out="$$image" $(PROTOS); \
+	$(BIN)/python protos/reference.py "$$image" "$(CONTRACTS)"
+
 DOCS_ADDRESS ?= 127.0.0.1:8000
-docs: install ## serve the documents: DOCS_ADDRESS=127.0.0.1:8000; a page is built again when it changes
+docs: contracts ## serve the documents: DOCS_ADDRESS=127.0.0.1:8000; a page is built again when it changes
 	$(BIN)/zensical serve --dev-addr $(DOCS_ADDRESS)
 
 # --- Tests -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,9 @@ import millrace_client
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-PAGES = sorted(DOCS.rglob("*.md"))
+# `make docs` makes them of the protos, one for each package.
+CONTRACTS = DOCS / "contracts"
+PAGES = sorted(page for page in DOCS.rglob("*.md") if CONTRACTS not in page.parents)
 # They are no pages of the site, so its build does not read them.
 OUTSIDE = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "deploy/README.md"))]
 # Of these pages all Python is run, as the client's user would; others have parts of a module.
@@ -47,6 +49,12 @@ def pages_of_navigation(entries: list[Any]) -> Iterator[str]:
                 yield from [value] if isinstance(value, str) else pages_of_navigation(value)
 
 
+def packages_of_protos() -> set[str]:
+    protos = [proto for folder in ("millrace", "inference") for proto in (ROOT / "protos" / folder).rglob("*.proto")]
+    found = {re.search(r"^package ([\w.]+);$", proto.read_text(), re.MULTILINE) for proto in protos}
+    return {match[1] for match in found if match}
+
+
 def anchors(page: Path) -> set[str]:
     """Of a page's headings, as code hosts and the site make them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -60,7 +68,9 @@ def test_the_readme_is_short() -> None:
 
 def test_the_navigation_has_each_page_once() -> None:
     navigation = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
-    assert sorted(pages_of_navigation(navigation)) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
+    contracts = [f"contracts/{package}.md" for package in ("index", *packages_of_protos())]
+    expected = [*(str(page.relative_to(DOCS)) for page in PAGES), *contracts]
+    assert sorted(pages_of_navigation(navigation)) == sorted(expected)
 
 
 def test_the_index_of_the_decisions_has_each_decision_once() -> None:
