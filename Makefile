@@ -220,5 +220,5 @@ down: install ## stop what make up started
 	$(BIN)/millrace down
 
 clean: ## remove what make built
-	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .cache docs/contracts .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
