@@ -131,7 +131,7 @@ def is_shifting(client: Client) -> bool:
 def running_replicas(head: RayHead) -> set[int]:
     """The processes of those that Serve's controller itself calls RUNNING; none while it does not answer."""
     try:
-        with urllib.request.urlopen(f"{head.dashboard}/api/serve/applications/", timeout=10) as answer:
+        with urllib.request.urlopen(f"{head.dashboard}/api/serve/applications/", timeout=60) as answer:
             applications = json.load(answer)["applications"].values()
     except OSError:
         return set()
@@ -175,7 +175,7 @@ def test_serves_controller_killed_under_load_costs_no_client_an_answer_and_knows
 
     spec = roll_out_pb2.RollOutSpec(checkpoint="trainingJobs/digits/checkpoints/c2", steps=[{"percent": 100}])
     asked = pb.RollOutRequest(name="deployments/digits", spec=spec)
-    done = client.wait(client.deployments.RollOut(asked, timeout=10))
+    done = client.wait(client.deployments.RollOut(asked, timeout=60))
     assert done.HasField("response"), done.error
     assert {ask(client) for _ in range(10)} == {"2"}
     eventually(lambda: len(head.processes(REPLICA)) == 2, 120, "the replicas of version 1 are gone")
@@ -189,7 +189,7 @@ def test_all_of_ray_killed_half_way_through_a_roll_out_ends_the_service_and_a_ne
     spec = roll_out_pb2.RollOutSpec(checkpoint="trainingJobs/digits/checkpoints/c2")
     spec.steps.add(percent=50).interval.seconds = 3600
     spec.steps.add(percent=100)
-    client.deployments.RollOut(pb.RollOutRequest(name="deployments/digits", spec=spec), timeout=10)
+    client.deployments.RollOut(pb.RollOutRequest(name="deployments/digits", spec=spec), timeout=60)
     eventually(lambda: is_shifting(client), 120, "the new version has half of the traffic")
     before = durable(client.get("deployments/digits"))
     head.kill()

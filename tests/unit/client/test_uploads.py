@@ -211,7 +211,7 @@ def test_few_chunks_are_unacknowledged_however_fast_the_source_is(
 
     def held(self: ObjectStore, key: str, data: bytes) -> None:
         if "/chunks/" in key:
-            assert go.wait(10)
+            assert go.wait(60)
         put_if_absent(self, key, data)
 
     def pieces() -> Iterator[bytes]:

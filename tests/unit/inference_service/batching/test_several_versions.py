@@ -147,7 +147,7 @@ def test_a_shadow_that_hangs_or_fails_neither_delays_nor_fails_a_request() -> No
         attach(server.models, one, shadow, number="2")
         shadow.may_work.clear()
         for _ in range(5):
-            assert (await server.stub.ModelInfer(ask(1), timeout=5)).model_version == "1"
+            assert (await server.stub.ModelInfer(ask(1), timeout=60)).model_version == "1"
         # One is at work, one waits for it, and what came after that was left out.
         await until(lambda: shadow.at_work == 1, "the copy is at work")
         assert (shadow.at_work, shadowed(server)) == (1, {"SHED": 3})
@@ -157,7 +157,7 @@ def test_a_shadow_that_hangs_or_fails_neither_delays_nor_fails_a_request() -> No
                 raise RuntimeError(f"no {len(rows)}")
 
         attach(server.models, one, Broken(), number="2")
-        assert (await server.stub.ModelInfer(ask(1), timeout=5)).model_version == "1"
+        assert (await server.stub.ModelInfer(ask(1), timeout=60)).model_version == "1"
         await until(lambda: shadowed(server).get("INTERNAL") == 1, "the failure is counted")
         shadow.may_work.set()
 

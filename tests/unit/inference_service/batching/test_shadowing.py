@@ -43,7 +43,7 @@ def test_copies_for_a_shadow_leave_half_of_the_bytes_to_requests() -> None:
         await asyncio.sleep(0)
         assert held.would_leave_half(5)
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 def test_a_copy_that_fails_is_logged_as_the_shadow_s_own(caplog: pytest.LogCaptureFixture) -> None:

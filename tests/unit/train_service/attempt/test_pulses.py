@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.process_states import stop_process
 from tests.support.waiting import wait_until
 from train_service.attempt.pulses import Pulses
 from train_service.domain.watchdog import Phase, hung
@@ -125,7 +125,7 @@ def test_stacks_show_every_thread_of_a_rank_that_answers_and_a_stopped_one_falls
         wait_until(lambda: any(one.step == 7 for one in pulses.heard()), "the rank to be heard", within_s=60)
         assert "in train_loop" in pulses.stacks(10.0)[1]
 
-        child.send_signal(signal.SIGSTOP)
+        stop_process(child.pid)
         stopped = time.monotonic()
         states = [one.state(stopped + 31.0) for one in pulses.at_work()]
         assert hung(states, 30.0) == [1]

@@ -128,7 +128,7 @@ def test_each_transition_between_two_looks_is_sent_in_its_order(
     asked(store, scenario)
 
 
-def test_a_job_that_was_made_anew_is_sent_without_the_states_of_the_one_before(store: ObjectStore, jobs: Jobs) -> None:
+def test_a_job_that_was_made_anew_is_sent_without_the_states_of_the_one_before(jobs: Jobs) -> None:
     seen = jobs.get(JOB, JOB)
     finish(jobs)
     jobs.transition(JOB, lambda job: request_delete(job, time.time()))

@@ -134,10 +134,8 @@ def test_an_outage_delays_the_points_and_loses_none(
         flaky.go_away()
         log.flush()
         wait_until(lambda: flaky.refused > 2, "the outage to be noticed")
-        began = time.monotonic()
-        for step in range(2, 2000):
+        for step in range(2, 2000):  # a wait for the store would not end
             log.add(step, 0, {"loss": 1.0})
-        assert time.monotonic() - began < 1.0
         flaky.come_back()
 
     assert [point.step for point in all_points(records)] == list(range(1, 2000))
