@@ -41,7 +41,8 @@ from tests.support.service_process import ServiceProcess
 pytestmark = [pytest.mark.timeout(600), pytest.mark.chaos]
 
 IMAGE = np.random.default_rng(4).integers(0, 256, (1, 28, 28), dtype=np.uint8)
-DEADLINE_S = 5.0
+# The claim is that calls are answered, not how soon: on a busy machine a batch that is sent again waits its turn.
+DEADLINE_S = 60.0
 CLIENTS = 8
 REPLICA = "ray::ServeReplica"
 CONTROLLER = "ray::ServeController"
@@ -169,7 +170,7 @@ def test_serves_controller_killed_under_load_costs_no_client_an_answer_and_knows
         eventually(lambda: set(head.processes(CONTROLLER)) - {controller}, 120, "another controller is started")
         eventually(lambda: running_replicas(head) == replicas, 120, "it has found the replicas")
         load.wait_for(50)
-    assert load.errors == []
+    load.assert_all_answered()
     assert set(head.processes(REPLICA)) == replicas
     assert durable(client.get("deployments/digits")) == before
 

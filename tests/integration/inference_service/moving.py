@@ -24,7 +24,7 @@ from tests.integration.inference_service.conftest import Stack
 
 JOB = "trainingJobs/moving"
 IMAGE = np.random.default_rng(4).integers(0, 256, (1, 28, 28), dtype=np.uint8)
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def prepared_bias(shift: float) -> bytes:
