@@ -83,6 +83,7 @@ def test_a_wish_reaches_the_rank_and_the_highest_stays(pulses: Pulses) -> None:
         assert pulse.wish == SUSPEND
 
 
+@pytest.mark.timed
 def test_the_start_of_a_resumed_run_is_no_step(pulses: Pulses) -> None:
     with Pulse(0, pulses.address) as pulse:
         pulse.at(20, Phase.STARTING)
@@ -96,6 +97,7 @@ def test_the_start_of_a_resumed_run_is_no_step(pulses: Pulses) -> None:
         wait_until(lambda: len(pulses.seconds_per_step) == 1, "the second step")
 
 
+@pytest.mark.timed
 def test_the_start_of_a_fresh_run_is_no_part_of_its_first_step(pulses: Pulses) -> None:
     with Pulse(0, pulses.address) as pulse:
         wait_until(lambda: bool(pulses.at_work()), "the rank to be heard")
@@ -108,6 +110,7 @@ def test_the_start_of_a_fresh_run_is_no_part_of_its_first_step(pulses: Pulses) -
     assert pulses.first_step_s < 2.5
 
 
+@pytest.mark.timed
 def test_seconds_per_step_come_from_where_rank_0_is(pulses: Pulses) -> None:
     with Pulse(0, pulses.address) as pulse:
         began = time.monotonic()
