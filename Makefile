@@ -110,15 +110,16 @@ docs: contracts ## serve the documents: DOCS_ADDRESS=127.0.0.1:8000; a page is b
 
 # --- Tests -----------------------------------------------------------------------------------------------------------
 
-.PHONY: test test-fast test-real
+.PHONY: test test-fast test-real test-timed
 PYTEST := MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest
 # TEST_SEED=1 runs files, and the tests in each, in an order drawn from that seed: shared heads and stacks must bear any.
 TEST_SEED ?=
-SHARED_OUT = --dist loadscope --no-loadscope-reorder --durations 40 -m "not long and not chaos" \
-	$(if $(TEST_SEED),-p randomly --randomly-seed=$(TEST_SEED) --randomly-dont-reset-seed)
+IN_ANY_ORDER = $(if $(TEST_SEED),-p randomly --randomly-seed=$(TEST_SEED) --randomly-dont-reset-seed)
+SHARED_OUT = --dist loadscope --no-loadscope-reorder --durations 40 \
+	-m "not long and not chaos and not timed" $(IN_ANY_ORDER)
 test: install ## all tests but those of make long and make chaos; without an S3 server, those on s3:// are skipped
 	@$(MAKE) s3 || echo "No S3 server: the tests that need one say so." >&2
-	@$(MAKE) --keep-going test-fast test-real
+	@$(MAKE) --keep-going test-fast test-real test-timed
 
 # These tests wait more than they compute, so four processes share two cores.
 FAST_TEST_PROCESSES ?= 4
@@ -129,6 +130,10 @@ test-fast: install ## unit and contract tests
 TEST_PROCESSES ?= 2
 test-real: install ## tests with real services and Ray: integration, end to end, faults
 	$(PYTEST) -n $(TEST_PROCESSES) $(SHARED_OUT) tests/integration tests/e2e tests/fault
+
+# One process: what these tests measure, other tests beside them would change.
+test-timed: install ## tests that measure time, one after the other
+	$(PYTEST) -n 0 --durations 10 -m "timed and not long and not chaos" $(IN_ANY_ORDER) tests
 
 .PHONY: retest
 retest: install ## the tests that failed last, alone

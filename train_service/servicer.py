@@ -94,23 +94,25 @@ class TrainServicer(SweepServicerPart, BundleServicerPart, CheckpointServicerPar
         view = await asyncio.to_thread(self._jobs.get, request.name)
         await asyncio.to_thread(self._jobs.check_sequence, request.name, sequence)
         yield train_service_pb2.WatchTrainingJobResponse(job=job_to_proto(view))
+        views = [view]
         # A suspended job ends no stream: sent again behind its events it says that those were all.
         sent = None if view.record.state is JobState.SUSPENDED else (view.record, view.waiting_for)
         while True:
-            # The record was read before the events: what was written before a transition is sent before it, and once
+            # The records were read before the events: what was written before a transition is sent before it, and once
             # the job is final and none are left, none will come.
             while events := await asyncio.to_thread(self._jobs.events, request.name, sequence):
                 for event in events:
                     yield train_service_pb2.WatchTrainingJobResponse(event=event_to_proto(event))
                     sequence = event.sequence
-            if (view.record, view.waiting_for) != sent:
-                yield train_service_pb2.WatchTrainingJobResponse(job=job_to_proto(view))
-                sent = (view.record, view.waiting_for)
+            for view in views:
+                if (view.record, view.waiting_for) != sent:
+                    yield train_service_pb2.WatchTrainingJobResponse(job=job_to_proto(view))
+                    sent = (view.record, view.waiting_for)
             # A suspended job is only between two of its parts.
             if view.record.state.final and view.record.state is not JobState.SUSPENDED:
                 return
             await asyncio.sleep(WATCH_INTERVAL_S)
-            view = await asyncio.to_thread(self._jobs.get, request.name)
+            views = await asyncio.to_thread(self._jobs.since, request.name, view.record)
 
     async def ListCheckpoints(self, request: Any, context: Context) -> train_service_pb2.ListCheckpointsResponse:
         entries, token = await asyncio.to_thread(

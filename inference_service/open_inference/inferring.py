@@ -33,6 +33,7 @@ from inference_service.domain.traffic import headers_of
 from shared.errors import DeadlineExceeded, MillraceError, invalid_field
 from shared.grpc_errors import status_code
 from shared.grpc_server import message_bytes
+from shared.grpc_server.deadlines import is_deadline
 from shared.grpc_server.server import MAX_MESSAGE_BYTES
 from shared.telemetry import identify, log_outcome
 from shared.tracing import tracing
@@ -50,9 +51,6 @@ CONVERTING = ThreadPoolExecutor(2, thread_name_prefix="answers")
 DECODING = ThreadPoolExecutor(2, thread_name_prefix="inputs")
 # Of an answer: in a stream it gets some bytes more.
 MAX_ANSWER_BYTES = MAX_MESSAGE_BYTES - 1024
-# What is cancelled so shortly before its time has passed is cancelled because of it: gRPC tells a server the time that
-# is left in two or three digits, rounded up, while clients keep to it exactly; and timers differ.
-ROUNDED_UP, TIMERS_DIFFER_S = 0.01, 0.005
 # What the log has of a request's id, which may be as long as a message.
 MAX_SHOWN_ID = 100
 # Gives a call's pairs of str and str or bytes, or None: asked for only where it matters.
@@ -130,8 +128,7 @@ class Inference:
             had_part = had_part and not isinstance(error, MemoryFull)
             raise
         except asyncio.CancelledError:
-            passed_s = time.perf_counter() - began_s + TIMERS_DIFFER_S
-            ran_out = remaining_s is not None and passed_s >= remaining_s * (1 - ROUNDED_UP)
+            ran_out = is_deadline(remaining_s, time.perf_counter() - began_s)
             status = LATE if ran_out else "CANCELLED"
             raise
         finally:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 
 class HangWatch:
@@ -38,5 +40,17 @@ class HangWatch:
 
     def stack(self) -> str:
         """Where it is in the code, as a traceback shows it."""
-        frame = sys._current_frames().get(self._thread or 0)
+        frame = _frames().get(self._thread or 0)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+
+def _frames() -> dict[int, FrameType]:
+    """Where every thread is. Python 3.11 holds its lock of all threads meanwhile and makes objects, and a garbage
+    collection that this sets off waits for that lock for ever (python/cpython#106883): so none may begin."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()

@@ -18,6 +18,7 @@ from grpc import aio
 
 from shared.errors import DeadlineExceeded, InvalidArgument, MillraceError, Unimplemented
 from shared.grpc_errors import status_code
+from shared.grpc_server.deadlines import is_deadline
 from shared.grpc_server.door import Door
 from shared.grpc_server.field_bounds import check_fields
 from shared.grpc_server.registering import Handler, Registering
@@ -149,6 +150,7 @@ def _behind(door: Door, unary: Callable[[Any, Context], Awaitable[Any]]) -> Call
             context.set_trailing_metadata(((REQUEST_ID, request_id), (STATUS, door.status)))
             return None
         in_vain = False
+        started, remaining_s = time.perf_counter(), context.time_remaining()
         try:
             request = await context.read()
             if request is aio.EOF:
@@ -159,7 +161,7 @@ def _behind(door: Door, unary: Callable[[Any, Context], Awaitable[Any]]) -> Call
             request = None
             raise _bare(aborted) from None
         except asyncio.CancelledError:
-            in_vain = context.time_remaining() == 0.0
+            in_vain = is_deadline(remaining_s, time.perf_counter() - started)
             raise
         finally:
             door.ended(in_vain=in_vain)
@@ -190,7 +192,7 @@ async def _call(context: Context, method: str, *, aborts: bool) -> AsyncIterator
     A call of one answer `aborts`: else grpc sends an empty one before the status, and clients that have heard of an
     answer never try again by themselves.
     """
-    started = time.perf_counter()
+    started, remaining_s = time.perf_counter(), context.time_remaining()
     metadata = context.invocation_metadata() or ()
     request_id = request_id_of(dict(metadata).get(REQUEST_ID))
     context.set_trailing_metadata(((REQUEST_ID, request_id),))
@@ -204,8 +206,7 @@ async def _call(context: Context, method: str, *, aborts: bool) -> AsyncIterator
         except MillraceError as raised:
             error = raised
         except asyncio.CancelledError:
-            remaining_s = context.time_remaining()
-            if remaining_s is not None and remaining_s <= 0:
+            if is_deadline(remaining_s, time.perf_counter() - started):
                 outcome = "DEADLINE_EXCEEDED"
             raise
         except aio.AbortError:

@@ -87,6 +87,26 @@ class Jobs:
             record = log.read(record.number - 1)
         return JobRecord.from_state(record.state) if record else None
 
+    def since(self, folder: str, name: str, seen: JobRecord) -> list[JobRecord]:
+        """The states of the job behind `seen`, which it had once, oldest first: none where it has `seen` still. They
+        cost one read each. Of a job that was made anew since, all its own states.
+
+        Raises `NotFound` naming `name` where it was deleted.
+        """
+        log = ResourceLog(self._store, log_prefix(folder))
+        record = log.head()
+        newest = JobRecord.from_state(record.state) if record else None
+        if record is None or newest is None or newest.state is JobState.DELETED:
+            raise not_found(name)
+        behind: list[JobRecord] = []
+        while record is not None:
+            job = JobRecord.from_state(record.state)
+            if job == seen or job.uid != newest.uid:
+                break
+            behind.append(job)
+            record = log.read(record.number - 1)
+        return behind[::-1]
+
     def made_by(self, request_id: str, name: str) -> JobRecord | None:
         """The job of that name if this request made it; somebody else's is not the answer to it.
 

@@ -6,10 +6,13 @@ from __future__ import annotations
 import time
 
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from shared.jobs.actor import AttemptActor, find_actor, new_actor_name, start_actor
 from shared.jobs.nodes import node_of, staying_nodes
 
+# An idle actor answers within milliseconds; that one has died Ray knows after a second.
+ANSWERS_WITHIN_S = 5.0
 # An actor that cannot even start is not tried again at every look.
 AGAIN_AFTER_S = 10.0
 
@@ -44,13 +47,25 @@ class Spare:
     def take(self) -> tuple[str, ray.actor.ActorHandle[AttemptActor]] | None:
         """The spare's name and handle, which is then another's to call; None where there is none."""
         actor, self._actor = self._actor, None
-        if actor is None or find_actor(self._name) is None:
+        if actor is None or find_actor(self._name) is None or _has_died(actor):
             return None
         if _leaves(actor):
             ray.kill(actor)
             return None
         self._start_after = time.monotonic() + self._rest_s
         return self._name, actor
+
+
+def _has_died(actor: ray.actor.ActorHandle[AttemptActor]) -> bool:
+    """Whether the actor answers no call: Ray names one that died a moment ago still. One that is at its `prepare`
+    answers after that, and so would the attempt begin after that."""
+    try:
+        ray.get(actor.hold.remote(), timeout=ANSWERS_WITHIN_S)
+    except GetTimeoutError:
+        return False
+    except RayActorError:
+        return True
+    return False
 
 
 def _leaves(actor: ray.actor.ActorHandle[AttemptActor]) -> bool:

@@ -85,7 +85,7 @@ def test_an_upload_outlives_its_client(scene: Scene, stage: str, victim: str, bl
         sender.kill()
     blows.add("SIGKILL client", f"upload, {stage}", STORES[scene.store])
     assert place.acknowledged(upload) == whole
-    left = place.client.data.GetUpload(pb.GetUploadRequest(name=upload), timeout=10)
+    left = place.client.data.GetUpload(pb.GetUploadRequest(name=upload), timeout=60)
     assert left.state == Upload.STATE_OPEN, "a client that went away commits nothing"
     assert send(place.client.data, upload, scene.data, whole, len(scene.data)) == len(scene.data)
     commit(place.client.data, upload, scene.data)

@@ -47,10 +47,10 @@ class Running:
     request: pb.ImportVersionRequest
 
     def start_import(self) -> operations_pb2.Operation:
-        return self.client.data.ImportVersion(self.request, timeout=10)
+        return self.client.data.ImportVersion(self.request, timeout=60)
 
     def operation(self, name: str) -> operations_pb2.Operation:
-        return self.client.operations.GetOperation(operations_pb2.GetOperationRequest(name=name), timeout=10)
+        return self.client.operations.GetOperation(operations_pb2.GetOperationRequest(name=name), timeout=60)
 
     def wait_until_rows_are_read(self, started: operations_pb2.Operation) -> str:
         """Returns the version's name, in the middle of its import."""
@@ -66,7 +66,7 @@ class Running:
         states = [record["state"]["state"] for record in sorted(records, key=lambda record: int(record["number"]))]
         assert states.count("SUCCEEDED") == 1
         assert states[-1] == "SUCCEEDED"
-        found = self.client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=10)
+        found = self.client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=60)
         assert (found.state, found.row_count) == (DatasetVersion.STATE_ACTIVE, ROWS)
         names = [info.key.rsplit("/", 1)[-1] for info in self.store.list(f"{version}/data")]
         assert sorted(names) == sorted(["manifest.json", "report.json", *(file.path for file in found.files)])
@@ -88,7 +88,7 @@ def running_import_service(stack: ExitStack, settings: StoreSettings, folder: Pa
     service = stack.enter_context(running_service("data_service", environ, folder / "service.log"))
     client = DataClient(service.address)
     stack.callback(client.close)
-    dataset = client.data.CreateDataset(pb.CreateDatasetRequest(dataset_id="black"), timeout=10)
+    dataset = client.data.CreateDataset(pb.CreateDatasetRequest(dataset_id="black"), timeout=60)
     uris = write_holes(folder / "images", ROWS, (28, 28)), write_holes(folder / "labels", ROWS, ())
     request = pb.ImportVersionRequest(parent=dataset.name, sources=[idx("train", *uris)])
     return Running(service, client, open_store(settings), request)
@@ -143,10 +143,10 @@ def test_an_import_outlives_the_process_of_its_attempt(
 def test_a_cancelled_import_leaves_no_file(running: Running) -> None:
     started = running.start_import()
     version = running.wait_until_rows_are_read(started)
-    running.client.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=started.name), timeout=10)
+    running.client.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=started.name), timeout=60)
     done = running.client.wait(started)
     assert done.error.code == 1  # CANCELLED
-    found = running.client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=10)
+    found = running.client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=60)
     assert found.state == DatasetVersion.STATE_CANCELLED
     assert list(running.store.list(f"{version}/data")) == []
 
@@ -169,10 +169,10 @@ def test_without_ray_the_api_answers(settings: StoreSettings, tmp_path: Path, st
         running, started = cut_off_from_ray(stack, settings, tmp_path, port)
         blows.add("SIGKILL Ray head", "import", store)
         version, dataset = metadata_of(started).version, str(running.request.parent)
-        found = running.client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=10)
+        found = running.client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=60)
         assert found.state == DatasetVersion.STATE_CREATING
-        assert running.client.data.GetDataset(pb.GetDatasetRequest(name=dataset), timeout=10).name == dataset
-        listed = running.client.data.ListVersions(pb.ListVersionsRequest(parent=dataset), timeout=10)
+        assert running.client.data.GetDataset(pb.GetDatasetRequest(name=dataset), timeout=60).name == dataset
+        listed = running.client.data.ListVersions(pb.ListVersionsRequest(parent=dataset), timeout=60)
         assert [one.name for one in listed.versions] == [version]
         assert not running.operation(started.name).done
 

@@ -22,6 +22,7 @@ from tests.integration.inference_service.checkpoints import write
 from tests.integration.inference_service.client import Client, environment, eventually, infer_request
 from tests.support.blows import Blows
 from tests.support.fronts_of import fronts_of, listens
+from tests.support.process_states import stop_process
 from tests.support.ray_head import RayHead, ray_head
 from tests.support.service_process import ServiceProcess, running_service
 
@@ -155,7 +156,7 @@ def test_every_front_tells_what_all_have_answered(service: ServiceProcess) -> No
 def test_a_front_that_hangs_is_killed_and_another_has_its_place(service: ServiceProcess, blows: Blows) -> None:
     wait_until_all_know(service)
     before = fronts(service)
-    os.kill(before[0], signal.SIGSTOP)  # the one that leads
+    stop_process(before[0])  # the one that leads
     blows.add("SIGSTOP front", "idle", "file")
     eventually(lambda: fronts(service).get(0) not in (None, before[0]), 150, "another is started")
     wait_until_all_know(service)
@@ -170,7 +171,7 @@ def test_a_roll_out_moves_the_traffic_of_all_fronts_and_no_request_is_dropped(se
         spec.steps.add(percent=50).interval.seconds = 3
         spec.steps.add(percent=100)
         request = pb.RollOutRequest(name="deployments/digits", spec=spec)
-        assert client.wait(client.deployments.RollOut(request, timeout=10)).HasField("response")
+        assert client.wait(client.deployments.RollOut(request, timeout=60)).HasField("response")
         eventually(lambda: [one.number for one in client.get("deployments/digits").versions] == ["2"], 60, "1 is gone")
         asking.answers.clear()
         asking.wait_for(200)

@@ -41,7 +41,8 @@ from tests.support.service_process import ServiceProcess
 pytestmark = [pytest.mark.timeout(600), pytest.mark.chaos]
 
 IMAGE = np.random.default_rng(4).integers(0, 256, (1, 28, 28), dtype=np.uint8)
-DEADLINE_S = 5.0
+# The claim is that calls are answered, not how soon: on a busy machine a batch that is sent again waits its turn.
+DEADLINE_S = 60.0
 CLIENTS = 8
 REPLICA = "ray::ServeReplica"
 CONTROLLER = "ray::ServeController"
@@ -131,7 +132,7 @@ def is_shifting(client: Client) -> bool:
 def running_replicas(head: RayHead) -> set[int]:
     """The processes of those that Serve's controller itself calls RUNNING; none while it does not answer."""
     try:
-        with urllib.request.urlopen(f"{head.dashboard}/api/serve/applications/", timeout=10) as answer:
+        with urllib.request.urlopen(f"{head.dashboard}/api/serve/applications/", timeout=60) as answer:
             applications = json.load(answer)["applications"].values()
     except OSError:
         return set()
@@ -169,13 +170,13 @@ def test_serves_controller_killed_under_load_costs_no_client_an_answer_and_knows
         eventually(lambda: set(head.processes(CONTROLLER)) - {controller}, 120, "another controller is started")
         eventually(lambda: running_replicas(head) == replicas, 120, "it has found the replicas")
         load.wait_for(50)
-    assert load.errors == []
+    load.assert_all_answered()
     assert set(head.processes(REPLICA)) == replicas
     assert durable(client.get("deployments/digits")) == before
 
     spec = roll_out_pb2.RollOutSpec(checkpoint="trainingJobs/digits/checkpoints/c2", steps=[{"percent": 100}])
     asked = pb.RollOutRequest(name="deployments/digits", spec=spec)
-    done = client.wait(client.deployments.RollOut(asked, timeout=10))
+    done = client.wait(client.deployments.RollOut(asked, timeout=60))
     assert done.HasField("response"), done.error
     assert {ask(client) for _ in range(10)} == {"2"}
     eventually(lambda: len(head.processes(REPLICA)) == 2, 120, "the replicas of version 1 are gone")
@@ -189,7 +190,7 @@ def test_all_of_ray_killed_half_way_through_a_roll_out_ends_the_service_and_a_ne
     spec = roll_out_pb2.RollOutSpec(checkpoint="trainingJobs/digits/checkpoints/c2")
     spec.steps.add(percent=50).interval.seconds = 3600
     spec.steps.add(percent=100)
-    client.deployments.RollOut(pb.RollOutRequest(name="deployments/digits", spec=spec), timeout=10)
+    client.deployments.RollOut(pb.RollOutRequest(name="deployments/digits", spec=spec), timeout=60)
     eventually(lambda: is_shifting(client), 120, "the new version has half of the traffic")
     before = durable(client.get("deployments/digits"))
     head.kill()

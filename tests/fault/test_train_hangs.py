@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 from millrace.train.v1 import train_service_pb2 as pb
 from shared.settings import StoreSettings
 from tests.support.blows import Blows
+from tests.support.process_states import stop_process
 from tests.support.ray_head import ray_head
 from tests.support.training import State, digits_spec, train_stack
 from tests.support.waiting import wait_until
@@ -33,13 +32,13 @@ def test_a_stopped_worker_is_noticed_named_killed_and_replaced(tmp_path: Path, b
         watch.until("progress")
         workers = head.processes(WORKER)
         stopped = max(workers)
-        os.kill(stopped, signal.SIGSTOP)
+        stop_process(stopped)
         blows.add("SIGSTOP worker", "training", "file")
         began = time.monotonic()
 
         ended = watch.until("attempt_ended").attempt_ended
         noticed_s = time.monotonic() - began
-        wait_until(lambda: stopped not in head.processes(), "the stopped worker to be killed", within_s=30)
+        wait_until(lambda: stopped not in head.processes(), "the stopped worker to be killed")
         watch.rest()
 
         print(f"\nnoticed after {noticed_s:.1f} s")

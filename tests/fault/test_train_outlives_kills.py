@@ -72,7 +72,7 @@ def test_the_next_attempt_begins_at_the_step_of_the_newest_checkpoint(run: Run) 
 
 def test_without_ray_the_api_answers_get_list_and_watch(run: Run) -> None:
     assert run.client.get(run.job.name) == run.job
-    listed = run.client.rpc.ListTrainingJobs(pb.ListTrainingJobsRequest(), timeout=30).training_jobs
+    listed = run.client.rpc.ListTrainingJobs(pb.ListTrainingJobsRequest(), timeout=60).training_jobs
     assert [job.name for job in listed] == [run.job.name]
     again = run.client.watch(run.job.name)
     again.rest()

@@ -122,7 +122,7 @@ def struck(site: Site, undisturbed: Struck) -> Struck:
     until_checkpoints(run, attempt=3)
     site.head.kill()
     run.kept.append(client.checkpoints(job.name))
-    listed = client.rpc.ListTrainingJobs(pb.ListTrainingJobsRequest(), timeout=30).training_jobs
+    listed = client.rpc.ListTrainingJobs(pb.ListTrainingJobsRequest(), timeout=60).training_jobs
     run.told_without_ray = [client.get(job.name), *listed]
     again = client.watch(job.name)
     again.until("checkpoint_committed", lambda event: event.attempt == 3)

@@ -51,6 +51,11 @@ class Load:
             lambda: all(map(operator.gt, self._ended, before)) or self.errors, "what had been asked before", within_s
         )
 
+    def assert_all_answered(self) -> None:
+        """Fails with the errors that there were, in full."""
+        counts = f"{len(self.errors)} of {len(self.errors) + self.answers.total()} calls failed"
+        assert not self.errors, "\n".join([counts, *map(str, self.errors[:10])])
+
     def _run(self, client: int) -> None:
         while not self._stop.is_set():
             try:
@@ -75,4 +80,4 @@ def kill_a_replica_under_load(ask: Callable[[], str], clients: int, replicas: Ca
         load.wait_for(50)
         wait_until(lambda: len(replicas() - {victim}) == 2, "a new replica to be started", 120)
         load.wait_for(50)
-    assert load.errors == []
+    load.assert_all_answered()

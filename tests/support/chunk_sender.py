@@ -46,7 +46,7 @@ def send(stub: Any, name: str, data: bytes, begin: int, end: int) -> int:
 
 def commit(stub: Any, name: str, data: bytes) -> Upload:
     request = pb.CommitUploadRequest(name=name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-    committed: Upload = patiently(lambda: stub.CommitUpload(request, timeout=30))
+    committed: Upload = patiently(lambda: stub.CommitUpload(request, timeout=60))
     return committed
 
 
@@ -92,7 +92,7 @@ class Sending(threading.Thread):
         assert not self.is_alive(), "the upload does not end"
 
     def _send_rest(self) -> None:
-        durable = int(self._stub.GetUpload(pb.GetUploadRequest(name=self._name), timeout=15).acknowledged_size)
+        durable = int(self._stub.GetUpload(pb.GetUploadRequest(name=self._name), timeout=60).acknowledged_size)
         if durable < self.acknowledged:
             self.forgotten.append((self.acknowledged, durable))
         rest = chunks(self._name, self._data, durable, len(self._data), self._pause_s)

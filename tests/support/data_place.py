@@ -28,6 +28,7 @@ from shared.storage import ObjectStore, open_store
 from tests.integration.data_service.client import DataClient, imported
 from tests.support import custom_functions
 from tests.support.chunk_sender import patiently
+from tests.support.process_states import stop_process
 from tests.support.ray_head import RayHead
 from tests.support.refusals import refused
 from tests.support.service_process import ServiceProcess, running_service, store_environ
@@ -127,16 +128,16 @@ class DataPlace:
     def dataset(self) -> str:
         if not self._dataset:
             request = pb.CreateDatasetRequest(dataset_id=f"d{uuid.uuid4().hex[:12]}")
-            self._dataset = str(self.client.data.CreateDataset(request, timeout=30).name)
+            self._dataset = str(self.client.data.CreateDataset(request, timeout=60).name)
         return self._dataset
 
     def start_upload(self) -> str:
         request = pb.StartUploadRequest(parent=self.dataset, request_id=str(uuid.uuid4()))
-        return str(patiently(lambda: self.client.data.StartUpload(request, timeout=30)).name)
+        return str(patiently(lambda: self.client.data.StartUpload(request, timeout=60)).name)
 
     def acknowledged(self, upload: str) -> int:
         request = pb.GetUploadRequest(name=upload)
-        return int(patiently(lambda: self.client.data.GetUpload(request, timeout=30)).acknowledged_size)
+        return int(patiently(lambda: self.client.data.GetUpload(request, timeout=60)).acknowledged_size)
 
     def import_request(self, *sources: pb.ImportSource) -> pb.ImportVersionRequest:
         return pb.ImportVersionRequest(parent=self.dataset, sources=sources, request_id=str(uuid.uuid4()))
@@ -146,7 +147,7 @@ class DataPlace:
 
     def start_import_of(self, *sources: pb.ImportSource) -> operations_pb2.Operation:
         request = self.import_request(*sources)
-        return patiently(lambda: self.client.data.ImportVersion(request, timeout=30))
+        return patiently(lambda: self.client.data.ImportVersion(request, timeout=60))
 
     def transform_request(
         self, source: str, transform: transform_pb2.Transform, **fields: Any
@@ -159,17 +160,17 @@ class DataPlace:
         self, source: str, transform: transform_pb2.Transform, **fields: Any
     ) -> operations_pb2.Operation:
         request = self.transform_request(source, transform, **fields)
-        return patiently(lambda: self.client.data.TransformVersion(request, timeout=30))
+        return patiently(lambda: self.client.data.TransformVersion(request, timeout=60))
 
     def start_prediction(self, source: str, checkpoint: str, **fields: Any) -> operations_pb2.Operation:
         request = pb.PredictVersionRequest(
             parent=self.dataset, source=source, checkpoint=checkpoint, request_id=str(uuid.uuid4()), **fields
         )
-        return patiently(lambda: self.client.data.PredictVersion(request, timeout=30))
+        return patiently(lambda: self.client.data.PredictVersion(request, timeout=60))
 
     def operation(self, name: str) -> operations_pb2.Operation:
         request = operations_pb2.GetOperationRequest(name=name)
-        return patiently(lambda: self.client.operations.GetOperation(request, timeout=30))
+        return patiently(lambda: self.client.operations.GetOperation(request, timeout=60))
 
     def ended(self, started: operations_pb2.Operation, within_s: float = DONE_WITHIN_S) -> operations_pb2.Operation:
         """The operation once it is done, whatever is killed meanwhile."""
@@ -207,7 +208,7 @@ class DataPlace:
 
     def get(self, version: str) -> DatasetVersion:
         request = pb.GetVersionRequest(name=version)
-        found: DatasetVersion = patiently(lambda: self.client.data.GetVersion(request, timeout=30))
+        found: DatasetVersion = patiently(lambda: self.client.data.GetVersion(request, timeout=60))
         return found
 
     def assert_made_once(self, done: operations_pb2.Operation, digest: str) -> DatasetVersion:
@@ -256,7 +257,9 @@ class DataPlace:
     def halted(self) -> Iterator[None]:
         """No attempt at work does anything while the body runs."""
         pids = self.at_work()
-        _signal(pids, signal.SIGSTOP)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                stop_process(pid)
         try:
             yield
         finally:

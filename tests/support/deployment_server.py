@@ -46,7 +46,7 @@ def commanded(store: ObjectStore, *arguments: str, answer: str | None = None) ->
         return ["millrace.inference.v1.DeploymentService"]
 
     async def main() -> Result:
-        async with asyncio.timeout(30), running(register) as kit:
+        async with asyncio.timeout(60), running(register) as kit:
             command = [*arguments, "--inference-address", kit.address]
             return await asyncio.to_thread(CliRunner().invoke, millrace, command, answer)
 

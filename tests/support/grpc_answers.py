@@ -15,9 +15,9 @@ HOST = "127.0.0.1"
 
 
 @contextmanager
-def serving(register: Callable[[grpc.Server], None], port: int = 0) -> Iterator[str]:
-    """A server on loopback; yields its address."""
-    server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
+def serving(register: Callable[[grpc.Server], None], port: int = 0, at_once: int = 8) -> Iterator[str]:
+    """A server on loopback that answers that many calls at once; yields its address."""
+    server = grpc.server(ThreadPoolExecutor(at_once), options=[("grpc.so_reuseport", 0)])
     register(server)
     bound = server.add_insecure_port(f"{HOST}:{port}")
     server.start()

@@ -263,7 +263,7 @@ def fault_proxy(behind: StoreSettings, *, seed: int = 0) -> Iterator[S3FaultProx
 
     thread = threading.Thread(target=run, name="s3-fault-proxy", daemon=True)
     thread.start()
-    if not started.wait(10):
+    if not started.wait(60):
         raise RuntimeError("the fault proxy did not start")
     try:
         yield proxy

@@ -69,7 +69,7 @@ class TrainClient:
     def send_raw(self, method: str, data: bytes) -> bytes:
         """Calls a unary method with these bytes for a request."""
         call: Callable[..., bytes] = self._channel.unary_unary(f"/millrace.train.v1.TrainService/{method}")
-        return call(data, timeout=30)
+        return call(data, timeout=60)
 
     def create(self, spec: res.TrainingSpec, job_id: str = "", **fields: Any) -> res.TrainingJob:
         job_id = job_id or f"j{uuid.uuid4().hex[:12]}"
@@ -78,26 +78,26 @@ class TrainClient:
         return job
 
     def get(self, name: str) -> res.TrainingJob:
-        job: res.TrainingJob = self.rpc.GetTrainingJob(pb.GetTrainingJobRequest(name=name), timeout=30)
+        job: res.TrainingJob = self.rpc.GetTrainingJob(pb.GetTrainingJobRequest(name=name), timeout=60)
         return job
 
     def cancel(self, name: str, etag: str = "") -> res.TrainingJob:
         request = pb.CancelTrainingJobRequest(name=name, etag=etag)
-        job: res.TrainingJob = self.rpc.CancelTrainingJob(request, timeout=30)
+        job: res.TrainingJob = self.rpc.CancelTrainingJob(request, timeout=60)
         return job
 
     def suspend(self, name: str, etag: str = "") -> res.TrainingJob:
         request = pb.SuspendTrainingJobRequest(name=name, etag=etag)
-        job: res.TrainingJob = self.rpc.SuspendTrainingJob(request, timeout=30)
+        job: res.TrainingJob = self.rpc.SuspendTrainingJob(request, timeout=60)
         return job
 
     def resume(self, name: str, etag: str = "") -> res.TrainingJob:
         request = pb.ResumeTrainingJobRequest(name=name, etag=etag)
-        job: res.TrainingJob = self.rpc.ResumeTrainingJob(request, timeout=30)
+        job: res.TrainingJob = self.rpc.ResumeTrainingJob(request, timeout=60)
         return job
 
     def checkpoints(self, name: str) -> list[res.Checkpoint]:
-        answer = self.rpc.ListCheckpoints(pb.ListCheckpointsRequest(parent=name), timeout=30)
+        answer = self.rpc.ListCheckpoints(pb.ListCheckpointsRequest(parent=name), timeout=60)
         return list(answer.checkpoints)
 
     def watch(self, name: str, after_sequence: int = 0, within_s: float = DONE_WITHIN_S) -> Watch:

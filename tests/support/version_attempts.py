@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shared.jobs import JobRecord, Jobs
 from shared.settings import StoreSettings
+from tests.support.process_states import stop_process
 from tests.support.ray_head import RayHead
 from tests.support.service_process import store_environ
 from tests.support.waiting import wait_until
@@ -35,7 +36,7 @@ class Reconciler:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """It looks at nothing meanwhile: of an attempt in the test's own process it would miss the actor."""
-        self.process.send_signal(signal.SIGSTOP)
+        stop_process(self.process.pid)
         try:
             yield
         finally:

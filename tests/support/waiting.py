@@ -8,7 +8,7 @@ from collections.abc import Callable
 INTERVAL_S = 0.02
 
 
-def wait_until(holds: Callable[[], object], what: str, within_s: float = 30.0, interval_s: float = INTERVAL_S) -> None:
+def wait_until(holds: Callable[[], object], what: str, within_s: float = 120.0, interval_s: float = INTERVAL_S) -> None:
     """Returns once `holds()`; fails the test, naming `what`, if it does not in time."""
     deadline = time.monotonic() + within_s
     while not holds():

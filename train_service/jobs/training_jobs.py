@@ -165,6 +165,13 @@ class TrainingJobs:
         names.parse("name", name, PATTERN)
         return self._view(self._jobs.get(name, name))
 
+    def since(self, name: str, seen: JobRecord) -> list[JobView]:
+        """The job in each of its states behind `seen`, oldest first, the last one as it is now; that one alone where
+        there is none. All have the present progress and checkpoints. Raises `NotFound`."""
+        behind = self._jobs.since(name, name, seen)
+        newest = self._view(behind[-1] if behind else seen)
+        return [*(replace(newest, record=record, waiting_for="") for record in behind[:-1]), newest]
+
     def exists(self, name: str) -> bool:
         return self._jobs.find(name) is not None
 

@@ -19,6 +19,7 @@ from train_service.checkpoints.snapshots import CheckpointWriter
 from train_service.patience import waits_for_store
 
 
+@pytest.mark.timed
 def test_a_store_that_is_away_in_mid_upload_is_waited_for_and_the_wait_is_told(
     s3_store: StoreSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,7 @@ def test_health_is_told_while_as_many_calls_wait_as_may() -> None:
         calls = [asyncio.ensure_future(kit.get(timeout=60)) for _ in range(server.MAX_CALLS)]
         await until(lambda: held.under_way == server.MAX_CALLS, "all calls to wait", 60)
 
-        found = await _health(kit).Check(health_pb2.HealthCheckRequest(), timeout=30)
+        found = await _health(kit).Check(health_pb2.HealthCheckRequest(), timeout=60)
         watching = _health(kit).Watch(health_pb2.HealthCheckRequest())
         watched = await watching.read()
         watching.cancel()
@@ -67,8 +67,8 @@ def test_a_call_above_the_limit_is_refused_unread_and_hears_when_to_come_again()
         await until(lambda: held.under_way == 2, "both calls to wait")
 
         # Of neither is there a message yet, so nobody can have read one.
-        unread = kit.raw.stream_unary(GET_DATASET)(timeout=30)
-        streamed = kit.raw.stream_stream(READ_VERSION)(timeout=30)
+        unread = kit.raw.stream_unary(GET_DATASET)(timeout=60)
+        streamed = kit.raw.stream_stream(READ_VERSION)(timeout=60)
         for refused in (await told(unread), await told(streamed.read())):
             assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert (refused.info.reason, refused.info.metadata["max_calls"]) == ("TOO_MANY_CALLS", "2")
@@ -77,7 +77,7 @@ def test_a_call_above_the_limit_is_refused_unread_and_hears_when_to_come_again()
 
         held.go_on.set()
         await asyncio.gather(*calls)
-        assert (await kit.get("after", timeout=30)).name == "after"
+        assert (await kit.get("after", timeout=60)).name == "after"
 
     with_kit(scenario, held.answer, max_calls=2)
 
@@ -89,7 +89,7 @@ def test_a_call_that_its_client_gives_up_before_its_message_was_sent_makes_room(
             await call.wait_for_connection()
             call.cancel()
             # The server hears of it some time later, and refuses until then.
-            while await kit.data.GetDataset(REQUEST_MESSAGE, timeout=30).code() is not grpc.StatusCode.OK:  # noqa: ASYNC110
+            while await kit.data.GetDataset(REQUEST_MESSAGE, timeout=60).code() is not grpc.StatusCode.OK:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     with_kit(scenario, max_calls=1)
@@ -104,7 +104,7 @@ def test_watchers_of_health_leave_room_for_checks(monkeypatch: Any) -> None:
             await one.read()
 
         refused = await told(_health(kit).Watch(health_pb2.HealthCheckRequest()).read())
-        found = await _health(kit).Check(health_pb2.HealthCheckRequest(), timeout=30)
+        found = await _health(kit).Check(health_pb2.HealthCheckRequest(), timeout=60)
 
         assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert refused.retry_after_s

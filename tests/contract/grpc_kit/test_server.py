@@ -66,7 +66,7 @@ def test_stopping_answers_calls_under_way_and_cuts_off_those_that_stay() -> None
     async def scenario(kit: Kit) -> tuple[str, grpc.StatusCode]:
         quick = asyncio.create_task(kit.get("quick"))
         stays = asyncio.create_task(told(kit.get("stays")))
-        await asyncio.wait_for(begun.wait(), 10)
+        await asyncio.wait_for(begun.wait(), 60)
         kit.stop.set()
         await asyncio.sleep(0.05)
         let_go.set()
@@ -113,9 +113,9 @@ def test_a_signal_ends_the_process_after_its_calls_with_status_0(ending: signal.
             assert next(watched).status == NOT_SERVING
             (tmp_path / "go").touch()
 
-            assert call.result(timeout=10).name == "under-way"
+            assert call.result(timeout=60).name == "under-way"
             watched.cancel()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()

@@ -39,11 +39,11 @@ async def calls_of_all_kinds(kit: Kit, metadata: Any, *, writes: bool = True) ->
         "unary": await _outcome(kit.get(metadata=metadata)),
         "server stream": await _outcome(everything(kit.read(metadata=metadata))),
         "bidirectional stream": await _outcome(
-            _first_answer(echoes(metadata=metadata, timeout=20), REQUEST if writes else None)
+            _first_answer(echoes(metadata=metadata, timeout=60), REQUEST if writes else None)
         ),
         "unknown method": await _outcome(kit.raw.unary_unary(UNKNOWN)(b"", metadata=metadata)),
         "reflection": await _outcome(
-            _first_answer(reflected.ServerReflectionInfo(metadata=metadata, timeout=20), REFLECTION if writes else None)
+            _first_answer(reflected.ServerReflectionInfo(metadata=metadata, timeout=60), REFLECTION if writes else None)
         ),
     }
 
@@ -126,8 +126,8 @@ def test_the_scheme_may_be_written_in_any_case(value: str) -> None:
 def test_health_needs_no_token() -> None:
     async def scenario(kit: Kit) -> tuple[Any, Any]:
         health: Any = health_pb2_grpc.HealthStub(kit.channel)
-        found = await health.Check(health_pb2.HealthCheckRequest(), timeout=10)
-        watching = health.Watch(health_pb2.HealthCheckRequest(), timeout=10)
+        found = await health.Check(health_pb2.HealthCheckRequest(), timeout=60)
+        watching = health.Watch(health_pb2.HealthCheckRequest(), timeout=60)
         watched = await watching.read()
         watching.cancel()
         return found.status, watched.status
@@ -152,12 +152,12 @@ def test_a_call_without_the_token_is_refused_unread_and_takes_no_place_of_anothe
         return resources_pb2.Dataset(name=request.name)
 
     async def scenario(kit: Kit) -> None:
-        taken = asyncio.ensure_future(kit.get(metadata=RIGHT, timeout=30))
-        await asyncio.wait_for(under_way.wait(), 10)
+        taken = asyncio.ensure_future(kit.get(metadata=RIGHT, timeout=60))
+        await asyncio.wait_for(under_way.wait(), 60)
         # Of neither is there a message yet, so nobody can have read one.
-        unread = await told(kit.raw.stream_unary(GET_DATASET)(timeout=10))
-        streamed = await told(kit.raw.stream_stream(READ_VERSION)(timeout=10).read())
-        over = await told(kit.get(metadata=RIGHT, timeout=10))
+        unread = await told(kit.raw.stream_unary(GET_DATASET)(timeout=60))
+        streamed = await told(kit.raw.stream_stream(READ_VERSION)(timeout=60).read())
+        over = await told(kit.get(metadata=RIGHT, timeout=60))
         held.set()
         await taken
 
@@ -200,9 +200,9 @@ def test_a_doors_own_probe_brings_the_token_and_nobody_elses_comes_in_without() 
     door = Counting()
 
     async def scenario(kit: Kit) -> None:
-        await kit.get(metadata=RIGHT, timeout=10)
+        await kit.get(metadata=RIGHT, timeout=60)
         await until(lambda: door.came_in > 0, "the door's own probe", 10)
-        probe = await told(kit.raw.unary_unary(METHOD)(b"", timeout=10))
+        probe = await told(kit.raw.unary_unary(METHOD)(b"", timeout=60))
         assert probe.code is grpc.StatusCode.UNAUTHENTICATED
 
     with_kit(scenario, token=BearerToken(TOKEN), door=door)

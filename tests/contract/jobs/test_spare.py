@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -36,12 +38,35 @@ def test_a_spare_that_was_killed_costs_no_attempt_and_is_followed_by_another(
     killed = _spare(ray, besides=before)
 
     os.kill(killed, signal.SIGKILL)
-    wait_until(lambda: killed not in _actors(ray), "the spare to be gone", 30.0)
+    wait_until(lambda: killed not in _actors(ray), "the spare to be gone")
     done = wait_for_state(jobs, new_job(jobs), "SUCCEEDED")
 
     assert (done.attempt, done.failures) == (1, 0)
     # The job may have run in the spare that followed the killed one, and that process is about to end.
     _spare(ray, besides=before | {killed, done.result["pid"]})
+
+
+TAKES_WHAT_IT_KILLS = """
+import os, signal, sys
+import ray
+from shared.jobs.actor import NAMESPACE
+from shared.jobs.spare import Spare
+
+ray.init(address=sys.argv[1], namespace=NAMESPACE, log_to_driver=False)
+spare = Spare("toy", "tests.support.toy_jobs:prepare")
+spare.hold(replace=True)
+os.kill(int(sys.stdin.readline()), signal.SIGKILL)
+print("taken" if spare.take() else "not taken", flush=True)
+"""
+
+
+def test_a_spare_that_died_a_moment_ago_is_not_taken(ray: RayHead) -> None:
+    """Ray goes on naming it for a while."""
+    before = _actors(ray)
+    command = [sys.executable, "-c", TAKES_WHAT_IT_KILLS, ray.address]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as taking:
+        said, _ = taking.communicate(f"{_spare(ray, besides=before)}\n", timeout=120)
+    assert said.splitlines()[-1] == "not taken"
 
 
 @pytest.mark.chaos
@@ -69,5 +94,5 @@ def _spare(ray: RayHead, *, besides: set[int]) -> int:
         others.update(_actors(ray) - besides)
         return len(others) == 1
 
-    wait_until(find_one, "a spare", 60.0)
+    wait_until(find_one, "a spare")
     return others.pop()

@@ -19,7 +19,7 @@ from shared.storage.opening import ensure_bucket
 from tests.support.s3_fault_proxy import WRITES, fault_proxy, resetting
 
 SETTINGS = StoreSettings(url="s3://millrace/x", s3_access_key="someone", s3_secret_key="their-secret")
-SOON_S = 15.0
+SOON_S = 60.0
 
 DOINGS: dict[str, Callable[[ObjectStore, Path], object]] = {
     "get": lambda store, _: store.get("key"),
@@ -84,7 +84,7 @@ def test_a_store_that_accepts_and_keeps_silent_is_unavailable(
     with pytest.raises(Unavailable):
         DOINGS["get"](open_store(replace(SETTINGS, s3_endpoint=silent)), tmp_path)
 
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < SOON_S
 
 
 @pytest.mark.usefixtures("short_retries")

@@ -18,7 +18,7 @@ def put(url: str, data: bytes) -> int:
     # urllib adds a Content-Type of its own; no header but Content-Length is needed.
     request.add_header("Content-Type", "")
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=10) as answer:
+    with opener.open(request, timeout=60) as answer:
         return int(answer.status)
 
 

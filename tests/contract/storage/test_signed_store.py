@@ -272,7 +272,7 @@ def test_a_store_that_is_silent_for_a_while_is_waited_for(
         proxy.fault = silent()
 
         def come_back() -> None:
-            wait_until(lambda: proxy.requests > 1, "two tries", within_s=10)
+            wait_until(lambda: proxy.requests > 1, "two tries")
             proxy.fault = NONE
 
         back = threading.Thread(target=come_back)

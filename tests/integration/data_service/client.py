@@ -30,7 +30,7 @@ class DataClient:
     def send_raw(self, method: str, data: bytes) -> bytes:
         """Calls a unary method of the data service with these bytes for a request."""
         call: Callable[..., bytes] = self._channel.unary_unary(f"/millrace.data.v1.DataService/{method}")
-        return call(data, timeout=10)
+        return call(data, timeout=60)
 
     def wait(self, operation: Any, within_s: float = IMPORT_WITHIN_S) -> Any:
         """The operation once it is done; a single wait ends after a minute at most."""
@@ -42,11 +42,11 @@ class DataClient:
         return operation
 
     def cancel(self, operation: Any) -> None:
-        self.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=operation.name), timeout=10)
+        self.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=operation.name), timeout=60)
 
     def import_version(self, request: pb.ImportVersionRequest) -> DatasetVersion:
         """Imports and waits; fails unless the version became ACTIVE."""
-        return imported(self.wait(self.data.ImportVersion(request, timeout=30)))
+        return imported(self.wait(self.data.ImportVersion(request, timeout=60)))
 
     def read(self, name: str, **selection: Any) -> pa.Table:
         return table_of(self.stream(name, **selection))

@@ -54,7 +54,7 @@ class DataStack:
 
     def new_dataset(self) -> str:
         dataset_id = f"d{uuid.uuid4().hex[:12]}"
-        return str(self.client.data.CreateDataset(pb.CreateDatasetRequest(dataset_id=dataset_id), timeout=10).name)
+        return str(self.client.data.CreateDataset(pb.CreateDatasetRequest(dataset_id=dataset_id), timeout=60).name)
 
 
 @pytest.fixture(scope="package")
@@ -97,7 +97,7 @@ class Digits:
 def digits_version(stack: DataStack) -> Digits:
     """For tests that only read it: an import takes seconds."""
     request = digits_request(stack, stack.new_dataset())
-    started = stack.client.data.ImportVersion(request, timeout=10)
+    started = stack.client.data.ImportVersion(request, timeout=60)
     done = stack.client.wait(started)
     return Digits(request, started, done, imported(done))
 

@@ -18,26 +18,26 @@ def new_id() -> str:
 
 def test_a_dataset_is_got_as_it_was_created(client: DataClient) -> None:
     request = pb.CreateDatasetRequest(dataset_id=new_id(), display_name="Digits", description="0 to 9")
-    created = client.data.CreateDataset(request, timeout=10)
+    created = client.data.CreateDataset(request, timeout=60)
     assert created.name == f"datasets/{request.dataset_id}"
     assert (created.display_name, created.description) == ("Digits", "0 to 9")
     assert created.uid
     assert created.etag
     assert created.create_time.seconds > 0
-    assert client.data.GetDataset(pb.GetDatasetRequest(name=created.name), timeout=10) == created
+    assert client.data.GetDataset(pb.GetDatasetRequest(name=created.name), timeout=60) == created
 
 
 def test_the_same_request_gets_the_first_answer(client: DataClient) -> None:
     request = pb.CreateDatasetRequest(dataset_id=new_id(), request_id=str(uuid.uuid4()))
-    assert client.data.CreateDataset(request, timeout=10) == client.data.CreateDataset(request, timeout=10)
+    assert client.data.CreateDataset(request, timeout=60) == client.data.CreateDataset(request, timeout=60)
 
 
 def test_the_same_request_id_with_another_body_is_refused(client: DataClient, stack: DataStack) -> None:
     request = pb.CreateDatasetRequest(dataset_id=new_id(), request_id=str(uuid.uuid4()))
-    client.data.CreateDataset(request, timeout=10)
+    client.data.CreateDataset(request, timeout=60)
     before = stack.stored_keys()
     request.dataset_id = new_id()
-    refusal = refused(lambda: client.data.CreateDataset(request, timeout=10))
+    refusal = refused(lambda: client.data.CreateDataset(request, timeout=60))
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_REUSED")
     assert "request_id" in refusal.fields
     assert stack.stored_keys() == before
@@ -46,7 +46,7 @@ def test_the_same_request_id_with_another_body_is_refused(client: DataClient, st
 def test_a_taken_id_is_refused_and_nothing_is_claimed(client: DataClient, stack: DataStack, dataset: str) -> None:
     before = stack.stored_keys()
     request = pb.CreateDatasetRequest(dataset_id=dataset.removeprefix("datasets/"), request_id=str(uuid.uuid4()))
-    refusal = refused(lambda: client.data.CreateDataset(request, timeout=10))
+    refusal = refused(lambda: client.data.CreateDataset(request, timeout=60))
     assert refusal.code is grpc.StatusCode.ALREADY_EXISTS
     assert refusal.metadata["resource"] == dataset
     assert stack.stored_keys() == before
@@ -55,11 +55,11 @@ def test_a_taken_id_is_refused_and_nothing_is_claimed(client: DataClient, stack:
 def test_validating_makes_nothing(client: DataClient, stack: DataStack, dataset: str) -> None:
     before = stack.stored_keys()
     request = pb.CreateDatasetRequest(dataset_id=new_id(), validate_only=True, request_id=str(uuid.uuid4()))
-    checked = client.data.CreateDataset(request, timeout=10)
+    checked = client.data.CreateDataset(request, timeout=60)
     assert checked.name == f"datasets/{request.dataset_id}"
     assert not checked.uid
     request.dataset_id = dataset.removeprefix("datasets/")
-    assert refused(lambda: client.data.CreateDataset(request, timeout=10)).code is grpc.StatusCode.ALREADY_EXISTS
+    assert refused(lambda: client.data.CreateDataset(request, timeout=60)).code is grpc.StatusCode.ALREADY_EXISTS
     assert stack.stored_keys() == before
 
 
@@ -67,7 +67,7 @@ def test_pages_hold_every_dataset_once_in_the_order_of_names(client: DataClient,
     made = {stack.new_dataset() for _ in range(5)}
     names, token = [], ""
     while True:
-        page = client.data.ListDatasets(pb.ListDatasetsRequest(page_size=2, page_token=token), timeout=10)
+        page = client.data.ListDatasets(pb.ListDatasetsRequest(page_size=2, page_token=token), timeout=60)
         assert len(page.datasets) <= 2
         names += [dataset.name for dataset in page.datasets]
         if not (token := page.next_page_token):
@@ -92,7 +92,7 @@ def test_bad_fields_are_named_and_nothing_is_made(
     client: DataClient, stack: DataStack, request_: pb.CreateDatasetRequest, fields: set[str]
 ) -> None:
     before = stack.stored_keys()
-    refusal = refused(lambda: client.data.CreateDataset(request_, timeout=10))
+    refusal = refused(lambda: client.data.CreateDataset(request_, timeout=60))
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
     assert set(refusal.fields) == fields
     assert stack.stored_keys() == before
@@ -100,13 +100,13 @@ def test_bad_fields_are_named_and_nothing_is_made(
 
 @pytest.mark.parametrize("name", ["", "d", "datasets/", "datasets/D", "datasets/a/b", "datasets/..", "x" * 5000])
 def test_a_malformed_name_is_refused(client: DataClient, name: str) -> None:
-    refusal = refused(lambda: client.data.GetDataset(pb.GetDatasetRequest(name=name), timeout=10))
+    refusal = refused(lambda: client.data.GetDataset(pb.GetDatasetRequest(name=name), timeout=60))
     assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
     assert set(refusal.fields) == {"name"}
 
 
 def test_an_unknown_dataset_is_not_found(client: DataClient) -> None:
-    refusal = refused(lambda: client.data.GetDataset(pb.GetDatasetRequest(name="datasets/never"), timeout=10))
+    refusal = refused(lambda: client.data.GetDataset(pb.GetDatasetRequest(name="datasets/never"), timeout=60))
     assert (refusal.code, refusal.metadata) == (grpc.StatusCode.NOT_FOUND, {"resource": "datasets/never"})
 
 
@@ -119,7 +119,7 @@ def test_an_unknown_dataset_is_not_found(client: DataClient) -> None:
     ],
 )
 def test_a_bad_page_is_refused(client: DataClient, request_: pb.ListDatasetsRequest, field: str) -> None:
-    refusal = refused(lambda: client.data.ListDatasets(request_, timeout=10))
+    refusal = refused(lambda: client.data.ListDatasets(request_, timeout=60))
     assert (refusal.code, set(refusal.fields)) == (grpc.StatusCode.INVALID_ARGUMENT, {field})
 
 

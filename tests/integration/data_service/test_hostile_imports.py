@@ -95,7 +95,7 @@ def attacked(stack: DataStack, data_ray: RayHead) -> Attacked:
         peaks_of(lambda: [stack.service.pid]) as service,
     ):
         started = {
-            case: client.data.ImportVersion(pb.ImportVersionRequest(parent=parent, sources=[source]), timeout=30)
+            case: client.data.ImportVersion(pb.ImportVersionRequest(parent=parent, sources=[source]), timeout=60)
             for case, source in sources.items()
         }
         done = {case: client.wait(operation) for case, operation in started.items()}
@@ -122,7 +122,7 @@ def test_a_hostile_source_fails_its_import_at_once_and_says_why(
     assert said in found.refusal.message
     # Another attempt would find the same. One whose process is lost, as on a machine that is too busy, found nothing.
     assert [told for told in found.reasons if told != "ATTEMPT_LOST"] == [reason]
-    version = client.data.GetVersion(pb.GetVersionRequest(name=found.version), timeout=10)
+    version = client.data.GetVersion(pb.GetVersionRequest(name=found.version), timeout=60)
     assert version.state == DatasetVersion.STATE_FAILED
     assert refusal_of(version.error) == found.refusal
     assert list(stack.store.list(f"{found.version}/data")) == []

@@ -46,8 +46,8 @@ def served(
         grpc.insecure_channel(service.address) as channel,
     ):
         stub: Any = data_service_pb2_grpc.DataServiceStub(channel)
-        stub.CreateDataset(pb.CreateDatasetRequest(dataset_id="d"), timeout=10)
-        stub.StartUpload(pb.StartUploadRequest(parent="datasets/d", upload_id="u"), timeout=10)
+        stub.CreateDataset(pb.CreateDatasetRequest(dataset_id="d"), timeout=60)
+        stub.StartUpload(pb.StartUploadRequest(parent="datasets/d", upload_id="u"), timeout=60)
         yield stub, open_store(settings)
     assert "unexpected exception" not in (folder / "log").read_text()
 
@@ -70,7 +70,7 @@ def test_a_hostile_request_is_refused_by_a_documented_status_and_leaves_nothing(
 def _status_of(stub: Any, method: Any, request: Any) -> Any:
     """With its details; None for a call that was not refused."""
     try:
-        answer = getattr(stub, method.name)(iter([request]) if method.client_streaming else request, timeout=30)
+        answer = getattr(stub, method.name)(iter([request]) if method.client_streaming else request, timeout=60)
         if method.server_streaming:
             list(answer)
     except grpc.RpcError as error:

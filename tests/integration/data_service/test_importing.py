@@ -28,7 +28,7 @@ ON_S3 = pytest.mark.parametrize("stack", [kind for kind in KINDS if kind != "fil
 def test_idx_pairs_become_a_version_with_splits(client: DataClient, digits_version: Digits) -> None:
     version = digits_version.version
     assert metadata_of(digits_version.started).version == f"{digits_version.request.parent}/versions/v1"
-    assert version == client.data.GetVersion(pb.GetVersionRequest(name=version.name), timeout=10)
+    assert version == client.data.GetVersion(pb.GetVersionRequest(name=version.name), timeout=60)
     assert version.state == DatasetVersion.STATE_ACTIVE
     assert version.operation == digits_version.started.name
     assert [(column.name, list(column.shape)) for column in version.columns] == [("image", [28, 28]), ("label", [])]
@@ -59,9 +59,9 @@ def test_the_same_sources_give_the_same_bytes_and_another_seed_others(
     client: DataClient, stack: DataStack, dataset: str, digits_version: Digits
 ) -> None:
     request = digits_request(stack, dataset)
-    same = client.data.ImportVersion(request, timeout=10)
+    same = client.data.ImportVersion(request, timeout=60)
     request.hold_outs[0].seed += 1
-    other = client.data.ImportVersion(request, timeout=10)
+    other = client.data.ImportVersion(request, timeout=60)
     again = imported(client.wait(same))
     assert [metadata_of(one).version for one in (same, other)] == [f"{dataset}/versions/v{i}" for i in (1, 2)]
     assert again.manifest_sha256 == digits_version.version.manifest_sha256
@@ -110,7 +110,7 @@ def test_objects_on_the_same_endpoint_are_imported(client: DataClient, stack: Da
 def test_an_absent_object_is_not_found(client: DataClient, stack: DataStack, dataset: str) -> None:
     for uri in (f"{stack.settings.url}/elsewhere/absent", "s3://no-such-bucket/absent"):
         request = pb.ImportVersionRequest(parent=dataset, sources=[parquet("train", uri)])
-        refusal = refusal_of(client.wait(client.data.ImportVersion(request, timeout=10)).error)
+        refusal = refusal_of(client.wait(client.data.ImportVersion(request, timeout=60)).error)
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.NOT_FOUND, "SOURCE_NOT_FOUND")
         assert refusal.metadata["uri"] == uri
 
@@ -123,11 +123,11 @@ def write_digits(stack: DataStack) -> list[str]:
 def test_a_repeated_request_makes_one_version(client: DataClient, stack: DataStack, dataset: str) -> None:
     request = digits_request(stack, dataset)
     request.request_id = str(uuid.uuid4())
-    first, again = (client.data.ImportVersion(request, timeout=10) for _ in range(2))
+    first, again = (client.data.ImportVersion(request, timeout=60) for _ in range(2))
     assert again.name == first.name
     client.wait(first)
-    assert client.data.ImportVersion(request, timeout=10).name == first.name
-    versions = client.data.ListVersions(pb.ListVersionsRequest(parent=dataset), timeout=10).versions
+    assert client.data.ImportVersion(request, timeout=60).name == first.name
+    versions = client.data.ListVersions(pb.ListVersionsRequest(parent=dataset), timeout=60).versions
     assert [version.name for version in versions] == [f"{dataset}/versions/v1"]
 
 
@@ -136,7 +136,7 @@ def test_validating_makes_nothing(client: DataClient, stack: DataStack, dataset:
     request = digits_request(stack, dataset)
     request.validate_only = True
     request.request_id = str(uuid.uuid4())
-    operation = client.data.ImportVersion(request, timeout=10)
+    operation = client.data.ImportVersion(request, timeout=60)
     assert not operation.name
     assert metadata_of(operation).version == f"{dataset}/versions/v1"
     assert stack.stored_keys() == before
@@ -145,15 +145,15 @@ def test_validating_makes_nothing(client: DataClient, stack: DataStack, dataset:
 def test_operations_are_listed_and_got(client: DataClient, digits_version: Digits) -> None:
     name = digits_version.started.name
     get = operations_pb2.GetOperationRequest(name=name)
-    assert client.operations.GetOperation(get, timeout=10) == digits_version.done
-    listed = client.operations.ListOperations(operations_pb2.ListOperationsRequest(page_size=1000), timeout=10)
+    assert client.operations.GetOperation(get, timeout=60) == digits_version.done
+    listed = client.operations.ListOperations(operations_pb2.ListOperationsRequest(page_size=1000), timeout=60)
     (found,) = [one for one in listed.operations if one.name == name]
     version = imported(found)
     assert (version.name, version.row_count) == (digits_version.version.name, digits_version.version.row_count)
     assert not version.files
     # Cancelling what is over changes nothing.
-    client.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=name), timeout=10)
-    assert client.operations.GetOperation(get, timeout=10) == digits_version.done
+    client.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=name), timeout=60)
+    assert client.operations.GetOperation(get, timeout=60) == digits_version.done
 
 
 def test_mnist_itself_is_imported(client: DataClient, stack: DataStack, dataset: str) -> None:

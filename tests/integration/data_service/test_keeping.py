@@ -57,7 +57,7 @@ def test_of_several_that_append_to_one_version_one_wins_and_the_others_are_abort
 
     def append(_: int) -> object:
         try:
-            return client.data.ImportVersion(request, timeout=30)
+            return client.data.ImportVersion(request, timeout=60)
         except grpc.RpcError as error:
             return error.code()
 
@@ -72,12 +72,12 @@ def test_of_several_that_append_to_one_version_one_wins_and_the_others_are_abort
     again = pb.ImportVersionRequest(
         parent=dataset, sources=[source], base=pb.Base(version=appended.name, mode=APPEND), validate_only=True
     )
-    client.data.ImportVersion(again, timeout=10)
+    client.data.ImportVersion(again, timeout=60)
 
 
 @ON_S3_IN_CHAOS
 def test_a_preview_carries_the_quality_report(client: DataClient, kept: str) -> None:
-    preview = client.data.PreviewVersion(pb.PreviewVersionRequest(name=kept), timeout=20)
+    preview = client.data.PreviewVersion(pb.PreviewVersionRequest(name=kept), timeout=60)
 
     statistics = {one.column: one for one in preview.report.columns}
     assert (statistics["n"].numbers.min, statistics["n"].numbers.max, statistics["n"].numbers.mean) == (0, 999, 499.5)
@@ -91,7 +91,7 @@ def test_a_failed_check_is_told_and_leaves_nothing(
     check = quality_pb2.QualityCheck(column="n", range=quality_pb2.Range(max=10))
     request = pb.ImportVersionRequest(parent=dataset, version_id="bad", sources=[source], checks=[check])
 
-    operation = client.wait(client.data.ImportVersion(request, timeout=10))
+    operation = client.wait(client.data.ImportVersion(request, timeout=60))
 
     assert operation.error.code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
     assert "n is not 10 or less" in operation.error.message
@@ -121,15 +121,15 @@ def test_a_version_that_is_whole_verifies_and_a_flipped_byte_is_found(
 def test_a_deleted_version_is_gone_and_its_id_is_free(
     stack: DataStack, client: DataClient, dataset: str, source: pb.ImportSource, version: str
 ) -> None:
-    before = client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=10)
+    before = client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=60)
 
-    stale = refused(lambda: client.data.DeleteVersion(pb.DeleteVersionRequest(name=version, etag="9"), timeout=10))
+    stale = refused(lambda: client.data.DeleteVersion(pb.DeleteVersionRequest(name=version, etag="9"), timeout=60))
     assert stale.code is grpc.StatusCode.ABORTED
-    client.data.DeleteVersion(pb.DeleteVersionRequest(name=version, etag=before.etag), timeout=10)
+    client.data.DeleteVersion(pb.DeleteVersionRequest(name=version, etag=before.etag), timeout=60)
 
-    gone = refused(lambda: client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=10))
+    gone = refused(lambda: client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=60))
     assert gone.code is grpc.StatusCode.NOT_FOUND
-    assert not client.data.ListVersions(pb.ListVersionsRequest(parent=dataset), timeout=10).versions
+    assert not client.data.ListVersions(pb.ListVersionsRequest(parent=dataset), timeout=60).versions
     assert not [key for key in stack.stored_keys() if key.startswith(f"{version}/") and "/log/" not in key]
     version_id = version.rsplit("/", 1)[-1]
     second = client.import_version(pb.ImportVersionRequest(parent=dataset, sources=[source], version_id=version_id))
@@ -144,7 +144,7 @@ def test_a_version_in_use_is_not_deleted_and_the_error_names_the_user(
 ) -> None:
     mark_used(stack.store, kept, "deployment", "u1", "deployments/m", is_job=False)
 
-    refusal = refused(lambda: client.data.DeleteVersion(pb.DeleteVersionRequest(name=kept), timeout=10))
+    refusal = refused(lambda: client.data.DeleteVersion(pb.DeleteVersionRequest(name=kept), timeout=60))
 
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "VERSION_IN_USE")
     assert "deployments/m" in refusal.message
@@ -152,20 +152,20 @@ def test_a_version_in_use_is_not_deleted_and_the_error_names_the_user(
 
 
 def test_a_version_that_is_being_made_is_not_deleted(client: DataClient, dataset: str) -> None:
-    upload = client.data.StartUpload(pb.StartUploadRequest(parent=dataset), timeout=10)
+    upload = client.data.StartUpload(pb.StartUploadRequest(parent=dataset), timeout=60)
     source = pb.ImportSource(split="train", arrow=pb.ArrowSource(uri=upload.name))
     operation = client.data.ImportVersion(
         pb.ImportVersionRequest(parent=dataset, sources=[source], version_id="slow"), timeout=10
     )
 
     name = f"{dataset}/versions/slow"
-    refusal = refused(lambda: client.data.DeleteVersion(pb.DeleteVersionRequest(name=name), timeout=10))
+    refusal = refused(lambda: client.data.DeleteVersion(pb.DeleteVersionRequest(name=name), timeout=60))
     client.cancel(operation)
     client.wait(operation)
 
     assert refusal.code is grpc.StatusCode.FAILED_PRECONDITION
     assert operation.name in refusal.message
-    client.data.DeleteVersion(pb.DeleteVersionRequest(name=name), timeout=10)
+    client.data.DeleteVersion(pb.DeleteVersionRequest(name=name), timeout=60)
 
 
 @ON_S3_IN_CHAOS
@@ -177,21 +177,21 @@ def test_a_dataset_is_updated_by_its_etag_and_deleted_once_it_is_empty(
     )
     mask = FieldMask(paths=["description", "retention"])
 
-    updated = client.data.UpdateDataset(pb.UpdateDatasetRequest(dataset=wanted, update_mask=mask), timeout=10)
+    updated = client.data.UpdateDataset(pb.UpdateDatasetRequest(dataset=wanted, update_mask=mask), timeout=60)
 
     assert (updated.description, updated.retention.keep_newest, updated.etag) == ("new", 2, "2")
     stale = refused(
-        lambda: client.data.UpdateDataset(pb.UpdateDatasetRequest(dataset=wanted, update_mask=mask), timeout=10)
+        lambda: client.data.UpdateDataset(pb.UpdateDatasetRequest(dataset=wanted, update_mask=mask), timeout=60)
     )
     assert stale.code is grpc.StatusCode.ABORTED
-    full = refused(lambda: client.data.DeleteDataset(pb.DeleteDatasetRequest(name=dataset), timeout=10))
+    full = refused(lambda: client.data.DeleteDataset(pb.DeleteDatasetRequest(name=dataset), timeout=60))
     assert full.code is grpc.StatusCode.FAILED_PRECONDITION
     assert version in full.message
-    client.data.DeleteVersion(pb.DeleteVersionRequest(name=version), timeout=10)
-    client.data.DeleteDataset(pb.DeleteDatasetRequest(name=dataset), timeout=10)
+    client.data.DeleteVersion(pb.DeleteVersionRequest(name=version), timeout=60)
+    client.data.DeleteDataset(pb.DeleteDatasetRequest(name=dataset), timeout=60)
     assert (
-        refused(lambda: client.data.GetDataset(pb.GetDatasetRequest(name=dataset), timeout=10)).code
+        refused(lambda: client.data.GetDataset(pb.GetDatasetRequest(name=dataset), timeout=60)).code
         is grpc.StatusCode.NOT_FOUND
     )
-    again = client.data.CreateDataset(pb.CreateDatasetRequest(dataset_id=dataset.rsplit("/", 1)[-1]), timeout=10)
+    again = client.data.CreateDataset(pb.CreateDatasetRequest(dataset_id=dataset.rsplit("/", 1)[-1]), timeout=60)
     assert again.uid != updated.uid

@@ -48,7 +48,7 @@ def test_a_split_goes_along_with_predictions_and_the_version_names_their_checkpo
     client: DataClient, dataset: str, digits_version: Digits, sha256: str
 ) -> None:
     request = asking(digits_version, dataset, split="test", columns=["label"], checkpoint_sha256=sha256)
-    started = client.data.PredictVersion(request, timeout=30)
+    started = client.data.PredictVersion(request, timeout=60)
     metadata = pb.PredictVersionMetadata()
     assert started.metadata.Unpack(metadata)
     assert (metadata.version, metadata.checkpoint) == (f"{dataset}/versions/v1", CHECKPOINT)
@@ -102,7 +102,7 @@ def test_what_cannot_be_predicted_is_refused_with_its_field_and_leaves_nothing(
 ) -> None:
     before = stack.stored_keys()
     request = asking(digits_version, dataset, **fields)
-    refusal = refused(lambda: stack.client.data.PredictVersion(request, timeout=30))
+    refusal = refused(lambda: stack.client.data.PredictVersion(request, timeout=60))
     assert refusal.code is code, refusal
     assert told in refusal.message
     assert stack.stored_keys() == before
@@ -123,7 +123,7 @@ def test_a_model_that_does_not_load_fails_the_operation_and_leaves_no_file(
         weights=b"no weights",
     )
     done = stack.client.wait(
-        stack.client.data.PredictVersion(asking(digits_version, dataset, checkpoint=name), timeout=30)
+        stack.client.data.PredictVersion(asking(digits_version, dataset, checkpoint=name), timeout=60)
     )
     assert done.error.code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
     assert "does not load" in done.error.message
@@ -139,9 +139,9 @@ def test_the_source_cannot_be_deleted_while_it_is_predicted_on(
     assert sha256
     # Nobody has room for such a worker, so it waits.
     request = asking(digits_version, dataset, workers=pb.PredictionWorkers(cpus=512))
-    started = stack.client.data.PredictVersion(request, timeout=30)
+    started = stack.client.data.PredictVersion(request, timeout=60)
     refusal = refused(
-        lambda: stack.client.data.DeleteVersion(pb.DeleteVersionRequest(name=digits_version.version.name), timeout=30)
+        lambda: stack.client.data.DeleteVersion(pb.DeleteVersionRequest(name=digits_version.version.name), timeout=60)
     )
     assert (refusal.code, "is in use by" in refusal.message) == (grpc.StatusCode.FAILED_PRECONDITION, True)
     stack.client.cancel(started)

@@ -30,17 +30,17 @@ def test_without_ray_and_roots_it_serves_what_it_can(store_settings: StoreSettin
     environ = {**store_environ(store_settings), "RAY_ADDRESS": "", "MILLRACE_IMPORT_ROOTS": ""}
     with running_service("data_service", environ, tmp_path / "service.log") as service:
         client = DataClient(service.address)
-        dataset = client.data.CreateDataset(pb.CreateDatasetRequest(dataset_id="d"), timeout=10)
+        dataset = client.data.CreateDataset(pb.CreateDatasetRequest(dataset_id="d"), timeout=60)
         local = pb.ImportVersionRequest(parent=dataset.name, sources=[parquet("a", (tmp_path / "a").as_uri())])
-        refusal = refused(lambda: client.data.ImportVersion(local, timeout=10))
+        refusal = refused(lambda: client.data.ImportVersion(local, timeout=60))
         assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
         assert "MILLRACE_IMPORT_ROOTS" in refusal.fields["sources[0].parquet.uri"]
         remote = pb.ImportVersionRequest(parent=dataset.name, sources=[parquet("a", "s3://bucket/a")])
         if store_settings.url.startswith("file:"):
-            refusal = refused(lambda: client.data.ImportVersion(remote, timeout=10))
+            refusal = refused(lambda: client.data.ImportVersion(remote, timeout=60))
             assert "no S3 endpoint" in refusal.fields["sources[0].parquet.uri"]
         else:
-            operation = client.data.ImportVersion(remote, timeout=10)
+            operation = client.data.ImportVersion(remote, timeout=60)
             assert not operation.done
             assert metadata_of(operation).version == f"{dataset.name}/versions/v1"
         client.close()
@@ -53,16 +53,16 @@ def test_while_ray_is_gone_the_api_answers_and_an_import_waits(file_store: Store
     pq.write_table(pa.table({"n": [1, 2, 3]}), tmp_path / "a.parquet")
     with running_service("data_service", environ, tmp_path / "service.log") as service:
         client = DataClient(service.address)
-        dataset = client.data.CreateDataset(pb.CreateDatasetRequest(dataset_id="d"), timeout=10)
+        dataset = client.data.CreateDataset(pb.CreateDatasetRequest(dataset_id="d"), timeout=60)
         local = pb.ImportVersionRequest(parent=dataset.name, sources=[parquet("a", (tmp_path / "a.parquet").as_uri())])
-        started = client.data.ImportVersion(local, timeout=10)
+        started = client.data.ImportVersion(local, timeout=60)
         version = metadata_of(started).version
-        found = client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=10)
+        found = client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=60)
         assert found.state == DatasetVersion.STATE_CREATING
-        assert client.data.GetDataset(pb.GetDatasetRequest(name=dataset.name), timeout=10).name == dataset.name
-        listed = client.data.ListVersions(pb.ListVersionsRequest(parent=dataset.name), timeout=10)
+        assert client.data.GetDataset(pb.GetDatasetRequest(name=dataset.name), timeout=60).name == dataset.name
+        listed = client.data.ListVersions(pb.ListVersionsRequest(parent=dataset.name), timeout=60)
         assert [one.name for one in listed.versions] == [version]
-        assert not client.operations.GetOperation(GetOperationRequest(name=started.name), timeout=10).done
+        assert not client.operations.GetOperation(GetOperationRequest(name=started.name), timeout=60).done
         client.close()
 
 

@@ -81,33 +81,33 @@ def test_a_bad_selection_is_refused_by_field(
 
 
 def test_a_preview_shows_each_split(client: DataClient, name: str) -> None:
-    preview = client.data.PreviewVersion(pb.PreviewVersionRequest(name=name, rows_per_split=3), timeout=10)
+    preview = client.data.PreviewVersion(pb.PreviewVersionRequest(name=name, rows_per_split=3), timeout=60)
     table = table_of([preview.arrow_ipc])
     assert table.schema.names == ["split", "image", "label"]
     assert table["split"].to_pylist() == ["train"] * 3 + ["test"] * 3 + ["validation"] * 3
     assert table["label"].to_pylist()[3:6] == client.read(name, split="test", limit=3)["label"].to_pylist()
     assert Image.open(io.BytesIO(preview.contact_sheet_png)).format == "PNG"
     # Not as it was made: other tests tried to delete it.
-    assert preview.version == client.data.GetVersion(pb.GetVersionRequest(name=name), timeout=10)
+    assert preview.version == client.data.GetVersion(pb.GetVersionRequest(name=name), timeout=60)
 
 
 def test_a_preview_has_ten_rows_unless_asked(client: DataClient, name: str) -> None:
-    preview = client.data.PreviewVersion(pb.PreviewVersionRequest(name=name), timeout=10)
+    preview = client.data.PreviewVersion(pb.PreviewVersionRequest(name=name), timeout=60)
     assert table_of([preview.arrow_ipc]).num_rows == 30
 
 
 @pytest.mark.parametrize("rows", [-1, 101])
 def test_a_preview_of_too_many_rows_is_refused(client: DataClient, name: str, rows: int) -> None:
     request = pb.PreviewVersionRequest(name=name, rows_per_split=rows)
-    refusal = refused(lambda: client.data.PreviewVersion(request, timeout=10))
+    refusal = refused(lambda: client.data.PreviewVersion(request, timeout=60))
     assert (refusal.code, set(refusal.fields)) == (grpc.StatusCode.INVALID_ARGUMENT, {"rows_per_split"})
 
 
 def calls(client: DataClient, name: str) -> dict[str, Callable[[], Any]]:
     return {
-        "GetVersion": lambda: client.data.GetVersion(pb.GetVersionRequest(name=name), timeout=10),
-        "PreviewVersion": lambda: client.data.PreviewVersion(pb.PreviewVersionRequest(name=name), timeout=10),
-        "ReadVersion": lambda: client.data.ReadVersion(pb.ReadVersionRequest(name=name), timeout=10),
+        "GetVersion": lambda: client.data.GetVersion(pb.GetVersionRequest(name=name), timeout=60),
+        "PreviewVersion": lambda: client.data.PreviewVersion(pb.PreviewVersionRequest(name=name), timeout=60),
+        "ReadVersion": lambda: client.data.ReadVersion(pb.ReadVersionRequest(name=name), timeout=60),
     }
 
 
@@ -130,7 +130,7 @@ def test_a_version_that_is_not_active_cannot_be_read(
 ) -> None:
     missing = (stack.inputs / "never").as_uri()
     request = pb.ImportVersionRequest(parent=dataset, sources=[idx("train", missing, missing)])
-    started = client.data.ImportVersion(request, timeout=10)
+    started = client.data.ImportVersion(request, timeout=60)
     refusal = refused(calls(client, f"{dataset}/versions/v1")[method])
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "VERSION_NOT_ACTIVE")
     client.wait(started)

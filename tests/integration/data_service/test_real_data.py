@@ -33,7 +33,7 @@ ON_S3_IN_CHAOS = pytest.mark.parametrize("stack", S3_IN_CHAOS, indirect=True)
 def transformed(client: DataClient, source: str, **values: Any) -> DatasetVersion:
     parent = source.rsplit("/versions/", 1)[0]
     request = pb.TransformVersionRequest(parent=parent, source=source, **values)
-    return imported(client.wait(client.data.TransformVersion(request, timeout=30)))
+    return imported(client.wait(client.data.TransformVersion(request, timeout=60)))
 
 
 def tabular(stack: DataStack, dataset: str, name: str) -> tuple[DatasetVersion, list[dict[str, str]]]:
@@ -187,7 +187,7 @@ def test_a_preview_of_encoded_images_has_a_contact_sheet(stack: DataStack, clien
     source = pb.ImportSource(split="train", image_folder=pb.ImageFolderSource(uri=f"{folder.as_uri()}/"))
     version = client.import_version(pb.ImportVersionRequest(parent=dataset, sources=[source]))
 
-    preview = client.data.PreviewVersion(pb.PreviewVersionRequest(name=version.name), timeout=20)
+    preview = client.data.PreviewVersion(pb.PreviewVersionRequest(name=version.name), timeout=60)
 
     sheet = Image.open(io.BytesIO(preview.contact_sheet_png))
     assert min(sheet.size) > 50

@@ -61,7 +61,7 @@ def failed(stack: DataStack) -> dict[str, Failed]:
     started = {}
     for index, (case, request) in enumerate(bad_requests(stack).items()):
         request.parent, request.version_id = parent, f"case-{index}"
-        started[case] = stack.client.data.ImportVersion(request, timeout=10)
+        started[case] = stack.client.data.ImportVersion(request, timeout=60)
     found = {}
     for index, (case, operation) in enumerate(started.items()):
         done = stack.client.wait(operation)
@@ -134,7 +134,7 @@ def test_a_failed_version_says_why_and_has_no_file(
     client: DataClient, stack: DataStack, failed: dict[str, Failed], case: str
 ) -> None:
     name = failed[case].version
-    version = client.data.GetVersion(pb.GetVersionRequest(name=name), timeout=10)
+    version = client.data.GetVersion(pb.GetVersionRequest(name=name), timeout=60)
     assert version.state == DatasetVersion.STATE_FAILED
     assert refusal_of(version.error) == failed[case].refusal
     assert not version.files
@@ -149,7 +149,7 @@ def test_versions_in_any_state_are_listed_in_pages(client: DataClient, failed: d
     names, token = [], ""
     while True:
         request = pb.ListVersionsRequest(parent=parent, page_size=5, page_token=token)
-        page = client.data.ListVersions(request, timeout=10)
+        page = client.data.ListVersions(request, timeout=60)
         assert len(page.versions) <= 5
         names += [version.name for version in page.versions]
         if not (token := page.next_page_token):
@@ -179,7 +179,7 @@ def test_bad_fields_are_named_and_nothing_is_made(
 ) -> None:
     before = stack.stored_keys()
     request = pb.ImportVersionRequest(parent=dataset, request_id=str(uuid.uuid4()), **request_)
-    refusal = refused(lambda: client.data.ImportVersion(request, timeout=10))
+    refusal = refused(lambda: client.data.ImportVersion(request, timeout=60))
     assert (refusal.code, refusal.reason) == (INVALID, "INVALID_FIELD")
     assert set(refusal.fields) == fields
     assert stack.stored_keys() == before
@@ -207,7 +207,7 @@ def test_bad_fields_beside_good_sources_are_named(
 ) -> None:
     before = stack.stored_keys()
     good = {"parent": dataset, "sources": [parquet("train", (stack.inputs / "a").as_uri())]}
-    refusal = refused(lambda: client.data.ImportVersion(pb.ImportVersionRequest(**{**good, **change}), timeout=10))
+    refusal = refused(lambda: client.data.ImportVersion(pb.ImportVersionRequest(**{**good, **change}), timeout=60))
     assert refusal.code is INVALID
     assert set(refusal.fields) == fields
     assert stack.stored_keys() == before
@@ -217,9 +217,9 @@ def test_an_unknown_dataset_is_not_found(client: DataClient, stack: DataStack) -
     before = stack.stored_keys()
     request = digits_request(stack, "datasets/never")
     request.request_id = str(uuid.uuid4())
-    refusal = refused(lambda: client.data.ImportVersion(request, timeout=10))
+    refusal = refused(lambda: client.data.ImportVersion(request, timeout=60))
     assert (refusal.code, refusal.metadata["resource"]) == (NOT_FOUND, "datasets/never")
-    listing = refused(lambda: client.data.ListVersions(pb.ListVersionsRequest(parent="datasets/never"), timeout=10))
+    listing = refused(lambda: client.data.ListVersions(pb.ListVersionsRequest(parent="datasets/never"), timeout=60))
     assert listing.code is NOT_FOUND
     assert stack.stored_keys() == before
 
@@ -231,7 +231,7 @@ def test_a_taken_version_id_is_refused(client: DataClient, stack: DataStack, dig
     request.version_id, request.request_id = "v1", str(uuid.uuid4())
     for validate_only in (True, False):
         request.validate_only = validate_only
-        refusal = refused(lambda: client.data.ImportVersion(request, timeout=10))
+        refusal = refused(lambda: client.data.ImportVersion(request, timeout=60))
         assert (refusal.code, refusal.metadata["resource"]) == (
             grpc.StatusCode.ALREADY_EXISTS,
             digits_version.version.name,
@@ -242,20 +242,20 @@ def test_a_taken_version_id_is_refused(client: DataClient, stack: DataStack, dig
 def test_the_same_request_id_with_another_body_is_refused(client: DataClient, stack: DataStack, dataset: str) -> None:
     request = digits_request(stack, dataset)
     request.request_id = str(uuid.uuid4())
-    client.wait(client.data.ImportVersion(request, timeout=10))
+    client.wait(client.data.ImportVersion(request, timeout=60))
     request.hold_outs[0].fraction = 0.2
-    refusal = refused(lambda: client.data.ImportVersion(request, timeout=10))
+    refusal = refused(lambda: client.data.ImportVersion(request, timeout=60))
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_REUSED")
-    versions = client.data.ListVersions(pb.ListVersionsRequest(parent=dataset), timeout=10).versions
+    versions = client.data.ListVersions(pb.ListVersionsRequest(parent=dataset), timeout=60).versions
     assert len(versions) == 1
 
 
 @pytest.mark.parametrize("name", ["", "operations/", "operations/A", "jobs/a", "operations/a/b"])
 def test_a_malformed_operation_name_is_refused(client: DataClient, name: str) -> None:
     for call in (
-        lambda: client.operations.GetOperation(operations_pb2.GetOperationRequest(name=name), timeout=10),
-        lambda: client.operations.WaitOperation(operations_pb2.WaitOperationRequest(name=name), timeout=10),
-        lambda: client.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=name), timeout=10),
+        lambda: client.operations.GetOperation(operations_pb2.GetOperationRequest(name=name), timeout=60),
+        lambda: client.operations.WaitOperation(operations_pb2.WaitOperationRequest(name=name), timeout=60),
+        lambda: client.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=name), timeout=60),
     ):
         refusal = refused(call)
         assert (refusal.code, set(refusal.fields)) == (INVALID, {"name"})
@@ -264,9 +264,9 @@ def test_a_malformed_operation_name_is_refused(client: DataClient, name: str) ->
 def test_an_unknown_operation_is_not_found(client: DataClient) -> None:
     name = "operations/import-never"
     for call in (
-        lambda: client.operations.GetOperation(operations_pb2.GetOperationRequest(name=name), timeout=10),
-        lambda: client.operations.WaitOperation(operations_pb2.WaitOperationRequest(name=name), timeout=10),
-        lambda: client.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=name), timeout=10),
+        lambda: client.operations.GetOperation(operations_pb2.GetOperationRequest(name=name), timeout=60),
+        lambda: client.operations.WaitOperation(operations_pb2.WaitOperationRequest(name=name), timeout=60),
+        lambda: client.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=name), timeout=60),
     ):
         refusal = refused(call)
         assert (refusal.code, refusal.metadata["resource"]) == (NOT_FOUND, name)

@@ -114,7 +114,7 @@ def versions(stack: DataStack) -> dict[str, Imported]:
     for name, data in FILES.items():
         base = stack.put_source(f"formats/{name}", data).removesuffix(f"/{name}")
     started = {
-        name: client.data.ImportVersion(pb.ImportVersionRequest(parent=parent, sources=[source]), timeout=30)
+        name: client.data.ImportVersion(pb.ImportVersionRequest(parent=parent, sources=[source]), timeout=60)
         for name, source in asked(base).items()
     }
     made = {name: imported(client.wait(operation)) for name, operation in started.items()}
@@ -159,7 +159,7 @@ def test_columns_of_folders_are_imported_checked_and_transformed_as_others(stack
         sources=[parquet("all", f"{base}/hive/")],
         checks=[checks.not_null("kind"), checks.unique("n")],
     )
-    whole = imported(client.wait(client.data.ImportVersion(request, timeout=30)))
+    whole = imported(client.wait(client.data.ImportVersion(request, timeout=60)))
     assert [column.name for column in whole.columns] == [*TABLE.column_names, "part", "kind"]
     selected = client.read(whole.name, columns=["kind", "n"])
     assert set(zip(selected["n"].to_pylist(), selected["kind"].to_pylist(), strict=True)) == {
@@ -171,16 +171,16 @@ def test_columns_of_folders_are_imported_checked_and_transformed_as_others(stack
         transform=Transform(steps=[steps.one_hot_encode("kind")]),
         splits=pb.SplitRule(column=pb.ColumnSplit(column="part")),
     )
-    ready = imported(client.wait(client.data.TransformVersion(cut, timeout=30)))
+    ready = imported(client.wait(client.data.TransformVersion(cut, timeout=60)))
     assert {split.name: split.row_count for split in ready.splits} == {"train": 350, "test": 150}
     appended = pb.ImportVersionRequest(
         parent=parent,
         sources=[parquet("all", f"{base}/hive/*/kind=*/0.parquet")],
         base=pb.Base(version=whole.name, mode=pb.Base.MODE_APPEND),
     )
-    assert imported(client.wait(client.data.ImportVersion(appended, timeout=30))).row_count == 2 * ROWS
+    assert imported(client.wait(client.data.ImportVersion(appended, timeout=60))).row_count == 2 * ROWS
     plain = pb.ImportVersionRequest(
         parent=parent, sources=request.sources, partitioning=pb.ImportVersionRequest.PARTITIONING_NONE
     )
-    version = imported(client.wait(client.data.ImportVersion(plain, timeout=30)))
+    version = imported(client.wait(client.data.ImportVersion(plain, timeout=60)))
     assert [column.name for column in version.columns] == TABLE.column_names

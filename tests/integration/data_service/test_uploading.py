@@ -55,7 +55,7 @@ def test_an_uploaded_arrow_stream_becomes_a_version_with_the_same_rows(
 def test_an_import_begins_while_its_upload_is_open_and_ends_with_the_commit(
     client: DataClient, sdk: Sdk, dataset: str
 ) -> None:
-    upload = client.data.StartUpload(pb.StartUploadRequest(parent=dataset), timeout=10)
+    upload = client.data.StartUpload(pb.StartUploadRequest(parent=dataset), timeout=60)
     operation = client.data.ImportVersion(
         pb.ImportVersionRequest(parent=dataset, sources=[arrow(upload.name)]), timeout=10
     )
@@ -69,38 +69,38 @@ def test_an_import_of_an_open_upload_can_be_cancelled_and_leaves_no_file(
     stack: DataStack, client: DataClient, dataset: str
 ) -> None:
     data = arrow_stream(ROWS)
-    upload = client.data.StartUpload(pb.StartUploadRequest(parent=dataset), timeout=10)
+    upload = client.data.StartUpload(pb.StartUploadRequest(parent=dataset), timeout=60)
     send(client.data, upload.name, data, 0, len(data) // 2)
     operation = client.data.ImportVersion(
         pb.ImportVersionRequest(parent=dataset, sources=[arrow(upload.name)]), timeout=10
     )
     asked = GetOperationRequest(name=operation.name)
     wait_until(
-        lambda: metadata_of(client.operations.GetOperation(asked, timeout=10)).rows_read > 0, "the first rows", 60
+        lambda: metadata_of(client.operations.GetOperation(asked, timeout=60)).rows_read > 0, "the first rows", 60
     )
 
     client.cancel(operation)
 
     assert client.wait(operation).error.code == grpc.StatusCode.CANCELLED.value[0]
     version = metadata_of(operation).version
-    found = client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=10)
+    found = client.data.GetVersion(pb.GetVersionRequest(name=version), timeout=60)
     assert found.state == DatasetVersion.STATE_CANCELLED
     assert list(stack.store.list(f"{version}/data")) == []
 
 
 def test_an_upload_that_an_import_reads_cannot_be_aborted_and_goes_afterwards(client: DataClient, dataset: str) -> None:
-    upload = client.data.StartUpload(pb.StartUploadRequest(parent=dataset), timeout=10)
+    upload = client.data.StartUpload(pb.StartUploadRequest(parent=dataset), timeout=60)
     operation = client.data.ImportVersion(
         pb.ImportVersionRequest(parent=dataset, sources=[arrow(upload.name)]), timeout=10
     )
 
-    refusal = refused(lambda: client.data.AbortUpload(pb.AbortUploadRequest(name=upload.name), timeout=10))
+    refusal = refused(lambda: client.data.AbortUpload(pb.AbortUploadRequest(name=upload.name), timeout=60))
     client.cancel(operation)
     client.wait(operation)
-    client.data.AbortUpload(pb.AbortUploadRequest(name=upload.name), timeout=10)
+    client.data.AbortUpload(pb.AbortUploadRequest(name=upload.name), timeout=60)
 
     assert refusal.code is grpc.StatusCode.FAILED_PRECONDITION
-    gone = refused(lambda: client.data.GetUpload(pb.GetUploadRequest(name=upload.name), timeout=10))
+    gone = refused(lambda: client.data.GetUpload(pb.GetUploadRequest(name=upload.name), timeout=60))
     assert gone.code is grpc.StatusCode.NOT_FOUND
 
 
@@ -126,7 +126,7 @@ def test_two_uploads_at_once_do_not_disturb_each_other(client: DataClient, sdk: 
 def test_an_upload_of_another_dataset_or_none_is_not_found(client: DataClient, sdk: Sdk, dataset: str) -> None:
     request = pb.ImportVersionRequest(parent=dataset, sources=[arrow(f"{dataset}/uploads/none")])
 
-    refusal = refused(lambda: client.data.ImportVersion(request, timeout=10))
+    refusal = refused(lambda: client.data.ImportVersion(request, timeout=60))
 
     assert refusal.code is grpc.StatusCode.NOT_FOUND
     with pytest.raises(MillraceError):

@@ -90,7 +90,7 @@ class Client:
                 spec=pb.DeploymentSpec(checkpoint=checkpoint, **spec),
                 request_id=request_id,
             ),
-            timeout=10,
+            timeout=60,
         )
 
     def wait(self, operation: operations_pb2.Operation) -> operations_pb2.Operation:
@@ -99,7 +99,7 @@ class Client:
         def done() -> operations_pb2.Operation | None:
             # Much shorter than the call's own deadline, which a busy machine may miss by seconds.
             asked = operations_pb2.WaitOperationRequest(name=operation.name, timeout=duration_pb2.Duration(seconds=10))
-            now = self.operations.WaitOperation(asked, timeout=30)
+            now = self.operations.WaitOperation(asked, timeout=60)
             return now if now.done else None
 
         return eventually(done, LOADED_WITHIN_S, f"{operation.name} is done")
@@ -112,12 +112,12 @@ class Client:
         return deployment
 
     def get(self, name: str) -> pb.Deployment:
-        found: pb.Deployment = self.deployments.GetDeployment(pb.GetDeploymentRequest(name=name), timeout=10)
+        found: pb.Deployment = self.deployments.GetDeployment(pb.GetDeploymentRequest(name=name), timeout=60)
         return found
 
     def delete(self, name: str) -> None:
         """Deletes it, and waits until it is gone."""
-        self.deployments.DeleteDeployment(pb.DeleteDeploymentRequest(name=name), timeout=10)
+        self.deployments.DeleteDeployment(pb.DeleteDeploymentRequest(name=name), timeout=60)
 
         def gone() -> bool:
             try:
@@ -130,7 +130,7 @@ class Client:
 
     def ready_versions(self, model: str) -> list[str]:
         """Those that requests which name them are answered by."""
-        index = self.inference.RepositoryIndex(oip.RepositoryIndexRequest(ready=True), timeout=10)
+        index = self.inference.RepositoryIndex(oip.RepositoryIndexRequest(ready=True), timeout=60)
         return [one.version for one in index.models if one.name == model]
 
     def infer(self, model: str, image: Array, timeout_s: float = 20) -> oip.ModelInferResponse:

@@ -24,7 +24,7 @@ from tests.integration.inference_service.conftest import Stack
 
 JOB = "trainingJobs/moving"
 IMAGE = np.random.default_rng(4).integers(0, 256, (1, 28, 28), dtype=np.uint8)
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def prepared_bias(shift: float) -> bytes:
@@ -78,7 +78,7 @@ class Moving:
             limits=roll_out_pb2.RollOutLimits(**limits),
             comparison=comparison,
         )
-        return self.client.deployments.RollOut(pb.RollOutRequest(name=self.name, spec=spec), timeout=10)
+        return self.client.deployments.RollOut(pb.RollOutRequest(name=self.name, spec=spec), timeout=60)
 
     def get(self) -> pb.Deployment:
         return self.client.get(self.name)
@@ -112,6 +112,6 @@ def moving(client: Client, deployment_id: str, logits: dict[str, Array], **spec:
 
 def versions_in_serve(stack: Stack, uid: str) -> list[str]:
     """What Ray Serve itself says that it runs of a deployment."""
-    with urllib.request.urlopen(f"{stack.head.dashboard}/api/serve/applications/", timeout=10) as answer:
+    with urllib.request.urlopen(f"{stack.head.dashboard}/api/serve/applications/", timeout=60) as answer:
         found = json.load(answer)["applications"]
     return sorted(name.rpartition("-v")[2] for name in found if uid in name)

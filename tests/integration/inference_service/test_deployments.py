@@ -26,7 +26,7 @@ IMAGES = np.zeros((1, 28, 28), np.uint8)
 
 def applications(stack: Stack) -> str:
     """What Ray Serve itself says that it runs."""
-    with urllib.request.urlopen(f"{stack.head.dashboard}/api/serve/applications/", timeout=10) as answer:
+    with urllib.request.urlopen(f"{stack.head.dashboard}/api/serve/applications/", timeout=60) as answer:
         found = json.load(answer)
     return " ".join(found["applications"])
 

@@ -25,7 +25,8 @@ from tests.integration.inference_service.conftest import Stack
 from tests.support.asking import kill_a_replica_under_load
 
 IMAGE = np.random.default_rng(4).integers(0, 256, (1, 28, 28), dtype=np.uint8)
-DEADLINE_S = 5.0
+# The claim is that calls are answered, not how soon: on a busy machine a batch that is sent again waits its turn.
+DEADLINE_S = 60.0
 CLIENTS = 8
 REPLICA = "ray::ServeReplica"
 NAME = "deployments/struck"

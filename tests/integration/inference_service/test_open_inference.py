@@ -130,7 +130,7 @@ def test_a_request_of_more_rows_than_a_batch_comes_back_whole(stack: Stack) -> N
 def test_requests_at_the_same_time_get_their_own_answers(stack: Stack) -> None:
     images = np.random.default_rng(2).integers(0, 256, (40, 28, 28), dtype=np.uint8)
     calls = [
-        stack.client.inference.ModelInfer.future(infer_request("digits", images[i : i + 1]), timeout=20)
+        stack.client.inference.ModelInfer.future(infer_request("digits", images[i : i + 1]), timeout=60)
         for i in range(len(images))
     ]
     logits = np.concatenate([outputs(call.result())["logits"] for call in calls])
@@ -142,7 +142,7 @@ def test_typed_contents_are_answered_with_typed_contents(stack: Stack) -> None:
     request = infer_request("digits", IMAGES)
     del request.raw_input_contents[:]
     request.inputs[0].contents.uint_contents.extend(IMAGES.ravel().tolist())
-    answer = stack.client.inference.ModelInfer(request, timeout=20)
+    answer = stack.client.inference.ModelInfer(request, timeout=60)
     assert not answer.raw_output_contents
     logits = np.array(answer.outputs[0].contents.fp32_contents, "<f4").reshape(5, 10)
     np.testing.assert_allclose(logits, eager_logits(stack, IMAGES), atol=1e-5, rtol=0)
@@ -199,14 +199,14 @@ def doubled(raw: int) -> oip.ModelInferRequest:
 def test_a_bad_request_is_refused_naming_what_is_wrong(
     stack: Stack, request_: oip.ModelInferRequest, field: str
 ) -> None:
-    refusal = refused(lambda: stack.client.inference.ModelInfer(request_, timeout=20))
+    refusal = refused(lambda: stack.client.inference.ModelInfer(request_, timeout=60))
     assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
     assert list(refusal.fields) == [field]
 
 
 def test_bytes_that_are_no_message_are_refused(stack: Stack) -> None:
     call: Callable[..., object] = stack.client.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-    assert refused(lambda: call(b"\xff\xff\xff", timeout=20)).code is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused(lambda: call(b"\xff\xff\xff", timeout=60)).code is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_more_rows_than_may_wait_are_refused_and_those_that_may_are_served(stack: Stack) -> None:
@@ -214,7 +214,7 @@ def test_more_rows_than_may_wait_are_refused_and_those_that_may_are_served(stack
     try:
         image = IMAGES[:1]
         calls = [
-            stack.client.inference.ModelInfer.future(infer_request("narrow", image), timeout=30) for _ in range(40)
+            stack.client.inference.ModelInfer.future(infer_request("narrow", image), timeout=60) for _ in range(40)
         ]
         codes = [call.code() for call in calls]
         assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}

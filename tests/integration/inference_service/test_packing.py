@@ -64,7 +64,7 @@ def test_what_no_node_could_hold_is_refused_by_field_and_leaves_nothing(
     request = pb.CreateDeploymentRequest(
         deployment_id="large", spec=pb.DeploymentSpec(checkpoint=JOB, **spec), validate_only=validate_only
     )
-    refusal = refused(lambda: stack.client.deployments.CreateDeployment(request, timeout=10))
+    refusal = refused(lambda: stack.client.deployments.CreateDeployment(request, timeout=60))
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "NEVER_FITS")
     assert list(refusal.fields) == [field]
     assert "large" not in stack.store.folders("deployments")

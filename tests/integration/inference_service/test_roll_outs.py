@@ -157,10 +157,10 @@ def test_what_cannot_be_rolled_out_or_back_is_refused_by_its_reason(stack: Stack
 
     def roll_out(name: str = "deployments/digits", checkpoint: str = JOB, **fields: Any) -> Any:
         spec = roll_out_pb2.RollOutSpec(checkpoint=checkpoint, **fields)
-        return stack.client.deployments.RollOut(pb.RollOutRequest(name=name, spec=spec), timeout=10)
+        return stack.client.deployments.RollOut(pb.RollOutRequest(name=name, spec=spec), timeout=60)
 
     def roll_back(name: str) -> Any:
-        return stack.client.deployments.RollBack(pb.RollBackRequest(name=name), timeout=10)
+        return stack.client.deployments.RollBack(pb.RollBackRequest(name=name), timeout=60)
 
     invalid = grpc.StatusCode.INVALID_ARGUMENT
     for call, code, fields in (

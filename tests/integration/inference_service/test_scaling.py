@@ -37,7 +37,7 @@ def test_replicas_grow_under_load_and_shrink_when_idle_and_no_request_is_lost(st
     client = stack.client
 
     def ask() -> str:
-        return str(client.inference.ModelInfer(infer_request("elastic", IMAGE), timeout=20).model_version)
+        return str(client.inference.ModelInfer(infer_request("elastic", IMAGE), timeout=60).model_version)
 
     bounds = autoscaling(1, 2, rows_per_replica=3, scale_up_after_s=0, scale_down_after_s=2)
     with deployed(stack, "elastic", autoscaling=bounds, cpus_per_replica=0.5) as made:

@@ -51,7 +51,7 @@ def ask(stack: Stack, flags: str = "01") -> str:
     """Asks as a client with a trace of its own, whose id this is."""
     trace = secrets.token_hex(16)
     metadata = (("traceparent", f"00-{trace}-{CLIENT}-{flags}"), ("tracestate", "vendor=1"))
-    stack.client.inference.ModelInfer(infer_request("traced", IMAGE), timeout=20, metadata=metadata)
+    stack.client.inference.ModelInfer(infer_request("traced", IMAGE), timeout=60, metadata=metadata)
     return trace
 
 

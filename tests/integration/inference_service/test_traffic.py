@@ -25,7 +25,7 @@ def update(one: Moving, traffic: pb.Traffic, spec: pb.DeploymentSpec, *paths: st
     request = pb.UpdateDeploymentRequest(
         deployment=pb.Deployment(name=one.name, traffic=traffic, spec=spec), update_mask={"paths": paths}
     )
-    after: pb.Deployment = one.client.deployments.UpdateDeployment(request, timeout=10)
+    after: pb.Deployment = one.client.deployments.UpdateDeployment(request, timeout=60)
     return after
 
 
@@ -45,7 +45,7 @@ def versions_by_way_of_asking(stack: Stack, one: Moving, folder: Path) -> dict[s
 
 def copies(stack: Stack, one: Moving, version: str) -> float:
     """Those that the shadow has answered since the service was started."""
-    with urllib.request.urlopen(f"http://{stack.metrics}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{stack.metrics}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     wanted = f'millrace_inference_shadow_requests_total{{model="{one.id}",status="OK",version="{version}"}}'
     return sum(float(line.split()[-1]) for line in lines if line.startswith(wanted))

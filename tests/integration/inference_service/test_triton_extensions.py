@@ -131,7 +131,7 @@ def test_the_statistics_are_measured_in_the_replica_and_prometheus_reads_them(
     assert sum(int(one["batch_size"]) * int(one["compute_infer"]["count"]) for one in found["batch_stats"]) == int(
         found["inference_count"]
     )
-    with urllib.request.urlopen(f"http://{stack.metrics}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{stack.metrics}/metrics", timeout=60) as answer:
         metrics = answer.read().decode().splitlines()
     (line,) = [
         one for one in metrics if one.startswith('millrace_inference_compute_infer_seconds_count{model="digits"')

@@ -105,7 +105,7 @@ def streamed(client: triton.InferenceServerClient, model: str, images: Any) -> l
         client.async_stream_infer(model, [image_input(image[None])], request_id=f"r{number}")
         if number == 1:
             client.async_stream_infer("nobody", [image_input(image[None])], request_id="wrong")
-    seen = [answers.get(timeout=30) for _ in range(len(images) + 1)]
+    seen = [answers.get(timeout=60) for _ in range(len(images) + 1)]
     client.stop_stream()
     return seen
 

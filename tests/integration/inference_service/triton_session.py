@@ -73,7 +73,7 @@ def asynchronous(client: triton.InferenceServerClient, model: str, tensor: trito
     answers: queue.Queue[Any] = queue.Queue()
     for _ in range(3):
         client.async_infer(model, [tensor], callback=lambda result, error: answers.put(error or result))
-    labels = [answers.get(timeout=20).as_numpy("label").tolist() for _ in range(3)]
+    labels = [answers.get(timeout=60).as_numpy("label").tolist() for _ in range(3)]
     assert labels[0] == labels[1] == labels[2]
     return list(labels[0])
 

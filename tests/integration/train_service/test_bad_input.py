@@ -202,16 +202,16 @@ def calls_with_name(client: TrainClient, name: str) -> dict[str, tuple[str, Call
     """For each RPC that takes a job's name: the field that holds it, and the call."""
     rpc = client.rpc
     return {
-        "Get": ("name", lambda: rpc.GetTrainingJob(pb.GetTrainingJobRequest(name=name), timeout=30)),
-        "Cancel": ("name", lambda: rpc.CancelTrainingJob(pb.CancelTrainingJobRequest(name=name), timeout=30)),
-        "Watch": ("name", lambda: rpc.WatchTrainingJob(pb.WatchTrainingJobRequest(name=name), timeout=30)),
-        "Checkpoints": ("parent", lambda: rpc.ListCheckpoints(pb.ListCheckpointsRequest(parent=name), timeout=30)),
-        "Suspend": ("name", lambda: rpc.SuspendTrainingJob(pb.SuspendTrainingJobRequest(name=name), timeout=30)),
-        "Resume": ("name", lambda: rpc.ResumeTrainingJob(pb.ResumeTrainingJobRequest(name=name), timeout=30)),
-        "Delete": ("name", lambda: rpc.DeleteTrainingJob(pb.DeleteTrainingJobRequest(name=name), timeout=30)),
-        "Metrics": ("name", lambda: rpc.ListMetrics(pb.ListMetricsRequest(name=name), timeout=30)),
-        "Logs": ("name", lambda: rpc.StreamLogs(pb.StreamLogsRequest(name=name), timeout=30)),
-        "Coverage": ("name", lambda: rpc.GetCoverage(pb.GetCoverageRequest(name=name), timeout=30)),
+        "Get": ("name", lambda: rpc.GetTrainingJob(pb.GetTrainingJobRequest(name=name), timeout=60)),
+        "Cancel": ("name", lambda: rpc.CancelTrainingJob(pb.CancelTrainingJobRequest(name=name), timeout=60)),
+        "Watch": ("name", lambda: rpc.WatchTrainingJob(pb.WatchTrainingJobRequest(name=name), timeout=60)),
+        "Checkpoints": ("parent", lambda: rpc.ListCheckpoints(pb.ListCheckpointsRequest(parent=name), timeout=60)),
+        "Suspend": ("name", lambda: rpc.SuspendTrainingJob(pb.SuspendTrainingJobRequest(name=name), timeout=60)),
+        "Resume": ("name", lambda: rpc.ResumeTrainingJob(pb.ResumeTrainingJobRequest(name=name), timeout=60)),
+        "Delete": ("name", lambda: rpc.DeleteTrainingJob(pb.DeleteTrainingJobRequest(name=name), timeout=60)),
+        "Metrics": ("name", lambda: rpc.ListMetrics(pb.ListMetricsRequest(name=name), timeout=60)),
+        "Logs": ("name", lambda: rpc.StreamLogs(pb.StreamLogsRequest(name=name), timeout=60)),
+        "Coverage": ("name", lambda: rpc.GetCoverage(pb.GetCoverageRequest(name=name), timeout=60)),
     }
 
 
@@ -246,7 +246,7 @@ def test_a_job_that_does_not_exist_is_not_found_by_its_name(stack: TrainStack, r
 def test_a_bad_page_of_jobs_is_refused(stack: TrainStack, field: str, value: Any) -> None:
     request = pb.ListTrainingJobsRequest(**{field: value})
 
-    refusal = refused_leaving_nothing(stack, lambda: stack.client.rpc.ListTrainingJobs(request, timeout=30))
+    refusal = refused_leaving_nothing(stack, lambda: stack.client.rpc.ListTrainingJobs(request, timeout=60))
 
     assert (refusal.code, list(refusal.fields)) == (INVALID, [field])
 

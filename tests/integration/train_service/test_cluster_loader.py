@@ -21,6 +21,7 @@ from shared.errors import InvalidArgument, Unavailable
 from shared.model_spec import ModelSpec
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
+from tests.support.process_states import stop_process
 from tests.support.ray_head import RayHead
 from tests.support.versions import commit_version, striped_digits
 from train_service.domain.slices import Plan
@@ -108,7 +109,7 @@ def test_a_task_that_stands_still_on_the_last_free_cpu_is_told_as_a_fault(
             while not (stopped := train_ray.processes("ray::MapBatches(prepare:r)")):
                 next(batches)
             for pid in stopped:
-                os.kill(pid, signal.SIGSTOP)
+                stop_process(pid)
             with pytest.raises(Unavailable) as told:
                 list(batches)
     finally:

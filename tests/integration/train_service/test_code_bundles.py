@@ -70,7 +70,7 @@ def test_a_stream_that_breaks_off_leaves_no_bundle(stack: TrainStack) -> None:
     before = stack.all_keys()
     header = pb.CreateCodeBundleRequest.Header(sha256="a" * 64, size_bytes=10**6)
     requests = [pb.CreateCodeBundleRequest(header=header), pb.CreateCodeBundleRequest(chunk=b"half")]
-    refusal = refused(lambda: stack.client.rpc.CreateCodeBundle(iter(requests), timeout=30))
+    refusal = refused(lambda: stack.client.rpc.CreateCodeBundle(iter(requests), timeout=60))
     assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
     assert list(refusal.fields) == ["header.size_bytes"]
     assert not [key for key in set(stack.all_keys()) - set(before) if key.startswith("codeBundles/")]
@@ -79,7 +79,7 @@ def test_a_stream_that_breaks_off_leaves_no_bundle(stack: TrainStack) -> None:
 def _is_gone(stack: TrainStack, name: str) -> bool:
     request = pb.GetTrainingJobRequest(name=name)
     try:
-        stack.client.rpc.GetTrainingJob(request, timeout=30)
+        stack.client.rpc.GetTrainingJob(request, timeout=60)
     except grpc.RpcError as error:
         return bool(error.code() == grpc.StatusCode.NOT_FOUND)
     return False

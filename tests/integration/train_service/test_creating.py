@@ -26,7 +26,7 @@ def idle_spec(stack: TrainStack) -> Iterator[res.TrainingSpec]:
     """Wants more workers than there are CPUs; whatever is made of it is cancelled in the end."""
     spec = digits_spec(num_workers=30, lanes=60, global_batch_size=300)
     yield spec
-    for job in stack.client.rpc.ListTrainingJobs(pb.ListTrainingJobsRequest(), timeout=30).training_jobs:
+    for job in stack.client.rpc.ListTrainingJobs(pb.ListTrainingJobsRequest(), timeout=60).training_jobs:
         if job.spec.num_workers == 30:
             stack.client.cancel(job.name)
 
@@ -111,7 +111,7 @@ def test_after_sequence_beyond_the_last_event_is_out_of_range(stack: TrainStack,
 
     for sequence in (1, 2**62, -1):
         request = pb.WatchTrainingJobRequest(name=job.name, after_sequence=sequence)
-        refusal = refused(functools.partial(stack.client.rpc.WatchTrainingJob, request, timeout=30))
+        refusal = refused(functools.partial(stack.client.rpc.WatchTrainingJob, request, timeout=60))
         assert refusal.code == grpc.StatusCode.OUT_OF_RANGE
         assert list(refusal.fields) == ["after_sequence"]
 

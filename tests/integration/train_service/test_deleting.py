@@ -18,20 +18,20 @@ def test_a_job_is_deleted_once_it_is_over_and_its_id_is_free(stack: TrainStack) 
     client, rpc = stack.client, stack.client.rpc
     job = client.create(spec, f"j{uuid.uuid4().hex[:12]}")
     delete = pb.DeleteTrainingJobRequest(name=job.name)
-    assert refused(lambda: rpc.DeleteTrainingJob(delete, timeout=30)).reason == "JOB_AT_WORK"
+    assert refused(lambda: rpc.DeleteTrainingJob(delete, timeout=60)).reason == "JOB_AT_WORK"
 
     client.cancel(job.name)
     wait_until(lambda: client.get(job.name).state == State.STATE_CANCELLED, "the end of the job")
     stale = pb.DeleteTrainingJobRequest(name=job.name, etag="99")
-    assert refused(lambda: rpc.DeleteTrainingJob(stale, timeout=30)).code is grpc.StatusCode.ABORTED
-    assert rpc.DeleteTrainingJob(delete, timeout=30).state == State.STATE_DELETING
+    assert refused(lambda: rpc.DeleteTrainingJob(stale, timeout=60)).code is grpc.StatusCode.ABORTED
+    assert rpc.DeleteTrainingJob(delete, timeout=60).state == State.STATE_DELETING
 
     wait_until(lambda: job.name not in listed(stack), "the deletion")
     for call in (
         lambda: client.get(job.name),
         lambda: client.checkpoints(job.name),
-        lambda: rpc.WatchTrainingJob(pb.WatchTrainingJobRequest(name=job.name), timeout=30),
-        lambda: rpc.DeleteTrainingJob(delete, timeout=30),
+        lambda: rpc.WatchTrainingJob(pb.WatchTrainingJobRequest(name=job.name), timeout=60),
+        lambda: rpc.DeleteTrainingJob(delete, timeout=60),
     ):
         assert refused(call).code is grpc.StatusCode.NOT_FOUND
     assert not [key for key in stack.all_keys() if key.startswith(f"{job.name}/") and "/log/" not in key]
@@ -42,5 +42,5 @@ def test_a_job_is_deleted_once_it_is_over_and_its_id_is_free(stack: TrainStack) 
 
 
 def listed(stack: TrainStack) -> list[str]:
-    answer = stack.client.rpc.ListTrainingJobs(pb.ListTrainingJobsRequest(page_size=1000), timeout=30)
+    answer = stack.client.rpc.ListTrainingJobs(pb.ListTrainingJobsRequest(page_size=1000), timeout=60)
     return [job.name for job in answer.training_jobs]

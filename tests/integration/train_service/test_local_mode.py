@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(900)
 def logged(client: TrainClient, name: str, attempt: int) -> dict[int, str]:
     """What each rank said in that attempt."""
     lines: dict[int, str] = {}
-    for part in client.rpc.StreamLogs(pb.StreamLogsRequest(name=name, attempt=attempt), timeout=30):
+    for part in client.rpc.StreamLogs(pb.StreamLogsRequest(name=name, attempt=attempt), timeout=60):
         lines[part.rank] = lines.get(part.rank, "") + part.text
     return lines
 
@@ -41,7 +41,7 @@ def test_a_suspended_and_resumed_run_without_workers_ends_as_one_with_a_worker(
     assert (done.spec.HasField("num_workers"), done.spec.num_workers) == (True, 0)
     assert file_stack.weights(done.latest_checkpoint) == file_stack.weights(with_worker.latest_checkpoint)
     assert [one.num_workers for one in watch.of("attempt_started")] == [1, 1]
-    coverage = client.rpc.GetCoverage(pb.GetCoverageRequest(name=local.name, epoch=EPOCHS - 1), timeout=30)
+    coverage = client.rpc.GetCoverage(pb.GetCoverageRequest(name=local.name, epoch=EPOCHS - 1), timeout=60)
     assert (coverage.seen_once, coverage.missing, coverage.repeated) == (TRAIN_ROWS, 0, 0)
     lines = logged(client, local.name, 2)
     assert list(lines) == [0]

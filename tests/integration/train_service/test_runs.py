@@ -125,7 +125,7 @@ def test_checkpoints_and_jobs_come_in_pages(finished: Finished) -> None:
     pages: list[list[str]] = []
     while True:
         request = pb.ListCheckpointsRequest(parent=finished.job.name, page_size=3, page_token=token)
-        page = rpc.ListCheckpoints(request, timeout=30)
+        page = rpc.ListCheckpoints(request, timeout=60)
         pages.append([one.name for one in page.checkpoints])
         token = page.next_page_token
         if not token:
@@ -133,7 +133,7 @@ def test_checkpoints_and_jobs_come_in_pages(finished: Finished) -> None:
 
     assert [len(page) for page in pages] == [3, 3, 2]
     assert list(itertools.chain(*pages)) == [one.name for one in finished.stack.client.checkpoints(finished.job.name)]
-    jobs = rpc.ListTrainingJobs(pb.ListTrainingJobsRequest(page_size=1000), timeout=30).training_jobs
+    jobs = rpc.ListTrainingJobs(pb.ListTrainingJobsRequest(page_size=1000), timeout=60).training_jobs
     assert finished.job in jobs
     assert [job.name for job in jobs] == sorted(job.name for job in jobs)
 

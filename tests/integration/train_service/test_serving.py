@@ -20,7 +20,7 @@ def test_the_server_says_that_it_serves(file_stack: TrainStack) -> None:
     with grpc.insecure_channel(file_stack.service.address) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
 
-        assert check(health_pb2.HealthCheckRequest(), timeout=10).status == health_pb2.HealthCheckResponse.SERVING
+        assert check(health_pb2.HealthCheckRequest(), timeout=60).status == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_a_stranger_learns_the_contract_by_reflection(file_stack: TrainStack) -> None:
@@ -63,7 +63,7 @@ def test_a_stranger_learns_the_contract_by_reflection(file_stack: TrainStack) ->
 
 def test_a_callers_request_id_comes_back(file_stack: TrainStack) -> None:
     call = file_stack.client.rpc.ListTrainingJobs.with_call
-    _, answered = call(pb.ListTrainingJobsRequest(), timeout=30, metadata=(("x-request-id", "mine-1"),))
+    _, answered = call(pb.ListTrainingJobsRequest(), timeout=60, metadata=(("x-request-id", "mine-1"),))
 
     assert ("x-request-id", "mine-1") in [(one.key, one.value) for one in answered.trailing_metadata()]
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(900)
 
 def held_by(client: TrainClient, job: str) -> float:
     """How many CPUs of the cluster."""
-    use = client.rpc.GetClusterUse(pb.GetClusterUseRequest(), timeout=30)
+    use = client.rpc.GetClusterUse(pb.GetClusterUseRequest(), timeout=60)
     return float(sum(one.cpus for one in use.holders if one.job == job))
 
 

@@ -95,11 +95,11 @@ def test_a_cancelled_sweep_ends_its_trials_and_a_deleted_one_takes_them_away(fil
         interval_s=0.2,
     )
     delete = pb.DeleteSweepRequest(name=made.name)
-    at_work = refused(lambda: client.rpc.DeleteSweep(delete, timeout=30))
+    at_work = refused(lambda: client.rpc.DeleteSweep(delete, timeout=60))
 
-    client.rpc.CancelSweep(pb.CancelSweepRequest(name=made.name), timeout=30)
+    client.rpc.CancelSweep(pb.CancelSweepRequest(name=made.name), timeout=60)
     ended = sweeps.finished(client, made.name)
-    client.rpc.DeleteSweep(delete, timeout=30)
+    client.rpc.DeleteSweep(delete, timeout=60)
 
     assert (at_work.code, at_work.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "JOB_AT_WORK")
     assert ended.state == sweeps.State.STATE_CANCELLED
@@ -113,5 +113,5 @@ def test_a_cancelled_sweep_ends_its_trials_and_a_deleted_one_takes_them_away(fil
 
 
 def _there(client: TrainClient, name: str) -> bool:
-    listed = client.rpc.ListSweeps(pb.ListSweepsRequest(), timeout=30).sweeps
+    listed = client.rpc.ListSweeps(pb.ListSweepsRequest(), timeout=60).sweeps
     return name in [sweep.name for sweep in listed]

@@ -83,7 +83,7 @@ def test_it_learns_stops_early_and_has_seen_each_row_once_an_epoch(trained: Trai
 
 def test_each_step_is_listed_once_with_the_rate_that_it_had(trained: Trained) -> None:
     client, name = trained.stack.client, trained.job.name
-    points = client.rpc.ListMetrics(pb.ListMetricsRequest(name=name, page_size=10_000), timeout=30).points
+    points = client.rpc.ListMetrics(pb.ListMetricsRequest(name=name, page_size=10_000), timeout=60).points
     steps = [point for point in points if "loss" in point.values]
     assert [point.step for point in steps] == list(range(1, len(trained.watch.of("validated")) * ROWS // BATCH + 1))
     rates = [point.values["learning_rate"] for point in steps]

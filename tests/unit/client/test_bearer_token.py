@@ -90,7 +90,7 @@ def test_calls_in_flight_bring_the_token(recording: Recording) -> None:
 def test_an_upload_brings_the_token(recording: Recording) -> None:
     with connect() as client, open_channel(client.addresses.data) as channel:
         stream = ChunkStream(Caller(channel, client.addresses.data, authorization=authorization(TOKEN)))
-        stream.finish(timeout_s=10)
+        stream.finish(timeout_s=60)
     assert isinstance(stream.error, errors.Unimplemented)
     assert recording.tokens == {"UploadChunks": SENT}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import ExitStack
 from typing import Any
 
@@ -138,7 +137,5 @@ def test_waiting_for_a_server_that_stays_away_ends(
     with serving(register(OneVersion(table, outcome=done))) as address:
         millrace = connect(data=address)
         operation = millrace.data.import_version("datasets/d", [idx_source("train", "a", "b")])
-    began = time.monotonic()
     with millrace, pytest.raises(error):
         operation.wait(timeout_s=timeout_s)
-    assert time.monotonic() - began < 20

@@ -41,7 +41,7 @@ def test_answers_of_a_stream_come_before_its_last_request_is_there() -> None:
 
     def requests() -> Iterator[dict[str, Any]]:
         yield image(1)
-        assert first_came.wait(20)
+        assert first_came.wait(60)
         yield image(2)
 
     def scenario(server: Server, millrace: Millrace) -> None:
@@ -95,7 +95,7 @@ def test_a_stream_that_ends_before_all_requests_are_answered_raises(sent: int) -
 
     def requests() -> Iterator[dict[str, Any]]:
         yield from [image(1)] * sent
-        assert has_ended.wait(20)
+        assert has_ended.wait(60)
         yield image(6)
 
     def register(server: grpc.Server) -> None:

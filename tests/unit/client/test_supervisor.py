@@ -19,7 +19,7 @@ from millrace_client.stack.record import READY, Record, read_record, write_recor
 from millrace_client.stack.supervisor import AlreadyRunning, StartFailed, Supervisor, hold_home
 from tests.support.fake_stack import NAMES, fake_plan
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 # A supervisor that can be killed: a process of its own.
 SUPERVISE = """

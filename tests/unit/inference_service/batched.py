@@ -69,7 +69,7 @@ def batcher(
 
 def on_a_loop(scenario: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await scenario()
 
     asyncio.run(bounded())

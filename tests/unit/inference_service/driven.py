@@ -86,7 +86,7 @@ class Driven:
 
 def driving(driven: Driven, scenario: Callable[[Driven], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await scenario(driven)
 
     asyncio.run(main())

@@ -26,7 +26,7 @@ ENVIRON = {"MILLRACE_STORE": "file:///tmp/store", "RAY_ADDRESS": "127.0.0.1:6379
 
 
 def read(address: str) -> Samples:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     return {
         (sample.name.removeprefix("millrace_inference_"), frozenset(sample.labels.items())): sample.value

@@ -51,7 +51,7 @@ def test_an_outage_does_not_keep_the_service_from_starting_and_the_check_goes_on
 
     check.begin()
     passed = [check.passed]
-    asyncio.run(asyncio.wait_for(check.finish(), 20))
+    asyncio.run(asyncio.wait_for(check.finish(), 60))
     passed.append(check.passed)
 
     assert passed == [False, True]
@@ -83,4 +83,4 @@ def test_a_store_that_cannot_be_used_is_refused_at_once_and_later(
     with pytest.raises(StoreRefused):
         StoreCheck(settings).begin()
     with pytest.raises(StoreRefused):
-        asyncio.run(asyncio.wait_for(StoreCheck(settings).finish(), 20))
+        asyncio.run(asyncio.wait_for(StoreCheck(settings).finish(), 60))

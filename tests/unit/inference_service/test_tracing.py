@@ -157,7 +157,9 @@ def test_a_request_that_leaves_the_queue_ends_its_span(receiver: OtlpReceiver) -
         server.model.may_work.clear()
         first = server.stub.ModelInfer(ask(1))
         await until(lambda: server.model.at_work == 1, "the model works")
-        late = await told(server.stub.ModelInfer(ask(2), timeout=0.2, **traced("a")))
+        # A timeout that the server keeps: the client's own may pass before the server has read the request.
+        own = {"timeout": {"int64_param": 200_000}}
+        late = await told(server.stub.ModelInfer(ask(2, parameters=own), **traced("a")))
         assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
         by_name = await arrived(receiver, "a" * 32, CALL, "queue")
         assert by_name["queue"].parent == by_name[CALL].id

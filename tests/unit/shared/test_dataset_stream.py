@@ -16,7 +16,8 @@ from shared.dataset_stream import DatasetStream, RayFailed
 from shared.errors import Cancelled
 
 TABLE = pa.table({"a": [1]})
-AT_ONCE_S = 2.0
+# A wait for what never comes takes LONG_S.
+AT_ONCE_S = 30.0
 LONG_S = 60.0
 
 

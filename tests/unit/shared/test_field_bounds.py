@@ -25,6 +25,7 @@ REQUEST = oip.ModelInferRequest.DESCRIPTOR
         (inside(b"\x2a", b"\x18\x01" * 1_000_000), "inputs.shape"),
     ],
 )
+@pytest.mark.timed
 def test_a_message_of_too_many_fields_is_refused_by_the_one_that_has_them(data: bytes, field: str) -> None:
     # Half a minute is what the parser would take.
     with cpu_at_most(10), pytest.raises(InvalidArgument) as refused:

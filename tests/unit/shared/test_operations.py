@@ -69,7 +69,7 @@ def test_waiting_returns_as_soon_as_it_is_done() -> None:
     operation = call(Source(o1=2), "WaitOperation", wait("operations/o1", None))
 
     assert operation.done
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_waiting_ends_with_the_present_state_when_time_is_up(seconds: float | No
     operation = call(Source(o1=10**6), "WaitOperation", wait("operations/o1", seconds), Context(remaining))
 
     assert not operation.done
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize("seconds", [2**62, -(2**62)], ids=["for ever", "since for ever"])

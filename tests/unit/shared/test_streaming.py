@@ -98,4 +98,4 @@ def test_a_cancelled_taker_closes_the_generator() -> None:
             await task
 
     asyncio.run(main())
-    assert counting.closed.wait(10)
+    assert counting.closed.wait(60)

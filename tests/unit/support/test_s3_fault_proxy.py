@@ -103,7 +103,7 @@ def test_without_a_fault_bodies_pass_both_ways(proxy: S3FaultProxy, echo: Echo) 
 
 
 def test_one_connection_takes_several_requests(proxy: S3FaultProxy) -> None:
-    connection = http.client.HTTPConnection(urlsplit(proxy.endpoint).netloc, timeout=10)
+    connection = http.client.HTTPConnection(urlsplit(proxy.endpoint).netloc, timeout=60)
     for body in (b"one", BODY, b""):
         connection.request("PUT", "/", body)
         assert connection.getresponse().read() == body

@@ -58,12 +58,12 @@ def test_a_thread_waits_for_the_store_through_whom_it_waits_for_and_not_through_
 
     def upload() -> None:
         with store_call():
-            answered.wait(10)
+            answered.wait(60)
 
     def wait_for(other: threading.Thread) -> Callable[[], None]:
         def wait() -> None:
             with waiting_for(other):
-                go_on.wait(10)
+                go_on.wait(60)
 
         return wait
 
@@ -72,7 +72,7 @@ def test_a_thread_waits_for_the_store_through_whom_it_waits_for_and_not_through_
         thread.start()
         return thread
 
-    uploads, stands = started(upload), started(lambda: hangs.wait(10))
+    uploads, stands = started(upload), started(lambda: hangs.wait(60))
     excused, not_excused = started(wait_for(uploads)), started(wait_for(stands))
     through = started(wait_for(excused))
     try:

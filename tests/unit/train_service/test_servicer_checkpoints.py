@@ -240,7 +240,7 @@ def test_a_client_that_takes_nothing_has_nothing_read_ahead_for_it(store: Object
 async def settled(counted: list[int]) -> None:
     """Until for a second nothing more was counted."""
     before = -1
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while before != len(counted):
             before = len(counted)
             await asyncio.sleep(1)

@@ -180,6 +180,7 @@ def csv_named(names: list[str]) -> ImportSpec:
     return ImportSpec(sources=[csv], hold_outs=[])
 
 
+@pytest.mark.timed
 def test_very_many_names_of_columns_are_refused_by_their_number_and_soon() -> None:
     many = csv_named([""] * 200_000)
     with cpu_at_most(0.5), pytest.raises(InvalidArgument, match="at most 10000") as refused:
@@ -187,6 +188,7 @@ def test_very_many_names_of_columns_are_refused_by_their_number_and_soon() -> No
     assert refused.value.fields == [("sources[0].csv.column_names", "200000: name at most 10000")]
 
 
+@pytest.mark.timed
 def test_as_many_names_as_a_version_has_columns_are_held_against_each_other_soon() -> None:
     names = [f"c{number}" for number in range(10_000)]
     with cpu_at_most(0.5):

@@ -63,6 +63,7 @@ def test_every_broken_field_is_told_at_once() -> None:
     [(replace(GOOD, columns=[""] * 200_000), "columns"), (replace(GOOD, outputs=[""] * 200_000), "outputs")],
     ids=["columns", "outputs"],
 )
+@pytest.mark.timed
 def test_very_many_names_are_refused_by_their_number_and_soon(many: PredictSpec, field: str) -> None:
     with cpu_at_most(0.5), pytest.raises(InvalidArgument, match="200000: name at most 10000") as refused:
         check(many)

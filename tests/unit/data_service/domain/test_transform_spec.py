@@ -113,6 +113,7 @@ def test_a_rule_is_refused_by_its_fields(rule: SplitRule | UnsetSplit | None, pa
     ],
     ids=["keys", "shares", "periods"],
 )
+@pytest.mark.timed
 def test_a_rule_of_very_many_parts_is_refused_by_their_number_and_soon(rule: SplitRule, path: str) -> None:
     with cpu_at_most(0.5):
         assert refused(TransformSpec(source=SOURCE, transform=STEPS, splits=rule)) == [path]

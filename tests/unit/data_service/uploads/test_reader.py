@@ -181,7 +181,7 @@ def test_an_open_upload_is_read_as_it_grows_until_its_commit(store: ObjectStore,
     with open_upload(store, name, on_wait=waits.release) as file:
         ended = in_thread(file.read)
         for offset in range(0, len(DATA), 100):
-            assert waits.acquire(timeout=10)  # it has read all there is
+            assert waits.acquire(timeout=60)  # it has read all there is
             send(uploads, [chunk(name, offset, DATA[offset : offset + 100])])
         uploads.commit(name, len(DATA), sha256(DATA))
         assert ended() == DATA
@@ -207,7 +207,7 @@ def test_the_end_of_an_open_upload_is_known_with_its_commit(store: ObjectStore, 
     waiting = threading.Event()
     with open_upload(store, name, on_wait=waiting.set) as file:
         ended = in_thread(lambda: file.seek(0, io.SEEK_END))
-        assert waiting.wait(10)
+        assert waiting.wait(60)
         uploads.commit(name, len(DATA), sha256(DATA))
         assert ended() == len(DATA)
 
@@ -217,7 +217,7 @@ def test_following_ends_when_the_upload_is_aborted(store: ObjectStore, uploads: 
     waiting = threading.Event()
     with open_upload(store, name, on_wait=waiting.set) as file:
         ended = in_thread(file.read)
-        assert waiting.wait(10)
+        assert waiting.wait(60)
         uploads.abort(name)
         outcome = ended()
     assert isinstance(outcome, FailedPrecondition)

@@ -107,7 +107,7 @@ def test_of_two_writers_of_other_bytes_one_is_refused_and_the_others_bytes_are_w
 
     def write(letter: bytes) -> None:
         uploads = uploads_of(store)  # as in a process of its own
-        both.wait(10)
+        both.wait(60)
         try:
             outcomes[letter] = send_all(uploads, name, letter * 4000, 100)[-1]
         except Conflict as error:
@@ -247,7 +247,7 @@ def test_few_chunks_are_in_memory_however_slow_the_store_is(uploads: Uploads, mo
     put_if_absent = ObjectStore.put_if_absent
 
     def slow(self: ObjectStore, key: str, data: bytes) -> None:
-        go.wait(10)
+        go.wait(60)
         put_if_absent(self, key, data)
 
     async def given() -> AsyncIterator[Chunk]:

@@ -41,7 +41,7 @@ class Sending:
         self.name = stub.StartUpload(pb.StartUploadRequest(parent=DATASET, upload_id=upload_id)).name
         self._go = threading.Semaphore(0)
         self._over = False
-        self.call = stub.UploadChunks(self._requests(), timeout=30)
+        self.call = stub.UploadChunks(self._requests(), timeout=60)
         assert next(self.call).acknowledged_size == 1
 
     def more(self) -> int:

@@ -78,13 +78,13 @@ def test_a_version_that_has_lost_its_replicas_does_not_answer_and_what_comes_wai
         assert (models.is_ready("m", ""), models.is_ready("m", "1"), models.all_ready()) == (False, False, False)
         assert [one.answers for one in models.listed()] == [False]
         ready = asyncio.create_task(models.wait_until_ready("m"))
-        by_weight = asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], 5.0))
-        by_name = asyncio.create_task(dispatcher.infer(*models.choose("m", "1"), [tensor(2)], [], 5.0))
+        by_weight = asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], 60.0))
+        by_name = asyncio.create_task(dispatcher.infer(*models.choose("m", "1"), [tensor(2)], [], 60.0))
         await asyncio.sleep(0.05)
         assert (ready.done(), by_weight.done(), by_name.done()) == (False, False, False)
         doubler.has_replica.set()
         models.scaled({name: 1})
-        await asyncio.wait_for(ready, 1)
+        await asyncio.wait_for(ready, 60)
         answers = [await by_weight, await by_name]
         assert [answer.outputs[0][1].tolist() for answer in answers] == [[2], [4]]
         assert models.is_ready("m", "")
@@ -123,7 +123,9 @@ def test_rows_that_nobody_asked_for_share_no_batch_with_requests_and_are_counted
         assert double.tolist() == [14, 16]
         assert statistics.batch_rows.count == 0
         doubler.has_replica.clear()
-        tasks = [asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], 5.0)) for _ in range(2)]
+        tasks = [
+            asyncio.create_task(dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], 60.0)) for _ in range(2)
+        ]
         tried = asyncio.create_task(models.try_out(READY, VERSION, held_rows))
         await asyncio.sleep(0.01)
         doubler.has_replica.set()
@@ -185,7 +187,7 @@ def test_rows_that_nobody_asked_for_find_their_moment_while_clients_ask_one_requ
                 await dispatcher.infer(*models.choose("m", ""), [tensor(1)], [], None)
 
         clients = [asyncio.create_task(client()) for _ in range(4)]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             for _ in range(5):
                 await models.try_out(READY, VERSION, Rows("raw", {"x": np.array([7], np.uint8)}))
         for one in clients:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from inference_service.batching.batcher import Batcher
-from inference_service.batching.shadowing import Shadowing
+from inference_service.batching.shadowing import AT_ONCE, Shadowing
 from inference_service.domain.batch_times import BatchTimes
 from inference_service.domain.batching import Limits
 from inference_service.domain.held_bytes import HeldBytes
@@ -43,7 +43,30 @@ def test_copies_for_a_shadow_leave_half_of_the_bytes_to_requests() -> None:
         await asyncio.sleep(0)
         assert held.would_leave_half(5)
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_there_are_never_more_copies_than_allowed() -> None:
+    async def scenario() -> None:
+        statistics, shadow = Statistics(), Classifier()
+        limits = Limits(max_rows=1, max_delay_s=0, max_queued_rows=9, max_in_flight=AT_ONCE + 9)
+        batchers = [Batcher(shadow, limits, BatchTimes(), Statistics()) for _ in range(2)]
+        shadowing = Shadowing(HeldBytes())
+
+        def copy() -> None:
+            shadowing.copy(Rows("raw", {"x": np.zeros((1, 1))}), batchers[0], "2", batchers[1], statistics)
+
+        shadow.may_work.clear()
+        for _ in range(AT_ONCE + 4):  # before any of them can wait for the model
+            copy()
+        assert statistics.shadowed == {"SHED": 4}
+        await until(lambda: shadow.at_work > 0, "copies to be at work")
+        shadow.may_work.set()
+        await until(lambda: statistics.shadowed == {"SHED": 4, "OK": AT_ONCE}, "the copies to be answered")
+        copy()
+        await until(lambda: statistics.shadowed == {"SHED": 4, "OK": AT_ONCE + 1}, "another copy to be answered")
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 def test_a_copy_that_fails_is_logged_as_the_shadow_s_own(caplog: pytest.LogCaptureFixture) -> None:

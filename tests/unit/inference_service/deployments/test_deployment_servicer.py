@@ -54,7 +54,7 @@ def served(
             return ["millrace.inference.v1.DeploymentService"]
 
         async def main() -> None:
-            async with asyncio.timeout(30), running(register) as kit:
+            async with asyncio.timeout(60), running(register) as kit:
                 await scenario(pb_grpc.DeploymentServiceStub(kit.channel))
 
         asyncio.run(main())

@@ -163,6 +163,7 @@ def test_a_signature_of_an_earlier_release_offers_the_names_that_its_log_has() -
     assert PEOPLE.offered == PEOPLE.outputs
 
 
+@pytest.mark.timed
 def test_strings_are_looked_at_only_after_their_number() -> None:
     strings = Signature((TensorSpec("s", "BYTES", (-1,)),), TensorSpec("x", "FP32", (-1, 2)), ())
     many = 1_000_000

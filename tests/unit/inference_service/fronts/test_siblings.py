@@ -29,6 +29,7 @@ from inference_service.sibling_reports import SiblingReports
 from shared.settings import SettingsError
 from tests.support.inference_server import until
 from tests.support.ports import free_ports
+from tests.support.process_states import stop_process
 from tests.unit.inference_service.reconciling.test_ray_serve import ENVIRON
 
 
@@ -51,7 +52,7 @@ def test_one_front_alone_leads_listens_and_waits_for_nobody() -> None:
     assert alone.leads
     assert alone.may_listen(False, [])
     assert list(alone.counts("a")) == []
-    asyncio.run(asyncio.wait_for(alone.let_go("a", time.time(), 60.0), 5))
+    asyncio.run(asyncio.wait_for(alone.let_go("a", time.time(), 60.0), 60))
 
 
 def test_the_first_listens_at_once_only_while_nobody_answers_and_the_others_when_all_are_ready(tmp_path: Path) -> None:
@@ -202,7 +203,7 @@ def test_an_application_goes_once_no_front_that_lives_sends_there(tmp_path: Path
         await asyncio.sleep(0.4)
         assert not going.done()
         second.tell(told("b"))
-        await asyncio.wait_for(going, 5)
+        await asyncio.wait_for(going, 60)
 
     asyncio.run(scenario())
 
@@ -225,7 +226,7 @@ def test_what_a_front_told_before_it_heard_that_an_application_goes_says_nothing
             await asyncio.sleep(0)
         assert not going.done()
         second.tell(told())
-        await asyncio.wait_for(going, 5)
+        await asyncio.wait_for(going, 60)
 
     asyncio.run(scenario())
 
@@ -234,7 +235,7 @@ def test_a_front_that_has_hung_for_long_is_not_waited_for(tmp_path: Path) -> Non
     first, second = Siblings(tmp_path, 0), Siblings(tmp_path, 1)
     second.tell(told("a"))
     silence(tmp_path, 1, 61)
-    asyncio.run(asyncio.wait_for(first.let_go("a", time.time(), 60.0), 5))
+    asyncio.run(asyncio.wait_for(first.let_go("a", time.time(), 60.0), 60))
 
 
 def test_counts_of_several_fronts_add_up_to_those_of_one(tmp_path: Path) -> None:
@@ -309,7 +310,7 @@ def test_what_a_front_refuses_as_it_is_first_started_ends_all(tmp_path: Path, mo
     for name, value in {"STARTS": str(tmp_path), "ENDING": str(REFUSED), "ENDS": "1"}.items():
         monkeypatch.setenv(name, value)
     listen = f"127.0.0.1:{free_ports(1)[0]}"
-    running = asyncio.wait_for(run_fronts("tests.support.ending_child", listen, 2), 30)
+    running = asyncio.wait_for(run_fronts("tests.support.ending_child", listen, 2), 60)
     assert asyncio.run(running) == REFUSED
     assert (tmp_path / "1-0").exists()
     assert not (tmp_path / "1-1").exists()
@@ -418,8 +419,8 @@ def test_a_front_that_can_tell_nothing_is_spared_until_it_hangs(
         watching = asyncio.create_task(hangs(tmp_path, 0, front))
         done, _ = await asyncio.wait({watching}, timeout=5.0)
         assert not done
-        os.kill(front, signal.SIGSTOP)
-        await asyncio.wait_for(watching, 30)
+        await asyncio.to_thread(stop_process, front)
+        await asyncio.wait_for(watching, 60)
 
     monkeypatch.setattr("inference_service.fronts.front_watch.LOOK_EVERY_S", 0.2)
     command = [sys.executable, "-c", MUTE, str(tmp_path), limit]

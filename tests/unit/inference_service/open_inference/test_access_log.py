@@ -47,7 +47,7 @@ def test_a_call_is_logged_with_its_model_version_status_and_time(lines: list[Lin
     async def scenario(server: Server) -> None:
         await server.stub.ModelInfer(ask(1), metadata=(("x-request-id", "r1"),))
         # With a deadline, which the server need not set.
-        await server.stub.ModelInfer(ask(1), timeout=20)
+        await server.stub.ModelInfer(ask(1), timeout=60)
         wrong = ask(1)
         wrong.inputs[0].datatype = "FP64"
         await told(server.stub.ModelInfer(wrong))

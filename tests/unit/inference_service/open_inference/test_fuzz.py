@@ -131,6 +131,7 @@ def no_fault_of_ours(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert "a request of a stream failed" not in caplog.text
 
 
+@pytest.mark.timed
 @pytest.mark.filterwarnings("ignore:::PIL")  # of broken images
 @pytest.mark.timeout(SECONDS + 300)
 def test_whatever_is_sent_is_answered_or_refused_as_documented(record_property: Callable[[str, object], None]) -> None:

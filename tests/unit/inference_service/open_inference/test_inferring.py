@@ -270,7 +270,7 @@ def test_a_call_whose_deadline_passes_counts_as_late_and_one_that_is_cancelled_d
         assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: server.model.at_work == 0, "the batch is given up")
         assert ended(server) == ({"DEADLINE_EXCEEDED": 1}, 1)
-        call = server.stub.ModelInfer(ask(1), timeout=20.0)
+        call = server.stub.ModelInfer(ask(1), timeout=60)
         await until(lambda: server.model.at_work == 1, "the model is at work")
         call.cancel()
         await until(lambda: server.model.at_work == 0, "the batch is given up")
@@ -351,9 +351,9 @@ def test_a_large_answer_waits_for_no_thread_that_waits_for_the_store(monkeypatch
         silent = threading.Event()
         with ThreadPoolExecutor(1) as only:
             asyncio.get_running_loop().set_default_executor(only)
-            waits = asyncio.create_task(asyncio.to_thread(silent.wait, 20))
+            waits = asyncio.create_task(asyncio.to_thread(silent.wait, 120))
             try:
-                await server.stub.ModelInfer(ask(1), timeout=5)
+                await server.stub.ModelInfer(ask(1), timeout=60)
             finally:
                 silent.set()
                 await waits

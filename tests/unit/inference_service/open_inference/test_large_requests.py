@@ -1,80 +1,96 @@
-"""Large requests beside small ones, over gRPC: the real server, dispatcher and batcher before a replica that sleeps.
-
-Times are five times those of a ResNet-18's batches and of 200 ms, so that a busy machine's pauses weigh little; what is
-asserted are shares of counts.
-"""
+"""Large requests beside small ones, over gRPC: the real server, dispatcher and batcher before a model that the test
+lets compute one batch after the other. What is asserted are numbers of batches and of rows."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import grpc
 import numpy as np
 
 from inference_service.domain.rows import Outputs, Rows
-from tests.support.inference_server import Server, ask, deployment, served
-from tests.support.simulated_serving import CAPACITY, COMPUTING_S, MAX_ROWS
+from tests.support.inference_server import Server, ask, deployment, served, until
+from tests.support.simulated_serving import MAX_ROWS
 
-SLOWER, DEADLINE_S = 5, 1.0
-SMALL, SMALL_PER_S = 100, 20  # a tenth of the capacity
+SMALL, SMALL_ONE = 30, 2
 LARGE_ROWS = 512
+IN_FLIGHT = 2
 
 
-class Sleeper:
-    """Computes one batch after the other; remembers how many rows each had, and how long it should have taken them."""
+class Gated:
+    """Computes a batch, the first that came of those that wait, when it is let to; remembers how many rows each had,
+    and which batches had a small request's."""
 
     def __init__(self) -> None:
-        self._free = asyncio.Lock()
+        self.waiting: list[asyncio.Event] = []
         self.batches: list[int] = []
-        self.busy_s = 0.0
+        self.with_small: list[int] = []
 
     async def forward(self, rows: Rows) -> Outputs:
-        computing_s = SLOWER * float(np.interp(len(rows), list(COMPUTING_S), list(COMPUTING_S.values())))
-        async with self._free:
-            self.batches.append(len(rows))
-            self.busy_s += computing_s
-            await asyncio.sleep(computing_s)
+        first_numbers = next(iter(rows.values.values()))[:, 0]
+        if SMALL_ONE in first_numbers:
+            self.with_small.append(len(self.batches))
+        self.batches.append(len(rows))
+        may_end = asyncio.Event()
+        self.waiting.append(may_end)
+        await may_end.wait()
         logits = next(iter(rows.values.values())).astype(np.float32)
-        return Outputs([logits, logits.argmax(axis=1)], input_s=0.0, infer_s=computing_s)
+        return Outputs([logits, logits.argmax(axis=1)])
+
+    async def compute_one(self) -> None:
+        await until(lambda: bool(self.waiting), "a batch to come")
+        self.waiting.pop(0).set()
 
 
-def test_small_requests_are_in_time_beside_large_ones_which_get_what_they_leave() -> None:
-    statuses: Counter[str] = Counter()
-    sleeper = Sleeper()
+def test_small_requests_wait_for_few_batches_beside_large_ones_which_get_what_they_leave() -> None:
+    gated = Gated()
 
     async def scenario(server: Server) -> None:
-        large = ask(*[1] * LARGE_ROWS)
         end = asyncio.Event()
-        answered_rows = 0
+        answered = 0
 
-        async def ask_small() -> None:
-            try:
-                await server.stub.ModelInfer(ask(1), timeout=DEADLINE_S)
-                statuses["OK"] += 1
-            except grpc.aio.AioRpcError as error:
-                statuses[error.code().name] += 1
+        def queued_rows() -> int:
+            return sum(one.queued_rows for one in server.models.listed())
+
+        def small_ones_that_came() -> int:
+            return (sum(gated.batches) + queued_rows()) % LARGE_ROWS
 
         async def ask_large() -> None:
-            nonlocal answered_rows
+            nonlocal answered
             while not end.is_set():
-                await server.stub.ModelInfer(large, timeout=60)
-                answered_rows += LARGE_ROWS
+                await server.stub.ModelInfer(ask(*[1] * LARGE_ROWS), timeout=240)
+                answered += 1
 
-        bulk = asyncio.create_task(ask_large())
-        asking = []
-        for _ in range(SMALL):  # whenever their time has come, answered or not
-            asking.append(asyncio.create_task(ask_small()))
-            await asyncio.sleep(1 / SMALL_PER_S)
-        await asyncio.gather(*asking)
+        async def batches_before_a_small_one() -> int:
+            """How many are begun between the coming of a small request and its own batch."""
+            await until(lambda: bool(gated.waiting) and queued_rows() > 0, "a large request to wait")
+            before = small_ones_that_came()
+            small = asyncio.ensure_future(server.stub.ModelInfer(ask(SMALL_ONE), timeout=240))
+            await until(lambda: small_ones_that_came() == before + 1, "the small request to come")
+            begun = len(gated.batches)
+            while not small.done():
+                await gated.compute_one()
+                await until(lambda: small.done() or bool(gated.waiting), "the next batch, or the answer")
+            await small
+            return gated.with_small[-1] - begun
+
+        async def let_all_compute() -> None:
+            while True:
+                await gated.compute_one()
+
+        bulk = [asyncio.create_task(ask_large()) for _ in range(2)]
+        waited = [await batches_before_a_small_one() for _ in range(SMALL)]
         end.set()
-        await bulk
-        assert statuses["OK"] >= 0.95 * SMALL, (statuses, sleeper.batches)
-        left = CAPACITY / SLOWER * sleeper.busy_s - statuses["OK"]
-        assert answered_rows >= 0.9 * left, (answered_rows, statuses, sleeper.batches)
+        rest = asyncio.create_task(let_all_compute())
+        await asyncio.gather(*bulk)
+        rest.cancel()
+        # In the order in which they came it would be up to 32.
+        assert max(waited) <= 1, waited
+        assert answered * LARGE_ROWS == sum(gated.batches) - SMALL
+        assert sum(gated.batches) >= 0.9 * MAX_ROWS * len(gated.batches), gated.batches
 
     one = deployment()
-    options: dict[str, Any] = {"max_rows": MAX_ROWS, "max_queued_rows": 4096, "max_in_flight": 2, "max_delay_s": 0.002}
-    served(scenario, replace(one, spec=replace(one.spec, max_queued_rows=4096)), model=sleeper, **options)
+    options: dict[str, Any] = {"max_rows": MAX_ROWS, "max_queued_rows": 4096, "max_in_flight": IN_FLIGHT}
+    options["max_delay_s"] = 0.002
+    served(scenario, replace(one, spec=replace(one.spec, max_queued_rows=4096)), model=gated, **options)

@@ -189,7 +189,7 @@ def test_a_front_whose_replicas_could_not_be_asked_opens_no_port_that_another_an
         running.trouble = None
         await starting.reconcile()
         assert starting.holds() == [name]
-        await asyncio.wait_for(turn, 5)
+        await asyncio.wait_for(turn, 60)
 
     asyncio.run(scenario())
 

@@ -55,7 +55,7 @@ class Serve(Running):
 
     def delete(self, name: str) -> None:
         self.deleting.add(name)
-        assert self.may_end.wait(5)
+        assert self.may_end.wait(60)
         self.deleting.discard(name)
         super().delete(name)
 

@@ -49,7 +49,7 @@ def test_a_frontend_that_starts_while_the_store_is_full_serves_what_runs_and_mar
         reconciler, models, _ = reconciling(deployments, one)
 
         async def scenario(ready: asyncio.Event, _: asyncio.Task[None]) -> None:
-            await asyncio.wait_for(ready.wait(), 20)
+            await asyncio.wait_for(ready.wait(), 60)
             assert models.is_ready("m", "")
             await until(lambda: flaky.refused > 2, "it tries to mark what it serves")
             flaky.come_back()
@@ -101,7 +101,7 @@ def test_a_frontend_that_starts_while_the_store_is_silent_serves_what_runs_as_ra
         reconciler, models, _ = reconciling(deployments, one, running=running)
 
         async def scenario(ready: asyncio.Event, _: asyncio.Task[None]) -> None:
-            await asyncio.wait_for(ready.wait(), 20)
+            await asyncio.wait_for(ready.wait(), 60)
             assert models.is_ready("m", "")
             asked = silent.asked
             await until(lambda: silent.asked > asked + 2, "it asks the store again and again")
@@ -133,7 +133,7 @@ def test_a_frontend_that_knows_of_nothing_goes_on_asking_the_store_and_is_not_re
             await until(lambda: silent.asked > 3 or task.done(), "it asks again and again")
             assert not ready.is_set()
             silent.is_silent = False
-            await asyncio.wait_for(ready.wait(), 20)
+            await asyncio.wait_for(ready.wait(), 60)
             assert models.is_ready("m", "")
 
         await started(reconciler, scenario)
@@ -173,7 +173,7 @@ def test_threads_that_all_wait_for_the_store_are_not_taken_for_a_silent_ray(
         reconciler, models, _ = reconciling(deployments, one)
 
         async def scenario(ready: asyncio.Event, task: asyncio.Task[None]) -> None:
-            await asyncio.wait_for(ready.wait(), 20)
+            await asyncio.wait_for(ready.wait(), 60)
             held = [asyncio.create_task(asyncio.to_thread(answers.wait)) for _ in range(8)]
             await asyncio.wait({task}, timeout=2)  # four times the time that Serve has for an answer
             answers.set()

@@ -141,6 +141,7 @@ def jpeg_that_claims(width: int, height: int) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.timed
 def test_an_image_of_a_hundred_megapixels_is_refused_before_it_is_decoded() -> None:
     with cpu_at_most(0.5):  # decoding it takes more
         _, refused, _ = photos().prepare(Rows(RAW, {"photo": objects(jpeg_that_claims(10_000, 10_000), png(3))}))
@@ -168,6 +169,7 @@ def test_images_that_are_too_many_pixels_to_lie_side_by_side_are_prepared_one_by
         assert prepared[row].tobytes() == photos().prepare(rows.slice(row, row + 1))[0][0].tobytes()
 
 
+@pytest.mark.timed
 def test_a_request_of_too_many_pixels_is_refused_before_they_are_decoded_and_others_in_its_batch_are_not() -> None:
     data = large(50)
     with cpu_at_most(0.5):  # decoding them takes more

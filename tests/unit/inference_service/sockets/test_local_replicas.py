@@ -38,7 +38,7 @@ class Doubler:
         values = rows.values["x"]
         self.seen.append(int(values.flat[0]))
         self.at_work.set()
-        assert self.may_work.wait(timeout=20)
+        assert self.may_work.wait(timeout=60)
         if values.flat[0] < 0:
             raise FailedPrecondition("no negative numbers")
         if values.flat[0] == 0:
@@ -69,7 +69,7 @@ def names(folder: Path) -> list[str]:
 
 def on_a_loop(scenario: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await scenario()
 
     asyncio.run(bounded())

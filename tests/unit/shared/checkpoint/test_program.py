@@ -52,7 +52,7 @@ def test_the_next_pieces_are_on_their_way_while_one_is_used(store: ObjectStore) 
 
         def get_range(self, key: str, start: int, length: int) -> bytes:
             if start < 40:
-                together.wait(20)
+                together.wait(60)
             return store.get_range(key, start, length)
 
     assert b"".join(read_pieces(Waiting(), FOLDER, file)) == bytes(range(50))

@@ -212,6 +212,7 @@ def test_a_failed_read_keeps_no_file_open(store: ObjectStore, reader: VersionRea
     assert open_files() < before + len(kept)
 
 
+@pytest.mark.timed
 def test_very_many_columns_are_selected_soon(reader: VersionReader) -> None:
     names = [f"c{number}" for number in range(10_000)]
     reader._schema = pa.schema([(name, pa.int64()) for name in names])

@@ -110,7 +110,7 @@ def chatty(rows: pa.RecordBatch) -> pa.RecordBatch:
     """Prints, by whatever way, and leaves a process behind that keeps its standard output."""
     print("S is no answer", flush=True)
     os.write(1, b"nor is this")
-    subprocess.Popen(["sleep", "30"])
+    subprocess.Popen(["sleep", "90"])
     return rows
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 
 import numpy as np
 import pyarrow as pa
@@ -97,12 +96,8 @@ def test_a_name_that_is_no_function_of_a_module_is_refused(function: str) -> Non
 
 
 def test_a_function_that_does_not_end_is_stopped() -> None:
-    started = time.monotonic()
-
     with pytest.raises(InvalidArgument, match=r"stuck took longer than 0\.2 s for 2 rows"):
         custom("stuck", timeout_s=0.2)(ROWS)
-
-    assert time.monotonic() - started < 5
 
 
 def test_in_other_threads_a_function_that_took_too_long_is_refused_once_it_ends() -> None:

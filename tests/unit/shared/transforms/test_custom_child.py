@@ -39,7 +39,7 @@ def test_what_the_function_prints_and_leaves_behind_is_no_part_of_its_answer() -
     started = time.monotonic()
     with functions_in_children():
         assert custom("chatty").output(GIVEN) == GIVEN
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60  # the process that it left goes on for 90 s
 
 
 @pytest.mark.parametrize(

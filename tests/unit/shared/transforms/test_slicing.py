@@ -232,6 +232,7 @@ def test_a_step_of_columns_that_makes_no_sense_is_refused(step: dict[str, Any], 
 
 
 @pytest.mark.parametrize("op", ["select", "drop", "concat", "custom", "rename"])
+@pytest.mark.timed
 def test_a_step_of_very_many_columns_is_refused_by_their_number_and_soon(op: str) -> None:
     names = [f"c{number}" for number in range(100_000)]
     columns = dict.fromkeys(names, "x") if op == "rename" else names
@@ -267,6 +268,7 @@ def test_recorded_steps_of_very_many_columns_still_work() -> None:
 
 
 @pytest.mark.parametrize("op", ["select", "drop", "rename"])
+@pytest.mark.timed
 def test_a_step_of_as_many_columns_as_a_version_may_have_is_soon_checked(op: str) -> None:
     schema: Schema = {f"c{number}": ScalarType(pa.int64()) for number in range(10_000)}
     columns = {name: f"{name}x" for name in schema} if op == "rename" else list(schema)[1:]
@@ -274,6 +276,7 @@ def test_a_step_of_as_many_columns_as_a_version_may_have_is_soon_checked(op: str
         assert len(pipeline({op: {"columns": columns}}).output(schema)) in (1, 9_999, 10_000)
 
 
+@pytest.mark.timed
 def test_two_of_very_many_columns_that_would_have_one_name_are_found_soon() -> None:
     schema: Schema = {f"c{number}": ScalarType(pa.int64()) for number in range(10_000)}
     columns = {name: f"{name}x" for name in schema} | {"c9999": "c0x"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.process_states import stop_process
 from tests.support.waiting import wait_until
 from train_service.attempt.pulses import Pulses
 from train_service.domain.watchdog import Phase, hung
@@ -83,6 +83,7 @@ def test_a_wish_reaches_the_rank_and_the_highest_stays(pulses: Pulses) -> None:
         assert pulse.wish == SUSPEND
 
 
+@pytest.mark.timed
 def test_the_start_of_a_resumed_run_is_no_step(pulses: Pulses) -> None:
     with Pulse(0, pulses.address) as pulse:
         pulse.at(20, Phase.STARTING)
@@ -96,6 +97,7 @@ def test_the_start_of_a_resumed_run_is_no_step(pulses: Pulses) -> None:
         wait_until(lambda: len(pulses.seconds_per_step) == 1, "the second step")
 
 
+@pytest.mark.timed
 def test_the_start_of_a_fresh_run_is_no_part_of_its_first_step(pulses: Pulses) -> None:
     with Pulse(0, pulses.address) as pulse:
         wait_until(lambda: bool(pulses.at_work()), "the rank to be heard")
@@ -108,6 +110,7 @@ def test_the_start_of_a_fresh_run_is_no_part_of_its_first_step(pulses: Pulses) -
     assert pulses.first_step_s < 2.5
 
 
+@pytest.mark.timed
 def test_seconds_per_step_come_from_where_rank_0_is(pulses: Pulses) -> None:
     with Pulse(0, pulses.address) as pulse:
         began = time.monotonic()
@@ -125,7 +128,7 @@ def test_stacks_show_every_thread_of_a_rank_that_answers_and_a_stopped_one_falls
         wait_until(lambda: any(one.step == 7 for one in pulses.heard()), "the rank to be heard", within_s=60)
         assert "in train_loop" in pulses.stacks(10.0)[1]
 
-        child.send_signal(signal.SIGSTOP)
+        stop_process(child.pid)
         stopped = time.monotonic()
         states = [one.state(stopped + 31.0) for one in pulses.at_work()]
         assert hung(states, 30.0) == [1]

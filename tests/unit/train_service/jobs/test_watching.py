@@ -13,14 +13,16 @@ from millrace.train.v1 import resources_pb2
 from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client import connect
 from millrace_client.train import TrainClient, Update
-from shared.jobs import Jobs
-from shared.jobs.transitions import confirm_suspend
+from shared.errors import NotFound
+from shared.jobs import JobRecord, Jobs
+from shared.jobs.transitions import confirm_cancel, confirm_delete, confirm_suspend, request_delete
 from shared.storage import ObjectStore
 from tests.support.grpc_kit import running
 from tests.support.train_server import asked, registered
 from tests.support.training_records import JOB, begin, finish, make_job
 from tests.unit.train_service.checkpoints.test_coverage import VERSION
 from train_service.attempt.endings import tell_lost
+from train_service.jobs.training_jobs import JobView, TrainingJobs
 from train_service.records.events import EventKind, EventLog
 
 T = TypeVar("T")
@@ -89,6 +91,7 @@ def test_what_is_written_before_a_transition_is_sent_before_it(store: ObjectStor
         while not seen or seen[-1] != "SUSPENDED":
             seen.append(told(await anext(stream)))
         assert [one for one in seen if one != "SUSPENDING"] == ["warning", "attempt_ended", "SUSPENDED"]
+        assert seen.count("SUSPENDING") == 1
         jobs.resume(JOB, JOB)
         assert told(await anext(stream)) == "RECOVERING"
         begin(jobs)
@@ -98,6 +101,44 @@ def test_what_is_written_before_a_transition_is_sent_before_it(store: ObjectStor
         assert [told(one) async for one in stream] == ["warning", "SUCCEEDED"]
 
     asked(store, scenario)
+
+
+def test_each_transition_between_two_looks_is_sent_in_its_order(
+    store: ObjectStore, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+    since = TrainingJobs.since
+
+    def after_all(training: TrainingJobs, name: str, seen: JobRecord) -> list[JobView]:
+        if not looks:
+            suspend(store, jobs)
+            jobs.resume(JOB, JOB)
+            begin(jobs)
+            jobs.cancel(JOB, JOB)
+            jobs.transition(JOB, lambda job: confirm_cancel(job, time.time()))
+        looks.append(name)
+        return since(training, name, seen)
+
+    async def scenario(stub: Any) -> None:
+        stream = stub.WatchTrainingJob(pb.WatchTrainingJobRequest(name=JOB), timeout=60)
+        states = ["SUSPENDING", "SUSPENDED", "RECOVERING", "RUNNING", "CANCELLING", "CANCELLED"]
+        assert [told(one) async for one in stream] == ["RUNNING", "warning", "attempt_ended", *states]
+
+    monkeypatch.setattr(TrainingJobs, "since", after_all)
+    asked(store, scenario)
+
+
+def test_a_job_that_was_made_anew_is_sent_without_the_states_of_the_one_before(jobs: Jobs) -> None:
+    seen = jobs.get(JOB, JOB)
+    finish(jobs)
+    jobs.transition(JOB, lambda job: request_delete(job, time.time()))
+    jobs.transition(JOB, lambda job: confirm_delete(job, time.time()))
+    with pytest.raises(NotFound, match=JOB):
+        jobs.since(JOB, JOB, seen)
+    jobs.create(JOB, JobRecord(uid="another", name=JOB, spec=seen.spec, create_time=0, update_time=0))
+    begin(jobs)
+    assert [one.state.name for one in jobs.since(JOB, JOB, seen)] == ["PENDING", "RUNNING"]
+    assert jobs.since(JOB, JOB, jobs.get(JOB, JOB)) == []
 
 
 def test_a_job_that_is_suspended_already_is_sent_again_behind_its_events(store: ObjectStore, jobs: Jobs) -> None:
@@ -137,6 +178,7 @@ def test_our_client_has_every_event_of_a_job_that_is_suspended_under_its_eyes(st
 
     seen = by_the_sdk(store, watched)
     assert [one for one in seen if one != "SUSPENDING"] == ["RUNNING", "warning", "attempt_ended", "SUSPENDED"]
+    assert seen.count("SUSPENDING") == 1
 
 
 def test_our_client_has_every_event_of_a_job_that_is_suspended_already(store: ObjectStore, jobs: Jobs) -> None:

@@ -63,6 +63,7 @@ def test_who_waits_for_tasks_that_never_run_does_not_get_on_and_ends_with_the_ca
     assert time.monotonic() - began > 1.5  # what a start may take
 
 
+@pytest.mark.timed
 def test_a_task_that_has_made_something_is_a_sign_though_its_table_comes_later() -> None:
     def work_on(executor: Executor) -> None:
         executor._execution_started = True
@@ -78,6 +79,7 @@ def test_a_task_that_has_made_something_is_a_sign_though_its_table_comes_later()
     tables.close()
 
 
+@pytest.mark.timed
 def test_after_the_first_table_less_patience_is_enough_and_who_takes_them_may_take_his_time() -> None:
     def go(executor: Executor) -> None:
         executor._execution_started = True

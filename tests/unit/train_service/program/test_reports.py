@@ -142,7 +142,7 @@ def attempt(store: ObjectStore, tmp_path: Path) -> Iterator[Begun]:
 def test_a_report_returns_on_no_rank_before_all_have_come_and_the_checkpoint_is_named(attempt: Begun) -> None:
     run = attempt()
     first = run.on_rank(0, {"loss": 0.5, "epoch": 3}, {"model.pt": b"weights", "deep/er/x": b""})
-    wait_until(lambda: run.coordinator._parts.keys() == {0}, "rank 0 to come", within_s=10)
+    wait_until(lambda: run.coordinator._parts.keys() == {0}, "rank 0 to come")
     assert not first.done()
     assert run.entries() == []
 
@@ -184,7 +184,7 @@ def test_the_next_attempt_goes_on_behind_the_newest_checkpoint_and_sweeps_what_w
     first = attempt(1)
     first.report({"model.pt": b"1"}, loss=1.0)
     half = first.on_rank(0, {}, {"model.pt": b"half"})
-    wait_until(lambda: 0 in first.coordinator._parts, "the upload", within_s=10)
+    wait_until(lambda: 0 in first.coordinator._parts, "the upload")
 
     second = attempt(2)
 
@@ -235,7 +235,7 @@ def test_a_rank_that_returns_while_another_waits_in_a_report_ends_the_run_at_onc
 def test_missing_ranks_are_named_and_at_last_end_the_run(attempt: Begun) -> None:
     run = attempt(world_size=3, named_after_s=0.5, missing_for_s=3.0)
     waiting = run.on_rank(0, {}, None)
-    wait_until(lambda: run.coordinator.missing == [1, 2], "the missing ranks to be named", within_s=10)
+    wait_until(lambda: run.coordinator.missing == [1, 2], "the missing ranks to be named")
     assert not waiting.done()
     assert "ray.train.report has not been called by all 3 workers in the group" in run.warnings()[0]
     with pytest.raises(Internal, match=r"\[1, 2\] within"):
@@ -281,7 +281,7 @@ def test_at_most_one_asynchronous_report_waits_beside_the_one_that_is_delivered(
         run.on_rank(0, {}, {"model.pt": b"%d" % number}, mode=ASYNC).result(30)
     third = run.on_rank(0, {}, {"model.pt": b"3"}, mode=ASYNC)
     spool = run.tmp / "r0"
-    wait_until(lambda: 0 in run.coordinator._parts, "rank 0's first report", within_s=10)
+    wait_until(lambda: 0 in run.coordinator._parts, "rank 0's first report")
     assert not third.done()
     assert sorted(path.name for path in spool.iterdir()) == ["waiting-00000001", "waiting-00000002"]
     run.on_rank(1, {}, None).result(30)
@@ -457,11 +457,11 @@ def test_copies_are_fetched_in_any_order_and_one_that_was_just_asked_for_stays(a
 def test_a_request_whose_connection_broke_is_asked_again(attempt: Begun) -> None:
     run = attempt()
     waiting = run.on_rank(0, {"loss": 1.0}, {"m": b"1"})
-    wait_until(lambda: 0 in run.coordinator._parts, "rank 0 to come", within_s=10)
+    wait_until(lambda: 0 in run.coordinator._parts, "rank 0 to come")
     connection = run.pulses[0]._connection
     assert connection is not None
     connection.shutdown(2)
-    wait_until(lambda: run.pulses[0]._connection not in (None, connection), "another connection", within_s=10)
+    wait_until(lambda: run.pulses[0]._connection not in (None, connection), "another connection")
     run.on_rank(1, {}, None).result(30)
     waiting.result(30)
     assert [one.step for one in run.entries()] == [1]

@@ -141,7 +141,7 @@ def test_an_attempt_at_a_job_that_was_deleted_hears_it_and_writes_no_more(
         jobs.create(JOB, JobRecord(uid="v", name=JOB, spec={}, create_time=0, update_time=0))
 
     with Reporter(store, JOB, 1) as reporter:
-        wait_until(lambda: reporter.stop_reason == STALE, "that it is gone", within_s=10)
+        wait_until(lambda: reporter.stop_reason == STALE, "that it is gone")
         reporter.tell(EventKind.WARNING, text="from nowhere")
 
     assert not written(store)

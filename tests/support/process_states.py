@@ -1,0 +1,30 @@
+"""What the kernel says of a process: whether it is stopped, or gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+from tests.support.waiting import wait_until
+
+
+def thread_states(pid: int) -> set[str]:
+    """The states of the process's threads as `ps` writes them: R, S, D, T (stopped), Z (dead, its parent was not there
+    yet). Empty where there is no such process."""
+    states: set[str] = set()
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # the thread has ended
+                states.add((task / "stat").read_text().rpartition(")")[2].split()[0])
+    return states
+
+
+def stop_process(pid: int) -> None:
+    """SIGSTOP, and the wait until no thread of the process runs any more: on a busy machine that takes a while.
+
+    Raises `ProcessLookupError` where there is no such process.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: thread_states(pid) <= {"T", "Z"}, f"process {pid} to stop")
