@@ -16,6 +16,7 @@ from millrace_client.cli.exits import PlainCommand
 from millrace_client.cli.options import address_options, connected, json_option
 from millrace_client.cli.output import console, print_json
 from millrace_client.cli.step_options import kwargs_of
+from millrace_client.cli.train_specs import workers_of
 from millrace_client.cli.train_watching import watch_job
 from millrace_client.specs import program_spec
 
@@ -35,8 +36,14 @@ SCRIPT = ".py"
 @click.option("--dataset-version", default="", metavar="NAME", help="datasets/d/versions/v, for get_dataset_shard.")
 @click.option("--train-split", default="", metavar="SPLIT", help="Default: train.")
 @click.option("--validation-split", default="", metavar="SPLIT", help="Default: validation, where there is one.")
-@click.option("--workers", default=2, show_default=True)
-@click.option("--min-workers", default=0, help="The fewest to go on with. Default: --workers.")
+@click.option(
+    "--workers",
+    callback=workers_of,
+    metavar="N|MIN..MAX",
+    help="MIN..MAX: it goes on with fewer, from MIN up, while nodes are lost. 0: local mode, to debug. Default: 2, and "
+    "of a script what its ScalingConfig says.",
+)
+@click.option("--min-workers", default=0, help="The fewest to go on with, of --workers. Default: --workers.")
 @click.option("--cpus", default=0.0, help="Of each worker. Default: 1.")
 @click.option(
     "--gpus", "--gpus-per-worker", type=float, help="Of each worker. Default: 1 where the cluster has enough."
@@ -57,8 +64,8 @@ def run(program: str, job: str, config: tuple[str, ...], then_watch: bool | None
 
     SCRIPT.py is run as `python SCRIPT.py` would, and its TorchTrainers' fit() calls train on the job's workers. The
     file alone is pushed; SOURCE:SCRIPT.py pushes the folder SOURCE, for a script with modules of its own.
-    SOURCE:MODULE:FUNCTION calls a training function, without a trainer. What the options say counts, whatever a
-    script's ScalingConfig and RunConfig say.
+    SOURCE:MODULE:FUNCTION calls a training function, without a trainer. What the options leave open of workers,
+    failures and checkpoints, a script's ScalingConfig, RunConfig and TorchConfig say.
 
     \b
     millrace train run cells.py --workers 2
@@ -67,6 +74,7 @@ def run(program: str, job: str, config: tuple[str, ...], then_watch: bool | None
     """
     source, entry = _parts(program)
     settings = kwargs_of(config, "--config")
+    sizes = _sizes(values["workers"], values["min_workers"], is_script=entry.endswith(SCRIPT))
     if then_watch is None:
         then_watch = entry.endswith(SCRIPT)
     with connected(values) as millrace:
@@ -78,8 +86,7 @@ def run(program: str, job: str, config: tuple[str, ...], then_watch: bool | None
             dataset_version=values["dataset_version"],
             train_split=values["train_split"],
             validation_split=values["validation_split"],
-            num_workers=values["workers"],
-            min_workers=values["min_workers"],
+            **sizes,
             threads_per_worker=values["threads"],
             seed=values["seed"],
             max_failures=values["max_failures"],
@@ -100,6 +107,17 @@ def run(program: str, job: str, config: tuple[str, ...], then_watch: bool | None
             console().print(
                 f"[bold]{made.name}[/] is durable and starts. millrace train watch {name} shows how it goes."
             )
+
+
+def _sizes(workers: tuple[int, int] | None, fewest: int, *, is_script: bool) -> dict[str, int]:
+    """The fields of the specification; none where a script says them."""
+    if fewest and workers is None:
+        raise click.UsageError(f"--min-workers {fewest} needs the most, too; use --workers {fewest}..MAX")
+    if workers is None:
+        return {} if is_script else {"num_workers": 2}
+    if fewest and workers[0]:
+        raise click.UsageError("--workers MIN..MAX has the fewest already; leave --min-workers out")
+    return {"num_workers": workers[1], "min_workers": fewest or workers[0]}
 
 
 def _parts(program: str) -> tuple[Path, str]:
