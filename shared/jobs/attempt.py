@@ -85,18 +85,22 @@ class AttemptContext:
             raise StaleAttempt(f"{self.job.name} was deleted")
         return job
 
-    def choose(self, choices: Mapping[str, Any], **budgets: int) -> None:
+    def choose(self, choices: Mapping[str, Any], budgets: Mapping[str, int] | None = None) -> None:
         """Adds to what the job's attempts chose, for this one and those after it. `budgets` are its `max_failures` and
         `max_preemptions`, where they are to be others. Raises `StaleAttempt` where a later attempt is at work."""
+
+        def allowed(job: JobRecord) -> JobRecord:
+            most = {"max_failures": job.max_failures, "max_preemptions": job.max_preemptions, **(budgets or {})}
+            return replace(job, max_failures=most["max_failures"], max_preemptions=most["max_preemptions"])
 
         def chosen(newest: JobRecord) -> JobRecord:
             if newest.uid != self.job.uid or newest.attempt != self.attempt or newest.state.final:
                 raise StaleAttempt(f"{newest.name} is at attempt {newest.attempt}, {newest.state}")
-            after = replace(newest, choices={**newest.choices, **choices}, **budgets)
+            after = allowed(replace(newest, choices={**newest.choices, **choices}))
             return newest if after == newest else after
 
         newest = self._jobs.transition(self.folder, chosen, self.attempt)
-        self.job = replace(self.job, choices=newest.choices, **budgets)
+        self.job = allowed(replace(self.job, choices=newest.choices))
 
     def note_leaving(self) -> None:
         """Notes that a node of the attempt will be taken away: should its process go with it, that is no failure."""

@@ -274,7 +274,7 @@ class ScriptRun:
             fit = replace(fit, device=device)
             chosen |= {RUN_DEVICE: device, ATTEMPT_DEVICE: device}
         budgets = {name: taken[name] for name in BUDGETS if name in taken}
-        patient(lambda: context.choose(chosen, **budgets), "what the script asks for")
+        patient(lambda: context.choose(chosen, budgets), "what the script asks for")
         patient(lambda: self._fits.begin(fit), "a run of the script")
         self._known[fit.number] = fit
         self._fit_spec = spec

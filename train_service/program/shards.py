@@ -243,8 +243,12 @@ class VersionShard(ray.data.DataIterator):
                     reason="OTHER_SHARD_STATE",
                 )
         epoch, rows = state_dict.get("epoch"), state_dict.get("rows")
-        whole = type(epoch) is int and type(rows) is int
-        if not (whole and 0 <= epoch <= MOST_EPOCHS and 0 <= rows <= self._rows.row_count):
+        if not (
+            isinstance(epoch, int)
+            and isinstance(rows, int)
+            and 0 <= epoch <= MOST_EPOCHS
+            and 0 <= rows <= self._rows.row_count
+        ):
             raise InvalidArgument(
                 f"ray.train.get_dataset_shard: the state_dict says epoch {epoch!r} and {rows!r} rows of "
                 f"{self._rows.row_count}; load one that this job saved",

@@ -112,3 +112,9 @@ def test_a_rank_that_was_given_nothing_stays_where_it_was() -> None:
     check(1, shard([0, 0, 2]), before)
     with pytest.raises(InvalidArgument, match=r"place = \[0, 0, 3\] must be \[0, 0, 2\]"):
         check(1, shard([0, 0, 3]), before)
+
+
+def test_ranges_that_could_be_joined_for_ever_are_refused() -> None:
+    for rank, span in enumerate(([0, 0, 4, 3], [0, 1, 3, 3])):
+        with pytest.raises(InvalidArgument, match="whole steps apart"):
+            check(rank, shard([0, 0, 1], span))

@@ -201,13 +201,15 @@ def test_a_rank_that_begins_gets_no_spans_of_what_was_given(attempt: Begun, stor
     [
         ({"place": [0, 0, 6]}, r"\['train'\].place = \[0, 0, 6\] is at position 12, where none"),
         ({"given": [[0, 0, 10, 0]]}, r"\['train'\].given\[0\] = \[0, 0, 10, 0\] must have the step 2"),
+        ({"given": [[0, 0, 3, 2]]}, r"\['train'\].given\[0\] = \[0, 0, 3, 2\] must be positions from 0"),
         ({"shard": {"seed": 9}}, r"\['train'\].shard.seed = 9 must be 0, that of this job"),
     ],
 )
 def test_a_forged_position_fails_the_run_and_names_its_rank(
     attempt: Begun, store: ObjectStore, change: dict[str, Any], text: str
 ) -> None:
-    """A step of 0 made the attempt join ranges for ever, with the watch over hung ranks looking away."""
+    """Ranges that end between two steps could have the attempt join them for ever, and a rank that waits for the
+    attempt is not taken for hung."""
     identity = commit_digits(store)
     shard = {"shard": {**identity, **change.pop("shard", {})}, "place": [0, 0, 5], "given": [[0, 0, 10, 2]], **change}
     run = attempt(world_size=2, take_shards=lambda: {"train": shard}, dataset_version=VERSION)

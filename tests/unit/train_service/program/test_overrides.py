@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from ray.train import FailureConfig, ScalingConfig
 from ray.train.torch import TorchConfig
+from ray.train.v2.api.config import FailureConfig, ScalingConfig
 
 from millrace.train.v1 import code_bundle_pb2, resources_pb2
 from shared.errors import InvalidArgument
