@@ -18,6 +18,7 @@ from shared.telemetry import configure_logging
 from train_service.attempt.endings import tell_lost
 from train_service.attempt.ingest_room import IngestRoom
 from train_service.domain.devices import RUN_DEVICE, attempt_device, with_devices
+from train_service.domain.script_settings import spec_of_job
 from train_service.domain.spec import CPU, GPU, RAY_DATA, TrainingSpec
 from train_service.jobs.cluster_memory import ClusterMemory
 from train_service.placement import cluster_use, devices_of, is_settling, lacking, totals, usable_nodes
@@ -66,7 +67,7 @@ class OwnCodeGate:
 
 def lacks(room: IngestRoom, gate: OwnCodeGate, job: JobRecord) -> str:
     """What the cluster lacks for the fewest workers that the job may go on with."""
-    spec = TrainingSpec.from_config(job.spec["training"])
+    spec = spec_of_job(job.spec["training"], job.choices)
     if refusal := gate.refusal(job, spec):
         return refusal
     if spec.local:
@@ -89,7 +90,7 @@ def lacks(room: IngestRoom, gate: OwnCodeGate, job: JobRecord) -> str:
 
 def choose(job: JobRecord) -> dict[str, Any]:
     """What the log keeps of the devices: those of the run, for all its attempts, and of the attempt that begins."""
-    spec = TrainingSpec.from_config(job.spec["training"])
+    spec = spec_of_job(job.spec["training"], job.choices)
     nodes = [] if spec.local else usable_nodes()
     run, device = devices_of(spec, job.choices.get(RUN_DEVICE, ""), nodes)
     return with_devices(job.choices, run, device)

@@ -6,8 +6,9 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from shared.errors import (
@@ -83,6 +84,23 @@ class AttemptContext:
             self._gone = True
             raise StaleAttempt(f"{self.job.name} was deleted")
         return job
+
+    def choose(self, choices: Mapping[str, Any], budgets: Mapping[str, int] | None = None) -> None:
+        """Adds to what the job's attempts chose, for this one and those after it. `budgets` are its `max_failures` and
+        `max_preemptions`, where they are to be others. Raises `StaleAttempt` where a later attempt is at work."""
+
+        def allowed(job: JobRecord) -> JobRecord:
+            most = {"max_failures": job.max_failures, "max_preemptions": job.max_preemptions, **(budgets or {})}
+            return replace(job, max_failures=most["max_failures"], max_preemptions=most["max_preemptions"])
+
+        def chosen(newest: JobRecord) -> JobRecord:
+            if newest.uid != self.job.uid or newest.attempt != self.attempt or newest.state.final:
+                raise StaleAttempt(f"{newest.name} is at attempt {newest.attempt}, {newest.state}")
+            after = allowed(replace(newest, choices={**newest.choices, **choices}))
+            return newest if after == newest else after
+
+        newest = self._jobs.transition(self.folder, chosen, self.attempt)
+        self.job = allowed(replace(self.job, choices=newest.choices))
 
     def note_leaving(self) -> None:
         """Notes that a node of the attempt will be taken away: should its process go with it, that is no failure."""

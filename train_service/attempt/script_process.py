@@ -21,7 +21,7 @@ import sys
 import traceback
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,26 @@ logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 MAX_TEXT = 200
+# Fields of Ray's configurations that `Asked` has, and the name, by which a run is told from others.
+IN_ASKED = frozenset(
+    {
+        "num_workers",
+        "use_gpu",
+        "resources_per_worker",
+        "accelerator_type",
+        "placement_strategy",
+        "backend",
+        "timeout_s",
+        "max_failures",
+        "max_preemption_failures",
+        "name",
+        "storage_path",
+        "failure_config",
+        "checkpoint_config",
+        "callbacks",
+        "worker_runtime_env",
+    }
+)
 PLAIN_LOG = logging.StreamHandler(sys.stdout)
 PLAIN_LOGGERS = ("train_service", "shared")
 
@@ -153,7 +173,8 @@ class ScriptDriver:
             self._channel.ask({"kind": "failed", "failure": asdict(failure)})
 
     def _asked(self, trainer: Any) -> Asked:
-        scaling, run_config = trainer.scaling_config, trainer.run_config
+        scaling, run_config, torch_config = trainer.scaling_config, trainer.run_config, trainer.backend_config
+        failures, checkpoints = run_config.failure_config, run_config.checkpoint_config
         workers = scaling.num_workers
         given = trainer.train_loop_config or {}
         return Asked(
@@ -164,11 +185,19 @@ class ScriptDriver:
             placement_strategy=str(scaling.placement_strategy),
             # Ray fills in its own where the script names none.
             storage_path="" if run_config.storage_path == RunConfig().storage_path else str(run_config.storage_path),
-            max_failures=run_config.failure_config.max_failures,
-            num_to_keep=run_config.checkpoint_config.num_to_keep,
+            backend=torch_config.backend or "",
+            timeout_s=torch_config.timeout_s,
+            max_failures=failures.max_failures,
+            max_preemption_failures=failures.max_preemption_failures,
+            num_to_keep=checkpoints.num_to_keep,
+            score_attribute=checkpoints.checkpoint_score_attribute or "",
+            score_order=checkpoints.checkpoint_score_order,
             callbacks=len(run_config.callbacks or ()),
             has_worker_environment=bool(run_config.worker_runtime_env),
             has_validation=trainer.validation_config is not None,
+            others=[
+                text for config in (scaling, torch_config, failures, run_config) for text in other_settings(config)
+            ],
             config={
                 key: [repr(given[key])[:MAX_TEXT] if key in given else "(absent)", repr(value)[:MAX_TEXT]]
                 for key, value in self._config.items()
@@ -176,6 +205,17 @@ class ScriptDriver:
                 if not self._is_trial and (key not in given or given[key] != value)
             },
         )
+
+
+def other_settings(config: Any) -> list[str]:
+    """The settings of one of Ray's configurations that differ from their defaults, and are in no field of `Asked`."""
+    kind = type(config)
+    defaults = kind()
+    return [
+        f"{kind.__name__}({one.name}={repr(value)[:MAX_TEXT]})"
+        for one in fields(config)
+        if one.name not in IN_ASKED and (value := getattr(config, one.name)) != getattr(defaults, one.name)
+    ]
 
 
 def main(arguments: list[str]) -> int:

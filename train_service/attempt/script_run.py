@@ -39,13 +39,15 @@ from train_service.attempt.endings import as_last_error, program_error, script_r
 from train_service.attempt.failures import Failure
 from train_service.attempt.script_sweep import ScriptSweep
 from train_service.attempt.trainer import ProgramAtWork, program_at_work, size_of_attempt
+from train_service.domain.devices import ATTEMPT_DEVICE, RUN_DEVICE
+from train_service.domain.script_settings import BUDGETS, SCRIPT
 from train_service.domain.spec import RAY_DATA, Program, TrainingSpec
 from train_service.patience import patient
-from train_service.placement import Size
+from train_service.placement import Size, devices_of, usable_nodes
 from train_service.program.attempt_folder import AttemptFolder
 from train_service.program.coordinator import described
 from train_service.program.fits import Fit, FitCall, FitDone, Fits, matching
-from train_service.program.overrides import Asked, overridden
+from train_service.program.overrides import Asked, overridden, settled
 from train_service.program.process import HIDDEN_VARIABLES, forward_lines
 from train_service.program.restoring import NodeCopies
 from train_service.program.script_channel import Channel, ChannelClosed
@@ -103,6 +105,8 @@ class ScriptRun:
         self._number = 0
         self._at_work: ProgramAtWork | None = None
         self._leave = ExitStack()
+        # That of the fit at work, or of the last: with what its script's configurations say.
+        self._fit_spec = spec
         # Of a training function in local mode, which is no script.
         self._function_result: dict[str, Any] = {}
 
@@ -135,7 +139,7 @@ class ScriptRun:
             self._wait_for_end(process)
             if self._program.is_script and not self._met:
                 self._warn(f"{self._program.entry} has ended without a call of fit(): nothing was trained")
-        return self._function_result or script_result(self._context, self._spec)
+        return self._function_result or script_result(self._context, self._fit_spec)
 
     def _start(self, folder: str, stack: ExitStack) -> tuple[subprocess.Popen[bytes], Channel]:
         own, other = socket.socketpair()
@@ -228,16 +232,53 @@ class ScriptRun:
         if fit.done is not None and fit.is_done(call):
             logger.info("%s: fit() of %r has ended before: its result is given again", call.line, call.name)
             return {"result": self._result(fit)}
+        fit, spec = self._settle(fit, asked, call.line)
         # Of a script with Ray Datasets the CPU that prepares their rows stays free.
-        spec = replace(self._spec, ingest=RAY_DATA) if datasets else self._spec
-        size = None if spec.local else size_of_attempt(self._context, spec)
+        size = (
+            None if spec.local else size_of_attempt(self._context, replace(spec, ingest=RAY_DATA) if datasets else spec)
+        )
         use_gpu = size is not None and size.use_gpu
-        fit = self._tell_overrides(fit, overridden(asked, self._spec, use_gpu=use_gpu), call.line)
+        fit = self._tell_overrides(fit, overridden(asked, spec, use_gpu=use_gpu), call.line)
         patient(lambda: self._fits.begin(fit), "a run of the script")
         self._known[fit.number] = fit
         before = max((one.done.report for one in self._known.values() if one.done and one is not fit), default=0)
         self._call, self._number = call, fit.number
         return self._begin(size, fit.number, before)
+
+    def _settle(self, fit: Fit, asked: Asked, line: str) -> tuple[Fit, TrainingSpec]:
+        """The specification of a run: the job's, and where that is open what the script's configurations say. The job
+        keeps it before there is room: the next attempt begins once there is room for these workers."""
+        context = self._context
+        spec = self._spec
+        if "trial" in context.job.spec:
+            # By its sweep's metric the checkpoints of all trials are compared.
+            kept = tuple(one for one in spec.left_open if not one.startswith("checkpoints."))
+            spec = replace(spec, left_open=kept)
+        if not spec.left_open:
+            self._fit_spec = spec
+            return fit, spec
+        choices, chooses = context.job.choices, "placement.gpus_per_worker" in spec.left_open
+        device = fit.device if chooses else choices.get(RUN_DEVICE, "")
+
+        def device_of(settled: TrainingSpec) -> str:
+            nonlocal device
+            device = device or devices_of(settled, "", [] if settled.local else usable_nodes())[0]
+            return device
+
+        try:
+            taken, spec = settled(asked, spec, choices.get(SCRIPT, {}).get("lanes", 0), device_of, line)
+        except InvalidArgument as error:
+            raise _Refused(error) from error
+        chosen: dict[str, Any] = {SCRIPT: taken}
+        if chooses:
+            fit = replace(fit, device=device)
+            chosen |= {RUN_DEVICE: device, ATTEMPT_DEVICE: device}
+        budgets = {name: taken[name] for name in BUDGETS if name in taken}
+        patient(lambda: context.choose(chosen, budgets), "what the script asks for")
+        patient(lambda: self._fits.begin(fit), "a run of the script")
+        self._known[fit.number] = fit
+        self._fit_spec = spec
+        return fit, spec
 
     def _sweep(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """The trials of the sweep that a `Tuner` of the script is, once it has ended."""
@@ -256,7 +297,7 @@ class ScriptRun:
 
     def _begin(self, size: Size | None, number: int, reports_before: int) -> dict[str, Any]:
         """What the run is to be run with; `size` None: by the script's process itself."""
-        at_work = program_at_work(self._context, self._spec, self._program, size, number, reports_before)
+        at_work = program_at_work(self._context, self._fit_spec, self._program, size, number, reports_before)
         self._at_work = self._leave.enter_context(at_work)
         config = replace(self._at_work.config, first_log_chunk=LOG_CHUNKS * self._begun)
         self._begun += 1

@@ -16,7 +16,7 @@ from shared.grpc_errors import status_proto_from_record
 from shared.jobs import JobRecord, JobState
 from train_service.converters.specs import spec_to_proto
 from train_service.domain.devices import attempt_device
-from train_service.domain.spec import TrainingSpec
+from train_service.domain.script_settings import spec_of_job
 from train_service.jobs.training_jobs import JobView
 from train_service.records.events import Event, EventKind
 
@@ -25,7 +25,7 @@ M = TypeVar("M", bound=Message)
 
 def job_to_proto(view: JobView) -> resources_pb2.TrainingJob:
     record = view.record
-    spec = TrainingSpec.from_config(record.spec["training"])
+    spec = spec_of_job(record.spec["training"], record.choices)
     newest, chosen = latest(view.checkpoints), best(view.checkpoints, spec.checkpoints.ranking)
     job = resources_pb2.TrainingJob(
         name=record.name,

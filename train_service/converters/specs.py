@@ -21,6 +21,7 @@ from train_service.domain.spec import (
     FLOAT32,
     OWN,
     REPLAY,
+    SCRIPT_SUFFIX,
     THREADS,
     CheckpointPolicy,
     EarlyStopping,
@@ -35,6 +36,27 @@ from train_service.domain.spec import (
 )
 from train_service.domain.spec_rules import FIELDS_OF_OWN_LOOP, MAX_WORKERS, check_unset
 
+# What a script may say by its own configurations: paths in `TrainingSpec`, and those of the contract.
+FIELDS_OF_SCRIPTS = {
+    "num_workers": "num_workers",
+    "min_workers": "min_workers",
+    "lanes": "lanes",
+    "max_failures": "max_failures",
+    "max_preemptions": "max_preemptions",
+    "placement.cpus_per_worker": "placement.cpus_per_worker",
+    "placement.gpus_per_worker": "placement.gpus_per_worker",
+    "placement.resources_per_worker": "placement.resources_per_worker",
+    "placement.accelerator_type": "placement.accelerator_type",
+    "placement.strategy": "placement.strategy",
+    "placement.backend": "placement.backend",
+    "placement.timeout_s": "placement.timeout",
+    "checkpoints.keep_newest": "checkpoints.keep_newest",
+    "checkpoints.keep_best": "checkpoints.keep_best",
+    "checkpoints.best_metric": "checkpoints.best_metric",
+    "checkpoints.maximize": "checkpoints.order",
+}
+
+NCCL = "nccl"
 _Policy = resources_pb2.CheckpointPolicy
 _Program = code_bundle_pb2.Program
 
@@ -115,6 +137,10 @@ def _program_spec_from_proto(spec: resources_pb2.TrainingSpec) -> TrainingSpec:
     for parent in ("checkpoints", "placement"):
         given += [f"{parent}.{field.name}" for field, _ in getattr(spec, parent).ListFields()]
     check_unset(given)
+    left_open = _left_open(spec) if spec.program.entry.endswith(SCRIPT_SUFFIX) else ()
+    if "num_workers" in left_open and spec.min_workers:
+        remedy = "it is the fewest of spec.num_workers, which is not set; set both, or leave both to the script"
+        raise invalid_field("spec.min_workers", spec.min_workers, remedy)
     num_workers = spec.num_workers if spec.HasField("num_workers") else 1
     return TrainingSpec(
         dataset_version=spec.dataset_version,
@@ -142,7 +168,20 @@ def _program_spec_from_proto(spec: resources_pb2.TrainingSpec) -> TrainingSpec:
             hang_after_s=_seconds(spec.program.hang_after) if spec.program.HasField("hang_after") else 0.0,
             stop_within_s=_seconds(spec.program.stop_within) if spec.program.HasField("stop_within") else 300.0,
         ),
+        left_open=left_open,
     )
+
+
+def _left_open(spec: resources_pb2.TrainingSpec) -> tuple[str, ...]:
+    """Of a script: the fields that its own configurations may say, by their paths in `TrainingSpec`."""
+    given = {field.name for field, _ in spec.ListFields()}
+    for parent in ("checkpoints", "placement"):
+        given.update(f"{parent}.{field.name}" for field, _ in getattr(spec, parent).ListFields())
+    if "num_workers" in given:
+        given.add("min_workers")  # 0 means `num_workers`
+    if spec.placement.backend == NCCL or given & {"placement.accelerator_type", "placement.allow_cpu_fallback"}:
+        given.add("placement.gpus_per_worker")  # who names one of these means GPUs
+    return tuple(path for path, name in FIELDS_OF_SCRIPTS.items() if name not in given)
 
 
 def spec_to_proto(spec: TrainingSpec) -> resources_pb2.TrainingSpec:
@@ -212,14 +251,15 @@ def spec_to_proto(spec: TrainingSpec) -> resources_pb2.TrainingSpec:
         message.ClearField("optimizer")  # so that the message can be given back
     if spec.program is not None:
         _set_program(message, spec.program)
+    for path in spec.left_open:
+        _clear(message, FIELDS_OF_SCRIPTS[path])
     return message
 
 
 def _set_program(message: resources_pb2.TrainingSpec, program: Program) -> None:
     """Takes away what the program leaves unset: so what is told can be given back."""
     for path in FIELDS_OF_OWN_LOOP:
-        parent, _, field = path.rpartition(".")
-        (getattr(message, parent) if parent else message).ClearField(field)
+        _clear(message, path)
     message.program.CopyFrom(
         _Program(
             code_bundle=program.code_bundle,
@@ -232,6 +272,11 @@ def _set_program(message: resources_pb2.TrainingSpec, program: Program) -> None:
     if program.hang_after_s:
         message.program.hang_after.CopyFrom(_duration(program.hang_after_s))
     message.program.stop_within.CopyFrom(_duration(program.stop_within_s))
+
+
+def _clear(message: resources_pb2.TrainingSpec, path: str) -> None:
+    parent, _, field = path.rpartition(".")
+    (getattr(message, parent) if parent else message).ClearField(field)
 
 
 def maximizes(metric: str) -> bool:

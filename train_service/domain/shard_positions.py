@@ -18,7 +18,10 @@ from numpy.typing import NDArray
 
 from train_service.domain.coverage import MAX_LISTED, OFTEN, Counts
 from train_service.domain.order import EpochOrder, Ints
+from train_service.domain.spec import TrainingSpec
 
+# The keys of a shard's `state_dict`, apart from `epoch` and `rows`, must be those of the job.
+STATE_FORMAT = "millrace.shard/1"
 # [epoch, start, stop, step] of positions.
 Span = list[int]
 # Of the newest spans, those that may go on; a rank leaves a few between two reports.
@@ -61,6 +64,22 @@ class Place:
     taken: int = 0
 
 
+def shard_identity(
+    version: str, manifest_sha256: str, split: str, row_count: int, spec: TrainingSpec
+) -> dict[str, Any]:
+    """What makes positions in a shard those of this job: another one's mean other rows."""
+    return {
+        "format": STATE_FORMAT,
+        "dataset_version": version,
+        "manifest_sha256": manifest_sha256,
+        "split": split,
+        "row_count": row_count,
+        "seed": spec.seed,
+        "lanes": spec.lanes,
+        "window_rows": spec.window_rows,
+    }
+
+
 def extend(spans: list[Span], span: Span) -> None:
     """Appends `span`, or makes one of the newest longer where it goes on from there."""
     for last in spans[-LOOK_BACK:]:
@@ -83,7 +102,7 @@ def merge_reports(
             known = merged.get(name, {})
             spans = join_spans(known.get("given", ()), [span for part in parts if part for span in part["given"]])
             places = _settled(
-                [part["place"] if part else _place_before(known, rank, world_size) for rank, part in enumerate(parts)],
+                [part["place"] if part else place_before(known, rank, world_size) for rank, part in enumerate(parts)],
                 about["shard"]["row_count"],
             )
             merged[name] = {
@@ -95,7 +114,7 @@ def merge_reports(
     return merged
 
 
-def _place_before(known: Mapping[str, Any], rank: int, world_size: int) -> list[int] | None:
+def place_before(known: Mapping[str, Any], rank: int, world_size: int) -> list[int] | None:
     """Of a rank that has not asked for the shard in this attempt. None: at the beginning."""
     places: list[list[int] | None] = known.get("places") or [None]
     if len(places) == 1:

@@ -167,6 +167,8 @@ class TrainingSpec:
     # A user's own training function; None: Millrace's loop. With it `model` has an empty builder, and `epochs` and
     # `global_batch_size` are 0.
     program: Program | None = None
+    # Of a script: the fields, by their paths here, that its caller left to the script's own configurations.
+    left_open: tuple[str, ...] = ()
 
     @property
     def local(self) -> bool:
@@ -182,7 +184,7 @@ class TrainingSpec:
         return self.min_workers or self.num_workers
 
     def as_config(self) -> dict[str, Any]:
-        return {**asdict(self), "metrics": list(self.metrics)}  # as JSON gives it back
+        return {**asdict(self), "metrics": list(self.metrics), "left_open": list(self.left_open)}  # as JSON gives it
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> TrainingSpec:
@@ -198,5 +200,6 @@ class TrainingSpec:
                 "checkpoints": CheckpointPolicy(**fields_of(CheckpointPolicy, config["checkpoints"])),
                 "early_stopping": EarlyStopping(**fields_of(EarlyStopping, stopping)) if stopping else None,
                 "program": Program(**fields_of(Program, program)) if program else None,
+                "left_open": tuple(config.get("left_open", ())),
             }
         )

@@ -19,6 +19,7 @@ from shared.storage import ObjectStore
 from train_service.checkpoints.coverage import read_part, row_ids_of, skipped_of
 from train_service.domain.coverage import Counts, count_rows
 from train_service.domain.order import Ints, blocks_of, epoch_order
+from train_service.domain.script_settings import spec_of_job
 from train_service.domain.shard_positions import count_given, is_epoch_done, last_epoch
 from train_service.domain.slices import steps_per_epoch
 from train_service.domain.spec import TrainingSpec
@@ -61,7 +62,7 @@ class RunRecords:
         damaged, and `FailedPrecondition` where only a dataset version that is gone knew the rows."""
         names.parse("name", name, PATTERN)
         job = self._jobs.get(name, name)
-        spec = TrainingSpec.from_config(job.spec["training"])
+        spec = spec_of_job(job.spec["training"], job.choices)
         if spec.program is None:
             if shard:
                 raise invalid_field("shard", shard, f"{name} has no program: leave it out")

@@ -32,12 +32,14 @@ from shared.checkpoint.program import (
     write_manifest,
 )
 from shared.checkpoint.registry import best
+from shared.dataset_version import load_version
 from shared.errors import DataLoss, Internal, InvalidArgument, MillraceError, error_from_record, shown
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
 from train_service.checkpoints.snapshots import retain
-from train_service.domain.shard_positions import merge_reports
-from train_service.domain.spec import Program, TrainingSpec
+from train_service.domain.shard_checks import check_shards
+from train_service.domain.shard_positions import merge_reports, shard_identity
+from train_service.domain.spec import KEEP, Program, TrainingSpec
 from train_service.patience import patient
 from train_service.records.events import EventKind
 from train_service.records.metrics_log import MetricsLog
@@ -205,6 +207,8 @@ class ReportCoordinator:
         # Where the shards were at the last report, and what they had given by then.
         self._positions: dict[str, Any] = {}
         self._acknowledged: dict[str, Any] = {}
+        # Of the shards of the dataset version, by split; None until a rank reports one.
+        self._identities: dict[str, dict[str, Any]] | None = None
         self._returned: set[int] = set()
         self._stopped: set[int] = set()
         self._stop_told_at: float | None = None
@@ -408,10 +412,13 @@ class ReportCoordinator:
             raise Internal(
                 f"rank {rank} reports number {number}, and number {self._number} is due", reason="REPORT_LOST"
             )
+        part = Part.of(rank, body)
+        if part.shards:
+            self._check_shards(part)
         with self._lock:
             if not self._parts:
                 self._met_at, self._named = time.monotonic(), False
-            self._parts[rank] = Part.of(rank, body)
+            self._parts[rank] = part
             self._replies[rank] = reply
             complete = len(self._parts) == self._world_size
         if not complete:
@@ -422,6 +429,24 @@ class ReportCoordinator:
             self._commit()
         finally:
             self.is_committing = False
+
+    def _check_shards(self, part: Part) -> None:
+        """Raises `InvalidArgument` for positions that no rank of this run can have."""
+        if self._identities is None:
+            self._identities = patient(self._find_identities, "the dataset version")
+        keeps = self._program.remainder == KEEP
+        shards, size = part.shards, self._world_size
+        check_shards(part.rank, shards, self._identities, size, self._positions, keeps_remainder=keeps)
+
+    def _find_identities(self) -> dict[str, dict[str, Any]]:
+        """Of the shards that there are, by split."""
+        if not self._spec.dataset_version:
+            return {}
+        version = load_version(self._store, self._spec.dataset_version)
+        return {
+            one.name: shard_identity(version.name, version.manifest_sha256, one.name, one.row_count, self._spec)
+            for one in version.manifest.splits
+        }
 
     def _commit(self) -> None:
         number, parts = self._number, [self._parts[rank] for rank in sorted(self._parts)]

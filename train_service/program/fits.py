@@ -55,6 +55,8 @@ class Fit:
     done: FitDone | None = None
     # Sentences on what the job overrides, which were reported before.
     reported_overrides: Sequence[str] = field(default_factory=tuple)
+    # What it computes on, CPU or GPU, where its script chose; else empty.
+    device: str = ""
 
     def is_done(self, call: FitCall) -> bool:
         """Whether this very training has ended. With another configuration, e.g. more epochs, it goes on."""
@@ -89,12 +91,18 @@ class Fits:
                     call=FitCall(**fields_of(FitCall, begun["call"])),
                     done=FitDone(**fields_of(FitDone, done)) if done is not None else None,
                     reported_overrides=tuple(begun["reported_overrides"]),
+                    device=begun.get("device", ""),
                 )
             )
         return found
 
     def begin(self, fit: Fit) -> None:
-        self._put(f"{fit.number:04d}", {"call": asdict(fit.call), "reported_overrides": list(fit.reported_overrides)})
+        begun = {
+            "call": asdict(fit.call),
+            "reported_overrides": list(fit.reported_overrides),
+            "device": fit.device,
+        }
+        self._put(f"{fit.number:04d}", begun)
 
     def finish(self, number: int, done: FitDone) -> None:
         self._put(f"{number:04d}-done", asdict(done))

@@ -1,16 +1,28 @@
-"""What a script asks for in its trainer's configurations, and what of it the job overrides, in words."""
+"""What a script asks for in its trainer's configurations: what of it the run takes, and what not, in words."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from shared.durable import fields_of
-from train_service.domain.sizing import ACCELERATOR
-from train_service.domain.spec import TrainingSpec
+from shared.errors import InvalidArgument
+from train_service.domain import spec_rules
+from train_service.domain.script_settings import with_settings
+from train_service.domain.sizing import ACCELERATOR, PACK
+from train_service.domain.slices import default_lanes
+from train_service.domain.spec import GPU, TrainingSpec
 
-PACK = "PACK"
+NCCL, GLOO = "nccl", "gloo"
+BACKENDS = (NCCL, GLOO)
+# Ray's -1 is for ever; a job has at most so many.
+MOST_FAILURES = 1000
+MOST_PREEMPTIONS = 100_000
+# Ray's own defaults, which say nothing of what a script wants.
+DEFAULT_TIMEOUT_S = 1800.0
+NO_FAILURES = 0
+ANY_PREEMPTIONS = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +35,19 @@ class Asked:
     resources_per_worker: dict[str, float] = field(default_factory=dict)
     accelerator_type: str = ""
     placement_strategy: str = PACK
+    backend: str = ""
+    timeout_s: float = DEFAULT_TIMEOUT_S
     storage_path: str = ""
-    max_failures: int = 0
+    max_failures: int = NO_FAILURES
+    max_preemption_failures: int = ANY_PREEMPTIONS
     num_to_keep: int | None = None
+    score_attribute: str = ""
+    score_order: str = "max"
     callbacks: int = 0
     has_worker_environment: bool = False
     has_validation: bool = False
+    # Other settings that differ from Ray's defaults, as they are written, e.g. `ScalingConfig(topology='4x4')`.
+    others: list[str] = field(default_factory=list)
     # What of `train_loop_config` the job's configuration replaces: by key the script's value and the job's, as text.
     config: dict[str, list[str]] = field(default_factory=dict)
 
@@ -36,43 +55,97 @@ class Asked:
     def from_message(cls, message: Mapping[str, Any]) -> Asked:
         return cls(**fields_of(cls, message))
 
+    @property
+    def fewest_workers(self) -> int:
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
+
+    @property
+    def most_workers(self) -> int:
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """One field of a specification as a script has it, and how the script writes that."""
+
+    path: str
+    value: Any
+    theirs: str
+    # Only of workers that have GPUs.
+    needs_gpu: bool = False
+
+
+def wanted_of(asked: Asked) -> list[Wanted]:
+    """What a trainer's configurations say, as fields of a specification. What is Ray's default says nothing, but for
+    the number of workers and `use_gpu`, of which Ray has no other way to say the same."""
+    workers = f"ScalingConfig(num_workers={_workers(asked.num_workers)})"
+    found = [
+        Wanted(path="num_workers", value=asked.most_workers, theirs=workers),
+        Wanted(
+            path="min_workers",
+            value=max(asked.fewest_workers, 1) if asked.fewest_workers != asked.most_workers else 0,
+            theirs=workers,
+        ),
+    ]
+    if asked.most_workers:  # local mode has none of whom more could be asked
+        found += _of_workers(asked)
+    if asked.max_failures != NO_FAILURES:
+        failures = MOST_FAILURES if asked.max_failures < 0 else min(asked.max_failures, MOST_FAILURES)
+        theirs = f"FailureConfig(max_failures={asked.max_failures})"
+        found.append(Wanted(path="max_failures", value=failures, theirs=theirs))
+    if asked.max_preemption_failures != ANY_PREEMPTIONS:
+        preemptions = min(asked.max_preemption_failures, MOST_PREEMPTIONS)
+        theirs = f"FailureConfig(max_preemption_failures={asked.max_preemption_failures})"
+        found.append(Wanted(path="max_preemptions", value=preemptions, theirs=theirs))
+    return found + _of_checkpoints(asked)
+
+
+def settled(
+    asked: Asked, spec: TrainingSpec, lanes: int, device_of: Callable[[TrainingSpec], str], line: str
+) -> tuple[dict[str, Any], TrainingSpec]:
+    """The fields that the run takes of its script, and the specification with them. `spec` is the job's own; `lanes`
+    are those that the job's first run began with, 0 before that: rows keep the order that these give. `device_of`
+    chooses the device of the run.
+
+    Raises `InvalidArgument` that begins with `line`, for what no run can be."""
+    wanted = [one for one in wanted_of(asked) if one.path in spec.left_open]
+    taken = {one.path: one.value for one in wanted if not one.needs_gpu}
+    workers = taken.get("num_workers", spec.num_workers)
+    if "lanes" in spec.left_open:
+        taken["lanes"] = lanes or default_lanes(min(workers, spec_rules.MAX_WORKERS))
+        if lanes and workers > lanes:
+            raise InvalidArgument(
+                f"{line}: {_of(asked)} is more than the {lanes} lanes that this job's first run began with, and its "
+                f"rows keep their order; ask for at most {lanes} workers, or run the script as a job of its own",
+                reason="MORE_WORKERS_THAN_LANES",
+            )
+    settings = with_settings(spec, taken)
+    try:
+        spec_rules.check(settings)
+        if device_of(settings) == GPU:
+            taken |= {one.path: one.value for one in wanted if one.needs_gpu}
+            settings = with_settings(spec, taken)
+            spec_rules.check(settings)
+    except InvalidArgument as error:
+        error.message = f"{line}: of the trainer's configurations: {error.message}"
+        raise
+    return taken, settings
+
 
 def overridden(asked: Asked, spec: TrainingSpec, *, use_gpu: bool) -> list[str]:
-    """A sentence for each thing that the job decides otherwise; `use_gpu`: its workers have GPUs."""
-    placement = spec.placement
-    sentences = [
-        _sentence("num_workers", spec.num_workers, f"ScalingConfig(num_workers={_workers(asked.num_workers)})")
-        if asked.num_workers not in (spec.num_workers, [spec.fewest_workers, spec.num_workers])
-        else "",
+    """A sentence for each thing that is otherwise in `spec`, that of the run; `use_gpu`: its workers have GPUs."""
+    sentences = [_difference(one, spec, use_gpu=use_gpu) for one in wanted_of(asked)]
+    sentences += [
         "ScalingConfig(use_gpu=True) asks for a GPU for each worker, and the job's workers have none: they compute on "
         "CPUs"
         if asked.use_gpu and not use_gpu
         else "",
         "the job's workers have GPUs, without ScalingConfig(use_gpu=True)" if use_gpu and not asked.use_gpu else "",
-        _sentence(
-            "placement.strategy", placement.strategy, f"ScalingConfig(placement_strategy={asked.placement_strategy!r})"
-        )
-        if asked.placement_strategy not in (PACK, placement.strategy)
-        else "",
-        _sentence(
-            "placement.accelerator_type",
-            placement.accelerator_type or "(none)",
-            f"ScalingConfig(accelerator_type={asked.accelerator_type!r})",
-        )
-        if asked.accelerator_type not in ("", placement.accelerator_type)
-        else "",
         f"RunConfig(storage_path={asked.storage_path!r}) is not used: checkpoints are in the job's own registry"
         if asked.storage_path
         else "",
-        _sentence("max_failures", spec.max_failures, f"FailureConfig(max_failures={asked.max_failures})")
-        if asked.max_failures not in (0, spec.max_failures)
-        else "",
-        _sentence(
-            "checkpoints.keep_newest",
-            spec.checkpoints.keep_newest or "0 (all)",
-            f"CheckpointConfig(num_to_keep={asked.num_to_keep})",
-        )
-        if asked.num_to_keep not in (None, spec.checkpoints.keep_newest)
+        f"TorchConfig(backend={asked.backend!r}) is not used: workers talk by {GLOO} or {NCCL}"
+        if asked.backend and asked.backend not in BACKENDS
         else "",
         f"RunConfig(callbacks=...) is not used: {asked.callbacks} callbacks are not called" if asked.callbacks else "",
         "RunConfig(worker_runtime_env=...) is not used: workers have the job's bundle and the installed packages"
@@ -82,28 +155,109 @@ def overridden(asked: Asked, spec: TrainingSpec, *, use_gpu: bool) -> list[str]:
         if asked.has_validation
         else "",
     ]
-    sentences += _resources(asked, placement.resources_per_worker, placement.accelerator_type)
+    sentences += [f"{one} is not used: a job has no such setting" for one in asked.others]
+    sentences += _resources(asked, spec.placement.resources_per_worker)
     sentences += [
         f"train_loop_config[{key!r}] is {ours}, by the job's configuration, and not {theirs}"
         for key, (theirs, ours) in sorted(asked.config.items())
     ]
-    return [one for one in sentences if one]
+    return list(dict.fromkeys(one for one in sentences if one))
 
 
-def _sentence(field_name: str, value: object, theirs: str) -> str:
-    return f"the job's {field_name} {value} counts, and not {theirs}"
+def _of_workers(asked: Asked) -> list[Wanted]:
+    resources = {name: amount for name, amount in asked.resources_per_worker.items() if amount}
+    found = [
+        # 1, as Ray has it, is what a specification means that leaves it open, where the cluster has GPUs.
+        Wanted(path="placement.gpus_per_worker", value=gpus, theirs=f"ScalingConfig(use_gpu={asked.use_gpu})")
+        for gpus in [float(resources.get("GPU", 1.0)) if asked.use_gpu else 0.0]
+        if gpus != 1.0
+    ]
+    if "CPU" in resources:
+        theirs = f"ScalingConfig(resources_per_worker={{'CPU': {resources['CPU']:g}}})"
+        found.append(Wanted(path="placement.cpus_per_worker", value=float(resources["CPU"]), theirs=theirs))
+    if further := {name: amount for name, amount in resources.items() if not _has_field(name)}:
+        theirs = f"ScalingConfig(resources_per_worker={further})"
+        found.append(Wanted(path="placement.resources_per_worker", value=further, theirs=theirs))
+    if accelerator := accelerator_of(asked):
+        theirs = f"ScalingConfig(accelerator_type={accelerator!r})"
+        found.append(Wanted(path="placement.accelerator_type", value=accelerator, theirs=theirs, needs_gpu=True))
+    if asked.placement_strategy != PACK:
+        theirs = f"ScalingConfig(placement_strategy={asked.placement_strategy!r})"
+        found.append(Wanted(path="placement.strategy", value=asked.placement_strategy, theirs=theirs))
+    if asked.backend in BACKENDS:
+        theirs = f"TorchConfig(backend={asked.backend!r})"
+        needs_gpu = asked.backend == NCCL
+        found.append(Wanted(path="placement.backend", value=asked.backend, theirs=theirs, needs_gpu=needs_gpu))
+    if asked.timeout_s != DEFAULT_TIMEOUT_S:
+        theirs = f"TorchConfig(timeout_s={asked.timeout_s:g})"
+        found.append(Wanted(path="placement.timeout_s", value=float(asked.timeout_s), theirs=theirs))
+    return found
+
+
+def _of_checkpoints(asked: Asked) -> list[Wanted]:
+    """Ray keeps the newest checkpoint and the best `num_to_keep`, or without a score the newest `num_to_keep`."""
+    keep, score = asked.num_to_keep, asked.score_attribute
+    kept = f"CheckpointConfig(num_to_keep={keep})"
+    found = []
+    if keep is not None:
+        found.append(Wanted(path="checkpoints.keep_newest", value=1 if score else keep, theirs=kept))
+    if keep is not None and score:
+        found.append(Wanted(path="checkpoints.keep_best", value=keep, theirs=kept))
+    if score:
+        theirs = f"CheckpointConfig(checkpoint_score_attribute={score!r})"
+        found.append(Wanted(path="checkpoints.best_metric", value=score, theirs=theirs))
+        theirs = f"CheckpointConfig(checkpoint_score_order={asked.score_order!r})"
+        found.append(Wanted(path="checkpoints.maximize", value=asked.score_order == "max", theirs=theirs))
+    return found
+
+
+def accelerator_of(asked: Asked) -> str:
+    marks = [name.removeprefix(ACCELERATOR) for name in asked.resources_per_worker if name.startswith(ACCELERATOR)]
+    return asked.accelerator_type or next(iter(marks), "")
+
+
+def _difference(wanted: Wanted, spec: TrainingSpec, *, use_gpu: bool) -> str:
+    """Where the run has another value than the script, in words."""
+    parent, _, name = wanted.path.rpartition(".")
+    value = getattr(getattr(spec, parent) if parent else spec, name)
+    if value == wanted.value or wanted.path in ("placement.gpus_per_worker", "placement.resources_per_worker"):
+        return ""  # of these two there are sentences of their own
+    if wanted.path == "min_workers" and spec.num_workers != wanted.value:
+        return ""  # in the same argument as `num_workers`
+    if wanted.path == "placement.backend" and wanted.needs_gpu and not use_gpu:
+        return f"{wanted.theirs} is not used: the workers have no GPUs, and talk by {value or GLOO}"
+    shown = {
+        "placement.accelerator_type": value or "(none)",
+        "checkpoints.keep_newest": value or "0 (all)",
+        "checkpoints.best_metric": value or "(the newest)",
+        "checkpoints.maximize": "MAXIMIZE" if value else "MINIMIZE",
+    }
+    return f"the job's {_shown(wanted.path)} {shown.get(wanted.path, value)} counts, and not {wanted.theirs}"
+
+
+def _shown(path: str) -> str:
+    """A field as the contract names it."""
+    return {"placement.timeout_s": "placement.timeout", "checkpoints.maximize": "checkpoints.order"}.get(path, path)
+
+
+def _of(asked: Asked) -> str:
+    return f"ScalingConfig(num_workers={_workers(asked.num_workers)})"
 
 
 def _workers(number: int | list[int]) -> str:
     return str(number) if isinstance(number, int) else f"({', '.join(map(str, number))})"
 
 
-def _resources(asked: Asked, given: Mapping[str, float], accelerator: str) -> list[str]:
-    """Of those that Ray has under other names, and of custom ones."""
+def _has_field(resource: str) -> bool:
+    return resource in ("CPU", "GPU") or resource.startswith(ACCELERATOR)
+
+
+def _resources(asked: Asked, given: Mapping[str, float]) -> list[str]:
+    """Of resources that have no field of their own."""
     left = {
         name: amount
         for name, amount in asked.resources_per_worker.items()
-        if name not in ("CPU", "GPU") and given.get(name) != amount and name != f"{ACCELERATOR}{accelerator}"
+        if amount and not _has_field(name) and given.get(name) != amount
     }
     sentence = f"ScalingConfig(resources_per_worker={left}) is not used: the job's placement says what workers need"
     return [sentence] if left else []

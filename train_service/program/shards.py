@@ -26,6 +26,7 @@ from shared.dataset_version.footers import Footers
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.storage import ObjectStore
 from train_service.domain.order import EpochOrder, Ints, blocks_of, epoch_order
+from train_service.domain.shard_checks import MOST_EPOCHS
 from train_service.domain.shard_positions import (
     Pass,
     Place,
@@ -33,6 +34,7 @@ from train_service.domain.shard_positions import (
     UnevenRanks,
     extend,
     place_to_resume,
+    shard_identity,
 )
 from train_service.domain.spec import CONTINUE, KEEP, TrainingSpec
 from train_service.loading.batches import CACHE_BYTES, FOOTER_BYTES
@@ -48,8 +50,6 @@ logger = logging.getLogger(__name__)
 VALIDATION_NAMES = ("validation", "valid", "val", "eval", "evaluation")
 # Rows of a batch where the program asks for whole blocks.
 BLOCK_ROWS = 1024
-# The keys of a `state_dict`, apart from `epoch` and `rows`, must be those of the job.
-STATE_FORMAT = "millrace.shard/1"
 
 Batch = dict[str, Any]
 
@@ -242,10 +242,15 @@ class VersionShard(ray.data.DataIterator):
                     f"{wanted!r}; load one that this job saved",
                     reason="OTHER_SHARD_STATE",
                 )
-        epoch, rows = int(state_dict["epoch"]), int(state_dict["rows"])
-        if epoch < 0 or not 0 <= rows <= self._rows.row_count:
+        epoch, rows = state_dict.get("epoch"), state_dict.get("rows")
+        if not (
+            isinstance(epoch, int)
+            and isinstance(rows, int)
+            and 0 <= epoch <= MOST_EPOCHS
+            and 0 <= rows <= self._rows.row_count
+        ):
             raise InvalidArgument(
-                f"ray.train.get_dataset_shard: the state_dict says epoch {epoch} and {rows} rows of "
+                f"ray.train.get_dataset_shard: the state_dict says epoch {epoch!r} and {rows!r} rows of "
                 f"{self._rows.row_count}; load one that this job saved",
                 reason="OTHER_SHARD_STATE",
             )
@@ -255,9 +260,9 @@ class VersionShard(ray.data.DataIterator):
 
     def take(self) -> dict[str, Any]:
         """For a report, see `ProgramShards.take`."""
-        place = self._normalized()
         with self._lock:
-            spans, self._spans = self._spans, []
+            # At one time: rows that are given meanwhile are of the next report, and so is their place.
+            place, spans, self._spans = self._behind(self._place), self._spans, []
         return {
             "shard": self._identity(),
             "place": [place.epoch, place.base, place.taken],
@@ -338,17 +343,8 @@ class VersionShard(ray.data.DataIterator):
     # --- passes ----------------------------------------------------------------------------------------------------
 
     def _identity(self) -> dict[str, Any]:
-        spec = self._rows.spec
-        return {
-            "format": STATE_FORMAT,
-            "dataset_version": self._rows.version.name,
-            "manifest_sha256": self._rows.version.manifest_sha256,
-            "split": self._rows.split,
-            "row_count": self._rows.row_count,
-            "seed": spec.seed,
-            "lanes": spec.lanes,
-            "window_rows": spec.window_rows,
-        }
+        rows = self._rows
+        return shard_identity(rows.version.name, rows.version.manifest_sha256, rows.split, rows.row_count, rows.spec)
 
     def _way(self, place: Place) -> Pass:
         return Pass(self._rows.row_count, place.base, self._world_size, self._rows.keeps_remainder)
@@ -358,6 +354,9 @@ class VersionShard(ray.data.DataIterator):
         a rank that has a row less stays in the epoch until it begins another pass, and all ranks are in the same."""
         with self._lock:
             place = self._place
+        return self._behind(place)
+
+    def _behind(self, place: Place) -> Place:
         done = place.taken >= self._way(place).rows_of(0) and (place.taken > 0 or place.base > 0)
         return Place(place.epoch + 1) if done else place
 

@@ -12,6 +12,8 @@ import importlib
 import inspect
 import json
 import logging
+import os
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +47,7 @@ from train_service.program.rank_store import RankStore, Versions, open_rank_stor
 from train_service.program.ray_hooks import LocalProgramTrainFnUtils, LocalRank, ProgramTrainFnUtils, install
 from train_service.program.restoring import NodeCopies
 from train_service.records.logs import LogShipper
+from train_service.worker.memory_watch import MemoryLimit, MemoryWatch, NodeMemory
 from train_service.worker.pulse import Pulse
 from train_service.worker.raised import lost_others
 
@@ -84,15 +87,22 @@ def work_on_program(config: dict[str, Any]) -> None:
     context = ray.train.get_context()
     configure_logging("train-worker", "INFO")
     drop_hidden_variables()
-    run_program(program, context.get_world_rank(), context.get_world_size(), ray.get_runtime_context().get_node_id())
+    node_id = ray.get_runtime_context().get_node_id()
+    rank, beside = context.get_world_rank(), context.get_local_world_size()
+    run_program(program, rank, context.get_world_size(), node_id, ranks_of_node=beside)
 
 
 def run_program(
-    config: ProgramConfig, rank: int, world_size: int, node_id: str, local: LocalRank | None = None
+    config: ProgramConfig,
+    rank: int,
+    world_size: int,
+    node_id: str,
+    local: LocalRank | None = None,
+    ranks_of_node: int = 1,
 ) -> None:
     """All that one rank does. Returns once the function has returned and all its reports are committed, or once it was
     stopped at a report. Raises `Internal` for what it raised. `local`: it is no worker of Ray Train's, and raises
-    `KeyboardInterrupt` as it comes."""
+    `KeyboardInterrupt` as it comes. `ranks_of_node` share the node's memory."""
     torch.set_num_threads(config.spec.threads_per_worker)
     with contextlib.ExitStack() as stack:
         stack.enter_context(identity(job=config.job_name, attempt=str(config.attempt), rank=str(rank)))
@@ -106,7 +116,20 @@ def run_program(
             stack.enter_context(captured_output(shipper.add_lines))
         folder = stack.enter_context(AttemptFolder(config.store_url, config.job_name, config.attempt, rank).entered())
         try:
-            _Rank(config, rank, world_size, store, versions, pulse, folder, local).run()
+            request = config.spec.placement.resources_per_worker.get("memory", 0.0)
+            beside = local.local_world_size if local is not None else ranks_of_node
+            limit = MemoryLimit.of(request, beside, NodeMemory.read())
+
+            def leave(error: MillraceError) -> None:
+                """Ends this process at once: what it was about to allocate is not waited for."""
+                with contextlib.suppress(TimeoutError, ConnectionError):  # then the attempt sees that it has gone
+                    pulse.ask({"kind": "failing", "error": error.as_record()}, timeout_s=5.0)
+                shipper.end(5.0)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            digest = config.program.code_bundle.rpartition("/")[2]
+            with MemoryWatch(rank, limit, leave, folder.code / digest):
+                _Rank(config, rank, world_size, store, versions, pulse, folder, local).run()
         except MillraceError as error:
             # Ray may learn of another rank's end first, which is only a consequence of this one.
             with contextlib.suppress(TimeoutError, ConnectionError):  # then Ray says it

@@ -98,8 +98,13 @@ class LogShipper:
             for place in (name, f"__{name}__"):
                 if getattr(sys, place) is tee:  # else somebody has put another in front of it since
                     setattr(sys, place, tee.target)
+        self.end()
+
+    def end(self, within_s: float | None = None) -> None:
+        """Waits until all that was said is in the store; where a process ends before its context is left, at most
+        `within_s`."""
         self._ended.set()
-        self._thread.join()
+        self._thread.join(within_s)
 
     def add(self, text: str) -> None:
         """Whole lines, e.g. the stacks of a rank that stands still; a missing end of line is added. It never waits."""

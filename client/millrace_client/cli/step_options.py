@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from millrace_client.steps import Step
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 STATISTICS = ("mean", "median", "mode")
+# A number as some languages write it; JSON has no such thing, so it would go on as a text.
+DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+([eE][-+]?\d+)?")
 _ORDER = "millrace.order_of_options"
 
 
@@ -328,5 +331,12 @@ def kwargs_of(texts: Sequence[str], option: str) -> Mapping[str, Any]:
             ) from None
         if name in made:
             raise click.BadParameter(f"{name} has a value already; name each once", param_hint=option)
+        if DECIMAL_COMMA.fullmatch(value):
+            number = value.replace(",", ".")
+            raise click.BadParameter(
+                f"{text!r}: numbers have a point, e.g. {name}={number}; a list is {name}=[{value}], and a text "
+                f"{name}='\"{value}\"'",
+                param_hint=option,
+            )
         made[name] = value_of(value)
     return made

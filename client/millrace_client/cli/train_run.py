@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 import uuid
 from pathlib import Path
 from typing import Any
 
 import click
+from google.protobuf import json_format
+from google.protobuf.duration_pb2 import Duration
 
 from millrace.train.v1 import resources_pb2
 from millrace_client.cli.code import push_source
-from millrace_client.cli.exits import PlainCommand
+from millrace_client.cli.exits import INTERRUPTED, CommandFailed, PlainCommand
 from millrace_client.cli.options import address_options, connected, json_option
 from millrace_client.cli.output import console, print_json
 from millrace_client.cli.step_options import kwargs_of
+from millrace_client.cli.train_specs import workers_of
 from millrace_client.cli.train_watching import watch_job
+from millrace_client.connection import Millrace
 from millrace_client.specs import program_spec
 
 MAX_STEM = 40
 SCRIPT = ".py"
+SECONDS = click.FloatRange(min=0, min_open=True)
 
 
 @click.command(cls=PlainCommand)
-@click.argument("program", metavar="SCRIPT.py | SOURCE:SCRIPT.py | SOURCE:MODULE:FUNCTION")
+@click.argument("program", metavar="SCRIPT.py | SOURCE:SCRIPT.py | FILE.py:FUNCTION | SOURCE:MODULE:FUNCTION")
 @click.option("--job", default="", metavar="ID", help="Of the training job. Default: after the script or module.")
 @click.option(
     "--config",
@@ -35,8 +41,14 @@ SCRIPT = ".py"
 @click.option("--dataset-version", default="", metavar="NAME", help="datasets/d/versions/v, for get_dataset_shard.")
 @click.option("--train-split", default="", metavar="SPLIT", help="Default: train.")
 @click.option("--validation-split", default="", metavar="SPLIT", help="Default: validation, where there is one.")
-@click.option("--workers", default=2, show_default=True)
-@click.option("--min-workers", default=0, help="The fewest to go on with. Default: --workers.")
+@click.option(
+    "--workers",
+    callback=workers_of,
+    metavar="N|MIN..MAX",
+    help="MIN..MAX: it goes on with fewer, from MIN up, while nodes are lost. 0: local mode, to debug. Default: 2, and "
+    "of a script what its ScalingConfig says.",
+)
+@click.option("--min-workers", default=0, help="The fewest to go on with, of --workers. Default: --workers.")
 @click.option("--cpus", default=0.0, help="Of each worker. Default: 1.")
 @click.option(
     "--gpus", "--gpus-per-worker", type=float, help="Of each worker. Default: 1 where the cluster has enough."
@@ -48,25 +60,59 @@ SCRIPT = ".py"
 @click.option("--best-metric", default="", metavar="NAME", help="One that it reports. Default: the newest is the best.")
 @click.option("--max-failures", type=int, help="Default: 3.")
 @click.option(
+    "--data-resume",
+    type=click.Choice(["replay", "continue"]),
+    default="replay",
+    show_default=True,
+    help="Where a shard goes on after a checkpoint in the middle of an epoch.",
+)
+@click.option(
+    "--remainder",
+    type=click.Choice(["drop", "keep"]),
+    default="drop",
+    show_default=True,
+    help="What becomes of rows that workers cannot share equally.",
+)
+@click.option(
+    "--hang-after",
+    type=SECONDS,
+    metavar="SECONDS",
+    help="Without a step, batch or report. Default: by the median step.",
+)
+@click.option("--stop-within", type=SECONDS, metavar="SECONDS", help="After a wish to stop. Default: 300.")
+@click.option("--backend", type=click.Choice(["gloo", "nccl"]), help="Default: nccl where each worker has a GPU.")
+@click.option("--timeout", type=SECONDS, metavar="SECONDS", help="Of a collective operation. Default: 1800.")
+@click.option("--dry-run", is_flag=True, help="Push the code, have the service check the job, and make none.")
+@click.option(
     "--watch/--no-watch", "then_watch", default=None, help="Stay and show its progress. Default: of a script, yes."
 )
 @address_options
 @json_option
-def run(program: str, job: str, config: tuple[str, ...], then_watch: bool | None, as_json: bool, **values: Any) -> None:
+def run(
+    program: str,
+    job: str,
+    config: tuple[str, ...],
+    then_watch: bool | None,
+    dry_run: bool,
+    as_json: bool,
+    **values: Any,
+) -> None:
     """Run code of your own: push it, and create a training job of it.
 
     SCRIPT.py is run as `python SCRIPT.py` would, and its TorchTrainers' fit() calls train on the job's workers. The
     file alone is pushed; SOURCE:SCRIPT.py pushes the folder SOURCE, for a script with modules of its own.
-    SOURCE:MODULE:FUNCTION calls a training function, without a trainer. What the options say counts, whatever a
-    script's ScalingConfig and RunConfig say.
+    FILE.py:FUNCTION and SOURCE:MODULE:FUNCTION call a training function, without a trainer. What the options leave
+    open of workers, failures and checkpoints, a script's ScalingConfig, RunConfig and TorchConfig say.
 
     \b
     millrace train run cells.py --workers 2
     millrace train run ./project:train.py --config epochs=3
+    millrace train run train.py:train_loop_per_worker --workers 1..4 --dry-run
     millrace train run ./project:train:train_loop_per_worker --config lr=0.001 --workers 2 --watch
     """
     source, entry = _parts(program)
     settings = kwargs_of(config, "--config")
+    sizes = _sizes(values["workers"], values["min_workers"], is_script=entry.endswith(SCRIPT))
     if then_watch is None:
         then_watch = entry.endswith(SCRIPT)
     with connected(values) as millrace:
@@ -78,21 +124,31 @@ def run(program: str, job: str, config: tuple[str, ...], then_watch: bool | None
             dataset_version=values["dataset_version"],
             train_split=values["train_split"],
             validation_split=values["validation_split"],
-            num_workers=values["workers"],
-            min_workers=values["min_workers"],
+            **sizes,
             threads_per_worker=values["threads"],
             seed=values["seed"],
             max_failures=values["max_failures"],
-            placement=resources_pb2.Placement(cpus_per_worker=values["cpus"], gpus_per_worker=values["gpus"]),
+            data_resume=values["data_resume"].upper(),
+            remainder=values["remainder"].upper(),
+            placement=_placement(values),
             checkpoints=resources_pb2.CheckpointPolicy(
                 **{name: values[name] for name in ("keep_newest", "keep_best", "best_metric")}
             ),
         )
-        made = millrace.train.create_training_job(job.removeprefix("trainingJobs/") or _new_id(entry), spec)
-        if then_watch:
+        for name in ("hang_after", "stop_within"):
+            if values[name] is not None:
+                getattr(spec.program, name).CopyFrom(_duration(values[name]))
+        job_id = job.removeprefix("trainingJobs/") or _new_id(entry)
+        made = millrace.train.create_training_job(job_id, spec, validate_only=dry_run)
+        if dry_run:
+            _show_dry_run(made, as_json)
+        elif then_watch:
             if not as_json:
                 console().print(f"[bold]{made.name}[/] runs {bundle.name}", soft_wrap=True)
-            watch_job(millrace, made, 0, as_json)
+            try:
+                watch_job(millrace, made, 0, as_json)
+            except KeyboardInterrupt:
+                raise _interrupted(millrace, made.name, may_ask=not as_json and can_ask()) from None
         elif as_json:
             print_json(made)
         else:
@@ -102,20 +158,97 @@ def run(program: str, job: str, config: tuple[str, ...], then_watch: bool | None
             )
 
 
+def can_ask() -> bool:
+    """Whether a person is there who can answer."""
+    return sys.stdin.isatty()
+
+
+def _interrupted(millrace: Millrace, name: str, *, may_ask: bool) -> CommandFailed:
+    """What ends the command: the job is cancelled where the answer says so, and else goes on."""
+    job = name.rpartition("/")[2]
+    remedy = f"millrace train watch {job} shows how it goes on; millrace train cancel {job} ends it"
+    left = CommandFailed(f"interrupted, and {name} goes on", remedy=remedy, code=INTERRUPTED)
+    if not may_ask:
+        return left
+    try:
+        answer = click.prompt(
+            f"Cancel {name}, or leave it running?",
+            type=click.Choice(["cancel", "leave"]),
+            default="leave",
+            err=True,
+        )
+    except click.Abort:  # Ctrl-C again
+        return left
+    if answer != "cancel":
+        return left
+    millrace.train.cancel_training_job(name)
+    return CommandFailed(f"{name} is asked to stop at its next report", code=INTERRUPTED)
+
+
+def _show_dry_run(checked: resources_pb2.TrainingJob, as_json: bool) -> None:
+    """The job as the service would make it, with its defaults."""
+    if as_json:
+        print_json(checked)
+        return
+    click.echo(json_format.MessageToJson(checked.spec, preserving_proto_field_name=True))
+    click.echo(f"The service would make {checked.name} of it. The code is pushed, and no job was made.")
+
+
+def _placement(values: dict[str, Any]) -> resources_pb2.Placement:
+    placement = resources_pb2.Placement(
+        cpus_per_worker=values["cpus"], gpus_per_worker=values["gpus"], backend=values["backend"] or ""
+    )
+    if values["timeout"] is not None:
+        placement.timeout.CopyFrom(_duration(values["timeout"]))
+    return placement
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration
+
+
+def _sizes(workers: tuple[int, int] | None, fewest: int, *, is_script: bool) -> dict[str, Any]:
+    """The fields of the specification; none where a script says them."""
+    if fewest and workers is None:
+        raise click.UsageError(f"--min-workers {fewest} needs the most, too; use --workers {fewest}..MAX")
+    if workers is None:
+        return {} if is_script else {"num_workers": 2}
+    if fewest and workers[0]:
+        raise click.UsageError("--workers MIN..MAX has the fewest already; leave --min-workers out")
+    return {"num_workers": workers[1], "min_workers": fewest or workers[0]}
+
+
 def _parts(program: str) -> tuple[Path, str]:
     """What is pushed, and the entry in it."""
     if program.endswith(SCRIPT):
         return _script(program)
     source, _, function = program.rpartition(":")
     source, _, module = source.rpartition(":")
+    if module.endswith(SCRIPT) and function:
+        source, module = _module_of(source, module)
     if not (source and module and function):
         raise _wrong(
-            f"{program!r}: use a script, e.g. cells.py or ./project:cells.py, or SOURCE:MODULE:FUNCTION, e.g. "
-            "./project:train:train_loop_per_worker"
+            f"{program!r}: use a script, e.g. cells.py or ./project:cells.py, or a function of a file, e.g. "
+            "train.py:train_loop_per_worker, or SOURCE:MODULE:FUNCTION, e.g. ./project:train:train_loop_per_worker"
         )
     if not Path(source).exists():
         raise _wrong(f"{source!r} does not exist: name a folder, a wheel or a .py file")
     return Path(source), f"{module}:{function}"
+
+
+def _module_of(source: str, path: str) -> tuple[str, str]:
+    """What is pushed, and the module, of a function that is named by its file: `path` is in the folder `source`, or
+    stands alone."""
+    if source:
+        return source, path.removesuffix(SCRIPT).replace("/", ".")
+    if Path(path).is_file() and (beside := _imported_beside(Path(path))):
+        raise _wrong(
+            f"{path} imports {', '.join(beside)} beside it, and only the file would be pushed; push its folder: "
+            f"{Path(path).parent}:{Path(path).stem}:FUNCTION"
+        )
+    return path, Path(path).stem
 
 
 def _script(program: str) -> tuple[Path, str]:

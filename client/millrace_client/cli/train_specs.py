@@ -46,8 +46,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Read = TypeVar("Read", bound=Message)
 
 
-def _workers(_context: click.Context, _option: click.Parameter, text: str) -> tuple[int, int]:
-    """Of `N`, or `MIN..MAX`: (fewest or 0, most)."""
+def workers_of(_context: click.Context, _option: click.Parameter, text: str | None) -> tuple[int, int] | None:
+    """Of `N`, or `MIN..MAX`: (fewest or 0, most); None where the option was left out and has no default."""
+    if text is None:
+        return None
     fewest, elastic, most = text.partition("..")
     try:
         numbers = (int(fewest), int(most)) if elastic else (0, int(fewest))
@@ -121,7 +123,7 @@ OPTIONS = (
     click.option("--gpus", type=float, help="Of each worker. Default: 1 where the cluster has enough."),
     click.option(
         "--workers",
-        callback=_workers,
+        callback=workers_of,
         default="2",
         metavar="N|MIN..MAX",
         show_default=True,

@@ -122,6 +122,86 @@ def test_a_script_trains_and_reads_its_results(file_stack: TrainStack, tmp_path:
     assert sentences.count("train_loop_config['scale'] is 5, by the job's configuration, and not 3") == 1, sentences
 
 
+# Its own settings; the second attempt asks for more workers than the order of rows allows.
+OWN_SETTINGS = """
+import os
+import ray.train
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+FOLDER = {folder!r}
+
+
+def loop(config):
+    for epoch in range(3):
+        folder = os.path.join(os.environ["TMPDIR"], str(epoch))
+        os.makedirs(folder, exist_ok=True)
+        open(os.path.join(folder, "state"), "w").write("x")
+        ray.train.report({{"score": -epoch}}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+    print(f"of {{ray.train.get_context().get_world_size()}}")
+    if config.get("fails"):
+        raise OSError("lost")
+
+
+tries = len(os.listdir(FOLDER))
+open(os.path.join(FOLDER, f"try-{{tries}}"), "w").close()
+TorchTrainer(
+    loop,
+    train_loop_config={{"fails": {fails}}},
+    torch_config=TorchConfig(timeout_s=77, init_method="tcp"),
+    scaling_config=ScalingConfig(num_workers=3 if tries == 0 else 25, resources_per_worker={{"CPU": 0.25, "tape": 0}}),
+    run_config=RunConfig(
+        name="own",
+        failure_config=FailureConfig(max_failures=5),
+        checkpoint_config=CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="score"),
+    ),
+).fit()
+"""
+
+
+def own_settings(stack: TrainStack, folder: Path, *, fails: bool) -> tuple[res.TrainingJob, list[str], str]:
+    """The job of `OWN_SETTINGS` at its end, its warnings and its logs; the caller says nothing but `seed`."""
+    tries = folder / "tries"
+    tries.mkdir()
+    code = write_files(folder / "code", {"cells.py": OWN_SETTINGS.format(folder=str(tries), fails=fails)})
+    with mc.connect(train=stack.service.address) as millrace:
+        spec = mc.program_spec(millrace.train.push_code(code), "cells.py", seed=3)
+        job = millrace.train.create_training_job(f"j{uuid.uuid4().hex[:12]}", spec)
+        watch = stack.client.watch(job.name, within_s=350)
+        watch.rest()
+        return watch.jobs[-1], watch.of("warning"), "".join(one.text for one in millrace.train.stream_logs(job.name))
+
+
+def test_a_scripts_own_settings_count_where_the_caller_left_them_open(file_stack: TrainStack, tmp_path: Path) -> None:
+    job, warnings, logs = own_settings(file_stack, tmp_path, fails=False)
+
+    assert job.state == State.STATE_SUCCEEDED, (job.error, logs)
+    assert "of 3" in logs
+    assert (job.spec.num_workers, job.spec.lanes, job.spec.max_failures) == (3, 24, 5)
+    assert (job.spec.placement.cpus_per_worker, job.spec.placement.timeout.seconds) == (0.25, 77)
+    assert dict(job.spec.placement.resources_per_worker) == {}
+    assert (job.spec.checkpoints.keep_newest, job.spec.checkpoints.best_metric) == (1, "score")
+    # The newest, and the best, which is the first.
+    assert job.best_checkpoint != job.latest_checkpoint
+    entries = CheckpointRegistry(file_stack.store, job.name).entries()
+    assert [one.metrics["score"] for one in entries] == [0, -2]
+    texts = [text.partition(": ")[2] for text in warnings]
+    assert texts == ["TorchConfig(init_method='tcp') is not used: a job has no such setting"], texts
+
+
+@pytest.mark.long
+def test_a_script_that_asks_for_more_workers_keeps_the_order_of_its_rows(
+    file_stack: TrainStack, tmp_path: Path
+) -> None:
+    job, _, _ = own_settings(file_stack, tmp_path, fails=True)
+
+    assert job.state == State.STATE_FAILED
+    assert "ScalingConfig(num_workers=25) is more than the 24 lanes that this job's first run began with" in (
+        job.error.message
+    )
+    assert (job.attempt, job.failures, job.spec.num_workers) == (2, 1, 3)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("entry", "fit"), [("cells.py", 1), ("cells:loop", 0)])
 def test_in_local_mode_one_process_trains(file_stack: TrainStack, tmp_path: Path, entry: str, fit: int) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import millrace_client as mc
 from millrace.train.v1 import code_bundle_pb2
+from millrace_client.cli import train_run
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.code_folders import LOOP, write_files
@@ -78,6 +79,99 @@ def test_run_pushes_the_folder_and_creates_a_job_of_it(store: ObjectStore, folde
     listed = commanded(store, "train", "list")
     assert listed.exit_code == 0
     assert job["name"] in listed.stdout
+
+
+def test_the_options_of_a_run_are_fields_of_its_specification(store: ObjectStore, folder: Path) -> None:
+    shape = ("--workers", "1..4", "--data-resume", "continue", "--remainder", "keep", "--backend", "gloo")
+    options = (*shape, "--hang-after", "90.5", "--stop-within", "60", "--timeout", "120")
+    result = commanded(store, "train", "run", f"{folder}:train:loop", *options, "--json")
+    assert result.exit_code == 0, result.output
+    spec = json.loads(result.stdout)["spec"]
+    assert (spec["num_workers"], spec["min_workers"]) == (4, 1)
+    program = spec["program"]
+    assert (program["data_resume"], program["remainder"]) == ("DATA_RESUME_CONTINUE", "REMAINDER_KEEP")
+    assert (program["hang_after"], program["stop_within"]) == ("90.500s", "60s")
+    assert (spec["placement"]["backend"], spec["placement"]["timeout"]) == ("gloo", "120s")
+
+
+def test_a_script_says_what_the_options_leave_open(store: ObjectStore, folder: Path) -> None:
+    script = write_files(folder, {"cells.py": "import json\n"}) / "cells.py"
+    function = commanded(store, "train", "run", f"{folder}:train:loop", "--json")
+    assert json.loads(function.stdout)["spec"]["num_workers"] == 2
+    opened = json.loads(commanded(store, "train", "run", str(script), "--no-watch", "--json").stdout)["spec"]
+    assert not {"num_workers", "max_failures", "lanes"} & set(opened)
+    assert (opened["checkpoints"], opened["placement"]) == ({}, {})
+    given = commanded(store, "train", "run", str(script), "--no-watch", "--workers", "3", "--json")
+    assert json.loads(given.stdout)["spec"]["num_workers"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--min-workers", "2"), "--min-workers 2 needs the most, too; use --workers 2..MAX"),
+        (("--workers", "1..4", "--min-workers", "2"), "--workers MIN..MAX has the fewest already"),
+        (("--config", "lr=0,001"), "numbers have a point, e.g. lr=0.001; a list is lr=[0,001]"),
+        (("--hang-after", "0"), "0.0 is not in the range x>0"),
+    ],
+)
+def test_a_wrong_option_of_a_run_is_told_before_anything_is_pushed(
+    store: ObjectStore, folder: Path, options: tuple[str, ...], text: str
+) -> None:
+    result = commanded(store, "train", "run", f"{folder}:train:loop", *options)
+    assert result.exit_code == 2
+    assert text in " ".join(result.output.replace("│", " ").split())
+    assert list(store.list()) == []
+
+
+def test_a_dry_run_is_checked_by_the_service_and_makes_no_job(store: ObjectStore, folder: Path) -> None:
+    result = commanded(store, "train", "run", f"{folder}:train:loop", "--job", "mine", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert '"num_workers": 2' in result.stdout
+    assert "The service would make trainingJobs/mine of it." in result.stdout
+    wrong = commanded(store, "train", "run", f"{folder}:train:nothing", "--dry-run")
+    assert wrong.exit_code == 4
+    assert "nothing" in wrong.output
+    assert json.loads(commanded(store, "train", "list", "--json").stdout)["training_jobs"] == []
+
+
+@pytest.mark.parametrize("entry", ["train.py:loop", "{folder}/train.py:loop", "{folder}:train.py:loop"])
+def test_a_function_may_be_named_by_its_file(
+    store: ObjectStore, folder: Path, monkeypatch: pytest.MonkeyPatch, entry: str
+) -> None:
+    monkeypatch.chdir(folder)
+    result = commanded(store, "train", "run", entry.format(folder=folder), "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["spec"]["program"]["entry"] == "train:loop"
+
+
+@pytest.mark.parametrize(
+    ("answer", "person", "state", "text"),
+    [
+        ("cancel\n", True, "STATE_CANCELLING", "is asked to stop at its next report"),
+        ("leave\n", True, "STATE_PENDING", "goes on"),
+        ("", True, "STATE_PENDING", "goes on"),  # the end of the input
+        (None, False, "STATE_PENDING", "millrace train cancel mine ends it"),
+    ],
+)
+def test_an_interrupted_watch_asks_whether_to_cancel_the_job(
+    store: ObjectStore,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: str | None,
+    person: bool,
+    state: str,
+    text: str,
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_run, "watch_job", interrupted)
+    monkeypatch.setattr(train_run, "can_ask", lambda: person)
+    result = commanded(store, "train", "run", f"{folder}:train:loop", "--job", "mine", "--watch", answer=answer)
+    assert result.exit_code == 130, result.output
+    assert text in " ".join(result.output.split())
+    (job,) = json.loads(commanded(store, "train", "list", "--json").stdout)["training_jobs"]
+    assert job["state"] == state
 
 
 def test_a_model_of_ones_own_is_pushed_and_swept(store: ObjectStore, tmp_path: Path) -> None:

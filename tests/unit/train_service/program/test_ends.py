@@ -13,13 +13,20 @@ from typing import Any
 import pytest
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
+from shared.dataset_version import load_version
 from shared.errors import Internal, InvalidArgument
+from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
+from tests.support.versions import commit_version, striped_digits
+from tests.unit.train_service.conftest import TRAIN_ROWS, VERSION
 from tests.unit.train_service.program.test_reports import Attempt, Begun
-from train_service.domain.spec import CheckpointPolicy
+from train_service.domain.shard_positions import shard_identity
+from train_service.domain.spec import CheckpointPolicy, TrainingSpec
 from train_service.program.coordinator import NOT_BY_ALL
 from train_service.program.rank_reports import ASYNC, ProgramStopped
 from train_service.records.reporting import CANCEL, STALE
+
+MODEL = ModelSpec(builder="", in_channels=0, num_classes=0)
 
 
 @pytest.fixture
@@ -171,26 +178,65 @@ def test_of_a_report_that_not_all_ranks_made_the_line_of_the_program_is_kept(att
     assert (cause.specific_reason, cause.metadata["ranks"]) == (NOT_BY_ALL, "1")
 
 
-def test_a_rank_that_begins_gets_no_spans_of_what_was_given(attempt: Begun) -> None:
-    shard = {"shard": {"row_count": 10}, "place": [0, 0, 5], "given": [[0, 0, 5, 1]]}
-    first = attempt(1, take_shards=lambda: {"train": shard})
+def commit_digits(store: ObjectStore) -> dict[str, Any]:
+    """Commits `VERSION`, and gives the identity of its training split in a job like `Attempt`'s."""
+    commit_version(store, VERSION, {"train": striped_digits(TRAIN_ROWS)})
+    spec = TrainingSpec(dataset_version=VERSION, model=MODEL, epochs=0, global_batch_size=0)
+    return shard_identity(VERSION, load_version(store, VERSION).manifest_sha256, "train", TRAIN_ROWS, spec)
+
+
+def test_a_rank_that_begins_gets_no_spans_of_what_was_given(attempt: Begun, store: ObjectStore) -> None:
+    identity = commit_digits(store)
+    shard = {"shard": identity, "place": [0, 0, 5], "given": [[0, 0, 5, 1]]}
+    first = attempt(1, take_shards=lambda: {"train": shard}, dataset_version=VERSION)
     first.report({"model.pt": b"1"})
 
-    (begin,) = attempt(2).begins
+    (begin,) = attempt(2, dataset_version=VERSION).begins
 
-    assert begin.positions == {"train": {"row_count": 10, "world_size": 1, "places": [[0, 0, 5]]}}
+    assert begin.positions == {"train": {**identity, "world_size": 1, "places": [[0, 0, 5]]}}
 
 
-def test_reports_without_a_checkpoint_do_not_grow_the_attempt(attempt: Begun) -> None:
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"place": [0, 0, 6]}, r"\['train'\].place = \[0, 0, 6\] is at position 12, where none"),
+        ({"given": [[0, 0, 10, 0]]}, r"\['train'\].given\[0\] = \[0, 0, 10, 0\] must have the step 2"),
+        ({"given": [[0, 0, 3, 2]]}, r"\['train'\].given\[0\] = \[0, 0, 3, 2\] must be positions from 0"),
+        ({"shard": {"seed": 9}}, r"\['train'\].shard.seed = 9 must be 0, that of this job"),
+    ],
+)
+def test_a_forged_position_fails_the_run_and_names_its_rank(
+    attempt: Begun, store: ObjectStore, change: dict[str, Any], text: str
+) -> None:
+    """Ranges that end between two steps could have the attempt join them for ever, and a rank that waits for the
+    attempt is not taken for hung."""
+    identity = commit_digits(store)
+    shard = {"shard": {**identity, **change.pop("shard", {})}, "place": [0, 0, 5], "given": [[0, 0, 10, 2]], **change}
+    run = attempt(world_size=2, take_shards=lambda: {"train": shard}, dataset_version=VERSION)
+    with pytest.raises(InvalidArgument, match=f"rank 0 reports a wrong position of its data: shards{text}"):
+        run.on_rank(0, {}, None).result(60)
+    cause = run.coordinator.cause
+    assert cause is not None
+    assert (cause.specific_reason, cause.metadata["ranks"]) == ("WRONG_SHARD_POSITION", "0")
+
+
+def test_a_run_without_a_version_has_no_shards_to_report(attempt: Begun) -> None:
+    run = attempt(take_shards=lambda: {"train": {}})
+    with pytest.raises(InvalidArgument, match=r"rank 0 .* split = 'train' must be one of none"):
+        run.report(None)
+
+
+def test_reports_without_a_checkpoint_do_not_grow_the_attempt(attempt: Begun, store: ObjectStore) -> None:
     """Of each report the attempt keeps a point of metrics, until it is written, and where the shards are."""
+    identity = commit_digits(store)
     given = itertools.count()
 
     def take_shards() -> dict[str, Any]:
         begin = next(given)
         spans = [[0, begin, begin + 1, 1]]
-        return {"train": {"shard": {"row_count": 10**6}, "place": [0, 0, begin + 1], "given": spans}}
+        return {"train": {"shard": identity, "place": [0, 0, begin + 1], "given": spans}}
 
-    run = attempt(take_shards=take_shards)
+    run = attempt(take_shards=take_shards, dataset_version=VERSION)
 
     def size_after(reports: int) -> int:
         for _ in range(reports):
