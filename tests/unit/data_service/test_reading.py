@@ -80,11 +80,11 @@ def counted_groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The first rows of the row groups that are made from now on."""
     made: list[int] = []
 
-    class Counted(RowGroup):
-        def __post_init__(self) -> None:
-            made.append(self.first_row_id)
+    def counted(file_index: int, group_index: int, first_row_id: int, row_count: int) -> RowGroup:
+        made.append(first_row_id)
+        return RowGroup(file_index, group_index, first_row_id, row_count)
 
-    monkeypatch.setattr("shared.dataset_version.reader.RowGroup", Counted)
+    monkeypatch.setattr("shared.dataset_version.reader.RowGroup", counted)
     return made
 
 
@@ -102,7 +102,7 @@ def test_ten_rows_of_a_version_of_many_groups_meet_only_their_own(
     made = counted_groups(monkeypatch)
 
     assert ids(reader, limit=10, **selection) == list(range(first, first + 10))
-    assert len(made) <= 3
+    assert 1 <= len(made) <= 3
 
 
 def test_groups_outside_the_range_are_not_read(reader: VersionReader, monkeypatch: pytest.MonkeyPatch) -> None:
