@@ -56,7 +56,7 @@ def _first_rows(reader: VersionReader, split: str, rows: int, most_bytes: int) -
     """In one chunk; at least one row where the split has one."""
     pieces: list[pa.Table] = []
     missing, left_bytes = rows, most_bytes
-    for group in reader.row_groups(split):
+    for group in reader.row_groups_from(split, 0):
         wanted = reader.read(group).slice(0, missing)
         piece = _fitting(wanted, left_bytes, at_least=0 if pieces else 1)
         if piece.num_rows:

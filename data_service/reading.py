@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pyarrow as pa
 
 from shared.dataset_version import RowGroup, VersionReader
 from shared.dataset_version.group_sizes import GroupSizes, ReadBytes
+from shared.dataset_version.manifest import Split
 from shared.errors import invalid_field
 from shared.streaming import framed
 
@@ -77,18 +79,16 @@ class _Chunk:
 
 def _chunks(reader: VersionReader, selection: Selection, columns: Sequence[str]) -> Iterator[_Chunk]:
     """The selected rows in chunks of about a message. A group before the offset or after the limit is not read."""
-    splits = [selection.split] if selection.split else [split.name for split in reader.version.manifest.splits]
-    groups = [group for split in splits for group in reader.row_groups(split)]
-    skip, left = selection.offset, selection.limit or sum(group.row_count for group in groups)
+    manifest = reader.version.manifest
+    splits = [reader.version.split(selection.split)] if selection.split else manifest.splits
+    left = selection.limit or sum(split.row_count for split in splits)
+    groups, skip = _groups_of(reader, splits, selection.offset)
     sizes = GroupSizes(reader, columns)
     chunk: list[RowGroup] = []
     size, rows, first_skip = ReadBytes(), 0, 0
     for group in groups:
         if left <= 0:
             break
-        if skip >= group.row_count:
-            skip -= group.row_count
-            continue
         with_group = size + sizes.of(group)
         if chunk and (with_group.expected > CHUNK_BYTES or with_group.most > MAX_CHUNK_BYTES):
             yield _Chunk(chunk, first_skip, rows)
@@ -103,6 +103,21 @@ def _chunks(reader: VersionReader, selection: Selection, columns: Sequence[str])
         size = with_group
     if chunk:
         yield _Chunk(chunk, first_skip, rows)
+
+
+def _groups_of(reader: VersionReader, splits: Sequence[Split], offset: int) -> tuple[Iterator[RowGroup], int]:
+    """The row groups from the row `offset` of all these splits on, and how many rows of the first come before it."""
+    left = list(splits)
+    while left and offset >= left[0].row_count:
+        offset -= left.pop(0).row_count
+    if not left:
+        return iter(()), 0
+    first_row_id = left[0].first_row_id + offset
+    groups = itertools.chain(
+        reader.row_groups_from(left[0].name, offset), *(reader.row_groups_from(split.name, 0) for split in left[1:])
+    )
+    first = next(groups, None)
+    return (itertools.chain([first], groups), first_row_id - first.first_row_id) if first else (iter(()), 0)
 
 
 def _encoded(reader: VersionReader, chunk: _Chunk, schema: pa.Schema) -> list[bytes]:

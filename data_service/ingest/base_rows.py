@@ -22,5 +22,5 @@ class BaseRows:
     def tables(self, split: str) -> Iterator[pa.Table]:
         """In the order of row ids; none for a split that the version does not have."""
         if split in self.splits:
-            for group in self._reader.row_groups(split):
+            for group in self._reader.row_groups_from(split, 0):
                 yield self._reader.read(group)

@@ -24,7 +24,7 @@ def held_rows(store: ObjectStore, version: str, split: str, most: int, signature
     schema = schema_of(reader.schema)
     form, tensors = _form(version, schema, signature)
     groups, rows = [], 0
-    for group in reader.row_groups(split):
+    for group in reader.row_groups_from(split, 0):
         if rows >= most:
             break
         groups.append(group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -76,17 +76,16 @@ class VersionReader:
         return self._schema
 
     def row_groups(self, split: str) -> list[RowGroup]:
-        """Of one split, in the order of row ids. Raises `InvalidArgument` for a split that is not there."""
-        self.version.split(split)
-        groups = []
-        for file_index, file in enumerate(self._files):
-            if file.split != split:
-                continue
-            first = file.first_row_id
-            for group_index, rows in enumerate(file.row_groups):
-                groups.append(RowGroup(file_index, group_index, first, rows))
-                first += rows
-        return groups
+        """All of one split, in the order of row ids. Raises `InvalidArgument` for a split that is not there."""
+        return list(self.row_groups_from(split, 0))
+
+    def row_groups_from(self, split: str, offset: int) -> Iterator[RowGroup]:
+        """Those of one split that hold its rows from `offset` on, in the order of row ids, each made as it is asked
+        for: who wants the first rows of a large version meets neither its other groups nor files before these rows.
+        Raises as `row_groups`."""
+        first_row_id = self.version.split(split).first_row_id + offset
+        files = ((index, file) for index, file in enumerate(self._files) if file.split == split)
+        return _groups_from(files, first_row_id)
 
     def read(self, row_group: RowGroup, columns: Sequence[str] | None = None) -> pa.Table:
         """The named columns in that order (None: all but `_row_id`), each in one chunk, of their logical types.
@@ -187,6 +186,17 @@ class VersionReader:
 
     def _key(self, file: DataFile) -> str:
         return f"{self.version.folder}/{file.path}"
+
+
+def _groups_from(files: Iterable[tuple[int, DataFile]], first_row_id: int) -> Iterator[RowGroup]:
+    for file_index, file in files:
+        if file.first_row_id + file.row_count <= first_row_id:
+            continue
+        first = file.first_row_id
+        for group_index, rows in enumerate(file.row_groups):
+            if first + rows > first_row_id:
+                yield RowGroup(file_index, group_index, first, rows)
+            first += rows
 
 
 def _open(source: pa.NativeFile, footer: pq.FileMetaData) -> pq.ParquetFile:

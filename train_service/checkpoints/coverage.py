@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -106,10 +106,11 @@ def _table(everyone: Sequence[Ints]) -> pa.Table:
 class CoverageChain:
     """The parts that a run's next checkpoint names. Used by rank 0, in one thread.
 
-    Neighbours are put together like the digits of a binary counter: while the last part has more than half as many
-    rows as the one before it, and both fit into `PART_ROWS`, they become one. So a manifest names at most (rows of the
-    run) / 2^19 parts and some twenty small ones, however often checkpoints are taken, and each row is written again
-    some thirty times at most. The parts that were put together stay until nobody names them; see `orphans`.
+    A record of more than `PART_ROWS` becomes several parts, which end with steps. Neighbours are put together like the
+    digits of a binary counter: while the last part has more than half as many rows as the one before it, and both fit
+    into `PART_ROWS`, they become one. So a manifest names at most (rows of the run) / 2^19 parts and some twenty small
+    ones, however often checkpoints are taken, and each row is written again some thirty times at most. The parts that
+    were put together stay until nobody names them; see `orphans`.
     """
 
     def __init__(self, store: ObjectStore, job: str, parts: Sequence[CoveragePart] = ()) -> None:
@@ -128,11 +129,21 @@ class CoverageChain:
         if not table.num_rows:
             return self.parts
         first, end = _bounds(table)
-        chain = list(self.parts)
-        if chain and first < chain[-1].end_step:
-            if end == chain[-1].end_step:
+        if self.parts and first < self.parts[-1].end_step:
+            if end == self.parts[-1].end_step:
                 return self.parts
-            raise ValueError(f"steps {first} to {end} overlap the record, which ends at {chain[-1].end_step}")
+            raise ValueError(f"steps {first} to {end} overlap the record, which ends at {self.parts[-1].end_step}")
+        chain = list(self.parts)
+        for piece in _pieces(table):
+            self._add(chain, piece)
+        self.parts = tuple(chain)
+        named = {one.path for one in chain if one.row_count < PART_ROWS // 2}
+        self._small = {path: kept for path, kept in self._small.items() if path in named}
+        return self.parts
+
+    def _add(self, chain: list[CoveragePart], table: pa.Table) -> None:
+        """Writes `table`, with the parts at the end of `chain` that it is put together with, in their place."""
+        first, end = _bounds(table)
         rows = table.num_rows
         while chain and chain[-1].row_count < 2 * rows and chain[-1].row_count + rows <= PART_ROWS:
             before = self._table_of(chain[-1])
@@ -150,10 +161,8 @@ class CoverageChain:
             row_count=rows,
         )
         self._store.put(part.path, data)
-        self.parts = (*chain, part)
-        named = {one.path for one in chain if one.row_count < PART_ROWS // 2}
-        self._small = {path: kept for path, kept in self._small.items() if path in named} | {part.path: table}
-        return self.parts
+        chain.append(part)
+        self._small[part.path] = table
 
     def _table_of(self, part: CoveragePart) -> pa.Table | None:
         """None for a damaged one, which then stays as it is: whoever asks for the coverage learns of it."""
@@ -165,6 +174,34 @@ class CoverageChain:
         except DataLoss as error:
             logger.warning("the record of steps %d to %d: %s", part.first_step, part.end_step, error.message)
             return None
+
+
+def _pieces(table: pa.Table) -> Iterator[pa.Table]:
+    """`table` cut between steps into pieces of at most `PART_ROWS`, unless a step alone has more: who reads a record
+    holds one part in memory, so a record of an epoch without a checkpoint is not one part."""
+    if table.num_rows <= PART_ROWS:
+        yield table
+        return
+    columns = {name: _decoded_column(table, name) for name in table.column_names if name != "row_id"}
+    row_ids = table.column("row_id").to_numpy()
+    steps = columns["step"]
+    ends = np.append(np.flatnonzero(np.diff(steps)) + 1, len(steps))
+    begin = 0
+    while begin < len(steps):
+        fitting = int(np.searchsorted(ends, begin + PART_ROWS, side="right")) - 1
+        end = int(ends[max(fitting, int(np.searchsorted(ends, begin, side="right")))])
+        piece = [
+            pa.array(row_ids[begin:end])
+            if name == "row_id"
+            else pc.run_end_encode(pa.array(columns[name][begin:end]), run_end_type=pa.int32())
+            for name in table.column_names
+        ]
+        yield pa.Table.from_arrays(piece, schema=table.schema)
+        begin = end
+
+
+def _decoded_column(table: pa.Table, name: str) -> Ints:
+    return np.concatenate([_decoded(batch, name) for batch in table.to_batches()])
 
 
 def encode(table: pa.Table) -> bytes:

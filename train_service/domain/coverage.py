@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -12,11 +13,7 @@ from train_service.domain.order import Ints
 
 # So many row ids are told of each kind.
 MAX_LISTED = 1000
-# Nobody asks how often beyond once: a row takes one byte, whatever the run did.
-OFTEN = 2
-# Of a row that was never consumed, but for a step that was skipped.
-SKIPPED = 3
-# So many rows are looked through at a time.
+# So many rows are looked through at a time: a multiple of eight, whose bits fill whole bytes.
 BLOCK_ROWS = 1 << 18
 
 
@@ -42,46 +39,85 @@ def count_rows(
     max_listed: int = MAX_LISTED,
     skipped_parts: Iterable[Ints] = (),
 ) -> Counts:
-    """Counts the row ids of all `parts` for a split that owns the ids [first, first + row_count). Takes a byte a row,
-    and what one part at a time takes. `skipped_parts` are those of skipped steps, looked at after `parts`.
+    """Counts the row ids of all `parts` for a split that owns the ids [first, first + row_count). Takes three bits a
+    row, and what one part at a time takes. `skipped_parts` are those of skipped steps, looked at after `parts`.
 
     Raises `ValueError` for an id that is not the split's.
     """
-    times = np.zeros(row_count, np.uint8)
+    seen, repeated, skipped = RowBits(row_count), RowBits(row_count), RowBits(row_count)
     for row_ids in parts:
         _check_rows(row_ids, first, row_count)
-        rows, seen = np.unique(row_ids - first, return_counts=True)
-        times[rows] = np.minimum(times[rows] + seen, OFTEN)
+        rows, times = np.unique(row_ids - first, return_counts=True)
+        repeated.add(rows[(times > 1) | seen.has(rows)])
+        seen.add(rows)
     for row_ids in skipped_parts:
         _check_rows(row_ids, first, row_count)
-        rows = row_ids - first
-        times[rows[times[rows] == 0]] = SKIPPED
-    skipped, skipped_rows = _those_seen(times, SKIPPED, max_listed)
-    missing, missing_rows = _those_seen(times, 0, max_listed)
-    repeated, repeated_rows = _those_seen(times, OFTEN, max_listed)
+        rows = np.unique(row_ids - first)
+        skipped.add(rows[~seen.has(rows)])
+    tally = Tally(max_listed)
+    for begin in range(0, row_count, BLOCK_ROWS):
+        seen_here, skipped_here = seen.block(begin), skipped.block(begin)
+        tally.add("missing", begin, ~(seen_here | skipped_here))
+        tally.add("repeated", begin, repeated.block(begin))
+        tally.add("skipped", begin, skipped_here)
+    count, listed = tally.count, tally.listed
     return Counts(
         row_count=row_count,
-        seen_once=row_count - missing - repeated - skipped,
-        missing=missing,
-        repeated=repeated,
-        missing_row_ids=[first + row for row in missing_rows],
-        repeated_row_ids=[first + row for row in repeated_rows],
-        skipped=skipped,
-        skipped_row_ids=[first + row for row in skipped_rows],
+        seen_once=row_count - count["missing"] - count["repeated"] - count["skipped"],
+        missing=count["missing"],
+        repeated=count["repeated"],
+        missing_row_ids=[first + row for row in listed["missing"]],
+        repeated_row_ids=[first + row for row in listed["repeated"]],
+        skipped=count["skipped"],
+        skipped_row_ids=[first + row for row in listed["skipped"]],
     )
+
+
+class RowBits:
+    """A set of the rows [0, N), one bit each: row r is bit r mod 8, the lowest first, of byte r div 8."""
+
+    def __init__(self, row_count: int) -> None:
+        self._row_count = row_count
+        self._bytes = np.zeros(-(-row_count // 8), np.uint8)
+
+    def add(self, rows: Ints) -> None:
+        """`rows` are sorted, each there once."""
+        if not len(rows):
+            return
+        places = rows >> 3
+        bits = np.left_shift(1, rows & 7).astype(np.uint8)
+        begins = np.flatnonzero(np.diff(places, prepend=-1))
+        self._bytes[places[begins]] |= np.bitwise_or.reduceat(bits, begins)
+
+    def has(self, rows: Ints) -> NDArray[np.bool_]:
+        """Of each row whether it is in the set."""
+        found: NDArray[np.bool_] = (self._bytes[rows >> 3] >> (rows & 7)) & 1 == 1
+        return found
+
+    def block(self, begin: int) -> NDArray[np.bool_]:
+        """The same of the `BLOCK_ROWS` rows from `begin` on, a multiple of eight."""
+        rows = min(BLOCK_ROWS, self._row_count - begin)
+        packed = self._bytes[begin // 8 : (begin + BLOCK_ROWS) // 8]
+        return np.unpackbits(packed, count=rows, bitorder="little").astype(bool)
+
+
+class Tally:
+    """How many rows there are of each kind, and the lowest `max_listed` of them, found block by block."""
+
+    def __init__(self, max_listed: int) -> None:
+        self._max_listed = max_listed
+        self.count: Counter[str] = Counter()
+        self.listed: defaultdict[str, list[int]] = defaultdict(list)
+
+    def add(self, kind: str, begin: int, here: NDArray[np.bool_]) -> None:
+        """Counts a block that begins at the row `begin`. Blocks come in their order."""
+        listed = self.listed[kind]
+        rows = np.flatnonzero(here)
+        self.count[kind] += len(rows)
+        listed += (begin + rows[: self._max_listed - len(listed)]).tolist()
 
 
 def _check_rows(row_ids: Ints, first: int, row_count: int) -> None:
     if row_ids.size and (row_ids.min() < first or row_ids.max() >= first + row_count):
         stranger = row_ids[(row_ids < first) | (row_ids >= first + row_count)][0]
         raise ValueError(f"row {stranger} is not among the rows {first} to {first + row_count - 1}")
-
-
-def _those_seen(times: NDArray[np.uint8], often: int, max_listed: int) -> tuple[int, list[int]]:
-    """How many rows were seen so often, and the first of them."""
-    count, listed = 0, list[int]()
-    for begin in range(0, len(times), BLOCK_ROWS):
-        rows = begin + np.flatnonzero(times[begin : begin + BLOCK_ROWS] == often)
-        count += len(rows)
-        listed += rows[: max_listed - len(listed)].tolist()
-    return count, listed

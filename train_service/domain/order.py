@@ -56,12 +56,14 @@ def blocks_of(row_groups: Sequence[int], lanes: int) -> Ints:
 
     A block never crosses a row group. Row groups stay whole when there are enough of them.
     """
-    total = sum(row_groups)
-    longest = max(1, -(-total // (lanes * BLOCKS_PER_LANE)))
-    whole = len(row_groups) >= lanes * BLOCKS_PER_LANE
+    if len(row_groups) >= lanes * BLOCKS_PER_LANE:
+        counts = np.asarray(row_groups, np.int64)
+        starts = np.cumsum(counts) - counts
+        return np.stack([starts, counts], axis=1)[counts > 0]
+    longest = max(1, -(-sum(row_groups) // (lanes * BLOCKS_PER_LANE)))
     blocks, first = [], 0
     for rows in row_groups:
-        pieces = 1 if whole else -(-rows // longest)
+        pieces = -(-rows // longest)
         cuts = [first + rows * piece // pieces for piece in range(pieces + 1)]
         blocks += [(start, end - start) for start, end in itertools.pairwise(cuts) if end > start]
         first += rows
@@ -109,23 +111,35 @@ class EpochOrder:
 
     def stretch(self, lane: int, number: int) -> Ints:
         """The rows of one window of a lane before they are shuffled; none beyond the last window."""
-        share, extra = divmod(self.row_count, self.lanes)
-        lane_start = lane * share + min(lane, extra)
+        start = self._lane_start(lane)
         begin, end = self._bounds(lane, number)
-        return self._rows_at(np.arange(lane_start + begin, lane_start + end, dtype=np.int64))
+        return self._rows_at(np.arange(start + begin, start + end, dtype=np.int64))
 
     def _bounds(self, lane: int, number: int) -> tuple[int, int]:
         begin = min(number * self.window_rows, self.lane_rows(lane))
         return begin, min(begin + self.window_rows, self.lane_rows(lane))
 
     def rows(self, positions: Ints) -> Ints:
-        """The rows at these positions of the epoch."""
-        lanes, indices = positions % self.lanes, positions // self.lanes
-        result = np.empty_like(positions)
-        for lane, number in {*zip(lanes.tolist(), (indices // self.window_rows).tolist(), strict=True)}:
-            mine = (lanes == lane) & (indices // self.window_rows == number)
-            result[mine] = self.window(lane, number)[indices[mine] % self.window_rows]
-        return result
+        """The rows at these positions of the epoch. Each window that they are in is shuffled once; of its rows only
+        those at these positions are worked out."""
+        lanes = positions % self.lanes
+        numbers, places = np.divmod(positions // self.lanes, self.window_rows)
+        # Windows of all lanes, counted through, so that the positions of one stand together once they are sorted.
+        windows = numbers * self.lanes + lanes
+        by_window = np.argsort(windows, kind="stable")
+        cuts = np.flatnonzero(np.diff(windows[by_window], prepend=-1))
+        sequence = np.empty(len(positions), np.int64)
+        for begin, end in itertools.pairwise([*cuts.tolist(), len(positions)]):
+            mine = by_window[begin:end]
+            number, lane = divmod(int(windows[mine[0]]), self.lanes)
+            first = self._lane_start(lane) + self._bounds(lane, number)[0]
+            sequence[mine] = first + self.shuffle(lane, number)[places[mine]]
+        return self._rows_at(sequence)
+
+    def _lane_start(self, lane: int) -> int:
+        """Where the lane begins in the permuted sequence."""
+        share, extra = divmod(self.row_count, self.lanes)
+        return lane * share + min(lane, extra)
 
     def _rows_at(self, sequence: Ints) -> Ints:
         block = np.searchsorted(self.ends, sequence, side="right")

@@ -9,6 +9,7 @@ N = rows of the split.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from train_service.domain.coverage import MAX_LISTED, OFTEN, Counts
+from train_service.domain.coverage import BLOCK_ROWS, MAX_LISTED, Counts
 from train_service.domain.order import EpochOrder, Ints
 from train_service.domain.spec import TrainingSpec
 
@@ -24,6 +25,8 @@ from train_service.domain.spec import TrainingSpec
 STATE_FORMAT = "millrace.shard/1"
 # [epoch, start, stop, step] of positions.
 Span = list[int]
+# How often a position was given is not counted beyond.
+OFTEN = 2
 # Of the newest spans, those that may go on; a rank leaves a few between two reports.
 LOOK_BACK = 128
 
@@ -240,37 +243,42 @@ def is_epoch_done(saved: Mapping[str, Any], epoch: int) -> bool:
     return all(place[0] > epoch for place in saved["places"] if place)
 
 
-def times_given(spans: Iterable[Span], epoch: int, row_count: int) -> NDArray[np.uint8]:
-    """(N,): how often each position of `epoch` was given, 2 for twice or more."""
-    times = np.zeros(row_count, np.uint8)
-    for of, start, stop, step in spans:
-        if of == epoch:
-            mine = times[start : min(stop, row_count) : step]
-            np.minimum(mine + 1, OFTEN, out=mine)
+def times_given(spans: Iterable[Span], begin: int, end: int) -> NDArray[np.uint8]:
+    """(end - begin,): how often each of these positions was given by `spans` of one epoch, 2 for twice or more."""
+    times = np.zeros(end - begin, np.uint8)
+    for _, start, stop, step in spans:
+        # The span's first position from `begin` on, counted from there.
+        first = start - begin if start >= begin else (start - begin) % step
+        mine = times[first : max(0, min(stop, end) - begin) : step]
+        np.minimum(mine + 1, OFTEN, out=mine)
     return times
 
 
 def count_given(spans: Iterable[Span], order: EpochOrder, first_row_id: int) -> Counts:
-    """How often each row was given in the epoch of `order`. Takes a byte a row, and 8 for each missing or repeated
-    one."""
-    times = times_given(spans, order.epoch, order.row_count)
-    missing, repeated = np.flatnonzero(times == 0), np.flatnonzero(times == OFTEN)
+    """How often each row was given in the epoch of `order`.
+
+    A block of positions is looked at after another, whole windows of all lanes each, so that each window is worked out
+    once; memory is that of a block, however many rows there are.
+    """
+    of_epoch = [span for span in spans if span[0] == order.epoch]
+    count: Counter[int] = Counter()
+    lowest = {often: np.empty(0, np.int64) for often in (0, OFTEN)}
+    window = order.lanes * order.window_rows
+    block = window * max(1, BLOCK_ROWS // window)
+    for begin in range(0, order.row_count, block):
+        end = min(begin + block, order.row_count)
+        times = times_given(of_epoch, begin, end)
+        for often in lowest:
+            positions = begin + np.flatnonzero(times == often)
+            if len(positions):
+                count[often] += len(positions)
+                found = np.concatenate([lowest[often], order.rows(positions)])
+                lowest[often] = np.sort(found)[:MAX_LISTED]
     return Counts(
         row_count=order.row_count,
-        seen_once=order.row_count - len(missing) - len(repeated),
-        missing=len(missing),
-        repeated=len(repeated),
-        missing_row_ids=_lowest_ids(order, missing, first_row_id),
-        repeated_row_ids=_lowest_ids(order, repeated, first_row_id),
+        seen_once=order.row_count - count[0] - count[OFTEN],
+        missing=count[0],
+        repeated=count[OFTEN],
+        missing_row_ids=(first_row_id + lowest[0]).tolist(),
+        repeated_row_ids=(first_row_id + lowest[OFTEN]).tolist(),
     )
-
-
-def _lowest_ids(order: EpochOrder, positions: Ints, first_row_id: int) -> list[int]:
-    lowest: Ints = np.empty(0, np.int64)
-    # A window of all lanes at a time, so that each is worked out once.
-    span = order.lanes * order.window_rows
-    cuts = np.searchsorted(positions, np.arange(0, order.row_count + span, span)).tolist()
-    for begin, end in itertools.pairwise(cuts):
-        if end > begin:
-            lowest = np.sort(np.concatenate([lowest, order.rows(positions[begin:end])]))[:MAX_LISTED]
-    return [first_row_id + row for row in lowest.tolist()]

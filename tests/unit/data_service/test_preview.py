@@ -18,7 +18,7 @@ from data_service.bounded_answer import ANSWER_BYTES, bound_answer
 from data_service.domain.statistics import SplitStatistics
 from data_service.preview import preview
 from millrace.data.v1 import data_service_pb2, quality_pb2, resources_pb2
-from shared.dataset_version import VersionReader, load_version
+from shared.dataset_version import RowGroup, VersionReader, load_version
 from shared.dataset_version.columns import tensor_array
 from shared.errors import InvalidArgument
 from shared.storage import ObjectStore
@@ -42,6 +42,23 @@ def noisy_png(side: int) -> bytes:
     buffer = io.BytesIO()
     Image.frombytes("RGB", (side, side), os.urandom(3 * side * side)).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
+
+
+def test_ten_rows_of_a_version_of_many_groups_meet_only_their_own(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = pa.table({"text": [f"row {row}" for row in range(20_000)]})
+    reader = reader_of(store, train=table, test=table.slice(0, 2_000))
+    made: list[int] = []
+
+    def counted(file_index: int, group_index: int, first_row_id: int, row_count: int) -> RowGroup:
+        made.append(first_row_id)
+        return RowGroup(file_index, group_index, first_row_id, row_count)
+
+    monkeypatch.setattr("shared.dataset_version.reader.RowGroup", counted)
+
+    assert rows_in(preview(reader, 10).arrow_ipc)["text"] == 2 * [f"row {row}" for row in range(10)]
+    assert made == [0, 20_000]
 
 
 def blobs(*sizes: int) -> pa.Table:

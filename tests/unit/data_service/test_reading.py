@@ -12,7 +12,7 @@ from data_service import reading
 from data_service.lifecycle import Deletions
 from data_service.reading import MESSAGE_BYTES, Selection, read_stream
 from millrace.data.v1 import data_service_pb2
-from shared.dataset_version import VersionReader, load_version
+from shared.dataset_version import RowGroup, VersionReader, load_version
 from shared.dataset_version.version import IMPORT_KIND
 from shared.dataset_version.writer import _OpenFile
 from shared.errors import DataLoss, InvalidArgument, NotFound
@@ -67,10 +67,42 @@ def test_all_rows_come_in_the_order_of_their_ids(reader: VersionReader) -> None:
         ({"offset": TRAIN - 1, "limit": 3}, range(TRAIN - 1, TRAIN + 2)),
         ({"offset": TRAIN + TEST}, range(0)),
         ({"split": "train", "limit": 10**9}, range(TRAIN)),
+        ({"offset": TRAIN}, range(TRAIN, TRAIN + TEST)),
+        ({"offset": TRAIN + TEST - 1}, range(TRAIN + TEST - 1, TRAIN + TEST)),
+        ({"split": "test", "offset": TEST}, range(0)),
     ],
 )
 def test_a_range_is_those_rows(reader: VersionReader, selection: dict[str, Any], rows: range) -> None:
     assert ids(reader, **selection) == list(rows)
+
+
+def counted_groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The first rows of the row groups that are made from now on."""
+    made: list[int] = []
+
+    def counted(file_index: int, group_index: int, first_row_id: int, row_count: int) -> RowGroup:
+        made.append(first_row_id)
+        return RowGroup(file_index, group_index, first_row_id, row_count)
+
+    monkeypatch.setattr("shared.dataset_version.reader.RowGroup", counted)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("selection", "first"),
+    [({}, 0), ({"offset": 12_000}, 12_000), ({"offset": 20_010}, 20_010), ({"split": "test"}, 20_000)],
+)
+def test_ten_rows_of_a_version_of_many_groups_meet_only_their_own(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, selection: dict[str, Any], first: int
+) -> None:
+    """A terabyte has millions of groups."""
+    table = pa.table({"text": [f"row {row}" for row in range(20_000)]})
+    commit_tables(store, {"train": table, "test": table.slice(0, 2_000)})
+    reader = VersionReader(store, load_version(store, SOURCE))
+    made = counted_groups(monkeypatch)
+
+    assert ids(reader, limit=10, **selection) == list(range(first, first + 10))
+    assert 1 <= len(made) <= 3
 
 
 def test_groups_outside_the_range_are_not_read(reader: VersionReader, monkeypatch: pytest.MonkeyPatch) -> None:

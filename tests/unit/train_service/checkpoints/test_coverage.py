@@ -108,6 +108,32 @@ def test_parts_that_are_large_enough_are_not_written_again(store: ObjectStore, m
     assert len(written) == 12
 
 
+def test_a_record_of_many_rows_becomes_several_parts_between_steps(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who reads it holds one part at a time, however long a run went without a checkpoint."""
+    monkeypatch.setattr(coverage, "PART_ROWS", 400)
+    noted = ConsumedRows()
+    for step, rows in enumerate([150, 150, 150, 1000, 20, 30, 400, 1]):
+        noted.add(step, 0, np.arange(rows, dtype=np.int64), skipped=step % 2 == 1)
+    whole = gather(ALONE, noted.take())
+    assert whole is not None
+    flaky = FlakyStore(store)
+    chain = CoverageChain(flaky, JOB)
+    flaky.go_away()
+    with pytest.raises(Unavailable):
+        chain.append(whole)
+    flaky.come_back()
+
+    parts = chain.append(whole)
+
+    assert [part.row_count for part in parts] == [300, 150, 1000, 50, 400, 1]
+    assert [(part.first_step, part.end_step) for part in parts] == [(0, 2), (2, 3), (3, 4), (4, 6), (6, 7), (7, 8)]
+    read = pa.concat_tables([read_part(store, part) for part in parts])
+    assert read.to_pylist() == whole.to_pylist()
+    assert chain.append(whole) == parts
+
+
 def test_a_resumed_run_goes_on_with_the_chain_of_its_checkpoint(store: ObjectStore) -> None:
     first = CoverageChain(store, JOB)
     at_checkpoint = first.append(table(0, 1, 2))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_service.domain.coverage import count_rows
+from train_service.domain.coverage import BLOCK_ROWS, count_rows
 
 
 @given(
@@ -54,8 +54,8 @@ def test_ids_are_listed_up_to_a_thousand() -> None:
     assert counts.missing_row_ids == list(range(1000))
 
 
-def test_counting_takes_a_byte_a_row_however_many_parts_there_are() -> None:
-    rows = 20_000_000
+def test_counting_takes_three_bits_a_row_however_many_parts_there_are() -> None:
+    rows = 80_000_000
     parts = (np.arange(first, rows, 1000, dtype=np.int64) for first in range(20))
     tracemalloc.start()
     try:
@@ -64,7 +64,27 @@ def test_counting_takes_a_byte_a_row_however_many_parts_there_are() -> None:
     finally:
         tracemalloc.stop()
     assert (counts.seen_once, counts.repeated) == (20 * rows // 1000, 0)
-    assert peak_bytes < 2 * rows
+    assert peak_bytes < rows / 2
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, BLOCK_ROWS - 1, BLOCK_ROWS, BLOCK_ROWS + 1, 2 * BLOCK_ROWS + 13])
+def test_every_state_is_counted_at_the_borders_of_bytes_and_blocks(rows: int) -> None:
+    ids = np.arange(rows)
+    of_kind = {kind: ids[ids % 5 == place] for place, kind in enumerate(("once", "twice", "skipped", "both"))}
+
+    counts = count_rows(
+        [of_kind["once"], of_kind["twice"], of_kind["both"], of_kind["twice"]],
+        0,
+        rows,
+        max_listed=3,
+        skipped_parts=[of_kind["skipped"], of_kind["both"], of_kind["skipped"]],
+    )
+
+    missing = ids[ids % 5 == 4]
+    assert (counts.missing, counts.missing_row_ids) == (len(missing), missing[:3].tolist())
+    assert (counts.repeated, counts.repeated_row_ids) == (len(of_kind["twice"]), of_kind["twice"][:3].tolist())
+    assert (counts.skipped, counts.skipped_row_ids) == (len(of_kind["skipped"]), of_kind["skipped"][:3].tolist())
+    assert counts.seen_once == len(of_kind["once"]) + len(of_kind["both"])
 
 
 def test_a_row_that_was_consumed_very_often_is_one_that_was_repeated() -> None:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_service.domain.order import WINDOW_ROWS, Ints, blocks_of, epoch_order, permutation, sorting, window_rows
+from train_service.domain.order import (
+    WINDOW_ROWS,
+    EpochOrder,
+    Ints,
+    blocks_of,
+    epoch_order,
+    permutation,
+    sorting,
+    window_rows,
+)
 from train_service.domain.slices import rank_positions, step_bounds, steps_per_epoch
 
 SEEDS = st.integers(0, 2**64 - 1)
@@ -139,6 +149,49 @@ def test_the_rows_of_a_step_do_not_depend_on_the_number_of_workers(
     together = [order.rows(rank_positions(begin, end, lanes, rank, world_size)) for rank in range(world_size)]
 
     assert sorted(np.concatenate(together).tolist()) == sorted(order.rows(np.arange(begin, end)).tolist())
+
+
+class CountingInts(np.ndarray[Any, np.dtype[np.int64]]):
+    """Counts the numbers that arithmetic on it, and on what is made from it, has made."""
+
+    made = 0
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        plain = [one.view(np.ndarray) if isinstance(one, CountingInts) else one for one in inputs]
+        results = getattr(ufunc, method)(*plain, **options)
+        for one in results if isinstance(results, tuple) else (results,):
+            CountingInts.made += one.size
+        counted = (one.view(CountingInts) for one in (results if isinstance(results, tuple) else (results,)))
+        return tuple(counted) if isinstance(results, tuple) else next(counted)
+
+
+@pytest.mark.parametrize("lanes", [2, 64])
+def test_the_cost_of_asking_for_rows_grows_with_the_rows_and_not_with_the_windows_too(
+    lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CountingInts, "made", 0)
+    order = epoch_order(blocks_of([256] * 64, lanes), lanes, 3, 0, window_rows=16)
+    asked = np.arange(order.row_count, dtype=np.int64)
+
+    rows = order.rows(asked.view(CountingInts))
+
+    assert np.array_equal(rows, order.rows(asked))
+    assert CountingInts.made <= 10 * len(asked)
+
+
+def test_of_a_window_only_the_rows_that_are_asked_for_are_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes, worked_out = 8, []
+    order = epoch_order(blocks_of([256] * 256, lanes), lanes, 3, 0)
+    rows_at = EpochOrder._rows_at
+
+    def counting(self: EpochOrder, sequence: Ints) -> Ints:
+        worked_out.append(len(sequence))
+        return rows_at(self, sequence)
+
+    monkeypatch.setattr(EpochOrder, "_rows_at", counting)
+    order.rows(np.arange(0, order.row_count, 1000, dtype=np.int64))
+
+    assert sum(worked_out) == -(-order.row_count // 1000)
 
 
 def test_neighbouring_seeds_give_unrelated_orders() -> None:

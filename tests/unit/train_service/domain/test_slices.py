@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -46,6 +47,29 @@ def test_the_ranks_slices_partition_a_step(begin: int, length: int, lanes: int, 
     slices = [rank_positions(begin, end, lanes, rank, world_size) for rank in range(world_size)]
 
     assert np.array_equal(np.sort(np.concatenate(slices)), np.arange(begin, end))
+
+
+@given(st.integers(0, 10_000), st.integers(0, 500), st.integers(1, 100), st.integers(1, 9))
+def test_a_ranks_positions_are_those_of_its_lanes_in_their_order(
+    begin: int, length: int, lanes: int, world_size: int
+) -> None:
+    for rank in range(world_size):
+        mine = [one for one in range(begin, begin + length) if one % lanes % world_size == rank]
+
+        assert rank_positions(begin, begin + length, lanes, rank, world_size).tolist() == mine
+
+
+def test_a_rank_of_a_thousand_takes_memory_for_its_own_positions_alone() -> None:
+    ranks, rows = 1000, 10_000_000
+    tracemalloc.start()
+    try:
+        mine = rank_positions(0, rows, 2 * ranks, 7, ranks)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert len(mine) == rows // ranks
+    assert peak_bytes < 10 * mine.nbytes
 
 
 @given(st.integers(0, 10_000), st.integers(0, 500), st.integers(1, 100), st.integers(1, 9))
