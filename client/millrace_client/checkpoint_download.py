@@ -20,9 +20,8 @@ from typing import Any
 
 from millrace.train.v1 import resources_pb2
 from millrace.train.v1 import train_service_pb2 as pb
-from millrace_client.calls import DEFAULT_TIMEOUT_S, Caller
+from millrace_client.calls import DEFAULT_TIMEOUT_S, Caller, Patience
 from millrace_client.errors import DataLoss, MillraceError
-from millrace_client.patience import Patience
 
 # Bytes that are there, bytes of all files.
 OnProgress = Callable[[int, int], None]

@@ -11,11 +11,10 @@ from google.protobuf import empty_pb2
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import resources_pb2
 from millrace_client.arrow_stream import ArrowBytes, read_method
-from millrace_client.calls import Caller
+from millrace_client.calls import Caller, every_page
 from millrace_client.data_datasets import DatasetCalls
 from millrace_client.data_making import MakingCalls
 from millrace_client.data_uploads import UploadCalls
-from millrace_client.paging import every_page
 
 if TYPE_CHECKING:
     import pyarrow as pa

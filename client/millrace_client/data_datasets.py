@@ -9,10 +9,9 @@ from google.protobuf import empty_pb2, field_mask_pb2
 
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import resources_pb2
-from millrace_client.calls import new_request_id
+from millrace_client.calls import every_page, new_request_id
 from millrace_client.data_calls import DataCalls
 from millrace_client.errors import AlreadyExists
-from millrace_client.paging import every_page
 
 
 class DatasetCalls(DataCalls):

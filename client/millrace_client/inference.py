@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from inference import grpc_service_pb2 as pb
 from inference import grpc_service_pb2_grpc, model_config_pb2
+from millrace_client.addresses import Headers
 from millrace_client.answers import Answer, answer_of
-from millrace_client.bearer_token import Headers
 from millrace_client.calls import Caller, new_request_id, was_never_sent
 from millrace_client.errors import MillraceError, ResourceExhausted, Unavailable, from_rpc_error
 from millrace_client.streaming import streamed_answers

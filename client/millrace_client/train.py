@@ -17,9 +17,8 @@ from millrace.train.v1 import (
     train_service_pb2_grpc,
 )
 from millrace.train.v1 import train_service_pb2 as pb
-from millrace_client.calls import Caller, new_request_id
+from millrace_client.calls import Caller, every_page, new_request_id
 from millrace_client.errors import OutOfRange, Unavailable
-from millrace_client.paging import every_page
 from millrace_client.suggestions import Suggestion, given_spec, prepared_suggestion, suggestion_of
 
 if TYPE_CHECKING:

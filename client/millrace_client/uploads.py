@@ -15,10 +15,9 @@ import google_crc32c
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import resources_pb2
 from millrace_client.byte_sources import Source, chunks_of
-from millrace_client.calls import Caller, new_request_id
+from millrace_client.calls import Caller, Patience, new_request_id
 from millrace_client.chunk_stream import ChunkStream
 from millrace_client.errors import DeadlineExceeded, FailedPrecondition, MillraceError, NotFound
-from millrace_client.patience import Patience
 
 # Bytes that are durable, and bytes in all where that is known.
 OnProgress = Callable[[int, int | None], None]

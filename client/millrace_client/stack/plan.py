@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace_client.addresses import DEFAULT_PORTS, SERVICES
-from millrace_client.bearer_token import VARIABLE as TOKEN_FILE
+from millrace_client.addresses import VARIABLE as TOKEN_FILE
 from millrace_client.stack.ports import HOST, free_ports, is_free
 
 # A training job's workers and a served model fit side by side on a machine of two cores; Ray's CPUs are only tickets.
