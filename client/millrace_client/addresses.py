@@ -7,9 +7,9 @@ One list of precedence, for each service on its own; the first that names an add
 3. the stack that `millrace up` runs: `stack.json` in MILLRACE_HOME (default: `.millrace` in the working directory)
 4. 127.0.0.1 with the default ports 50051, 50052, 50053
 
-The token is the header `authorization: Bearer TOKEN`.
-It comes from `connect(token=…)`, else from the file that MILLRACE_TOKEN_FILE names, the same variable and file as a
-service has. There is no variable for the token itself: every child process would inherit it.
+The token is the header `authorization: Bearer TOKEN`. It comes from `connect(token=…)`, else from the
+file that MILLRACE_TOKEN_FILE names, the same variable and file as a service has. There is no variable for the token
+itself: every child process would inherit it.
 
 Channels have no TLS yet, so the token travels in clear, and a listener on the way can use it. On networks that
 others share, send it through a tunnel.

@@ -208,7 +208,7 @@ class TrainClient:
         A folder that holds exactly this checkpoint is left as it is. Raises `FileExistsError` for one with other
         content, and while another process downloads into it; `DataLoss` for a file that is not what was committed.
         """
-        from millrace_client.checkpoint_download import download
+        from millrace_client.checkpoint_transfer import download
 
         return download(self._caller, self._stub, name, directory, on_progress)
 
@@ -226,7 +226,7 @@ class TrainClient:
         The answer's `report` says what became of each tensor. Raises `InvalidArgument` where they do not fit the model;
         with `validate_only` nothing is made, and `report.fits` says so instead.
         """
-        from millrace_client.checkpoint_import import import_weights
+        from millrace_client.checkpoint_transfer import import_weights
 
         return import_weights(self._caller, self._stub, training_job_id, source, spec, validate_only=validate_only)
 
@@ -328,7 +328,7 @@ class TrainClient:
         self._caller.unary(self._stub.DeleteCodeBundle, request, pb.DeleteCodeBundleResponse)
 
     def create_sweep(self, sweep_id: str, spec: sweep_pb2.SweepSpec, *, validate_only: bool = False) -> sweep_pb2.Sweep:
-        """Starts a search; see `millrace_client.sweeps.sweep_spec`. `validate_only` checks, and answers the trials that
+        """Starts a search; see `millrace_client.specs.sweep_spec`. `validate_only` checks, and answers the trials that
         there would be."""
         request = pb.CreateSweepRequest(
             sweep_id=sweep_id, spec=spec, request_id=new_request_id(), validate_only=validate_only

@@ -12,7 +12,7 @@ from millrace_client.cli.exits import PlainCommand
 from millrace_client.cli.options import address_options, connected, full_name, json_option
 from millrace_client.cli.output import print_json
 from millrace_client.cli.version_keeping import keep_option
-from millrace_client.version_policies import keep_named
+from millrace_client.deployments import keep_named
 
 # The version of a shadow of 0 % is nobody's.
 NO_SHADOW = "", 0

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from inference import model_config_pb2
-from millrace_client.answers import Answer
 from millrace_client.cli.exits import CommandFailed, PlainCommand
 from millrace_client.cli.lineage import print_lineage
 from millrace_client.cli.options import address_options, connected, json_option
 from millrace_client.cli.output import print_json
 from millrace_client.cli.predictions import Predictions, outputs_wanted, with_rows_named
 from millrace_client.errors import InvalidArgument, Unimplemented
-from millrace_client.inference import InferenceClient
+from millrace_client.inference import Answer, InferenceClient
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from inference import grpc_service_pb2 as pb
 from millrace.common.v1.lineage_pb2 import Lineage
-from millrace_client.answers import Answer, Arrays
 from millrace_client.cli.output import console, cut, new_table, verbatim
 from millrace_client.errors import FieldViolation, InvalidArgument
+from millrace_client.inference import Answer, Arrays
 
 if TYPE_CHECKING:
     from rich.text import Text

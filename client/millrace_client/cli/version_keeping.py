@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from millrace.inference.v1 import deployment_service_pb2 as pb
-from millrace_client.version_policies import keep_all, keep_latest
+from millrace_client.deployments import keep_all, keep_latest
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from millrace.common.v1.lineage_pb2 import Lineage
 from millrace_client.connection import Millrace
-from millrace_client.images import image_rows
+from millrace_client.data import image_rows
 
 IN_FLIGHT = 64
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from inference import grpc_service_pb2 as pb
+from millrace_client.inference import infer_request
 from millrace_client.rows.typed import BadInput, Tensor, dtype_of, typed
-from millrace_client.tensors import infer_request
 
 Rows = dict[str, npt.NDArray[Any]]
 

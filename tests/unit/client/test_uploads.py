@@ -20,7 +20,6 @@ from data_service.uploads.uploads import Uploads
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import resources_pb2
 from millrace_client import calls, uploads
-from millrace_client.chunk_stream import ChunkStream
 from millrace_client.errors import (
     Aborted,
     AlreadyExists,
@@ -31,7 +30,7 @@ from millrace_client.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from millrace_client.uploads import UploadInterrupted, resume_upload, upload
+from millrace_client.uploads import ChunkStream, UploadInterrupted, resume_upload, upload
 from shared import errors as server_errors
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
