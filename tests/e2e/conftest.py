@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace_client.stack.processes import family
-from millrace_client.stack.record import read_record
+from millrace_client.stack.record import family, read_record
 from tests.support.command import run_millrace, stack_environment
 from tests.support.patterns import write_mnist_like
 

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from millrace.train.v1 import resources_pb2, train_service_pb2
-from millrace_client.cli.output import console, duration_text
+from millrace_client.cli.command import console, duration_text
 from millrace_client.report.wording import cause_text
 from millrace_client.train import Update
 

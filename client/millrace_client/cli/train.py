@@ -9,9 +9,18 @@ import click
 
 from millrace.train.v1 import resources_pb2
 from millrace_client.cli.code import set_own_code
-from millrace_client.cli.exits import PlainCommand
-from millrace_client.cli.options import address_options, connected, full_name, json_option
-from millrace_client.cli.output import console, new_table, print_json, state_text, verbatim
+from millrace_client.cli.command import (
+    PlainCommand,
+    address_options,
+    connected,
+    console,
+    full_name,
+    json_option,
+    new_table,
+    print_json,
+    state_text,
+    verbatim,
+)
 from millrace_client.cli.step_options import OrderedCommand
 from millrace_client.cli.train_checkpoints import download, import_
 from millrace_client.cli.train_records import coverage, export, logs, metrics, report

@@ -9,9 +9,8 @@ from google.protobuf import json_format
 
 from millrace.data.v1 import resources_pb2 as data_pb2
 from millrace.train.v1 import resources_pb2, suggestion_pb2
-from millrace_client.cli.exits import CommandFailed
-from millrace_client.cli.output import console, new_table, print_json, verbatim
-from millrace_client.cli.version_waiting import AS_LONG_AS_IT_TAKES_S, waiting
+from millrace_client.cli.command import CommandFailed, console, new_table, print_json, verbatim
+from millrace_client.cli.versions import AS_LONG_AS_IT_TAKES_S, waiting
 from millrace_client.connection import Millrace
 from millrace_client.suggestions import Making, Suggestion, prepared_suggestion
 

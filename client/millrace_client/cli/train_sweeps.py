@@ -13,9 +13,19 @@ from google.protobuf import json_format
 from millrace.train.v1 import resources_pb2, sweep_pb2
 from millrace_client import specs
 from millrace_client.cli.code import set_own_code
-from millrace_client.cli.exits import CommandFailed, PlainCommand
-from millrace_client.cli.options import address_options, connected, full_name, json_option, was_given
-from millrace_client.cli.output import console, new_table, print_json, state_text
+from millrace_client.cli.command import (
+    CommandFailed,
+    PlainCommand,
+    address_options,
+    connected,
+    console,
+    full_name,
+    json_option,
+    new_table,
+    print_json,
+    state_text,
+    was_given,
+)
 from millrace_client.cli.step_options import OrderedCommand
 from millrace_client.cli.train_specs import read_message, refuse_beside_file, spec_of, spec_options
 from millrace_client.connection import Millrace

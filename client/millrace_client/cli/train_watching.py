@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from millrace.train.v1 import resources_pb2
-from millrace_client.cli.exits import CommandFailed
-from millrace_client.cli.output import console, print_json, state_text
+from millrace_client.cli.command import CommandFailed, console, print_json, state_text
 from millrace_client.connection import Millrace
 
 Job = resources_pb2.TrainingJob

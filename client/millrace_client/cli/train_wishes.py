@@ -7,9 +7,16 @@ from typing import Any
 import click
 
 from millrace.train.v1 import resources_pb2, sweep_pb2
-from millrace_client.cli.exits import PlainCommand
-from millrace_client.cli.options import address_options, connected, full_name, json_option
-from millrace_client.cli.output import console, print_json, state_text
+from millrace_client.cli.command import (
+    PlainCommand,
+    address_options,
+    connected,
+    console,
+    full_name,
+    json_option,
+    print_json,
+    state_text,
+)
 
 Job = resources_pb2.TrainingJob
 Sweep = sweep_pb2.Sweep

@@ -17,9 +17,19 @@ import pytest
 
 from inference import grpc_service_pb2 as pb
 from inference import grpc_service_pb2_grpc as pb_grpc
-from millrace_client.load.generator import Plan, arrivals, closed_loop, open_loop
-from millrace_client.load.inputs import made_up_rows, requests_of, rows_of_file
-from millrace_client.load.measured import LATE, OK, Measured, Outcome
+from millrace_client.load import (
+    LATE,
+    OK,
+    Measured,
+    Outcome,
+    Plan,
+    arrivals,
+    closed_loop,
+    made_up_rows,
+    open_loop,
+    requests_of,
+    rows_of_file,
+)
 from millrace_client.rows.typed import BadInput
 from tests.support.grpc_answers import abort, error_info, serving, status
 
@@ -157,7 +167,7 @@ def test_a_call_that_this_client_gave_up_is_late_and_one_that_was_refused_is_not
 
 def test_in_an_open_loop_the_deadline_counts_from_when_a_call_was_due(monkeypatch: pytest.MonkeyPatch) -> None:
     """All are due at once, and a client takes a while to send them."""
-    monkeypatch.setattr("millrace_client.load.generator.arrivals", lambda *_: np.zeros(3))
+    monkeypatch.setattr("millrace_client.load.arrivals", lambda *_: np.zeros(3))
     left_s: list[float] = []
 
     def answer(_: int, context: grpc.ServicerContext) -> pb.ModelInferResponse:
