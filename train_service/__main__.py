@@ -12,14 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from grpc import aio
 
 from millrace.train.v1 import train_service_pb2, train_service_pb2_grpc
-from shared.cluster_max import largest_cluster
 from shared.code_bundle import CodeBundles
-from shared.custom_transforms import allowed_functions
 from shared.errors import MillraceError
 from shared.grpc_server import BearerToken, bearer_token, serve
 from shared.jobs.supervisor import supervise
-from shared.own_code import OwnCode, own_code
-from shared.settings import ServiceSettings, SettingsError, service_settings
+from shared.own_code import OwnCode, allowed_functions, own_code
+from shared.settings import ServiceSettings, SettingsError, largest_cluster, service_settings
 from shared.storage import ObjectStore, open_store, probe
 from shared.storage.opening import ensure_bucket
 from shared.storage.probe import StoreRefused

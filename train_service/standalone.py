@@ -31,12 +31,11 @@ import torch.distributed as dist
 from google.protobuf import json_format
 
 from millrace.train.v1 import resources_pb2
-from shared.custom_transforms import allowed_functions
 from shared.errors import FailedPrecondition, MillraceError, Unavailable
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.jobs.attempt import run_attempt
 from shared.names import check_id
-from shared.own_code import OwnCode
+from shared.own_code import OwnCode, allowed_functions
 from shared.settings import SettingsError, StoreSettings, store_settings
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging, flush_logs

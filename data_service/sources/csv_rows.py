@@ -20,7 +20,7 @@ from data_service.sources.source_files import SourceFile
 from data_service.sources.typed_columns import check_names
 from shared.dataset_version.column_names import MAX_COLUMNS
 from shared.errors import invalid_field
-from shared.temporal_texts import zone_hint
+from shared.value_texts import zone_hint
 
 NULL_VALUES = ("NA", "N/A", "null", "NULL", "NaN", "nan")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shared.target_scaling import TargetScaling
+from shared.model_spec import TargetScaling
 
 
 def scale_target(scaling: TargetScaling | None, labels: Tensor) -> Tensor:
