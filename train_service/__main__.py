@@ -19,8 +19,7 @@ from shared.jobs.supervisor import supervise
 from shared.own_code import OwnCode, allowed_functions, own_code
 from shared.settings import ServiceSettings, SettingsError, largest_cluster, service_settings
 from shared.storage import ObjectStore, open_store, probe
-from shared.storage.opening import ensure_bucket
-from shared.storage.probe import StoreRefused
+from shared.storage.opening import StoreRefused, ensure_bucket
 from shared.sweeping import sweep_periodically
 from shared.telemetry import configure_logging
 from shared.tracing import configure_tracing, tracing

@@ -15,9 +15,9 @@ from data_service.domain.split_rules import Divider
 from data_service.transforming.plan import Part
 from shared.dataset_version import RowGroup, VersionReader
 from shared.dataset_version.columns import row_bytes
-from shared.dataset_version.group_sizes import GroupSizes
-from shared.dataset_version.row_groups import DEFAULT_GROUP_ROWS
+from shared.dataset_version.reader import GroupSizes
 from shared.dataset_version.version import DatasetVersion
+from shared.dataset_version.writer import DEFAULT_GROUP_ROWS
 from shared.errors import InvalidArgument
 from shared.settings import StoreSettings
 from shared.storage import open_store

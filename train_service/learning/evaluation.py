@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shared.model_spec import TargetScaling
-from shared.models.scaled_target import scale_target, undo_scaling
+from shared.models.loaded import scale_target, undo_scaling
 from train_service.domain.spec import REGRESSION
 from train_service.learning.losses import Loss
 from train_service.learning.metrics import Metrics

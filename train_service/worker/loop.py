@@ -11,7 +11,7 @@ import torch
 
 from shared.code_loading import load_code
 from shared.dataset_version import load_version
-from shared.dataset_version.ingested_statistics import ingested_nan_counts
+from shared.dataset_version.version import ingested_nan_counts
 from shared.errors import DataLoss, FailedPrecondition
 from shared.model_spec import STANDARD
 from shared.settings import StoreSettings

@@ -18,9 +18,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from millrace.common.v1 import transform_pb2
 from shared.errors import first_line
 from shared.image_formats import FORMATS
-from shared.transforms.batch import Array, Column, RaggedImages
+from shared.transforms.batch import Array, Column, RaggedImages, StepKeys
 from shared.transforms.problems import RowProblem, StepError
-from shared.transforms.randomness import StepKeys
 from shared.transforms.schema import ColumnType, ScalarType, Schema, TensorType
 from shared.transforms.steps.step import ColumnStep, Step, scalar
 

@@ -11,11 +11,9 @@ from numpy.typing import NDArray
 
 from millrace.common.v1 import transform_pb2
 from shared.errors import first_line
-from shared.transforms.batch import Batch, row_count, take_rows
-from shared.transforms.expression import Expression
-from shared.transforms.expression_language import ExpressionError
+from shared.transforms.batch import Batch, StepKeys, row_count, take_rows
+from shared.transforms.expression import Expression, ExpressionError
 from shared.transforms.problems import RowProblem, StepError
-from shared.transforms.randomness import StepKeys
 from shared.transforms.schema import ScalarType, Schema
 from shared.transforms.steps.step import Names, Step, first_failing_row
 

@@ -24,8 +24,8 @@ from shared.checkpoint import CheckpointEntry, load_checkpoint
 from shared.checkpoint.format import WEIGHTS
 from shared.code_loading import load_code
 from shared.dataset_version import load_version
-from shared.dataset_version.attachments import read_attachment
 from shared.dataset_version.manifest import QUARANTINE, Prediction
+from shared.dataset_version.version import read_attachment
 from shared.jobs import AttemptContext, JobRecord, JobState
 from shared.model_spec import REGRESSION, ModelSpec, TargetScaling
 from shared.models.loaded import LoadedModel

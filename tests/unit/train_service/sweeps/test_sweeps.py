@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shared.checkpoint.users import using
-from shared.dataset_version.users import live_users as version_users
+from shared.dataset_version.version import live_users as version_users
 from shared.errors import (
     AlreadyExists,
     Conflict,
