@@ -32,8 +32,7 @@ from train_service.jobs.run_records import RunRecords
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.servicer import TrainServicer
 from train_service.sweeper import SWEEP_INTERVAL_S, Sweeper
-from train_service.sweeps.lifecycle import SweepDeletions
-from train_service.sweeps.sweeps import Sweeps
+from train_service.sweeps.sweeps import SweepDeletions, Sweeps
 
 logger = logging.getLogger(__name__)
 

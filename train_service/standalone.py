@@ -50,7 +50,7 @@ from train_service.learning.ranks import Ranks
 from train_service.patience import patient
 from train_service.program.coordinator import ReportCoordinator
 from train_service.program.signing import handling
-from train_service.records.event_lines import EventPrinter
+from train_service.records.events import EventPrinter
 from train_service.records.reporting import TRAIN_KIND, Reporter
 from train_service.worker.loop import LoopConfig, train_loop
 

@@ -13,8 +13,8 @@ import click
 from millrace.train.v1 import resources_pb2
 from millrace_client.cli.code import push_source
 from millrace_client.cli.command import PlainCommand, address_options, connected, console, json_option, print_json
+from millrace_client.cli.progress import watch_job
 from millrace_client.cli.step_options import kwargs_of
-from millrace_client.cli.train_watching import watch_job
 from millrace_client.specs import program_spec
 
 MAX_STEM = 40
