@@ -23,7 +23,7 @@ from shared.settings import StoreSettings
 from shared.storage import open_store
 from shared.transforms.batch import Batch, batch_of
 from shared.transforms.pipeline import Pipeline
-from shared.transforms.problems import RowError
+from shared.transforms.schema import RowError
 from shared.transforms.steps.decoding import DecodeImage, side_by_side
 
 # Rows are worked on so many bytes at a time, before or after: what stays within a processor's cache.

@@ -2,8 +2,8 @@
 
 from shared.transforms.batch import Batch, Column, RaggedImages, RowKeys, batch_of, row_count, table_of
 from shared.transforms.pipeline import Fitter, Pipeline
-from shared.transforms.problems import RowError
 from shared.transforms.schema import (
+    RowError,
     ScalarType,
     Schema,
     TensorSpec,

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from shared.transforms.problems import StepError
+from shared.transforms.schema import StepError
 
 # numpy.frexp gives exponents from -1073 on.
 LEAST_EXPONENT = -1073

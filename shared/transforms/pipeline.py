@@ -20,8 +20,7 @@ from millrace.common.v1 import transform_pb2
 from shared.dataset_version.columns import MAX_COLUMNS, ROW_ID, name_problem
 from shared.errors import InvalidArgument
 from shared.transforms.batch import Batch, RowKeys, take_rows
-from shared.transforms.problems import RowError, RowProblem, StepError, step_error
-from shared.transforms.schema import Schema
+from shared.transforms.schema import RowError, RowProblem, Schema, StepError, step_error
 from shared.transforms.steps.casting import Cast
 from shared.transforms.steps.columns import Drop, Rename, Select
 from shared.transforms.steps.custom import Custom

@@ -184,8 +184,7 @@ def logs(job: str, attempt: int, rank: int | None, follow: bool, as_json: bool, 
 @json_option
 def report(job: str, html: Path, as_json: bool, **values: Any) -> None:
     """Write a page about JOB: curves, restarts with their causes, coverage, checkpoints and what was asked for."""
-    from millrace_client.report.pages import training_page
-    from millrace_client.report.training import collect
+    from millrace_client.report.pages import collect, training_page
 
     with connected(values) as millrace:
         name = full_name("trainingJobs", job)

@@ -1,8 +1,7 @@
 """Runs the stack: starts its parts in order, starts again what dies, and stops them in the reverse order.
 
-Grandchildren whose parents died: they come to the supervisor, which reaps and, at the end, ends them.
-
-Without this they would go to the machine's first process, which in many containers reaps nobody.
+Grandchildren whose parents died come to the supervisor, which reaps and, at the end, ends them. Without this they would
+go to the machine's first process, which in many containers reaps nobody.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ from millrace.common.v1 import transform_pb2
 from shared.dataset_version.columns import refuse_beyond_milliseconds, scalar_remedy
 from shared.errors import shown
 from shared.transforms.batch import Column, StepKeys
-from shared.transforms.problems import RowProblem, StepError
-from shared.transforms.schema import ColumnType, ScalarType, Schema, arrow_type_of
+from shared.transforms.schema import ColumnType, RowProblem, ScalarType, Schema, StepError, arrow_type_of
 from shared.transforms.steps.step import ColumnStep, first_failing_row, scalar
 from shared.value_texts import halves_of_texts, times_of_day, value_shown, zone_hint, zone_problem
 

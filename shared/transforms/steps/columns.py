@@ -10,8 +10,7 @@ from millrace.common.v1 import transform_pb2
 from shared.dataset_version.columns import repeated
 from shared.errors import shown
 from shared.transforms.batch import Batch, StepKeys
-from shared.transforms.problems import StepError
-from shared.transforms.schema import Schema
+from shared.transforms.schema import Schema, StepError
 from shared.transforms.steps.step import Names, Step, known
 
 

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from millrace.common.v1 import transform_pb2
 from shared.transforms.batch import Column, StepKeys
 from shared.transforms.exact import ValueCounts
-from shared.transforms.problems import RowProblem, StepError
-from shared.transforms.schema import ColumnType, ScalarType, TensorType
+from shared.transforms.schema import ColumnType, RowProblem, ScalarType, StepError, TensorType
 from shared.transforms.steps.step import ColumnStep, Learner, scalar
 from shared.value_texts import value_shown
 

@@ -16,8 +16,7 @@ from shared.dataset_version.columns import refuse_beyond_milliseconds
 from shared.errors import shown
 from shared.transforms.batch import Column, StepKeys, float64_of
 from shared.transforms.exact import ExactMoments, ValueCounts
-from shared.transforms.problems import RowProblem, StepError
-from shared.transforms.schema import ColumnType, ScalarType
+from shared.transforms.schema import ColumnType, RowProblem, ScalarType, StepError
 from shared.transforms.steps.casting import Cast
 from shared.transforms.steps.step import ColumnStep, Learner, scalar
 from shared.transforms.steps.tensors import numeric

@@ -19,8 +19,7 @@ from PIL import Image
 
 from millrace.common.v1 import transform_pb2
 from shared.transforms.batch import Array, Column, RaggedImages, StepKeys
-from shared.transforms.problems import RowProblem, StepError
-from shared.transforms.schema import ColumnType, TensorType
+from shared.transforms.schema import ColumnType, RowProblem, StepError, TensorType
 from shared.transforms.steps.decoding import PIXEL_LIMIT
 from shared.transforms.steps.step import ColumnStep, Step
 

@@ -29,8 +29,7 @@ from millrace.common.v1 import transform_pb2
 from shared.errors import first_line, shown
 from shared.transforms.batch import Array, Batch, Column, StepKeys
 from shared.transforms.exact import ValueCounts
-from shared.transforms.problems import RowProblem, StepError
-from shared.transforms.schema import ColumnType, Schema, TensorType
+from shared.transforms.schema import ColumnType, RowProblem, Schema, StepError, TensorType
 from shared.transforms.steps.step import Learner, Names, Step, first_failing_row, known, scalar
 
 if TYPE_CHECKING:
