@@ -15,7 +15,7 @@ from ray.serve._private.common import ReplicaState
 
 from benchmarks.serve_place import Place
 from inference_service.reconciling.ray_serve import NAMESPACE
-from millrace_client.load.measured import Measured
+from millrace_client.load import Measured
 from tests.support.waiting import wait_until
 
 # Of all kills, of one replica's replacement, and of load on both between two kills.

@@ -12,10 +12,8 @@ import numpy as np
 from benchmarks.data_rows import SIDE
 from inference import grpc_service_pb2 as pb
 from inference import grpc_service_pb2_grpc as pb_grpc
-from millrace_client.load.generator import Plan, closed_loop, open_loop
-from millrace_client.load.inputs import requests_of
-from millrace_client.load.measured import Measured, Outcome
-from millrace_client.tensors import infer_request, output_arrays
+from millrace_client.inference import infer_request, output_arrays
+from millrace_client.load import Measured, Outcome, Plan, closed_loop, open_loop, requests_of
 
 MODEL = "digits"
 DISTINCT = 256

@@ -17,7 +17,7 @@ import millrace_client
 from benchmarks import serve_load, serve_mlserver, serve_ray
 from benchmarks.serve_load import MODEL
 from benchmarks.serve_model import BareModel, write_checkpoints
-from millrace_client.load.measured import Measured
+from millrace_client.load import Measured
 from shared.settings import StoreSettings
 from tests.support.ports import free_ports
 from tests.support.ray_head import RayHead, ray_head

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks import serve_load
 from benchmarks.serve_place import Place
 from benchmarks.serve_statistics import ServiceStatistics
-from millrace_client.load.measured import Measured
+from millrace_client.load import Measured
 
 LOADS = (1, 8, 64)
 REPLICA = "ray::ServeReplica"

@@ -20,7 +20,7 @@ from grpc import aio
 from benchmarks.serve_load import MODEL, images
 from inference import grpc_service_pb2 as pb
 from inference import grpc_service_pb2_grpc as pb_grpc
-from millrace_client.tensors import infer_request
+from millrace_client.inference import infer_request
 from tests.support.mutated_requests import flipped, mutated
 
 # Statuses by kind; the names of gRPC's, or `LEFT`.

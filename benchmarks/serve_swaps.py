@@ -9,7 +9,7 @@ import millrace_client
 from benchmarks.serve_kills import kills
 from benchmarks.serve_load import MODEL
 from benchmarks.serve_place import LOADED_WITHIN_S, Place
-from millrace_client.load.measured import OK, Measured
+from millrace_client.load import OK, Measured
 
 REPLICAS, ROLL_OUTS, KILLS = 2, 20, 10
 # Percent of the traffic, and seconds of it.

@@ -30,9 +30,8 @@ from shared.operations import OperationsServicer
 from shared.own_code import OwnCode, own_code
 from shared.settings import SettingsError
 from shared.storage import ObjectStore, open_store, probe
-from shared.storage.opening import ensure_bucket
+from shared.storage.opening import StoreRefused, ensure_bucket
 from shared.storage.presigning import presigner
-from shared.storage.probe import StoreRefused
 from shared.sweeping import sweep_periodically
 from shared.telemetry import configure_logging
 from shared.tracing import configure_tracing, tracing

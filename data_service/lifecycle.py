@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 from data_service.operation_pointers import operation_id, withdraw_operation
 from shared import names
-from shared.dataset_version.users import live_users
-from shared.dataset_version.version import NAME_PATTERN
+from shared.dataset_version.version import NAME_PATTERN, live_users
 from shared.errors import FailedPrecondition, not_found
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.deletion import condemned, remove_objects, undone, while_deleting

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from shared.dataset_version import RowGroup, VersionReader
-from shared.dataset_version.group_sizes import GroupSizes, ReadBytes
 from shared.dataset_version.manifest import Split
+from shared.dataset_version.reader import GroupSizes, ReadBytes
 from shared.errors import invalid_field
 from shared.streaming import framed
 

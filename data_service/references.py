@@ -15,8 +15,7 @@ from data_service.successors import following
 from data_service.uploads.users import using as using_upload
 from data_service.versions import ActiveVersion, Versions
 from shared.checkpoint import users as checkpoint_users
-from shared.dataset_version.users import using
-from shared.dataset_version.version import IMPORT_KIND
+from shared.dataset_version.version import IMPORT_KIND, using
 from shared.errors import FailedPrecondition, invalid_field, invalid_fields
 from shared.jobs import JobRecord, Jobs
 from shared.storage import ObjectStore

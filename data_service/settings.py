@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from shared.custom_transforms import allowed_functions
+from shared.own_code import allowed_functions
 from shared.settings import ServiceSettings, SettingsError, service_settings, spare_attempt
 
 DEFAULT_LISTEN = "127.0.0.1:50051"

@@ -15,8 +15,7 @@ from data_service.datasets import SERVICE, Datasets
 from data_service.domain.retention import Committed, outlived
 from data_service.lifecycle import Deletions
 from data_service.operation_pointers import operations_before, withdraw_if_without_job
-from shared.dataset_version.users import live_users, markers
-from shared.dataset_version.version import IMPORT_KIND, committed_version
+from shared.dataset_version.version import IMPORT_KIND, committed_version, live_users, markers
 from shared.errors import DataLoss, FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.storage import ObjectStore

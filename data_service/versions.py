@@ -12,10 +12,9 @@ from typing import Any
 from data_service.datasets import Datasets
 from shared import names, paging
 from shared.dataset_version import VersionReader
-from shared.dataset_version.attachments import read_report
-from shared.dataset_version.footers import Footers
 from shared.dataset_version.manifest import QUARANTINE, Attachment
-from shared.dataset_version.version import NAME_PATTERN, check_not_deleted, committed_version
+from shared.dataset_version.reader import Footers
+from shared.dataset_version.version import NAME_PATTERN, check_not_deleted, committed_version, read_report
 from shared.errors import DataLoss, NotFound
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.storage import ObjectMissing, ObjectStore

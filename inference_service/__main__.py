@@ -51,7 +51,7 @@ from shared.operations import OperationsServicer
 from shared.own_code import own_code
 from shared.settings import SettingsError
 from shared.storage import ObjectStore, open_store
-from shared.storage.probe import StoreRefused
+from shared.storage.opening import StoreRefused
 from shared.telemetry import configure_logging, flush_logs
 from shared.tracing import configure_tracing, tracing
 

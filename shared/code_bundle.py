@@ -266,8 +266,8 @@ def using_bundle(
     """Marks the bundle, which it gives, while the body makes the job `user`; the marker stays unless that is refused.
     `field` is the one of the specification that names it.
 
-    As `shared.dataset_version.users.using`, but the mark counts until the job is deleted: one that is over still names
-    the bundle, which its checkpoints were made with. Raises what `load_bundle` raises.
+    As `shared.dataset_version.version.using`, but the mark counts until the job is deleted: one that is over still
+    names the bundle, which its checkpoints were made with. Raises what `load_bundle` raises.
     """
     digest_of(field, name)
     put_marker(store, name, kind, uid, user, is_job=False, ends_in=JobState.DELETED)

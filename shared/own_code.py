@@ -3,13 +3,18 @@
 Where it is `trusted`, whoever may create a job owns the cluster: the code runs with the rights of Ray's workers, and
 Ray is no boundary between jobs. So a service that others than this machine's users reach must know its callers by a
 token.
+
+MILLRACE_CUSTOM_TRANSFORMS names the functions that `custom` transform steps may call; what takes a client's transform
+asks for it.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shared.errors import FailedPrecondition
 from shared.settings import SettingsError
@@ -62,3 +67,34 @@ def _is_loopback(listen: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+CUSTOM_TRANSFORMS_VARIABLE = "MILLRACE_CUSTOM_TRANSFORMS"
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def allowed_functions(environ: Mapping[str, str]) -> frozenset[str]:
+    """`module:function` each; none where the variable is not set. Raises `SettingsError` naming it."""
+    functions = [one.strip() for one in environ.get(CUSTOM_TRANSFORMS_VARIABLE, "").split(",") if one.strip()]
+    for function in functions:
+        if not _FUNCTION.fullmatch(function):
+            raise SettingsError(f"{CUSTOM_TRANSFORMS_VARIABLE}: {function!r}: use module:function, separated by commas")
+    return frozenset(functions)
+
+
+def check_functions(transforms: Iterable[Mapping[str, Any]], allowed: Collection[str], where: str) -> None:
+    """Whoever can write a checkpoint must not be able to have any function called.
+
+    `transforms` are a checkpoint's, `where` says whose environment allows. Raises `FailedPrecondition` naming the
+    first function that is not `allowed`.
+    """
+    for transform in transforms:
+        for step in transform.get("steps", []):
+            function = step.get("custom", {}).get("function")
+            if function and function not in allowed:
+                raise FailedPrecondition(
+                    f"the checkpoint's preprocessing calls {function}, which {CUSTOM_TRANSFORMS_VARIABLE} does not "
+                    f"allow {where}; set it there",
+                    reason="CUSTOM_FUNCTION_NOT_ALLOWED",
+                    metadata={"function": function},
+                )

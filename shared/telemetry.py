@@ -1,16 +1,141 @@
-"""Structured logs: one JSON object a line on standard error, each with the identity that its context carries."""
+"""Structured logs: one JSON object a line on standard error, each with the identity that its context carries.
+
+A thread of its own writes the lines, so that nobody who logs waits for whoever reads them.
+A pipe that is not read takes some 64 KiB and then blocks each write, for as long as its reader stands still: an event
+loop that logs would stand still with it, and health checks with the loop. So lines wait in memory, up to a bound, and
+those above it are dropped; how many is said once lines are taken again.
+
+What a caller may see of an exception that nobody expected is `hidden`: its internals are in the log alone.
+"""
 
 from __future__ import annotations
 
 import contextvars
 import json
 import logging
+import os
 import sys
+import threading
+import time
+import uuid
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from typing import TextIO
 
-from shared.background_logging import BackgroundHandler
+from shared.errors import Internal
+
+MAX_WAITING_BYTES = 8 * 1024 * 1024
+# Up to so many bytes a write to a pipe is not mixed with those of other processes on the same pipe (POSIX: PIPE_BUF).
+WRITE_BYTES = 4096
+# Between two looks while lines come: a thread that woke for each of them would take time from those who log.
+PAUSE_S = 0.01
+# How long the end of a process waits for a reader that stands still.
+FLUSH_WITHIN_S = 2.0
+
+
+class BackgroundHandler(logging.Handler):
+    """Lines keep the order in which they were logged. `flush`, which `logging.shutdown` calls at the end of a process,
+    waits until they are written, for `FLUSH_WITHIN_S` seconds at the most. In a forked child, which has no such thread,
+    lines are written at once."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        # Below Python's buffers: a thread that waits in a write of theirs holds their lock, and a process that ends
+        # meanwhile is aborted for it.
+        self._file = stream.fileno()
+        self._changed = threading.Condition()
+        self._lines: deque[bytes] = deque()
+        # Of the lines in the queue, and of those that are being written.
+        self._waiting_bytes = 0
+        self._dropped = 0
+        self._thread: threading.Thread | None = None
+        self._is_forked = False
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    @property
+    def descriptor(self) -> int:
+        """Of the file that lines are written to."""
+        return self._file
+
+    def write_to(self, descriptor: int) -> None:
+        """Lines from here on go there; those that wait are written first, within `FLUSH_WITHIN_S` seconds."""
+        self.flush()
+        self._file = descriptor
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            # Here, not in the thread: a line's identity is of the context that logs it.
+            line = self.format(record).encode("utf-8", "backslashreplace") + b"\n"
+        except Exception:
+            self.handleError(record)
+            return
+        if self._is_forked:
+            self._write([line])
+            return
+        with self._changed:
+            if self._waiting_bytes and self._waiting_bytes + len(line) > MAX_WAITING_BYTES:
+                self._dropped += 1
+                return
+            self._lines.append(line)
+            self._waiting_bytes += len(line)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting_bytes, FLUSH_WITHIN_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines)
+                lines = [*self._lines]
+                self._lines.clear()
+            self._write(lines)
+            with self._changed:
+                self._waiting_bytes -= sum(map(len, lines))
+                self._tell_of_dropped()
+                self._changed.notify_all()
+            time.sleep(PAUSE_S)
+
+    def _tell_of_dropped(self) -> None:
+        if self._dropped:
+            message = "%d log lines were dropped: those before them were not read in time"
+            record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, (self._dropped,), None)
+            line = self.format(record).encode() + b"\n"
+            self._dropped = 0
+            self._lines.append(line)
+            self._waiting_bytes += len(line)
+
+    def _write(self, lines: list[bytes]) -> None:
+        """Whole lines together, as many as are not mixed with others'; where nobody can read them any more, nothing."""
+        chunk = b""
+        for line in lines:
+            if chunk and len(chunk) + len(line) > WRITE_BYTES:
+                self._write_chunk(chunk)
+                chunk = b""
+            chunk += line
+        self._write_chunk(chunk)
+
+    def _write_chunk(self, chunk: bytes) -> None:
+        while chunk:
+            try:
+                chunk = chunk[os.write(self._file, chunk) :]
+            except BlockingIOError:  # another process had its end of the file not wait, and it is full
+                time.sleep(PAUSE_S)
+            except OSError:  # nobody has the other end any more, or the disk is full: there is nowhere to say so
+                return
+
+    def _after_fork(self) -> None:
+        self._is_forked = True
+        self._changed = threading.Condition()
+        self._lines.clear()
+        self._waiting_bytes = 0
+
 
 # `json.dumps` would make an encoder for each line.
 _encode = json.JSONEncoder(default=str).encode
@@ -81,3 +206,11 @@ def flush_logs() -> None:
     """Waits, for a short time at the most, until what was logged is written."""
     for handler in logging.getLogger().handlers:
         handler.flush()
+
+
+def hidden(error: BaseException, logger: logging.Logger, what: str) -> Internal:
+    """What a caller may see of `error`; the log has `what` happened and the traceback under the same correlation id."""
+    correlation_id = uuid.uuid4().hex
+    fields = {"correlation_id": correlation_id}
+    logger.error("%s; correlation_id=%s", what, correlation_id, exc_info=error, extra={"fields": fields})
+    return Internal(f"internal error; quote the correlation id {correlation_id}", metadata=fields)

@@ -12,17 +12,14 @@ from collections.abc import Collection, Mapping, Sequence
 from grpc import aio
 
 from millrace.train.v1 import train_service_pb2, train_service_pb2_grpc
-from shared.cluster_max import largest_cluster
 from shared.code_bundle import CodeBundles
-from shared.custom_transforms import allowed_functions
 from shared.errors import MillraceError
 from shared.grpc_server import BearerToken, bearer_token, serve
 from shared.jobs.supervisor import supervise
-from shared.own_code import OwnCode, own_code
-from shared.settings import ServiceSettings, SettingsError, service_settings
+from shared.own_code import OwnCode, allowed_functions, own_code
+from shared.settings import ServiceSettings, SettingsError, largest_cluster, service_settings
 from shared.storage import ObjectStore, open_store, probe
-from shared.storage.opening import ensure_bucket
-from shared.storage.probe import StoreRefused
+from shared.storage.opening import StoreRefused, ensure_bucket
 from shared.sweeping import sweep_periodically
 from shared.telemetry import configure_logging
 from shared.tracing import configure_tracing, tracing
@@ -35,8 +32,7 @@ from train_service.jobs.run_records import RunRecords
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.servicer import TrainServicer
 from train_service.sweeper import SWEEP_INTERVAL_S, Sweeper
-from train_service.sweeps.lifecycle import SweepDeletions
-from train_service.sweeps.sweeps import Sweeps
+from train_service.sweeps.sweeps import SweepDeletions, Sweeps
 
 logger = logging.getLogger(__name__)
 

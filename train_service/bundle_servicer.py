@@ -9,7 +9,7 @@ from typing import Any
 from grpc import aio
 
 from millrace.train.v1 import code_bundle_pb2, train_service_pb2, train_service_pb2_grpc
-from train_service.converters.bundles import bundle_to_proto, parts_from_proto
+from train_service.converters.records import bundle_to_proto, parts_from_proto
 from train_service.jobs.bundle_intake import BundleIntake
 
 Context = aio.ServicerContext[Any, Any]

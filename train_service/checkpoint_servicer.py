@@ -10,8 +10,12 @@ from grpc import aio
 
 from millrace.train.v1 import checkpoint_import_pb2, train_service_pb2, train_service_pb2_grpc
 from shared.streaming import DOWNLOADS, IMPORTS, Slot, Slots, in_threads
-from train_service.converters.checkpoints import part_to_protos
-from train_service.converters.imports import import_parts_from_proto, imported_to_proto, sources_to_proto
+from train_service.converters.checkpoints import (
+    import_parts_from_proto,
+    imported_to_proto,
+    part_to_protos,
+    sources_to_proto,
+)
 from train_service.jobs.checkpoint_import import CheckpointImports
 from train_service.jobs.checkpoint_reading import CheckpointReader
 

@@ -14,9 +14,15 @@ from shared.requests import body_digest
 from train_service.bundle_servicer import BundleServicerPart
 from train_service.checkpoint_servicer import CheckpointServicerPart
 from train_service.converters.jobs import checkpoint_to_proto, event_to_proto, job_to_proto
-from train_service.converters.records import coverage_to_proto, log_to_proto, point_to_proto, use_to_proto
+from train_service.converters.records import (
+    coverage_to_proto,
+    given_from_proto,
+    log_to_proto,
+    point_to_proto,
+    suggestion_to_proto,
+    use_to_proto,
+)
 from train_service.converters.specs import spec_from_proto
-from train_service.converters.suggestions import given_from_proto, suggestion_to_proto
 from train_service.jobs.bundle_intake import BundleIntake
 from train_service.jobs.checkpoint_import import CheckpointImports
 from train_service.jobs.checkpoint_reading import CheckpointReader

@@ -31,12 +31,11 @@ import torch.distributed as dist
 from google.protobuf import json_format
 
 from millrace.train.v1 import resources_pb2
-from shared.custom_transforms import allowed_functions
 from shared.errors import FailedPrecondition, MillraceError, Unavailable
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.jobs.attempt import run_attempt
 from shared.names import check_id
-from shared.own_code import OwnCode
+from shared.own_code import OwnCode, allowed_functions
 from shared.settings import SettingsError, StoreSettings, store_settings
 from shared.storage import ObjectStore, open_store
 from shared.telemetry import configure_logging, flush_logs
@@ -51,7 +50,7 @@ from train_service.learning.ranks import Ranks
 from train_service.patience import patient
 from train_service.program.coordinator import ReportCoordinator
 from train_service.program.signing import handling
-from train_service.records.event_lines import EventPrinter
+from train_service.records.events import EventPrinter
 from train_service.records.reporting import TRAIN_KIND, Reporter
 from train_service.worker.loop import LoopConfig, train_loop
 

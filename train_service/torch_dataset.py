@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from millrace.train.v1 import resources_pb2
-from shared.custom_transforms import allowed_functions
 from shared.errors import invalid_field
+from shared.own_code import allowed_functions
 from shared.settings import StoreSettings, store_settings
 from shared.storage import open_store
 from train_service.converters.specs import spec_from_proto

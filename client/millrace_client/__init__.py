@@ -17,21 +17,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from millrace_client.addresses import Addresses
     from millrace_client.connection import Millrace, connect
-    from millrace_client.deployments import autoscaling
+    from millrace_client.deployments import autoscaling, keep_all, keep_latest, keep_named
     from millrace_client.errors import MillraceError
     from millrace_client.operations import Operation
     from millrace_client.specs import (
         append_to,
         arrow_source,
+        asha,
+        choice,
         column_split,
         csv_source,
+        grid,
         hash_split,
         hold_out,
         idx_source,
         image_folder_source,
         image_tar_source,
         import_spec,
+        integers,
         json_lines_source,
+        log_uniform,
         name_map,
         optimizer,
         parquet_source,
@@ -40,12 +45,12 @@ if TYPE_CHECKING:
         ratio_split,
         replacing,
         retention,
+        sweep_spec,
         time_split,
         training_spec,
+        uniform,
     )
     from millrace_client.steps import normalize, to_float
-    from millrace_client.sweeps import asha, choice, grid, integers, log_uniform, sweep_spec, uniform
-    from millrace_client.version_policies import keep_all, keep_latest, keep_named
 
 _HOMES = {
     "Addresses": "addresses",
@@ -54,25 +59,25 @@ _HOMES = {
     "Operation": "operations",
     "append_to": "specs",
     "arrow_source": "specs",
-    "asha": "sweeps",
+    "asha": "specs",
     "autoscaling": "deployments",
-    "choice": "sweeps",
+    "choice": "specs",
     "column_split": "specs",
     "connect": "connection",
     "csv_source": "specs",
-    "grid": "sweeps",
+    "grid": "specs",
     "hash_split": "specs",
     "hold_out": "specs",
     "idx_source": "specs",
     "image_folder_source": "specs",
     "image_tar_source": "specs",
     "import_spec": "specs",
-    "integers": "sweeps",
+    "integers": "specs",
     "json_lines_source": "specs",
-    "keep_all": "version_policies",
-    "keep_latest": "version_policies",
-    "keep_named": "version_policies",
-    "log_uniform": "sweeps",
+    "keep_all": "deployments",
+    "keep_latest": "deployments",
+    "keep_named": "deployments",
+    "log_uniform": "specs",
     "name_map": "specs",
     "normalize": "steps",
     "optimizer": "specs",
@@ -83,11 +88,11 @@ _HOMES = {
     "ratio_split": "specs",
     "replacing": "specs",
     "retention": "specs",
-    "sweep_spec": "sweeps",
+    "sweep_spec": "specs",
     "time_split": "specs",
     "to_float": "steps",
     "training_spec": "specs",
-    "uniform": "sweeps",
+    "uniform": "specs",
 }
 
 __all__ = [

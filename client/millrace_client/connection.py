@@ -1,17 +1,36 @@
-"""`connect()`: the door to the three services."""
+"""`connect()`: the clients of the three services, and whether these answer (`grpc.health.v1`)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
-from millrace_client.addresses import SERVICES, Addresses, resolve
-from millrace_client.bearer_token import Headers, authorization
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from millrace_client.addresses import SERVICES, Addresses, Headers, authorization, resolve
 from millrace_client.calls import DEFAULT_TIMEOUT_S, Caller, open_channel
 from millrace_client.data import DataClient
 from millrace_client.deployments import DeploymentClient
-from millrace_client.health import HealthClient
 from millrace_client.inference import InferenceClient
 from millrace_client.train import TrainClient
+
+
+class HealthClient:
+    """Asks each service for its overall health; never raises for one that does not answer."""
+
+    def __init__(self, callers: Mapping[str, Caller]) -> None:
+        self._callers = callers
+
+    def check(self, service: str, *, timeout_s: float = 2.0) -> str:
+        """`SERVING`, `NOT_SERVING`, or `UNREACHABLE`. `service` is `data`, `train` or `inference`."""
+        stub: Any = health_pb2_grpc.HealthStub(self._callers[service].channel)
+        try:
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError:
+            return "UNREACHABLE"
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
 class Millrace:

@@ -1,4 +1,7 @@
-"""Deployments: which checkpoints are served."""
+"""Deployments: which checkpoints are served, and which versions stay loaded without traffic.
+
+Those with traffic always do.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,23 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from millrace.inference.v1 import deployment_service_pb2 as pb
 from millrace.inference.v1 import deployment_service_pb2_grpc
 from millrace.inference.v1 import roll_out_pb2 as pb_roll_out
-from millrace_client.calls import Caller, new_request_id
+from millrace_client.calls import Caller, every_page, new_request_id
 from millrace_client.operations import Operation
-from millrace_client.paging import every_page
+
+
+def keep_latest(count: int) -> pb.VersionPolicy:
+    """So many of the newest versions. With 2, a roll-out that succeeded can be rolled back."""
+    return pb.VersionPolicy(latest=pb.VersionPolicy.Latest(count=count))
+
+
+def keep_all() -> pb.VersionPolicy:
+    """Every version."""
+    return pb.VersionPolicy(all=pb.VersionPolicy.All())
+
+
+def keep_named(*versions: str) -> pb.VersionPolicy:
+    """The versions of these numbers, and no others."""
+    return pb.VersionPolicy(named=pb.VersionPolicy.Named(versions=versions))
 
 
 class DeploymentClient:

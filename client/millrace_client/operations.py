@@ -11,9 +11,8 @@ from google.protobuf import empty_pb2
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from millrace_client.calls import Caller
+from millrace_client.calls import Caller, Patience
 from millrace_client.errors import DeadlineExceeded, MillraceError, from_status
-from millrace_client.patience import Patience
 
 # How long one WaitOperation may hang, so that progress is seen in between.
 LOOK_EVERY_S = 1.0

@@ -16,9 +16,8 @@ from urllib.request import Request, urlopen
 
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import resources_pb2
-from millrace_client.calls import Caller, new_request_id
+from millrace_client.calls import FIRST_PAUSE_S, LONGEST_PAUSE_S, PATIENCE_S, Caller, Patience, new_request_id
 from millrace_client.errors import FailedPrecondition, NotFound, Unavailable
-from millrace_client.patience import FIRST_PAUSE_S, LONGEST_PAUSE_S, PATIENCE_S, Patience
 from millrace_client.uploads import SILENCE_S, OnProgress, commit, telling_how_to_resume
 
 AT_ONCE = 4

@@ -1,24 +1,167 @@
-"""Sending bytes to the data service, to be imported from there: in chunks, and on after a break where it was."""
+"""Sending bytes to the data service, to be imported from there: in chunks, and on after a break where it was.
+
+A source is a path, an open binary file, bytes, or bytes as they come; it is cut into chunks of one size. In an
+`UploadChunks` call requests go out as they are given, acknowledgements come in beside. Arrow tables are sent as one LZ4
+Arrow stream, and imported into a version while it arrives.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import io
+import os
+import queue
+import threading
 import time
+import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import google_crc32c
+import grpc
+from google.protobuf import empty_pb2
 
 from millrace.data.v1 import data_service_pb2 as pb
-from millrace.data.v1 import resources_pb2
-from millrace_client.byte_sources import Source, chunks_of
-from millrace_client.calls import Caller, new_request_id
-from millrace_client.chunk_stream import ChunkStream
-from millrace_client.errors import DeadlineExceeded, FailedPrecondition, MillraceError, NotFound
-from millrace_client.patience import Patience
+from millrace.data.v1 import data_service_pb2_grpc, resources_pb2
+from millrace_client.calls import MAX_MESSAGE_BYTES, Caller, Patience, new_request_id
+from millrace_client.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    MillraceError,
+    NotFound,
+    Unavailable,
+    from_rpc_error,
+)
+from millrace_client.operations import Operation
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+Source = str | os.PathLike[str] | BinaryIO | bytes | Iterable[bytes]
+
+
+@contextmanager
+def chunks_of(source: Source, chunk_bytes: int) -> Iterator[tuple[Iterator[bytes], int | None]]:
+    """The chunks, all of `chunk_bytes` but the last, and how many bytes there are, where that is known.
+
+    An open file is read on from where it is, and left open. Raises `OSError` for a path that cannot be read.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        with Path(source).open("rb", buffering=0) as opened:
+            yield _from_file(cast(BinaryIO, opened), chunk_bytes), os.fstat(opened.fileno()).st_size
+    elif hasattr(source, "read"):
+        file = cast(BinaryIO, source)
+        yield _from_file(file, chunk_bytes), _rest_of(file)
+    elif isinstance(source, (bytes, bytearray, memoryview)):
+        yield _from_pieces([memoryview(source)], chunk_bytes), memoryview(source).nbytes
+    else:
+        yield _from_pieces(source, chunk_bytes), None
+
+
+def _from_file(file: BinaryIO, chunk_bytes: int) -> Iterator[bytes]:
+    def pieces() -> Iterator[bytes]:
+        while piece := file.read(chunk_bytes):
+            yield piece
+
+    return _from_pieces(pieces(), chunk_bytes)
+
+
+def _from_pieces(pieces: Iterable[bytes | memoryview], chunk_bytes: int) -> Iterator[bytes]:
+    gathered = bytearray()
+    for piece in pieces:
+        if not gathered and type(piece) is bytes and len(piece) == chunk_bytes:
+            yield piece  # as files give them: nothing to copy
+            continue
+        left = memoryview(piece).cast("B")
+        while left:
+            room = chunk_bytes - len(gathered)
+            gathered += left[:room]
+            left = left[room:]
+            if len(gathered) == chunk_bytes:
+                yield bytes(gathered)
+                gathered.clear()
+    if gathered:
+        yield bytes(gathered)
+
+
+def _rest_of(file: BinaryIO) -> int | None:
+    if not (hasattr(file, "seekable") and file.seekable()):
+        return None
+    position = file.tell()
+    end = file.seek(0, io.SEEK_END)
+    file.seek(position)
+    return end - position
+
+
+CANCEL_TIMEOUT_S = 5.0
+# A channel of its own, without gRPC's retries: replaying a stream that broke, they now and then leave a message out, or
+# hang. Whoever sends knows better what to send again.
+CHANNEL_OPTIONS = [
+    ("grpc.enable_retries", 0),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+
+
+class ChunkStream:
+    """It bounds nothing: whoever sends must wait for acknowledgements."""
+
+    def __init__(self, caller: Caller) -> None:
+        self.acknowledged = 0
+        self.error: MillraceError | None = None
+        self._address = caller.address
+        self._request_id = uuid.uuid4().hex
+        self._changed = threading.Condition()
+        self._ended = False
+        self._requests: queue.SimpleQueue[pb.UploadChunksRequest | None] = queue.SimpleQueue()
+        # gRPC obeys http_proxy even for this machine itself.
+        is_here = caller.address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
+        proxy_options = [("grpc.enable_http_proxy", 0)] if is_here else []
+        self._channel = grpc.insecure_channel(caller.address, options=[*CHANNEL_OPTIONS, *proxy_options])
+        stub: Any = data_service_pb2_grpc.DataServiceStub(self._channel)
+        metadata = caller.headers(self._request_id)
+        self._call = stub.UploadChunks(iter(self._requests.get, None), metadata=metadata)
+        self._thread = threading.Thread(target=self._read, name="upload-acknowledgements", daemon=True)
+        self._thread.start()
+
+    def send(self, chunk: pb.UploadChunksRequest) -> None:
+        self._requests.put(chunk)
+
+    def wait_beyond(self, size_bytes: int, timeout_s: float) -> None:
+        """Until more than `size_bytes` are acknowledged, or the call is over, or the time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.acknowledged > size_bytes or self._ended, timeout_s)
+
+    def finish(self, timeout_s: float) -> None:
+        """Says that nothing more comes, and waits for the server's end of the call."""
+        self._requests.put(None)
+        self._thread.join(timeout_s)
+        self.cancel()
+
+    def cancel(self) -> None:
+        self._call.cancel()
+        self._requests.put(None)  # ends grpc's thread that waits for the next
+        self._thread.join(CANCEL_TIMEOUT_S)
+        self._channel.close()
+
+    def _read(self) -> None:
+        error: MillraceError = Unavailable(f"{self._address} ended the call early", request_id=self._request_id)
+        try:
+            for response in self._call:
+                with self._changed:
+                    self.acknowledged = response.acknowledged_size
+                    self._changed.notify_all()
+        except grpc.RpcError as raised:
+            error = from_rpc_error(raised, address=self._address, request_id=self._request_id)
+        with self._changed:
+            self.error = error
+            self._ended = True
+            self._changed.notify_all()
+
 
 # Bytes that are durable, and bytes in all where that is known.
 OnProgress = Callable[[int, int | None], None]
@@ -251,3 +394,96 @@ def telling_how_to_resume(name: str) -> Iterator[None]:
 
 def _how_to_resume(name: str) -> str:
     return f"the upload {name} stays open for 24 hours: go on with resume_upload({name!r}, the same source)"
+
+
+# A batch is encoded, sent and decoded as a whole.
+BATCH_BYTES = 4 * 1024 * 1024
+
+
+def import_while_sent(
+    caller: Caller,
+    stub: Any,
+    dataset: str,
+    rows: pa.Table | pa.RecordBatchReader | Iterable[pa.RecordBatch],
+    import_upload: Callable[[str], Operation[resources_pb2.DatasetVersion]],
+) -> Operation[resources_pb2.DatasetVersion]:
+    """Sends the rows into a new upload of `datasets/{d}`, and has `import_upload` start importing it before they are.
+
+    Where sending fails the import is cancelled and nothing is left.
+    """
+    request = pb.StartUploadRequest(parent=dataset, request_id=new_request_id())
+    upload = caller.unary(stub.StartUpload, request, resources_pb2.Upload).name
+    operation = None
+    try:
+        operation = import_upload(upload)
+        resume_upload(caller, stub, upload, stream_of(rows))
+    except BaseException:
+        with suppress(MillraceError):  # what is left then is swept by the server in its time
+            if operation is not None:
+                operation.cancel()
+                operation.wait()
+        with suppress(MillraceError):
+            caller.unary(stub.AbortUpload, pb.AbortUploadRequest(name=upload), empty_pb2.Empty)
+        raise
+    return operation
+
+
+def stream_of(
+    rows: pa.Table | pa.RecordBatchReader | Iterable[pa.RecordBatch], compression: str | None = "lz4"
+) -> Iterator[bytes]:
+    """The rows as an Arrow IPC stream, its bodies compressed, piece by piece: a batch in memory at a time.
+
+    Raises `ValueError` where `rows` are batches and there is none, for then nobody knows their columns.
+    """
+    import pyarrow as pa
+
+    schema, batches = _batches(rows)
+    sink = _Pieces()
+    with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as stream:
+        for batch in batches:
+            stream.write_batch(batch)
+            yield from sink.taken()
+    yield from sink.taken()
+
+
+def _batches(rows: Any) -> tuple[Any, Iterator[Any]]:
+    import pyarrow as pa
+
+    if isinstance(rows, pa.Table):
+        most = max(1, rows.num_rows * BATCH_BYTES // max(rows.nbytes, 1))
+        return rows.schema, iter(rows.to_batches(max_chunksize=most))
+    if isinstance(rows, pa.RecordBatchReader):
+        return rows.schema, iter(rows)
+    batches = iter(rows)
+    first = next(batches, None)
+    if first is None:
+        raise ValueError("there is no batch, so nobody knows the columns; give a table or a RecordBatchReader")
+    return first.schema, _chained(first, batches)
+
+
+def _chained(first: Any, others: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from others
+
+
+class _Pieces:
+    """A sink for Arrow that hands out what was written."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+
+    def write(self, data: bytes) -> int:
+        self._pieces.append(data)
+        return len(data)
+
+    def taken(self) -> list[bytes]:
+        taken, self._pieces = self._pieces, []
+        return taken
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """The pieces stay."""

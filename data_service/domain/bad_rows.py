@@ -11,8 +11,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from shared.arrow_values import value_shown
 from shared.errors import InvalidArgument
+from shared.value_texts import value_shown
 
 MAX_REASONS, MAX_EXAMPLES, MAX_EXCERPT = 100, 5, 500
 MAX_LINES = 100_000

@@ -17,8 +17,8 @@ import pyarrow as pa
 from data_service.domain.checks import CHECK_FAILED, Check, CheckResult, Unique
 from data_service.domain.checks_conditions import violating
 from data_service.domain.checks_unique import KeySet, Mask, Ordinals, UniqueKeys, keys_of
-from shared.arrow_values import value_shown
 from shared.errors import FailedPrecondition
+from shared.value_texts import value_shown
 
 PASSES = -1
 

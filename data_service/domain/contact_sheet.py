@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.types as kinds
 from PIL import Image, ImageDraw, ImageOps
 
-from shared.arrow_values import value_shown
 from shared.image_formats import FORMATS
+from shared.value_texts import value_shown
 
 LABEL = "label"
 COLUMNS = 10

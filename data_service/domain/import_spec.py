@@ -10,7 +10,7 @@ from typing import Any
 
 from data_service.domain.arrow_types import TypeRefused, parse_type
 from data_service.domain.uris import UriRefused, check_allowed, parse_uri
-from shared.dataset_version.column_names import MAX_COLUMNS, name_problem, repeated
+from shared.dataset_version.columns import MAX_COLUMNS, name_problem, repeated
 from shared.durable import fields_of
 from shared.errors import invalid_fields
 from shared.names import ID, SPLIT, SPLIT_REMEDY

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from data_service.domain.text_values import from_text
 from shared.dataset_version.columns import refuse_beyond_milliseconds
-from shared.temporal_texts import zone_hint, zone_problem
+from shared.value_texts import zone_hint, zone_problem
 
 # True for each row that fits; None where all do.
 Fits = NDArray[np.bool_] | None

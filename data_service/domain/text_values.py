@@ -20,8 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.types as kinds
 from numpy.typing import NDArray
 
-from shared.half_floats import halves_of_texts
-from shared.temporal_texts import times_of_day
+from shared.value_texts import halves_of_texts, times_of_day
 
 INFERRED = (pa.bool_(), pa.int64(), pa.float64(), pa.timestamp("us"))
 EXACT_IN_DOUBLE = 2**53

@@ -34,9 +34,8 @@ from data_service.sources import open_sources
 from data_service.sources.source_files import SourceFiles, s3_of
 from data_service.successors import confirm_follows
 from shared.dataset_version import DatasetVersion, load_version
-from shared.dataset_version.attachments import read_report
 from shared.dataset_version.manifest import QUARANTINE, DataFile, Parent
-from shared.dataset_version.version import IMPORT_KIND
+from shared.dataset_version.version import IMPORT_KIND, read_report
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.jobs import AttemptContext, Jobs
 from shared.storage import ObjectStore

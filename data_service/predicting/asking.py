@@ -8,10 +8,9 @@ from data_service.domain.predict_spec import CheckpointRef, PredictSpec
 from data_service.predicting.checking import preparation
 from data_service.predicting.columns import new_columns
 from shared.checkpoint import load_checkpoint, resolve
-from shared.custom_transforms import check_functions
 from shared.dataset_version import DatasetVersion
 from shared.errors import FailedPrecondition
-from shared.own_code import OwnCode
+from shared.own_code import OwnCode, check_functions
 from shared.storage import ObjectStore
 from shared.transforms.steps.custom_child import functions_in_children
 

@@ -22,8 +22,7 @@ from data_service.sources.decoded_size import decoded_bytes, is_text
 from data_service.sources.interface import BadRowSink
 from data_service.sources.source_files import SourceFile
 from data_service.sources.typed_columns import MAX_ROW_BYTES, TypedColumns, logical_schema_of
-from shared.dataset_version.column_names import MAX_COLUMNS
-from shared.dataset_version.columns import is_tensor, row_bytes
+from shared.dataset_version.columns import MAX_COLUMNS, is_tensor, row_bytes
 
 MAX_BATCH_ROWS = 1024
 MAX_PAGE_BYTES = 256 * 1024 * 1024

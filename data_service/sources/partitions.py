@@ -18,7 +18,7 @@ from data_service.sources.interface import BadRowSink, RowSource, excerpt_of
 from data_service.sources.overrides import Overrides
 from data_service.sources.source_files import SourceFile
 from data_service.sources.typed_columns import check_names
-from shared.dataset_version.column_names import MAX_COLUMNS
+from shared.dataset_version.columns import MAX_COLUMNS
 from shared.errors import invalid_field
 
 NULL_VALUE = "__HIVE_DEFAULT_PARTITION__"

@@ -26,10 +26,9 @@ from data_service.sources.foreign_types import (
 )
 from data_service.sources.interface import BadRowSink, excerpt_of
 from data_service.sources.source_files import SourceFile
-from shared.dataset_version.column_names import MAX_COLUMNS, name_problem
-from shared.dataset_version.columns import is_tensor, logical_field
+from shared.dataset_version.columns import MAX_COLUMNS, is_tensor, logical_field, name_problem
 from shared.errors import InvalidArgument
-from shared.temporal_texts import zone_problem
+from shared.value_texts import zone_problem
 
 MAX_ROW_BYTES = 64 * 1024 * 1024
 

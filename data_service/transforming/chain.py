@@ -12,11 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.transforms.batch import Batch
-from shared.transforms.pipeline import Pipeline
+from shared.transforms.pipeline import Pipeline, Sliced, Walk, needed_columns, sliced
 from shared.transforms.schema import Schema
-from shared.transforms.slicing import Sliced, needed_columns, sliced
 from shared.transforms.steps.step import Step
-from shared.transforms.walk import Walk
 
 # A custom function that does not let Python interrupt it is given so long beyond its own timeout.
 GRACE_S = 10.0

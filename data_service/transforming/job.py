@@ -37,8 +37,7 @@ from shared.dataset_version.version import DatasetVersion
 from shared.errors import FailedPrecondition
 from shared.jobs import AttemptContext
 from shared.storage import ObjectStore
-from shared.transforms.fitting import Fitter
-from shared.transforms.pipeline import Pipeline
+from shared.transforms.pipeline import Fitter, Pipeline
 from shared.transforms.schema import schema_of
 from shared.transforms.steps.decoding import image_columns
 

@@ -16,7 +16,7 @@ from data_service.transforming.plan import Part
 from shared.errors import MillraceError, ResourceExhausted
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from shared.unexpected import hidden
+from shared.telemetry import hidden
 
 logger = logging.getLogger(__name__)
 

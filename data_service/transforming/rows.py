@@ -15,15 +15,15 @@ from data_service.domain.split_rules import Divider
 from data_service.transforming.plan import Part
 from shared.dataset_version import RowGroup, VersionReader
 from shared.dataset_version.columns import row_bytes
-from shared.dataset_version.group_sizes import GroupSizes
-from shared.dataset_version.row_groups import DEFAULT_GROUP_ROWS
+from shared.dataset_version.reader import GroupSizes
 from shared.dataset_version.version import DatasetVersion
+from shared.dataset_version.writer import DEFAULT_GROUP_ROWS
 from shared.errors import InvalidArgument
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from shared.transforms.batch import Batch, batch_of
 from shared.transforms.pipeline import Pipeline
-from shared.transforms.problems import RowError
+from shared.transforms.schema import RowError
 from shared.transforms.steps.decoding import DecodeImage, side_by_side
 
 # Rows are worked on so many bytes at a time, before or after: what stays within a processor's cache.

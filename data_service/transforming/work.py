@@ -28,7 +28,7 @@ from shared.dataset_version import SplitWriter
 from shared.dataset_version.manifest import DataFile
 from shared.storage import open_store
 from shared.transforms.batch import Batch, table_of
-from shared.transforms.fitting import Fitter
+from shared.transforms.pipeline import Fitter
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from inference_service.domain.rows import Rows
 from inference_service.domain.statistics import OK, Statistics
 from shared.errors import MillraceError
 from shared.grpc_errors import status_code
-from shared.telemetry import identify
-from shared.unexpected import hidden
+from shared.telemetry import hidden, identify
 
 logger = logging.getLogger(__name__)
 

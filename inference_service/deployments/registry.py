@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from inference_service.domain.deployment import Deployment, ModelVersion, State, with_deletion
 from shared import paging
 from shared.checkpoint import users as checkpoint_users
-from shared.dataset_version.users import mark_used, unmark
+from shared.dataset_version.version import mark_used, unmark
 from shared.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, already_exists, not_found
 from shared.log import Record, ResourceLog
 from shared.storage import ObjectStore

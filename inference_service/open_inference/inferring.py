@@ -35,9 +35,8 @@ from shared.grpc_errors import status_code
 from shared.grpc_server import message_bytes
 from shared.grpc_server.deadlines import is_deadline
 from shared.grpc_server.server import MAX_MESSAGE_BYTES
-from shared.telemetry import identify, log_outcome
+from shared.telemetry import hidden, identify, log_outcome
 from shared.tracing import tracing
-from shared.unexpected import hidden
 
 logger = logging.getLogger(__name__)
 

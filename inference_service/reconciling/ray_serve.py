@@ -42,8 +42,8 @@ from inference_service.replica.replica import Loaded, ModelReplica, ReplicaSpec
 from inference_service.sockets.local_replicas import LocalReplicas, ReplicaLost
 from inference_service.sockets.socket_folders import socket_folder
 from shared.errors import MillraceError, Unavailable
+from shared.telemetry import hidden
 from shared.tracing import tracing
-from shared.unexpected import hidden
 
 logger = logging.getLogger(__name__)
 

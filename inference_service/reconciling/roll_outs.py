@@ -33,7 +33,7 @@ from inference_service.reconciling.watching import PREPARING, SILENT, Watching
 from inference_service.settings import InferenceSettings
 from shared.errors import DeadlineExceeded, FailedPrecondition, MillraceError, ResourceExhausted, Unavailable
 from shared.storage import ObjectStore
-from shared.unexpected import hidden
+from shared.telemetry import hidden
 
 logger = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ from inference_service.replica.pixels import Beyond, beyond_limits
 from inference_service.replica.raw_columns import column_of_tensor, tensor_of_column
 from shared.checkpoint import CheckpointContent
 from shared.checkpoint.missing_values import NanReading, float_columns, may_be_non_finite, nan_reading
-from shared.custom_transforms import check_functions
 from shared.errors import FailedPrecondition, InvalidArgument, MillraceError
+from shared.own_code import check_functions
+from shared.telemetry import hidden
 from shared.transforms import Batch, Pipeline, RowError, TensorType
 from shared.transforms.steps.custom import DEFAULT_TIMEOUT_S, Custom
 from shared.transforms.steps.decoding import PIXELS_AT_ONCE, DecodeImage, claimed_pixels, image_columns
-from shared.unexpected import hidden
 
 logger = logging.getLogger(__name__)
 

@@ -27,9 +27,8 @@ from shared.checkpoint.format import PROGRAM_CHECKPOINT, WEIGHTS
 from shared.checkpoint.node_copy import node_copy
 from shared.checkpoint.program import load_program_checkpoint
 from shared.code_loading import load_code
-from shared.custom_transforms import allowed_functions
 from shared.errors import FailedPrecondition, Internal, MillraceError, Unavailable
-from shared.own_code import OwnCode
+from shared.own_code import OwnCode, allowed_functions
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from shared.telemetry import configure_logging

@@ -19,7 +19,7 @@ from inference_service.domain.rows import Outputs, Rows
 from inference_service.sockets.frames import HEADER, LENGTH, Frame, Kind, decode, encode, lengths_after
 from inference_service.sockets.socket_folders import SUFFIX, make_private, sweep
 from shared.errors import MillraceError
-from shared.unexpected import hidden
+from shared.telemetry import hidden
 
 logger = logging.getLogger(__name__)
 

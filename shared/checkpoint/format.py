@@ -20,9 +20,8 @@ from typing import Any, Protocol
 from shared.dataset_version.manifest import Column
 from shared.durable import fields_of
 from shared.errors import DataLoss, FailedPrecondition
-from shared.model_spec import ModelSpec
+from shared.model_spec import ModelSpec, TargetScaling
 from shared.storage import ObjectMissing, ObjectStore
-from shared.target_scaling import TargetScaling
 from shared.transforms import Pipeline, Schema, schema_of_columns
 
 FORMAT = "millrace.checkpoint/3"

@@ -4,6 +4,8 @@ A tensor column is logically a `fixed_shape_tensor` and is stored as FIXED_LEN_B
 with value type and shape in the field's metadata: eight times faster to read than Parquet's nested lists
 (docs/decisions/0004). Parquet has no whole seconds, and stores them as milliseconds: by the types that the manifest
 names they are read as seconds again. Everything else is stored as it is.
+
+Here is also which names the columns of a version may have, and how many there may be.
 """
 
 from __future__ import annotations
@@ -11,14 +13,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.types as kinds
 
-from shared.errors import InvalidArgument
+from shared.errors import InvalidArgument, shown
 
 ROW_ID = "_row_id"
 ROW_ID_FIELD = pa.field(ROW_ID, pa.int64(), nullable=False)
@@ -227,3 +229,28 @@ def _as_tensors(binary: pa.Array, tensor: pa.FixedShapeTensorType) -> pa.Extensi
         tensor.value_type, len(binary) * per_row, [None, binary.buffers()[1]], offset=binary.offset * per_row
     )
     return pa.ExtensionArray.from_storage(tensor, pa.FixedSizeListArray.from_arrays(values, per_row))
+
+
+MAX_COLUMNS = 10_000
+# Of one column's name: every report, error and quarantined row has it.
+MAX_NAME_BYTES = 1024
+
+
+def name_problem(name: str) -> str | None:
+    """Why no version can have a column of that name; None where one can."""
+    if name in ("", ROW_ID):
+        return f"a column must not be named {name!r}; choose another name"
+    if (size := len(name.encode())) > MAX_NAME_BYTES:
+        return f"a column has a name of {size} bytes; at most {MAX_NAME_BYTES} are kept: {shown(name)}"
+    if "\0" in name:
+        return f"column {shown(name)} has a zero byte in its name; rename it"
+    return None
+
+
+def repeated(names: Sequence[str]) -> Iterator[int]:
+    """The places of those that there are before them, too."""
+    seen: set[str] = set()
+    for place, name in enumerate(names):
+        if name in seen:
+            yield place
+        seen.add(name)

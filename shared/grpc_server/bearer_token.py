@@ -22,9 +22,8 @@ import grpc
 from grpc import aio
 
 from shared.errors import Unauthenticated
-from shared.grpc_server.interceptor import REQUEST_ID, STATUS, request_id_of
-from shared.grpc_server.registering import Handler
-from shared.grpc_server.trailers import details_and_status
+from shared.grpc_errors import details_and_status
+from shared.grpc_server.interceptor import REQUEST_ID, STATUS, Handler, request_id_of
 from shared.settings import SettingsError
 
 logger = logging.getLogger(__name__)

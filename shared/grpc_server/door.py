@@ -22,7 +22,7 @@ import grpc
 from grpc import aio
 
 from shared.errors import ResourceExhausted
-from shared.grpc_server.trailers import details_and_status
+from shared.grpc_errors import details_and_status
 
 logger = logging.getLogger(__name__)
 

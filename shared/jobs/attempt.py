@@ -25,8 +25,7 @@ from shared.jobs.registry import Jobs, progress_key
 from shared.jobs.transitions import fail, lose_attempt, succeed
 from shared.log import StaleAttempt
 from shared.storage import ObjectStore
-from shared.telemetry import identity
-from shared.unexpected import hidden
+from shared.telemetry import hidden, identity
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,6 @@
 Importing torch and torchvision takes seconds, so it happens at the first call.
 """
 
-from shared.models.building import build_model, import_builder, input_dimensions, load_weights
-from shared.models.torchvision_models import known_builders
+from shared.models.building import build_model, import_builder, input_dimensions, known_builders, load_weights
 
 __all__ = ["build_model", "import_builder", "input_dimensions", "known_builders", "load_weights"]

@@ -1,6 +1,8 @@
 """A checkpoint's model, loaded to answer: the same code for requests and for whole dataset versions.
 
 It imports torch, which takes seconds: only processes that run models import it.
+
+A regression's target and the model's outputs go from the target's own unit to the scaled one and back.
 """
 
 from __future__ import annotations
@@ -13,14 +15,30 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
-from torch import nn
+from torch import Tensor, nn
 
 from shared.checkpoint import CheckpointContent
 from shared.code_loading import entry_failed
 from shared.errors import FailedPrecondition, InvalidArgument
-from shared.model_spec import REGRESSION, ModelSpec
+from shared.model_spec import REGRESSION, ModelSpec, TargetScaling
 from shared.models.building import build_model, load_weights
-from shared.models.scaled_target import undo_scaling
+
+
+def scale_target(scaling: TargetScaling | None, labels: Tensor) -> Tensor:
+    """Of labels (B, K) in their own unit what the model learns, (B, K) of the same dtype; as they are without one."""
+    if scaling is None:
+        return labels
+    exact = labels.double()
+    return ((exact - exact.new_tensor(scaling.mean)) / exact.new_tensor(scaling.deviation)).to(labels.dtype)
+
+
+def undo_scaling(scaling: TargetScaling | None, outputs: Tensor) -> Tensor:
+    """Of the model's outputs (B, K) the values in the target's own unit, float32 (B, K); the same without a scaling."""
+    if scaling is None:
+        return outputs
+    exact = outputs.double()
+    return (exact * exact.new_tensor(scaling.deviation) + exact.new_tensor(scaling.mean)).float()
+
 
 Outputs = list[NDArray[np.generic]]
 

@@ -1,7 +1,6 @@
 """The only door to the object store."""
 
 from shared.storage.object_store import ObjectExists, ObjectInfo, ObjectMissing, ObjectStore, key_problem
-from shared.storage.opening import open_store
-from shared.storage.probe import probe
+from shared.storage.opening import open_store, probe
 
 __all__ = ["ObjectExists", "ObjectInfo", "ObjectMissing", "ObjectStore", "key_problem", "open_store", "probe"]

@@ -173,7 +173,7 @@ class ObjectStore:
         last written to, on S3 begun, before `before`, in seconds since the epoch."""
         if not isinstance(self._backend, LocalStore):
             # Here alone: its client takes a sixth of a second to import.
-            from shared.storage.multipart import abort_uploads
+            from shared.storage.presigning import abort_uploads
 
             abort_uploads(self.settings, prefix, before)
             return

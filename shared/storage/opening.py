@@ -1,7 +1,13 @@
-"""Opens a store from its settings: the one place that knows the backends."""
+"""Opens a store from its settings: the one place that knows the backends.
+
+A store that does not honour put-if-absent would lose updates silently: the start-up probe refuses it. The client of the
+`minio` package is for what the store's own client cannot ask an S3 server for.
+"""
 
 from __future__ import annotations
 
+import uuid
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,12 +18,89 @@ from pyarrow import fs
 
 from shared.errors import Unavailable
 from shared.settings import StoreSettings
-from shared.storage.minio_client import CONNECT_TIMEOUT, S3_ENDPOINT, SILENCE_TIMEOUT, minio_client
-from shared.storage.object_store import ObjectStore
-from shared.storage.probe import StoreRefused
+from shared.storage.object_store import ObjectExists, ObjectStore
 
 if TYPE_CHECKING:
+    from minio import Minio
     from obstore.store import BackoffConfig
+
+
+S3_ENDPOINT = "https://s3.amazonaws.com"
+
+CONNECT_TIMEOUT = timedelta(seconds=5)
+# A server that accepts and then says nothing for so long is given up.
+SILENCE_TIMEOUT = timedelta(seconds=10)
+
+
+def minio_client(settings: StoreSettings, silence: timedelta = SILENCE_TIMEOUT) -> Minio:
+    """`silence` is how long a server may say nothing."""
+    # Here alone: they take a sixth of a second, and workers, which start often, need none.
+    import urllib3
+    from minio import Minio
+
+    endpoint = urlsplit(settings.s3_endpoint or S3_ENDPOINT)
+    return Minio(
+        endpoint=endpoint.netloc,
+        access_key=settings.s3_access_key,
+        secret_key=settings.s3_secret_key,
+        region=settings.s3_region,
+        secure=endpoint.scheme == "https",
+        http_client=urllib3.PoolManager(
+            timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT.total_seconds(), read=silence.total_seconds()),
+            retries=urllib3.Retry(total=2, backoff_factor=0.2),
+        ),
+    )
+
+
+ROUNDS = 3
+WRITERS = 8
+
+
+class StoreRefused(RuntimeError):
+    """The store cannot be used; the text says why."""
+
+
+def probe(store: ObjectStore) -> None:
+    """Lets writers race for a key; raises `StoreRefused` unless each time exactly one wins and is read back.
+
+    Raises `StoreRefused` as well for a missing bucket or refused credentials, `Unavailable` when nothing
+    answers, and `ResourceExhausted` when the store is full.
+    """
+    try:
+        _race(store)
+    except Unavailable as error:
+        if error.specific_reason == "STORE_REFUSED":
+            raise StoreRefused(f"{store.settings.url}: {error.message}") from error
+        raise
+
+
+def _race(store: ObjectStore) -> None:
+    folder = f"probe/{uuid.uuid4().hex}"
+    with ThreadPoolExecutor(WRITERS) as pool:
+        for round_number in range(ROUNDS):
+            key = f"{folder}/{round_number}"
+            try:
+                values = [f"{writer}".encode() for writer in range(WRITERS)]
+                won = list(pool.map(lambda value, key=key: _try(store, key, value), values))
+                winners = [value for value, one in zip(values, won, strict=True) if one]
+                # None, where the winner's answer was lost, so that it met its own write.
+                if len(winners) > 1 or store.get(key) not in (winners or values):
+                    raise StoreRefused(
+                        f"{store.settings.url} does not honour put-if-absent (If-None-Match: *): of {WRITERS} "
+                        f"concurrent creates {len(winners)} succeeded; "
+                        "use a store with conditional writes, such as MinIO or S3"
+                    )
+            finally:
+                store.delete(key)
+
+
+def _try(store: ObjectStore, key: str, value: bytes) -> bool:
+    try:
+        store.put_if_absent(key, value)
+    except ObjectExists:
+        return False
+    return True
+
 
 # Short enough that an RPC can still answer UNAVAILABLE before its deadline.
 RETRY_FOR = timedelta(seconds=10)

@@ -31,7 +31,6 @@ import pyarrow as pa
 import urllib3
 
 from shared.errors import DataLoss, MillraceError, Unavailable, error_from_record
-from shared.storage.minio_client import CONNECT_TIMEOUT, SILENCE_TIMEOUT
 from shared.storage.object_store import (
     SILENT,
     ObjectMissing,
@@ -41,6 +40,7 @@ from shared.storage.object_store import (
     store_is_full,
     upload_is_gone,
 )
+from shared.storage.opening import CONNECT_TIMEOUT, SILENCE_TIMEOUT
 
 # An object of more than this is sent in parts of this many bytes; after each `GROWS_AFTER` parts the parts are twice as
 # large, since there may be 10,000: the largest object that S3 takes fits.

@@ -1,11 +1,9 @@
 """Pure batch transforms: the same code prepares data, feeds training and runs in serving."""
 
-from shared.transforms.batch import Batch, Column, RaggedImages, batch_of, row_count, table_of
-from shared.transforms.fitting import Fitter
-from shared.transforms.pipeline import Pipeline
-from shared.transforms.problems import RowError
-from shared.transforms.randomness import RowKeys
+from shared.transforms.batch import Batch, Column, RaggedImages, RowKeys, batch_of, row_count, table_of
+from shared.transforms.pipeline import Fitter, Pipeline
 from shared.transforms.schema import (
+    RowError,
     ScalarType,
     Schema,
     TensorSpec,

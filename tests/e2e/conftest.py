@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace_client.stack.processes import family
-from millrace_client.stack.record import read_record
+from millrace_client.stack.record import family, read_record
 from tests.support.command import run_millrace
 from tests.support.page_code import run_python_of
 

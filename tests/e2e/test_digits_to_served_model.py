@@ -17,7 +17,7 @@ from millrace.data.v1.resources_pb2 import DatasetVersion
 from millrace.inference.v1.deployment_service_pb2 import Deployment
 from millrace.train.v1 import resources_pb2, train_service_pb2
 from millrace_client import Millrace, connect
-from millrace_client.images import image_rows
+from millrace_client.data import image_rows
 from millrace_client.stack.record import read_record
 from tests.support.command import run_millrace
 from tests.support.patterns import TEST_ROWS, TRAIN_ROWS, patterns

@@ -25,10 +25,9 @@ from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.attempt import run_attempt
 from shared.jobs.transitions import begin_attempt
-from shared.model_spec import CLASSIFICATION, ModelSpec
+from shared.model_spec import CLASSIFICATION, ModelSpec, TargetScaling
 from shared.models import build_model
 from shared.storage import ObjectStore
-from shared.target_scaling import TargetScaling
 from tests.support.transforming import SOURCE, create_job, run_here
 from tests.support.versions import columns_of
 

@@ -25,8 +25,7 @@ from train_service.jobs.program_check import ProgramCheck
 from train_service.jobs.run_records import RunRecords
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.servicer import TrainServicer
-from train_service.sweeps.lifecycle import SweepDeletions
-from train_service.sweeps.sweeps import Sweeps
+from train_service.sweeps.sweeps import SweepDeletions, Sweeps
 
 T = TypeVar("T")
 

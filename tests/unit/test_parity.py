@@ -33,8 +33,7 @@ from shared.model_spec import ModelSpec
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.transforms import batch_of
-from shared.transforms.pipeline import Pipeline
-from shared.transforms.registry import STEPS
+from shared.transforms.pipeline import STEPS, Pipeline
 from tests.support.real_data import real_data
 from tests.support.transforming import SOURCE, commit_tables, transform_here
 from train_service.domain.slices import Plan

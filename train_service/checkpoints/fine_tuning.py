@@ -12,8 +12,8 @@ from shared.checkpoint import CheckpointEntry, load_checkpoint, resolve
 from shared.checkpoint.format import WEIGHTS
 from shared.checkpoint.resolving import NAME_PATTERN
 from shared.errors import DataLoss, FailedPrecondition, NotFound, invalid_field
+from shared.model_spec import NONE, TargetScaling
 from shared.storage import ObjectMissing, ObjectStore
-from shared.target_scaling import NONE, TargetScaling
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,8 +13,8 @@ from typing import Any
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry
 from shared.dataset_version import DatasetVersion
 from shared.errors import STORE_OUTAGES, DataLoss, Internal
+from shared.model_spec import STANDARD
 from shared.storage import ObjectStore
-from shared.target_scaling import STANDARD
 from train_service.checkpoints.checkpoint_clock import CheckpointClock
 from train_service.checkpoints.coverage import ConsumedRows, CoverageChain, gather, orphans
 from train_service.checkpoints.fine_tuning import kept_scaling, load_initial

@@ -10,8 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from millrace.train.v1 import code_bundle_pb2, resources_pb2
 from shared.errors import invalid_field
-from shared.model_spec import ModelSpec
-from shared.target_scaling import NONE
+from shared.model_spec import NONE, ModelSpec
 from shared.transforms import Pipeline
 from train_service.domain.slices import default_lanes
 from train_service.domain.spec import (

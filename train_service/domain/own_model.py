@@ -8,7 +8,7 @@ from typing import Any
 
 from shared.durable import fields_of
 from shared.errors import invalid_field, invalid_fields
-from shared.target_scaling import NONE
+from shared.model_spec import NONE
 from train_service.domain.spec import (
     CLASSIFICATION,
     FLOAT16,

@@ -9,9 +9,8 @@ from typing import Any
 from shared.checkpoint.ranking import Ranking
 from shared.durable import fields_of
 from shared.model_spec import CLASSIFICATION as CLASSIFICATION
+from shared.model_spec import NONE, ModelSpec
 from shared.model_spec import REGRESSION as REGRESSION
-from shared.model_spec import ModelSpec
-from shared.target_scaling import NONE
 from train_service.domain.order import WINDOW_ROWS
 from train_service.domain.schedule import CONSTANT
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from shared.errors import invalid_fields
-from shared.target_scaling import NONE, STANDARD
+from shared.model_spec import NONE, STANDARD
 from train_service.domain.schedule import CONSTANT, COSINE_WITH_WARMUP
 from train_service.domain.sizing import ACCELERATOR, GRAIN
 from train_service.domain.slices import FEWEST_ROWS_PER_RANK, fewest_rows_of_a_rank, shapes_of_steps, steps_per_epoch

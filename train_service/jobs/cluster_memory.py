@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from shared.cluster_max import VARIABLE
 from shared.errors import FailedPrecondition
+from shared.settings import CLUSTER_MAX_VARIABLE
 from shared.storage import ObjectMissing, ObjectStore
 from train_service.domain.bundles import beyond, first_bundle, lasts, never_fits
 from train_service.domain.cluster_use import ClusterUse
@@ -99,7 +99,7 @@ def check_ever_fits(spec: TrainingSpec, memory: ClusterMemory, most: Mapping[str
         clusters = memory.clusters()
         fields, has = never_fits(spec, clusters)
         known = f"the cluster has {has} in all"
-        remedy = f"ask for less; of a cluster that grows, its operator sets {VARIABLE}"
+        remedy = f"ask for less; of a cluster that grows, its operator sets {CLUSTER_MAX_VARIABLE}"
         bundle = first_bundle(spec, clusters[-1] if clusters else [])
     else:
         fields, known = beyond(spec, most), f"the cluster never has more than {told(most)}"

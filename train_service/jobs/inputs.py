@@ -10,7 +10,7 @@ from typing import Any
 from shared.checkpoint import users as checkpoint_users
 from shared.code_bundle import release_bundle, using_bundle
 from shared.dataset_version import DatasetVersion
-from shared.dataset_version.users import unmark, using
+from shared.dataset_version.version import unmark, using
 from shared.jobs import JobRecord
 from shared.storage import ObjectStore
 from train_service.checkpoints.fine_tuning import FIELD

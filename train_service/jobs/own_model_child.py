@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shared.code_loading import adopt_code, line_in_code
 from shared.errors import InvalidArgument, MillraceError, first_line, invalid_field
 from shared.models import build_model
-from shared.models.own_model import own_method
+from shared.models.building import own_method
 from train_service.checkpoints.fine_tuning import fit
 from train_service.checkpoints.tensor_files import take_apart
 from train_service.domain.own_model import OwnModelFacts, settled

@@ -23,9 +23,8 @@ from train_service.domain.script_settings import spec_of_job
 from train_service.domain.shard_positions import count_given, is_epoch_done, last_epoch
 from train_service.domain.slices import steps_per_epoch
 from train_service.domain.spec import TrainingSpec
-from train_service.records.log_reading import LogReader, find_logs
-from train_service.records.metrics_log import MetricPoint
-from train_service.records.metrics_reading import metrics_page
+from train_service.records.logs import LogReader, find_logs
+from train_service.records.metrics_log import MetricPoint, metrics_page
 from train_service.records.reporting import TRAIN_KIND
 
 PATTERN = "trainingJobs/{j}"

@@ -11,8 +11,8 @@ from google.protobuf import json_format
 
 from millrace.common.v1 import transform_pb2
 from shared.dataset_version import DatasetVersion, load_version
-from shared.dataset_version.attachments import read_report
 from shared.dataset_version.manifest import Column
+from shared.dataset_version.version import read_report
 from shared.errors import invalid_field
 from shared.storage import ObjectStore
 from shared.transforms import Pipeline, ScalarType, TensorType, schema_of_columns

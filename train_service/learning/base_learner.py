@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from shared.errors import FailedPrecondition, first_line
+from shared.model_spec import TargetScaling
 from shared.models import build_model
-from shared.target_scaling import TargetScaling
 from train_service.domain.early_stopping import should_stop
 from train_service.domain.seeds import noise_seed
 from train_service.domain.spec import BFLOAT16, FLOAT16, FLOAT32, FSDP, TrainingSpec

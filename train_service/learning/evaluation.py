@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from shared.models.scaled_target import scale_target, undo_scaling
-from shared.target_scaling import TargetScaling
+from shared.model_spec import TargetScaling
+from shared.models.loaded import scale_target, undo_scaling
 from train_service.domain.spec import REGRESSION
 from train_service.learning.losses import Loss
 from train_service.learning.metrics import Metrics

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared.models.own_model import own_method
-from shared.models.scaled_target import scale_target, undo_scaling
+from shared.models.building import own_method
+from shared.models.loaded import scale_target, undo_scaling
 from shared.transforms import TensorSpec
 from train_service.domain.schedule import learning_rate
 from train_service.domain.slices import loss_scale

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from shared.errors import InvalidArgument, first_line, invalid_field
 from shared.installed import LOSSES, load_installed
-from shared.models.own_model import own_method
+from shared.models.building import own_method
 from train_service.domain.spec import OWN, LossSpec
 
 FIELD = "spec.loss"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shared.errors import FailedPrecondition, InvalidArgument
-from shared.models.own_model import own_method
+from shared.models.building import own_method
 from shared.transforms import TensorSpec
 from train_service.domain.schedule import learning_rate
 from train_service.domain.slices import loss_scale

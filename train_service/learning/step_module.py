@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shared.errors import InvalidArgument
-from shared.models.own_model import own_method
+from shared.models.building import own_method
 
 # What a user's class may define that would not be called.
 NOT_CALLED = (

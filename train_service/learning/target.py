@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shared.target_scaling import TargetScaling
+from shared.model_spec import TargetScaling
 from train_service.learning.ranks import Ranks
 from train_service.loading.row_cache import RowCache
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shared.dataset_version import DatasetVersion, VersionReader
-from shared.dataset_version.footers import Footers
+from shared.dataset_version.reader import Footers
 from shared.storage import ObjectStore
 from train_service.domain.slices import Plan
 from train_service.domain.spec import TrainingSpec

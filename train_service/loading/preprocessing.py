@@ -11,13 +11,12 @@ from shared.dataset_version.manifest import Column
 from shared.errors import InvalidArgument, invalid_field
 from shared.transforms import Pipeline, RowError, RowKeys, Schema, TensorSpec, TensorType, schema_of_columns
 from shared.transforms.batch import Column as BatchColumn
+from shared.transforms.pipeline import Walk, needed_columns, sliced
 from shared.transforms.schema import ColumnType
-from shared.transforms.slicing import needed_columns, sliced
 from shared.transforms.steps.custom import Custom
 from shared.transforms.steps.decoding import image_columns, side_by_side
 from shared.transforms.steps.step import Step
 from shared.transforms.steps.tensors import Concat, Normalize
-from shared.transforms.walk import Walk
 from train_service.domain.spec import TrainingSpec
 from train_service.loading.rows import Array, Rows
 

@@ -10,8 +10,8 @@ import pyarrow.types as kinds
 
 from shared import names
 from shared.dataset_version import DatasetVersion, load_version
-from shared.dataset_version.attachments import read_report
 from shared.dataset_version.manifest import Column
+from shared.dataset_version.version import read_report
 from shared.errors import InvalidArgument, NotFound, invalid_field
 from shared.models import input_dimensions
 from shared.storage import ObjectStore

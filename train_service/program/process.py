@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from shared.background_logging import BackgroundHandler
+from shared.telemetry import BackgroundHandler
 
 # What of a node's environment a user's code is not to see: the attempt has Ray start the processes of its ranks with
 # these empty, whatever the node was started with.

@@ -33,8 +33,7 @@ from shared.dataset_version import DatasetVersion, load_version
 from shared.dataset_version.version import MANIFEST, check_not_deleted
 from shared.errors import FailedPrecondition, InvalidArgument, MillraceError, shown
 from shared.storage import ObjectStore, key_problem
-from shared.storage.multipart import MultipartUploads
-from shared.storage.presigning import VALID_FOR, Presigner
+from shared.storage.presigning import VALID_FOR, MultipartUploads, Presigner
 from shared.storage.signed_store import SIGNED_WITHIN_S
 from train_service.domain.spec import TrainingSpec
 from train_service.program.coordinator import FOLDER_NAME, Reply, ReportCoordinator

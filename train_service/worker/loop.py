@@ -11,11 +11,11 @@ import torch
 
 from shared.code_loading import load_code
 from shared.dataset_version import load_version
-from shared.dataset_version.ingested_statistics import ingested_nan_counts
+from shared.dataset_version.version import ingested_nan_counts
 from shared.errors import DataLoss, FailedPrecondition
+from shared.model_spec import STANDARD
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from shared.target_scaling import STANDARD
 from shared.telemetry import identity
 from train_service.checkpoints.saving import Checkpointing, History, Lineage
 from train_service.domain.spec import FLOAT16, RAY_DATA, TrainingSpec

@@ -16,7 +16,7 @@ COMMANDS = {
     "data": ("data", "Import, list and show datasets."),
     "code": ("code", "Push, list, show and delete bundles of your own code."),
     "train": ("train", "Create, watch and end training jobs; coverage, metrics, logs."),
-    "deploy": ("deploy", "Serve a checkpoint."),
+    "deploy": ("rollout", "Serve a checkpoint."),
     "deployments": ("deployments", "List, show and delete deployments; share their traffic out."),
     "rollout": ("rollout", "Move a deployment to another checkpoint, step by step."),
     "rollback": ("rollout", "Give a deployment's traffic back to the version before."),

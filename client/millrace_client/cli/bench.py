@@ -7,12 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from millrace_client.cli.exits import FAILED, CommandFailed, PlainCommand
-from millrace_client.cli.options import address_options, connected, json_option
-from millrace_client.cli.output import console, new_table, print_json
+from millrace_client.cli.command import (
+    FAILED,
+    CommandFailed,
+    PlainCommand,
+    address_options,
+    connected,
+    console,
+    json_option,
+    new_table,
+    print_json,
+)
 
 if TYPE_CHECKING:
-    from millrace_client.load.measured import Measured
+    from millrace_client.load import Measured
 
 # Of made-up rows; sent again and again.
 MADE_UP_ROWS = 256
@@ -58,8 +66,7 @@ def bench(
     **values: Any,
 ) -> None:
     """Load MODEL, and print its throughput, latencies and what its answers were."""
-    from millrace_client.load.generator import Plan, closed_loop, open_loop
-    from millrace_client.load.inputs import made_up_rows, requests_of, rows_of_file
+    from millrace_client.load import Plan, closed_loop, made_up_rows, open_loop, requests_of, rows_of_file
     from millrace_client.rows.typed import BadInput
 
     if in_flight is not None and rate is not None:

@@ -8,9 +8,19 @@ from typing import Any
 import click
 
 from millrace.train.v1 import code_bundle_pb2, resources_pb2
-from millrace_client.cli.exits import CommandFailed, PlainCommand
-from millrace_client.cli.options import address_options, connected, full_name, json_option
-from millrace_client.cli.output import console, new_table, print_json, size_text, verbatim
+from millrace_client.cli.command import (
+    CommandFailed,
+    PlainCommand,
+    address_options,
+    connected,
+    console,
+    full_name,
+    json_option,
+    new_table,
+    print_json,
+    size_text,
+    verbatim,
+)
 from millrace_client.cli.train_specs import own_entry
 from millrace_client.connection import Millrace
 

@@ -1,22 +1,151 @@
-"""`millrace data list|show`, and the group that the other commands on data belong to."""
+"""`millrace data upload|list|show|verify|quarantine|cancel|delete`, and the group of all commands on data."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import click
 
-from millrace.data.v1 import resources_pb2
+from millrace.data.v1 import data_service_pb2, resources_pb2
+from millrace_client.cli.command import (
+    REFUSED,
+    CommandFailed,
+    PlainCommand,
+    address_options,
+    connected,
+    console,
+    full_name,
+    json_option,
+    new_table,
+    print_json,
+    silent,
+    size_text,
+    state_text,
+)
 from millrace_client.cli.data_import import import_
-from millrace_client.cli.data_keeping import cancel, delete, quarantine, verify
-from millrace_client.cli.data_predict import predict
-from millrace_client.cli.data_transform import transform
-from millrace_client.cli.data_upload import upload
-from millrace_client.cli.exits import PlainCommand
-from millrace_client.cli.options import address_options, connected, full_name, json_option
-from millrace_client.cli.output import console, new_table, print_json, silent, size_text, state_text
-from millrace_client.cli.show import print_preview
+from millrace_client.cli.data_transform import predict, transform
+from millrace_client.cli.versions import print_preview
+from millrace_client.uploads import UploadInterrupted
+
+
+@click.command(cls=PlainCommand)
+@click.argument("dataset")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--id", "upload_id", default="", help="Default: one that the server chooses.")
+@click.option("--resume", default="", metavar="UPLOAD", help="Go on with this upload of the same file.")
+@click.option("--presigned", is_flag=True, help="Straight into the store, which must be S3: for bulk.")
+@address_options
+@json_option
+def upload(
+    dataset: str, file: Path, upload_id: str, resume: str, presigned: bool, as_json: bool, **values: Any
+) -> None:
+    """Send FILE to the server, into DATASET, which is made where it does not exist.
+
+    `millrace data import DATASET --csv train=UPLOAD` then reads it, any number of times within 7 days.
+    """
+    name = full_name("datasets", dataset)
+    with connected(values) as millrace, console().status(f"sending {file.name} …") as line:
+
+        def tell(durable_bytes: int, total_bytes: int | None) -> None:
+            of = f" of {size_text(total_bytes)}" if total_bytes is not None else ""
+            line.update(f"sending {file.name} … {size_text(durable_bytes)}{of}")
+
+        try:
+            if resume:
+                sent = millrace.data.resume_upload(resume, file, on_progress=tell)
+            else:
+                millrace.data.create_dataset(name.removeprefix("datasets/"), exist_ok=True)
+                send = millrace.data.upload_presigned if presigned else millrace.data.upload
+                sent = send(name, file, upload_id=upload_id, on_progress=tell)
+        except UploadInterrupted as interrupted:
+            raise CommandFailed(
+                f"interrupted; {interrupted.name} stays open for 24 hours",
+                remedy=f"millrace data upload {dataset} {file} --resume {interrupted.name}",
+                code=130,
+            ) from None
+    if as_json:
+        print_json(sent)
+    else:
+        console().print(f"{sent.name}  {size_text(sent.size_bytes)}  sha256 {sent.sha256}", soft_wrap=True)
+
+
+@click.command(cls=PlainCommand)
+@click.argument("version")
+@address_options
+@json_option
+def verify(version: str, as_json: bool, **values: Any) -> None:
+    """Read every stored byte of VERSION (datasets/d/versions/v) again; exit code 1 where one is not as it was."""
+    damages: list[data_service_pb2.Damage] = []
+    last = data_service_pb2.VerifyVersionResponse()
+    with connected(values) as millrace, console().status("reading …") as line:
+        for last in millrace.data.verify_version(version):
+            damages += last.damages
+            line.update(f"reading … {last.files_checked} of {last.files_total} files, {size_text(last.bytes_checked)}")
+    if as_json:
+        del last.damages[:]
+        print_json({"checked": last, "damages": damages})
+    for damage in damages if not as_json else ():
+        console().print(f"{damage.path}: {damage.description}", soft_wrap=True)
+    if damages and not as_json:
+        raise CommandFailed(f"{version} is damaged", remedy="import it again, or restore the files from a backup")
+    if damages:
+        click.get_current_context().exit(1)
+    if not as_json:
+        checked = f"{last.files_checked} files, {size_text(last.bytes_checked)}, {last.rows_checked:,} rows"
+        console().print(f"{version} is as it was committed: {checked}.", soft_wrap=True)
+
+
+@click.command(cls=PlainCommand)
+@click.argument("version")
+@address_options
+def quarantine(version: str, **values: Any) -> None:
+    """Print the rows that were left out of VERSION (datasets/d/versions/v), one JSON object a line."""
+    with connected(values) as millrace:
+        for row in millrace.data.read_quarantine(version):
+            click.echo(json.dumps(row, ensure_ascii=False))
+
+
+@click.command(cls=PlainCommand)
+@click.argument("version")
+@address_options
+@json_option
+def cancel(version: str, as_json: bool, **values: Any) -> None:
+    """End what is making VERSION (datasets/d/versions/v); nothing of it stays but its name, until it is deleted."""
+    with connected(values) as millrace:
+        found = millrace.data.get_version(version)
+        if found.state != resources_pb2.DatasetVersion.STATE_CREATING:
+            state = resources_pb2.DatasetVersion.State.Name(found.state).removeprefix("STATE_").lower()
+            raise CommandFailed(f"{version} is not being made: it is {state}", code=REFUSED)
+        millrace.data.cancel_version(found)
+    if as_json:
+        print_json({"cancelling": version})
+    else:
+        console().print(f"Cancelling {version}.", soft_wrap=True)
+
+
+@click.command(cls=PlainCommand)
+@click.argument("name")
+@click.option("--etag", default="", help="Delete only what still has this etag.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@address_options
+@json_option
+def delete(name: str, etag: str, yes: bool, as_json: bool, **values: Any) -> None:
+    """Delete a version (datasets/d/versions/v), or a dataset without versions (d, or datasets/d)."""
+    is_version = "/versions/" in name
+    full = name if is_version else full_name("datasets", name)
+    if not (yes or as_json):
+        click.confirm(f"Delete {full}? It cannot be brought back", abort=True)
+    with connected(values) as millrace:
+        if is_version:
+            millrace.data.delete_version(full, etag=etag)
+        else:
+            millrace.data.delete_dataset(full, etag=etag)
+    if as_json:
+        print_json({"deleted": full})
+    else:
+        console().print(f"Deleted {full}.", soft_wrap=True)
 
 
 @click.group()
@@ -85,7 +214,7 @@ def show(version: str, rows: int, html: Path | None, contact_sheet: Path | None,
         print_preview(preview)
     with silent(as_json):
         if html is not None:
-            from millrace_client.report.page import page
+            from millrace_client.report.pages import page
 
             html.write_text(page(preview), encoding="utf-8")
             console().print(f"Wrote {html}", soft_wrap=True)

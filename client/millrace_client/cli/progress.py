@@ -1,4 +1,4 @@
-"""A training job as it goes on: a live bar on a terminal, now and then a line elsewhere."""
+"""A training job as it goes on, until it ends: a live bar on a terminal, now and then a line elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from millrace.train.v1 import resources_pb2, train_service_pb2
-from millrace_client.cli.output import console, duration_text
+from millrace_client.cli.command import CommandFailed, console, duration_text, print_json, state_text
+from millrace_client.connection import Millrace
 from millrace_client.report.wording import cause_text
 from millrace_client.train import Update
 
@@ -158,3 +159,25 @@ class TrainingView:
 
     def _line(self, text: str) -> None:
         console().print(f"   {text}", soft_wrap=True)
+
+
+Job = resources_pb2.TrainingJob
+
+
+def watch_job(millrace: Millrace, job: Job, after_sequence: int, as_json: bool) -> None:
+    """With `as_json` each update is a line. Raises `CommandFailed` for a job that neither succeeds nor is suspended."""
+    updates = millrace.train.watch_training_job(job.name, after_sequence=after_sequence)
+    if as_json:
+        for update in updates:
+            print_json({"job": update} if isinstance(update, Job) else {"event": update})
+        last = millrace.train.get_training_job(job.name)
+    else:
+        with TrainingView(job.spec) as view:
+            last = view.show(updates, Curves()) or job
+        console().print(
+            f"[bold]{last.name}[/] {state_text(Job.State.Name(last.state))}, best {last.best_checkpoint or '–'}"
+        )
+    # Who suspended it got what was wished for.
+    if last.state not in (Job.STATE_SUCCEEDED, Job.STATE_SUSPENDED):
+        state = Job.State.Name(last.state).removeprefix("STATE_").lower()
+        raise CommandFailed(f"{last.name} {state}" + (f": {last.error.message}" if last.error.message else ""))

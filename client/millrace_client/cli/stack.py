@@ -12,14 +12,23 @@ import click
 
 from millrace.train.v1.train_service_pb2 import ClusterUse
 from millrace_client.addresses import SERVICES, millrace_home
-from millrace_client.cli.exits import UNAVAILABLE, PlainCommand
-from millrace_client.cli.options import address_options, connected, json_option
-from millrace_client.cli.output import console, duration_text, new_table, print_json, state_text, verbatim
+from millrace_client.cli.command import (
+    UNAVAILABLE,
+    PlainCommand,
+    address_options,
+    connected,
+    console,
+    duration_text,
+    json_option,
+    new_table,
+    print_json,
+    state_text,
+    verbatim,
+)
 from millrace_client.connection import Millrace
 from millrace_client.errors import MillraceError, Unauthenticated
 from millrace_client.stack import launch
-from millrace_client.stack.plan import StackOptions, make_plan
-from millrace_client.stack.ports import answers
+from millrace_client.stack.plan import StackOptions, answers, make_plan
 from millrace_client.stack.record import Record
 from millrace_client.stack.supervisor import Supervisor, hold_home, say_with_time
 

@@ -14,7 +14,7 @@ from google.protobuf import json_format
 
 from millrace.common.v1 import transform_pb2
 from millrace_client import steps
-from millrace_client.cli.exits import PlainCommand
+from millrace_client.cli.command import PlainCommand
 from millrace_client.steps import Step
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -1,28 +1,175 @@
-"""`millrace train create|watch|list`, and the group that the other commands on jobs belong to."""
+"""`millrace train create|watch|list|cancel|suspend|resume|delete`, and the group of the other commands on jobs.
+
+What `create` trains where options leave it open is suggested, prepared and explained.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from google.protobuf import json_format
 
-from millrace.train.v1 import resources_pb2
+from millrace.data.v1 import resources_pb2 as data_pb2
+from millrace.train.v1 import resources_pb2, suggestion_pb2, sweep_pb2
 from millrace_client.cli.code import set_own_code
-from millrace_client.cli.exits import PlainCommand
-from millrace_client.cli.options import address_options, connected, full_name, json_option
-from millrace_client.cli.output import console, new_table, print_json, state_text, verbatim
+from millrace_client.cli.command import (
+    CommandFailed,
+    PlainCommand,
+    address_options,
+    connected,
+    console,
+    full_name,
+    json_option,
+    new_table,
+    print_json,
+    state_text,
+    verbatim,
+)
+from millrace_client.cli.progress import watch_job
 from millrace_client.cli.step_options import OrderedCommand
 from millrace_client.cli.train_checkpoints import download, import_
 from millrace_client.cli.train_records import coverage, export, logs, metrics, report
 from millrace_client.cli.train_run import run
 from millrace_client.cli.train_specs import given_spec_of, read_message, refuse_beside_file, spec_options
-from millrace_client.cli.train_suggestions import show_dry_run, suggested
 from millrace_client.cli.train_sweeps import sweep, sweeps
-from millrace_client.cli.train_watching import watch_job
-from millrace_client.cli.train_wishes import cancel, delete, resume, suspend
+from millrace_client.cli.versions import AS_LONG_AS_IT_TAKES_S, waiting
+from millrace_client.connection import Millrace
+from millrace_client.train import Making, Suggestion, prepared_suggestion
+
+
+def suggested(millrace: Millrace, given: resources_pb2.TrainingSpec, dry_run: bool, quiet: bool) -> Suggestion:
+    """The whole specification, with the version prepared that it needs; of a dry run as far as it goes without.
+
+    Raises what the services answer, and `CommandFailed` where the prepared version needs another preparation.
+    """
+    suggestion = millrace.train.suggest_training_spec(given.dataset_version, spec=given)
+    if not quiet:
+        _show_choices(suggestion.choices)
+    if dry_run or suggestion.preparation is None:
+        return suggestion
+
+    def wait(operation: Making) -> data_pb2.DatasetVersion:
+        with waiting(operation):
+            if quiet:
+                return operation.wait(AS_LONG_AS_IT_TAKES_S)
+            with console().status(f"preparing {operation.metadata.version} …"):
+                return operation.wait(AS_LONG_AS_IT_TAKES_S)
+
+    def ask(version: str, spec: resources_pb2.TrainingSpec | None) -> suggestion_pb2.SuggestTrainingSpecResponse:
+        return millrace.train.ask_for_suggestion(version, spec)
+
+    prepared = prepared_suggestion(ask, millrace.data, suggestion, wait)
+    if not quiet:
+        console().print(f"[bold]{prepared.version}[/] is prepared from {given.dataset_version}.")
+        _show_choices(prepared.choices[len(suggestion.choices) :])
+    if prepared.preparation is not None:
+        raise CommandFailed(
+            f"{prepared.version} needs preparing, too",
+            remedy="look at it with --dry-run, and prepare it with millrace data transform",
+        )
+    return prepared
+
+
+def show_dry_run(suggestion: Suggestion, as_json: bool) -> None:
+    """The specification and, where there is one, the preparation; as JSON with the choices."""
+    preparation = suggestion.preparation
+    if as_json:
+        document = {"spec": suggestion.spec, "choices": list(suggestion.choices)}
+        print_json({**document, "preparation": preparation} if preparation else document)
+        return
+    click.echo(json_format.MessageToJson(suggestion.spec, preserving_proto_field_name=True))
+    if preparation is not None:
+        click.echo("A version is made first, and what is not here yet follows from it:")
+        click.echo(json_format.MessageToJson(preparation, preserving_proto_field_name=True))
+    click.echo("Nothing was made.")
+
+
+def _show_choices(choices: Sequence[suggestion_pb2.Choice]) -> None:
+    if not choices:
+        return
+    table = new_table("field", "chosen", "why")
+    for one in choices:
+        table.add_row(*(verbatim(text) for text in (one.field, one.value, one.reason)))
+    console().print(table)
+
 
 Job = resources_pb2.TrainingJob
+Sweep = sweep_pb2.Sweep
+SWEEPS = "sweeps/"
+
+
+@click.command(cls=PlainCommand)
+@click.argument("job")
+@address_options
+@json_option
+def cancel(job: str, as_json: bool, **values: Any) -> None:
+    """Ask JOB to stop at its next step; sweeps/s is a sweep with all its trials."""
+    with connected(values) as millrace:
+        if job.startswith(SWEEPS):
+            now: Job | Sweep = millrace.train.cancel_sweep(job)
+        else:
+            now = millrace.train.cancel_training_job(full_name("trainingJobs", job))
+    _tell(now, as_json)
+
+
+@click.command(cls=PlainCommand)
+@click.argument("job")
+@click.option("--etag", default="", help="Only what still has this etag.")
+@address_options
+@json_option
+def suspend(job: str, etag: str, as_json: bool, **values: Any) -> None:
+    """Ask JOB to take a checkpoint and to free its workers."""
+    with connected(values) as millrace:
+        now = millrace.train.suspend_training_job(full_name("trainingJobs", job), etag=etag)
+    _tell(now, as_json)
+
+
+@click.command(cls=PlainCommand)
+@click.argument("job")
+@click.option("--etag", default="", help="Only what still has this etag.")
+@address_options
+@json_option
+def resume(job: str, etag: str, as_json: bool, **values: Any) -> None:
+    """Go on with JOB, which was suspended or cancelled or has failed, from its newest good checkpoint."""
+    with connected(values) as millrace:
+        now = millrace.train.resume_training_job(full_name("trainingJobs", job), etag=etag)
+    _tell(now, as_json)
+
+
+@click.command(cls=PlainCommand)
+@click.argument("job")
+@click.option("--etag", default="", help="Delete only what still has this etag.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@address_options
+@json_option
+def delete(job: str, etag: str, yes: bool, as_json: bool, **values: Any) -> None:
+    """Delete JOB, which is over or suspended, with its checkpoints, metrics and logs.
+
+    sweeps/s is a sweep with all its trials.
+    """
+    is_sweep = job.startswith(SWEEPS)
+    name = job if is_sweep else full_name("trainingJobs", job)
+    if not (yes or as_json):
+        what = "its trials with their checkpoints" if is_sweep else "its checkpoints"
+        click.confirm(f"Delete {name} and {what}? It cannot be brought back", abort=True)
+    with connected(values) as millrace:
+        if is_sweep:
+            now: Job | Sweep = millrace.train.delete_sweep(name, etag=etag)
+        else:
+            now = millrace.train.delete_training_job(name, etag=etag)
+    _tell(now, as_json)
+
+
+def _tell(now: Job | Sweep, as_json: bool) -> None:
+    if as_json:
+        print_json(now)
+    else:
+        console().print(f"[bold]{now.name}[/] {state_text(type(now).State.Name(now.state))}")
+
+
 # Its answers are numbers: there is no share of right ones.
 REGRESSION = resources_pb2.TrainingSpec.TASK_REGRESSION
 

@@ -8,9 +8,20 @@ from typing import Any
 import click
 
 from millrace.train.v1 import checkpoint_import_pb2, resources_pb2
-from millrace_client.cli.exits import FAILED, NOT_FOUND, CommandFailed, PlainCommand
-from millrace_client.cli.options import address_options, connected, full_name, json_option
-from millrace_client.cli.output import console, print_json, size_text, verbatim
+from millrace_client.cli.command import (
+    FAILED,
+    NOT_FOUND,
+    CommandFailed,
+    PlainCommand,
+    address_options,
+    connected,
+    console,
+    full_name,
+    json_option,
+    print_json,
+    size_text,
+    verbatim,
+)
 from millrace_client.cli.step_options import OF_TRAINING, OrderedCommand, kwargs_of, step_options, steps_of
 from millrace_client.cli.train_specs import TRANSFORM
 from millrace_client.connection import Millrace

@@ -10,9 +10,17 @@ import click
 
 from millrace.train.v1 import code_bundle_pb2, resources_pb2
 from millrace.train.v1 import train_service_pb2 as pb
-from millrace_client.cli.exits import CommandFailed, PlainCommand
-from millrace_client.cli.options import address_options, connected, full_name, json_option
-from millrace_client.cli.output import console, new_table, print_json
+from millrace_client.cli.command import (
+    CommandFailed,
+    PlainCommand,
+    address_options,
+    connected,
+    console,
+    full_name,
+    json_option,
+    new_table,
+    print_json,
+)
 from millrace_client.connection import Millrace
 from millrace_client.errors import OutOfRange
 
@@ -176,8 +184,7 @@ def logs(job: str, attempt: int, rank: int | None, follow: bool, as_json: bool, 
 @json_option
 def report(job: str, html: Path, as_json: bool, **values: Any) -> None:
     """Write a page about JOB: curves, restarts with their causes, coverage, checkpoints and what was asked for."""
-    from millrace_client.report.training import collect
-    from millrace_client.report.training_page import training_page
+    from millrace_client.report.pages import collect, training_page
 
     with connected(values) as millrace:
         name = full_name("trainingJobs", job)

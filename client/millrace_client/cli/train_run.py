@@ -15,12 +15,19 @@ from google.protobuf.duration_pb2 import Duration
 
 from millrace.train.v1 import resources_pb2
 from millrace_client.cli.code import push_source
-from millrace_client.cli.exits import INTERRUPTED, CommandFailed, PlainCommand
-from millrace_client.cli.options import address_options, connected, json_option
-from millrace_client.cli.output import console, print_json
+from millrace_client.cli.command import (
+    INTERRUPTED,
+    CommandFailed,
+    PlainCommand,
+    address_options,
+    connected,
+    console,
+    json_option,
+    print_json,
+)
+from millrace_client.cli.progress import watch_job
 from millrace_client.cli.step_options import kwargs_of
 from millrace_client.cli.train_specs import workers_of
-from millrace_client.cli.train_watching import watch_job
 from millrace_client.connection import Millrace
 from millrace_client.specs import program_spec
 

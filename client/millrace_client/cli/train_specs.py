@@ -11,7 +11,7 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from millrace.train.v1 import resources_pb2
-from millrace_client.cli.options import was_given
+from millrace_client.cli.command import was_given
 from millrace_client.cli.step_options import OF_TRAINING, kwargs_of, step_options, steps_of
 from millrace_client.specs import optimizer, training_spec
 from millrace_client.steps import normalize, to_float

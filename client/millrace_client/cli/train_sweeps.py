@@ -11,20 +11,30 @@ import click
 from google.protobuf import json_format
 
 from millrace.train.v1 import resources_pb2, sweep_pb2
-from millrace_client import sweeps as domains
+from millrace_client import specs
 from millrace_client.cli.code import set_own_code
-from millrace_client.cli.exits import CommandFailed, PlainCommand
-from millrace_client.cli.options import address_options, connected, full_name, json_option, was_given
-from millrace_client.cli.output import console, new_table, print_json, state_text
+from millrace_client.cli.command import (
+    CommandFailed,
+    PlainCommand,
+    address_options,
+    connected,
+    console,
+    full_name,
+    json_option,
+    new_table,
+    print_json,
+    state_text,
+    was_given,
+)
 from millrace_client.cli.step_options import OrderedCommand
 from millrace_client.cli.train_specs import read_message, refuse_beside_file, spec_of, spec_options
 from millrace_client.connection import Millrace
 
 Sweep = sweep_pb2.Sweep
 RANGES: dict[str, Callable[[str, str], sweep_pb2.Domain]] = {
-    "uniform": lambda low, high: domains.uniform(float(low), float(high)),
-    "log_uniform": lambda low, high: domains.log_uniform(float(low), float(high)),
-    "integers": lambda low, high: domains.integers(int(low), int(high)),
+    "uniform": lambda low, high: specs.uniform(float(low), float(high)),
+    "log_uniform": lambda low, high: specs.log_uniform(float(low), float(high)),
+    "integers": lambda low, high: specs.integers(int(low), int(high)),
 }
 
 
@@ -164,7 +174,7 @@ def _spec(values: dict[str, Any]) -> sweep_pb2.SweepSpec:
         for text in values[kind]:
             path, given = _cut(text, "=", f"--{kind}")
             _check_new(path, parameters, f"--{kind}")
-            parameters[path] = getattr(domains, kind)(*(_value(one) for one in given.split(",")))
+            parameters[path] = getattr(specs, kind)(*(_value(one) for one in given.split(",")))
     for kind, make in RANGES.items():
         option = f"--{kind.replace('_', '-')}"
         for text in values[kind]:
@@ -179,11 +189,11 @@ def _spec(values: dict[str, Any]) -> sweep_pb2.SweepSpec:
         raise click.UsageError("name what trials differ in, e.g. --log-uniform optimizer.learning_rate=1e-4:1e-1")
     scheduler = {}
     if values["asha"]:
-        made = domains.asha(grace_period=values["grace_period"], reduction_factor=values["reduction_factor"])
+        made = specs.asha(grace_period=values["grace_period"], reduction_factor=values["reduction_factor"])
         scheduler = {"asha": made}
     elif extra := [name for name in ("grace_period", "reduction_factor") if was_given(name)]:
         raise click.UsageError(f"--{extra[0].replace('_', '-')} is a parameter of --asha, which is not there")
-    return domains.sweep_spec(
+    return specs.sweep_spec(
         spec_of(values),
         parameters,
         num_samples=values["samples"],

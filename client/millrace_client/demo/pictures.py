@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from millrace_client.cli.progress import Curves
-from millrace_client.demo.serving import Served
+from millrace_client.demo.run import Served
 
 COLUMNS, ROWS = 12, 8
 # At most half of the sheet, so that it shows how the right ones look as well.

@@ -1,22 +1,159 @@
-"""Requests out of files, or out of a dataset version, each with what its rows are called."""
+"""Requests out of files, or out of a dataset version, each with what its rows are called.
+
+CSV and Parquet files are read as Arrow tables of a bounded number of rows. In one request go as many rows as a server
+takes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import csv
+import io
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.csv as pc
+import pyarrow.parquet as pq
 import pyarrow.types as kinds
 
+from millrace_client.calls import MAX_MESSAGE_BYTES
 from millrace_client.data import DataClient
-from millrace_client.rows.columns import Place, inputs_of_table, is_binary
-from millrace_client.rows.pictures import is_picture, pixels_of, takes_pixels
-from millrace_client.rows.tables import CSV_SUFFIXES, PARQUET_SUFFIXES, TableFile, cut, is_table, open_table
-from millrace_client.rows.times import ColumnTypes
-from millrace_client.rows.typed import Array, BadInput, Tensor
+from millrace_client.rows.columns import (
+    NULL_VALUES,
+    ColumnTypes,
+    Place,
+    inputs_of_table,
+    is_binary,
+    is_picture,
+    pixels_of,
+    takes_pixels,
+)
+from millrace_client.rows.typed import Array, BadInput, Tensor, dtype_of
+
+CSV_SUFFIXES, PARQUET_SUFFIXES = (".csv", ".csv.gz"), (".parquet", ".pq")
+# A record of a CSV lies in two blocks at most.
+CSV_BLOCK_BYTES = 16 * 1024 * 1024
+# Nanoseconds, Arrow's own reading of INT96 timestamps, wrap around before 1677 and after 2262.
+INT96_UNIT = "us"
+# Of a Parquet file; images of a photograph's size are not many gigabytes then.
+BATCH_ROWS = 256
+
+REMEDIES = {"CSV": "give a CSV in UTF-8 whose first line names the columns", "Parquet": "write the file anew"}
+# Arrow counts the line of names, too.
+_ROW = re.compile(r"CSV parse error: Row #(\d+)")
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """`schema` has all of its columns; `read` gives the rows of those that it is told, at least one."""
+
+    path: Path
+    schema: pa.Schema
+    read: Callable[[Sequence[str]], Iterator[pa.RecordBatch]]
+
+    def has(self, column: str) -> bool:
+        return column in self.schema.names
+
+
+def is_table(path: Path) -> bool:
+    return path.name.lower().endswith((*CSV_SUFFIXES, *PARQUET_SUFFIXES))
+
+
+def open_table(path: Path) -> TableFile:
+    """A CSV's columns are all of texts; its first line has their names. Raises `BadInput` for what is no such file, as
+    `read` does."""
+    if path.name.lower().endswith(PARQUET_SUFFIXES):
+        with _blaming(path, "Parquet"), pq.ParquetFile(path, coerce_int96_timestamp_unit=INT96_UNIT) as file:
+            return TableFile(path, file.schema_arrow, lambda columns: _parquet_rows(path, columns))
+    with _blaming(path, "CSV"):
+        _check_quotes(path)
+    with _blaming(path, "CSV"), _csv_reader(path, pc.ConvertOptions()) as reader:
+        schema = pa.schema([(name, pa.string()) for name in reader.schema.names])
+    return TableFile(path, schema, lambda columns: _csv_rows(path, columns))
+
+
+def cut(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
+    """The same rows, `rows` at a time; the last table may have fewer."""
+    waiting: list[pa.RecordBatch] = []
+    count = 0
+    for batch in batches:
+        start = 0
+        while start < batch.num_rows:
+            piece = batch.slice(start, rows - count)
+            waiting.append(piece)
+            start, count = start + piece.num_rows, count + piece.num_rows
+            if count == rows:
+                yield pa.Table.from_batches(waiting)
+                waiting, count = [], 0
+    if waiting:
+        yield pa.Table.from_batches(waiting)
+
+
+def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    with _blaming(path, "Parquet"), pq.ParquetFile(path, coerce_int96_timestamp_unit=INT96_UNIT) as file:
+        yield from file.iter_batches(BATCH_ROWS, columns=list(columns))
+
+
+def _csv_rows(path: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    options = pc.ConvertOptions(
+        include_columns=list(columns),
+        column_types=dict.fromkeys(columns, pa.string()),
+        null_values=["", *NULL_VALUES],
+        strings_can_be_null=True,
+    )
+    with _blaming(path, "CSV"), _csv_reader(path, options) as reader:
+        yield from reader
+
+
+def _check_quotes(path: Path) -> None:
+    """Raises `BadInput` for a quote that is not closed, or not before a delimiter or a line's end: Arrow would take the
+    lines up to the next quote for one text, or leave them out, without a word."""
+    csv.field_size_limit(max(csv.field_size_limit(), 2 * CSV_BLOCK_BYTES))
+    with pa.input_stream(str(path), _compression(path)) as file:
+        lines = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        reader = csv.reader(lines, strict=True)
+        last_line = 0
+        try:
+            for _ in reader:
+                last_line = reader.line_num
+        except csv.Error as error:
+            raise BadInput(
+                f"{path} is no CSV that can be read: the quotes of line {last_line + 1} are malformed: {error}",
+                remedy="close the quote, or double it",
+            ) from None
+
+
+def _compression(path: Path) -> str | None:
+    """By itself Arrow knows a compressed file by a suffix in small letters alone."""
+    return "gzip" if path.name.lower().endswith(".gz") else None
+
+
+@contextmanager
+def _csv_reader(path: Path, options: pc.ConvertOptions) -> Iterator[pc.CSVStreamingReader]:
+    # Threads would keep Arrow from saying which row is malformed.
+    reading = pc.ReadOptions(use_threads=False, block_size=CSV_BLOCK_BYTES)
+    with (
+        pa.input_stream(str(path), _compression(path)) as file,
+        pc.open_csv(file, reading, pc.ParseOptions(newlines_in_values=True), options) as reader,
+    ):
+        yield reader
+
+
+@contextmanager
+def _blaming(path: Path, kind: str) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        why = _ROW.sub(lambda found: f"row {int(found[1]) - 1}", str(error).partition("\n")[0])
+        raise BadInput(f"{path} is no {kind} that can be read: {why}", remedy=REMEDIES[kind]) from None
+
 
 # Those that a server decodes.
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
@@ -242,3 +379,54 @@ def _missing(source: str, missing: Sequence[str], schema: pa.Schema, inputs: Seq
         f"{source} has no column {', '.join(missing)}; it has {there}, and the model's inputs are {names}",
         remedy="name its columns as the model's inputs are named; further ones are left out",
     )
+
+
+REQUEST_BYTES = 8 * 1024 * 1024
+# Of a message, for all but its rows: the model's name, and names and shapes of inputs.
+BESIDE_ROWS_BYTES = 64 * 1024
+# Before each text or string of bytes.
+LENGTH_BYTES = 4
+MEBIBYTE = 1024 * 1024
+
+
+def most_rows(inputs: Sequence[Tensor], wanted: int) -> int:
+    """At most `wanted`, of whose numbers one request does not grow too large."""
+    if any(size < 0 for tensor in inputs for size in tensor.shape[1:]):
+        return 1
+    numbers = [tensor for tensor in inputs if tensor.datatype != "BYTES"]
+    row_bytes = sum(math.prod(tensor.shape[1:]) * dtype_of(tensor).itemsize for tensor in numbers)
+    return max(1, min(wanted, REQUEST_BYTES // max(row_bytes, 1)))
+
+
+def cut_by_bytes(requests: Iterable[Request]) -> Iterator[Request]:
+    """The same rows, in requests of at most `REQUEST_BYTES`, or of one row: nobody knows before how long texts are.
+
+    Raises `BadInput` for a row that no request has room for.
+    """
+    for one in requests:
+        begin, taken = 0, 0
+        for row, size in enumerate(_row_bytes(one)):
+            if size > MAX_MESSAGE_BYTES - BESIDE_ROWS_BYTES:
+                limit = f"a server takes {MAX_MESSAGE_BYTES // MEBIBYTE} MiB in one request, names and shapes too"
+                raise BadInput(f"{one.rows[row]} takes {size // MEBIBYTE} MiB, and {limit}", remedy="make it smaller")
+            if row > begin and taken + size > REQUEST_BYTES:
+                yield one.part(begin, row)
+                begin, taken = row, 0
+            taken += size
+        yield one.part(begin, len(one.rows))
+
+
+def _row_bytes(request: Request) -> list[int]:
+    """What each row takes in the message."""
+    sizes: npt.NDArray[np.int64] = np.zeros(len(request.rows), np.int64)
+    for values in request.inputs.values():
+        sizes += _lengths(values) if values.dtype == object else values.nbytes // max(len(values), 1)
+    found: list[int] = sizes.tolist()
+    return found
+
+
+def _lengths(values: Array) -> npt.NDArray[np.int64]:
+    """Of each row's texts and bytes, on the wire."""
+    flat = [LENGTH_BYTES + len(one.encode() if isinstance(one, str) else one) for one in values.reshape(-1)]
+    lengths: npt.NDArray[np.int64] = np.array(flat, np.int64).reshape(len(values), -1).sum(axis=1)
+    return lengths

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inference import grpc_service_pb2 as pb
-from millrace_client.tensors import DTYPES
+from millrace_client.inference import DTYPES
 
 # From here on not every whole number is a double.
 EXACT_BELOW = 2.0**53

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace_client.stack.plan import StackOptions
-from millrace_client.stack.processes import end, family, wait_gone
-from millrace_client.stack.record import READY, Record, read_record, remove_record
+from millrace_client.stack.record import READY, Record, end, family, read_record, remove_record, wait_gone
 from millrace_client.stack.supervisor import StartFailed
 
 LOOK_EVERY_S = 0.1

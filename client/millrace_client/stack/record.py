@@ -1,15 +1,139 @@
-"""`stack.json`: what the supervisor tells the world about the stack that it runs."""
+"""The stack's processes, and `stack.json`: what the supervisor writes about the stack that it runs.
+
+Processes are told apart for certain: a pid alone may by now belong to somebody else. This module
+reads /proc, so it is for Linux, where the embedded stack runs.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+import signal
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from millrace_client.stack.processes import Process
+PROC = Path("/proc")
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Process:
+    """A pid with its start time in clock ticks since boot; the pair is never used twice."""
+
+    pid: int
+    start_ticks: int
+
+    @classmethod
+    def of(cls, pid: int) -> Process | None:
+        """The process that has this pid now, or None."""
+        entry = _read(pid)
+        return None if entry is None else cls(pid, entry.start_ticks)
+
+    def is_alive(self) -> bool:
+        """Whether it still runs; one that has exited and waits to be reaped does not."""
+        entry = _read(self.pid)
+        return entry is not None and entry.start_ticks == self.start_ticks and entry.state not in "ZX"
+
+    def send(self, signal_number: int) -> None:
+        """Sends a signal to this process and to no later owner of its pid; nothing where it is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(self.pid)
+            try:
+                # The descriptor holds on to a process; only now is it certain to which.
+                if self.is_alive():
+                    signal.pidfd_send_signal(descriptor, signal_number)
+            finally:
+                os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    pid: int
+    state: str
+    parent: int
+    session: int
+    start_ticks: int
+
+
+def _read(pid: int) -> _Entry | None:
+    try:
+        text = (PROC / str(pid) / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # "pid (name) state ppid pgrp session …"; the name may hold anything, also brackets.
+    fields = text[text.rindex(")") + 2 :].split()
+    return _Entry(pid, fields[0], int(fields[1]), int(fields[3]), int(fields[19]))
+
+
+def _all() -> Iterator[_Entry]:
+    for folder in PROC.iterdir():
+        if folder.name.isdigit() and (entry := _read(int(folder.name))) is not None:
+            yield entry
+
+
+def children(pid: int) -> list[Process]:
+    """The direct children of a process, also those that wait to be reaped."""
+    return [Process(entry.pid, entry.start_ticks) for entry in _all() if entry.parent == pid]
+
+
+def family(roots: Iterable[Process]) -> set[Process]:
+    """The roots that are alive, all their descendants, and whoever is in a session that a root leads.
+
+    A root is the leader of its own session, so its members are found even when it and their parents are dead.
+    """
+    entries = {entry.pid: entry for entry in _all()}
+    members: set[int] = set()
+    for root in roots:
+        present = entries.get(root.pid)
+        if present is not None and present.start_ticks != root.start_ticks:
+            continue  # The pid has a new owner, so nobody of the old session is left: the kernel keeps it for them.
+        members |= {
+            entry.pid
+            for entry in entries.values()
+            if entry.pid == root.pid or (entry.session == root.pid and entry.start_ticks >= root.start_ticks)
+        }
+    while True:
+        children = {entry.pid for entry in entries.values() if entry.parent in members} - members
+        if not children:
+            break
+        members |= children
+    members.discard(os.getpid())
+    return {
+        Process(pid, entries[pid].start_ticks) for pid in members if pid in entries and entries[pid].state not in "ZX"
+    }
+
+
+def wait_gone(processes: Iterable[Process], timeout_s: float) -> set[Process]:
+    """Waits until none of them is alive, for at most `timeout_s` seconds; returns those that still are."""
+    until = time.monotonic() + timeout_s
+    left = {one for one in processes if one.is_alive()}
+    while left and time.monotonic() < until:
+        time.sleep(POLL_S)
+        left = {one for one in left if one.is_alive()}
+    return left
+
+
+def end(root: Process, *, grace_s: float) -> bool:
+    """Ends a root and its family: SIGTERM to the root, SIGKILL to what is left after `grace_s`.
+
+    Returns whether SIGKILL was spared. Nothing of the family is alive afterwards.
+    """
+    members = family([root])
+    root.send(signal.SIGTERM)
+    wait_gone([root], grace_s)
+    # What was seen before, and what was born since; a moment for those that notice their parent's end by themselves.
+    left = wait_gone(members | family([root]), min(grace_s, 5.0))
+    graceful = not left
+    while left:
+        for one in left:
+            one.send(signal.SIGKILL)
+        left = wait_gone(left, 5.0) | family([root])
+    return graceful
+
 
 STARTING, READY, STOPPING = "starting", "ready", "stopping"
 

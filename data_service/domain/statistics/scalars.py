@@ -20,7 +20,7 @@ from data_service.domain.statistics.result import NumberStatistics, TimeStatisti
 from data_service.domain.statistics.sampling import Sample
 from data_service.domain.statistics.times import rfc3339
 from data_service.domain.statistics.values import MAX_FREQUENT, DistinctCount, FrequentValues
-from shared.temporal_texts import value_text
+from shared.value_texts import value_text
 
 
 class _ScalarColumn(Column):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from shared.temporal_texts import moment_text, whole_seconds
+from shared.value_texts import moment_text, whole_seconds
 
 # What google.protobuf.Timestamp can hold, in seconds since 1970: 0001-01-01 to the end of 9999-12-31.
 _FIRST_SECOND, _LAST_SECOND = -62_135_596_800, 253_402_300_799

@@ -11,16 +11,12 @@ import pyarrow.compute as pc
 import pyarrow.types as kinds
 
 from millrace.common.v1 import transform_pb2
-from shared.arrow_values import value_shown
 from shared.dataset_version.columns import refuse_beyond_milliseconds, scalar_remedy
 from shared.errors import shown
-from shared.half_floats import halves_of_texts
-from shared.temporal_texts import times_of_day, zone_hint, zone_problem
-from shared.transforms.batch import Column
-from shared.transforms.problems import RowProblem, StepError
-from shared.transforms.randomness import StepKeys
-from shared.transforms.schema import ColumnType, ScalarType, Schema, arrow_type_of
+from shared.transforms.batch import Column, StepKeys
+from shared.transforms.schema import ColumnType, RowProblem, ScalarType, Schema, StepError, arrow_type_of
 from shared.transforms.steps.step import ColumnStep, first_failing_row, scalar
+from shared.value_texts import halves_of_texts, times_of_day, value_shown, zone_hint, zone_problem
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from millrace.common.v1 import transform_pb2
-from shared.dataset_version.column_names import repeated
+from shared.dataset_version.columns import repeated
 from shared.errors import shown
-from shared.transforms.batch import Batch
-from shared.transforms.problems import StepError
-from shared.transforms.randomness import StepKeys
-from shared.transforms.schema import Schema
+from shared.transforms.batch import Batch, StepKeys
+from shared.transforms.schema import Schema, StepError
 from shared.transforms.steps.step import Names, Step, known
 
 

@@ -18,10 +18,8 @@ import pyarrow as pa
 from millrace.common.v1 import transform_pb2
 from shared.dataset_version.columns import is_tensor, logical_field, refuse_beyond_milliseconds
 from shared.errors import InvalidArgument, first_line, shown
-from shared.transforms.batch import Batch, batch_of, table_of
-from shared.transforms.problems import StepError
-from shared.transforms.randomness import StepKeys
-from shared.transforms.schema import Schema, arrow_schema, schema_of
+from shared.transforms.batch import Batch, StepKeys, batch_of, table_of
+from shared.transforms.schema import Schema, StepError, arrow_schema, schema_of
 from shared.transforms.steps import custom_child
 from shared.transforms.steps.columns import named
 from shared.transforms.steps.step import Names, Step, known

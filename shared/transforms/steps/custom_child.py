@@ -22,7 +22,7 @@ from contextvars import ContextVar
 import pyarrow as pa
 
 from shared.errors import ResourceExhausted
-from shared.transforms.problems import StepError
+from shared.transforms.schema import StepError
 
 # To start Python and import the function's module; on top of what the function itself may take.
 START_LIMIT_S = 20.0

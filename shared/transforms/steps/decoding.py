@@ -18,10 +18,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from millrace.common.v1 import transform_pb2
 from shared.errors import first_line
 from shared.image_formats import FORMATS
-from shared.transforms.batch import Array, Column, RaggedImages
-from shared.transforms.problems import RowProblem, StepError
-from shared.transforms.randomness import StepKeys
-from shared.transforms.schema import ColumnType, ScalarType, Schema, TensorType
+from shared.transforms.batch import Array, Column, RaggedImages, StepKeys
+from shared.transforms.schema import ColumnType, RowProblem, ScalarType, Schema, StepError, TensorType
 from shared.transforms.steps.step import ColumnStep, Step, scalar
 
 # As many or more are refused before any is decoded: a few bytes may claim far more memory than there is.

@@ -13,13 +13,11 @@ import pyarrow.types as kinds
 from numpy.typing import NDArray
 
 from millrace.common.v1 import transform_pb2
-from shared.arrow_values import value_shown
-from shared.transforms.batch import Column
-from shared.transforms.problems import RowProblem, StepError
-from shared.transforms.randomness import StepKeys
-from shared.transforms.schema import ColumnType, ScalarType, TensorType
+from shared.transforms.batch import Column, StepKeys
+from shared.transforms.exact import ValueCounts
+from shared.transforms.schema import ColumnType, RowProblem, ScalarType, StepError, TensorType
 from shared.transforms.steps.step import ColumnStep, Learner, scalar
-from shared.transforms.value_counts import ValueCounts
+from shared.value_texts import value_shown
 
 MAX_ORDINAL_CATEGORIES = 100_000
 MAX_ONE_HOT_CATEGORIES = 10_000

@@ -14,16 +14,13 @@ import pyarrow.types as kinds
 from millrace.common.v1 import transform_pb2
 from shared.dataset_version.columns import refuse_beyond_milliseconds
 from shared.errors import shown
-from shared.temporal_texts import value_of_text, value_text
-from shared.transforms.batch import Column, float64_of
-from shared.transforms.exact import ExactMoments
-from shared.transforms.problems import RowProblem, StepError
-from shared.transforms.randomness import StepKeys
-from shared.transforms.schema import ColumnType, ScalarType
+from shared.transforms.batch import Column, StepKeys, float64_of
+from shared.transforms.exact import ExactMoments, ValueCounts
+from shared.transforms.schema import ColumnType, RowProblem, ScalarType, StepError
 from shared.transforms.steps.casting import Cast
 from shared.transforms.steps.step import ColumnStep, Learner, scalar
 from shared.transforms.steps.tensors import numeric
-from shared.transforms.value_counts import ValueCounts
+from shared.value_texts import value_of_text, value_text
 
 # A median and a mode are exact, since every distinct value is kept and counted.
 MAX_DISTINCT = 5_000_000

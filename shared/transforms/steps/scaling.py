@@ -14,11 +14,9 @@ import pyarrow.types as kinds
 from numpy.typing import NDArray
 
 from millrace.common.v1 import transform_pb2
-from shared.transforms.batch import Column, float64_of
+from shared.transforms.batch import Column, StepKeys, float64_of
 from shared.transforms.exact import ExactMoments
-from shared.transforms.problems import StepError
-from shared.transforms.randomness import StepKeys
-from shared.transforms.schema import ColumnType, ScalarType
+from shared.transforms.schema import ColumnType, ScalarType, StepError
 from shared.transforms.steps.filling import refuse_nan, refuse_non_finite
 from shared.transforms.steps.step import ColumnStep, Learner, scalar
 from shared.transforms.steps.tensors import numeric

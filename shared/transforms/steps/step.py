@@ -9,10 +9,8 @@ from typing import Any, ClassVar, Protocol, Self
 
 from millrace.common.v1 import transform_pb2
 from shared.errors import shown
-from shared.transforms.batch import Batch, Column
-from shared.transforms.problems import StepError
-from shared.transforms.randomness import StepKeys
-from shared.transforms.schema import ColumnType, ScalarType, Schema
+from shared.transforms.batch import Batch, Column, StepKeys
+from shared.transforms.schema import ColumnType, ScalarType, Schema, StepError
 
 Names = frozenset[str]
 

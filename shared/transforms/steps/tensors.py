@@ -15,10 +15,8 @@ import pyarrow.types as kinds
 from numpy.typing import NDArray
 
 from millrace.common.v1 import transform_pb2
-from shared.transforms.batch import Array, Batch, Column, RaggedImages
-from shared.transforms.problems import RowProblem, StepError
-from shared.transforms.randomness import StepKeys
-from shared.transforms.schema import ColumnType, ScalarType, Schema, TensorType
+from shared.transforms.batch import Array, Batch, Column, RaggedImages, StepKeys
+from shared.transforms.schema import ColumnType, RowProblem, ScalarType, Schema, StepError, TensorType
 from shared.transforms.steps.columns import named
 from shared.transforms.steps.step import ColumnStep, Names, Step, known
 

@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.data.v1 import data_service_pb2, resources_pb2
-from shared.grpc_server import call_limit, server
+from shared.grpc_server import server
 from tests.support.grpc_kit import GET_DATASET, READ_VERSION, Kit, told, with_kit
 from tests.support.inference_server import until
 
@@ -72,7 +72,7 @@ def test_a_call_above_the_limit_is_refused_unread_and_hears_when_to_come_again()
         for refused in (await told(unread), await told(streamed.read())):
             assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert (refused.info.reason, refused.info.metadata["max_calls"]) == ("TOO_MANY_CALLS", "2")
-            assert refused.retry_after_s == call_limit.RETRY_AFTER_S
+            assert refused.retry_after_s == server.RETRY_AFTER_S
             assert refused.trailers["x-request-id"]
 
         held.go_on.set()

@@ -14,8 +14,7 @@ import pytest
 from shared.errors import Unavailable
 from shared.settings import StoreSettings
 from shared.storage import ObjectExists, ObjectStore, object_store, open_store, opening, probe
-from shared.storage.minio_client import SILENCE_TIMEOUT
-from shared.storage.opening import ensure_bucket
+from shared.storage.opening import SILENCE_TIMEOUT, ensure_bucket
 from tests.support.s3_fault_proxy import WRITES, fault_proxy, resetting
 
 SETTINGS = StoreSettings(url="s3://millrace/x", s3_access_key="someone", s3_secret_key="their-secret")

@@ -8,8 +8,7 @@ import pytest
 
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store, probe
-from shared.storage.opening import ensure_bucket
-from shared.storage.probe import StoreRefused
+from shared.storage.opening import StoreRefused, ensure_bucket
 from tests.support.forgetful_s3 import forgetful
 
 

@@ -16,9 +16,8 @@ import pytest
 from shared.errors import DataLoss, FailedPrecondition, ResourceExhausted, Unavailable
 from shared.settings import StoreSettings
 from shared.storage import ObjectMissing, ObjectStore, open_store, presigning, signed_store
-from shared.storage.multipart import MultipartUploads
 from shared.storage.object_store import silent_store
-from shared.storage.presigning import Presigner
+from shared.storage.presigning import MultipartUploads, Presigner
 from shared.storage.signed_store import SignedStore
 from tests.support.peak_memory import growth_here
 from tests.support.s3_fault_proxy import NONE, failing, fault_proxy, full, resetting, silent

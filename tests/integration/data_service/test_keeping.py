@@ -13,7 +13,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import quality_pb2, resources_pb2
-from shared.dataset_version.users import mark_used
+from shared.dataset_version.version import mark_used
 from tests.integration.data_service.client import DataClient, imported, parquet
 from tests.integration.data_service.conftest import DataStack
 from tests.support.refusals import refused

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import serve, serve_load
 from benchmarks.serve_place import Place
 from benchmarks.serve_report import BARS, report
-from millrace_client.load.measured import LATE, OK, Measured, Outcome
+from millrace_client.load import LATE, OK, Measured, Outcome
 
 SECONDS, CAPACITY = 2.0, 100
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from millrace_client.addresses import resolve
-from millrace_client.stack.processes import Process
-from millrace_client.stack.record import Record, write_record
+from millrace_client.stack.record import Process, Record, write_record
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.data.v1 import data_service_pb2
-from millrace_client.arrow_stream import ArrowBytes, _payload
+from millrace_client.data import ArrowBytes, _payload
 
 
 def message(data: bytes) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from millrace_client.arrow_upload import BATCH_BYTES, stream_of
+from millrace_client.uploads import BATCH_BYTES, stream_of
 
 ROWS = pa.table({"n": pa.array(range(100_000), pa.int64()), "s": ["a long text that is the same"] * 100_000})
 

@@ -17,7 +17,7 @@ from inference import grpc_service_pb2
 from millrace.data.v1 import data_service_pb2
 from millrace.inference.v1 import deployment_service_pb2
 from millrace.train.v1 import train_service_pb2, train_service_pb2_grpc
-from millrace_client import connect, errors, patience
+from millrace_client import calls, connect, errors
 from millrace_client.calls import READING_STREAMS, READS
 from millrace_client.connection import Millrace
 from tests.support.fake_servicers import Refusing
@@ -200,8 +200,8 @@ def test_every_stream_of_answers_to_one_request_is_begun_again() -> None:
 
 
 def test_pauses_double_up_to_a_bound_and_differ_between_clients() -> None:
-    bounds = [min(patience.FIRST_PAUSE_S * 2**turn, patience.LONGEST_PAUSE_S) for turn in range(12)]
-    clients = [patience.Backoff(), patience.Backoff()]
+    bounds = [min(calls.FIRST_PAUSE_S * 2**turn, calls.LONGEST_PAUSE_S) for turn in range(12)]
+    clients = [calls.Backoff(), calls.Backoff()]
     pauses = [[backoff.next_s() for _ in bounds] for backoff in clients]
     for one in pauses:
         assert all(bound / 2 <= pause <= bound for bound, pause in zip(bounds, one, strict=True))
@@ -211,7 +211,7 @@ def test_pauses_double_up_to_a_bound_and_differ_between_clients() -> None:
 def test_a_pause_is_no_longer_than_whoever_waits_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
-    waiting = patience.Patience()
+    waiting = calls.Patience()
     for _ in range(10):
         waiting.pause_after(errors.Unavailable("away"), at_most_s=0.02)
     assert slept == [0.02] * 10

@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from millrace.train.v1 import suggestion_pb2, train_service_pb2_grpc
 from millrace.train.v1 import train_service_pb2 as pb
-from millrace_client.cli import COMMANDS, millrace, options
+from millrace_client.cli import COMMANDS, command, millrace
 from millrace_client.stack import launch
 from tests.support.fake_servicers import BreakingStreams, Job, Refusing
 from tests.support.grpc_answers import bad_field, error_info, serving, status
@@ -28,7 +28,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "commands.md"
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
-    monkeypatch.setattr(options, "RECONNECT_FOR_S", 0.2)
+    monkeypatch.setattr(command, "RECONNECT_FOR_S", 0.2)
     for service in ("DATA", "TRAIN", "INFERENCE"):
         monkeypatch.setenv(f"MILLRACE_{service}_ADDRESS", NOBODY)
     return tmp_path
@@ -231,8 +231,7 @@ def test_a_list_of_jobs_says_what_those_that_cannot_begin_wait_for() -> None:
 def test_up_says_when_it_is_running_already(monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
-    from millrace_client.stack.processes import Process
-    from millrace_client.stack.record import Record
+    from millrace_client.stack.record import Process, Record
 
     me = Process.of(os.getpid())
     assert me is not None

@@ -13,8 +13,8 @@ import pytest
 from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from millrace.data.v1 import data_service_pb2_grpc, resources_pb2
-from millrace_client import connect, errors, idx_source, patience
-from millrace_client.images import image_rows
+from millrace_client import calls, connect, errors, idx_source
+from millrace_client.data import image_rows
 from millrace_client.operations import Operation
 from tests.support.fake_servicers import OneVersion
 from tests.support.grpc_answers import bad_field, error_info, serving, status
@@ -133,7 +133,7 @@ def test_waiting_for_a_server_that_stays_away_ends(
     timeout_s: float,
     error: type[errors.MillraceError],
 ) -> None:
-    monkeypatch.setattr(patience, "PATIENCE_S", patience_s)
+    monkeypatch.setattr(calls, "PATIENCE_S", patience_s)
     with serving(register(OneVersion(table, outcome=done))) as address:
         millrace = connect(data=address)
         operation = millrace.data.import_version("datasets/d", [idx_source("train", "a", "b")])

@@ -9,7 +9,7 @@ import pytest
 
 from inference_service.domain.traffic import HeaderRoute
 from millrace_client import Millrace, connect, errors
-from millrace_client.answers import Answer
+from millrace_client.inference import Answer
 from tests.support.deployment_server import weighed
 from tests.support.inference_client import image, with_client
 from tests.support.inference_server import Server, served, until

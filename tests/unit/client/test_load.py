@@ -18,10 +18,20 @@ import pytest
 
 from inference import grpc_service_pb2 as pb
 from inference import grpc_service_pb2_grpc as pb_grpc
-from millrace_client.load import generator
-from millrace_client.load.generator import Plan, arrivals, closed_loop, open_loop
-from millrace_client.load.inputs import made_up_rows, requests_of, rows_of_file
-from millrace_client.load.measured import LATE, OK, Measured, Outcome
+from millrace_client import load
+from millrace_client.load import (
+    LATE,
+    OK,
+    Measured,
+    Outcome,
+    Plan,
+    arrivals,
+    closed_loop,
+    made_up_rows,
+    open_loop,
+    requests_of,
+    rows_of_file,
+)
 from millrace_client.rows.typed import BadInput
 from tests.support.grpc_answers import abort, error_info, serving, status
 from tests.support.waiting import wait_until
@@ -161,8 +171,8 @@ def test_a_call_that_this_client_gave_up_is_late_and_one_that_was_refused_is_not
 def test_in_an_open_loop_the_deadline_counts_from_when_a_call_was_due(monkeypatch: pytest.MonkeyPatch) -> None:
     """All are due at once, and by a clock of the test's own a client takes 200 s to send each."""
     now_s, left_s, ended = [0.0], list[float](), list[Outcome]()
-    monkeypatch.setattr(generator, "arrivals", lambda *_: np.zeros(3))
-    monkeypatch.setattr(generator, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    monkeypatch.setattr(load, "arrivals", lambda *_: np.zeros(3))
+    monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
 
     def note(*fields: Any) -> Outcome:
         ended.append(Outcome(*fields))
@@ -178,7 +188,7 @@ def test_in_an_open_loop_the_deadline_counts_from_when_a_call_was_due(monkeypatc
             now_s[0] = 200.0 * number
             yield request
 
-    monkeypatch.setattr(generator, "Outcome", note)
+    monkeypatch.setattr(load, "Outcome", note)
 
     class Slow(list[bytes]):
         def __iter__(self) -> Iterator[bytes]:

@@ -23,7 +23,7 @@ from inference_service.domain.rows import Outputs, Rows
 from inference_service.domain.signature import Signature, TensorSpec
 from millrace.data.v1 import data_service_pb2_grpc
 from millrace_client.cli import millrace
-from millrace_client.cli.predictions import outputs_wanted
+from millrace_client.cli.predict import outputs_wanted
 from tests.support.deployment_server import weighed
 from tests.support.fake_servicers import OneVersion
 from tests.support.grpc_answers import serving

@@ -10,9 +10,9 @@ import pytest
 
 from data_service.preview import preview
 from millrace.data.v1 import data_service_pb2, resources_pb2
-from millrace_client.cli.output import print_json
-from millrace_client.cli.show import print_preview
-from millrace_client.report.page import page
+from millrace_client.cli.command import print_json
+from millrace_client.cli.versions import print_preview
+from millrace_client.report.pages import page
 from millrace_client.report.profile import profile_of, rows_of
 from shared.dataset_version import VersionReader, load_version
 from shared.settings import StoreSettings

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from millrace_client.stack.processes import Process, end, family, wait_gone
+from millrace_client.stack.record import Process, end, family, wait_gone
 
 # A leader with a child in its session; both end on SIGTERM, or on nothing but SIGKILL when they are stubborn.
 FAMILY = """

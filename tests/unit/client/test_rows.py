@@ -17,14 +17,10 @@ from PIL import Image
 from data_service.sources import csv_rows
 from inference import grpc_service_pb2 as pb
 from millrace_client.calls import MAX_MESSAGE_BYTES
-from millrace_client.rows.asking import Request, Row
-from millrace_client.rows.columns import Place, inputs_of_table, values_of_column
-from millrace_client.rows.pictures import pixels_of
-from millrace_client.rows.sizes import cut_by_bytes
-from millrace_client.rows.tables import open_table
-from millrace_client.rows.texts import NULL_VALUES
+from millrace_client.inference import infer_request
+from millrace_client.rows.asking import Request, Row, cut_by_bytes, open_table
+from millrace_client.rows.columns import NULL_VALUES, Place, inputs_of_table, pixels_of, values_of_column
 from millrace_client.rows.typed import BadInput, typed
-from millrace_client.tensors import infer_request
 from tests.support.broken_images import tiff_with_a_text_for_its_offsets
 
 PLACE = Place("f")

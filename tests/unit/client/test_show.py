@@ -16,8 +16,8 @@ from click.testing import CliRunner, Result
 from millrace.common.v1 import transform_pb2
 from millrace.data.v1 import data_service_pb2_grpc, quality_pb2, resources_pb2
 from millrace_client.cli import millrace
-from millrace_client.report.bars import HEIGHT, WIDTH, block_bars, box_bars
-from millrace_client.report.page import page
+from millrace_client.report.pages import page
+from millrace_client.report.profile import HEIGHT, WIDTH, block_bars, box_bars
 from millrace_client.report.wording import check_text, number_text, share_text, step_text
 from tests.support.fake_servicers import OnePreview
 from tests.support.grpc_answers import serving
@@ -254,7 +254,7 @@ def test_steps_read_as_calls(fields: dict[str, Any], text: str) -> None:
 def test_a_new_version_says_how_many_rows_were_left_out(
     rows: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from millrace_client.cli.show import print_version
+    from millrace_client.cli.versions import print_version
 
     print_version(resources_pb2.DatasetVersion(name="datasets/d/versions/v1", quarantined_row_count=rows))
     last = capsys.readouterr().out.rstrip().splitlines()[-1]
@@ -265,7 +265,7 @@ def test_a_new_version_says_how_many_rows_were_left_out(
 def test_a_narrow_terminal_shows_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
-    from millrace_client.cli import show as shown
+    from millrace_client.cli import versions as shown
 
     narrow = Console(width=80, record=True, file=io.StringIO(), highlight=False)
     monkeypatch.setattr(shown, "console", lambda: narrow)

@@ -14,7 +14,7 @@ import pytest
 from inference import grpc_service_pb2 as pb
 from inference import grpc_service_pb2_grpc
 from millrace_client import Millrace, connect, errors
-from millrace_client.answers import Answer
+from millrace_client.inference import Answer
 from tests.support.grpc_answers import abort, serving, status
 from tests.support.inference_client import image, with_client
 from tests.support.inference_server import Server

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from millrace_client.stack import launch
-from millrace_client.stack.processes import Process
-from millrace_client.stack.record import READY, Record, read_record, write_record
+from millrace_client.stack.record import READY, Process, Record, read_record, write_record
 from millrace_client.stack.supervisor import AlreadyRunning, StartFailed, Supervisor, hold_home
 from tests.support.fake_stack import NAMES, fake_plan
 

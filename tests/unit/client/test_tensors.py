@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from inference import grpc_service_pb2 as pb
-from millrace_client.tensors import DTYPES, infer_request, output_arrays
+from millrace_client.inference import DTYPES, infer_request, output_arrays
 
 
 def echoed(request: pb.ModelInferRequest) -> pb.ModelInferResponse:

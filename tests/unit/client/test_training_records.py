@@ -14,8 +14,7 @@ from millrace.train.v1 import train_service_pb2 as pb
 from millrace.train.v1 import train_service_pb2_grpc
 from millrace_client import connect
 from millrace_client.cli import millrace
-from millrace_client.report.curves import HEIGHT, WIDTH, curve
-from millrace_client.report.training import attempts_of
+from millrace_client.report.pages import HEIGHT, WIDTH, attempts_of, curve
 from tests.support.grpc_answers import serving
 from tests.support.recorded_servicer import NASTY, REGRESSION, STEPS, Job, ProgramRun, RecordedRun
 from tests.unit.client.test_show import Page

@@ -19,8 +19,7 @@ from data_service.uploads.record import log_of
 from data_service.uploads.uploads import Uploads
 from millrace.data.v1 import data_service_pb2 as pb
 from millrace.data.v1 import resources_pb2
-from millrace_client import patience, uploads
-from millrace_client.chunk_stream import ChunkStream
+from millrace_client import calls, uploads
 from millrace_client.errors import (
     Aborted,
     AlreadyExists,
@@ -31,7 +30,7 @@ from millrace_client.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from millrace_client.uploads import UploadInterrupted, resume_upload, upload
+from millrace_client.uploads import ChunkStream, UploadInterrupted, resume_upload, upload
 from shared import errors as server_errors
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
@@ -46,8 +45,8 @@ DATA = bytes(range(256)) * 100 + b"end"
 @pytest.fixture(autouse=True)
 def _small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(patience, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(patience, "LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr(calls, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(calls, "LONGEST_PAUSE_S", 0.02)
 
 
 @pytest.fixture
@@ -170,7 +169,7 @@ def test_it_waits_for_a_server_that_is_away_for_a_while(server: UploadServer) ->
 def test_it_gives_up_when_the_server_stays_away_and_tells_how_to_resume(
     server: UploadServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(calls, "PATIENCE_S", 0.2)
 
     def pieces() -> Iterator[bytes]:
         yield DATA[:CHUNK]
@@ -197,7 +196,7 @@ def test_a_server_that_takes_chunks_and_acknowledges_none_is_given_up(
 
     monkeypatch.setattr(Uploads, "receive", never)
     monkeypatch.setattr(uploads, "SILENCE_S", 0.1)
-    monkeypatch.setattr(patience, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(calls, "PATIENCE_S", 0.05)
     with calling(server) as (caller, stub), pytest.raises(DeadlineExceeded, match="silent") as raised:
         upload(caller, stub, DATASET, DATA, upload_id="u")
     assert raised.value.metadata["upload"] == f"{DATASET}/uploads/u"
@@ -321,7 +320,7 @@ def test_a_commit_that_takes_longer_than_any_call_goes_on_while_the_server_gets_
 ) -> None:
     name, data = _sent_by_url(server, parts=4)
     reading = SlowReading(monkeypatch)
-    monkeypatch.setattr(patience, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(calls, "PATIENCE_S", 0.5)
     monkeypatch.setattr(uploads, "COMMIT_CALL_S", 1.0)
     monkeypatch.setattr(uploads, "REACHED_S", 0.5)
     with calling(server) as (caller, stub):

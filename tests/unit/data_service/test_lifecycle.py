@@ -12,8 +12,7 @@ from data_service.lifecycle import Deletions
 from data_service.operation_pointers import operation_ids, record_operation
 from data_service.versions import Versions
 from shared.dataset_version import load_version
-from shared.dataset_version.users import mark_used
-from shared.dataset_version.version import IMPORT_KIND
+from shared.dataset_version.version import IMPORT_KIND, mark_used
 from shared.errors import Conflict, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import begin_attempt, request_delete

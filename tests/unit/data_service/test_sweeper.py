@@ -19,8 +19,7 @@ from data_service.operation_pointers import operation_ids, record_operation
 from data_service.sweeper import LEFT_FOR_S, REQUEST_CLAIM_S, Sweeper
 from data_service.verification import verify
 from shared.dataset_version import load_version
-from shared.dataset_version.users import mark_used
-from shared.dataset_version.version import IMPORT_KIND
+from shared.dataset_version.version import IMPORT_KIND, mark_used
 from shared.errors import NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt, confirm_cancel, fail, request_cancel, request_delete

@@ -18,8 +18,7 @@ from data_service.lifecycle import Deletions
 from data_service.operation_pointers import record_operation, withdraw_operation
 from data_service.version_jobs import VersionJobs
 from data_service.versions import Versions
-from shared.dataset_version.users import live_users
-from shared.dataset_version.version import IMPORT_KIND
+from shared.dataset_version.version import IMPORT_KIND, live_users
 from shared.errors import AlreadyExists, Conflict, InvalidArgument, MillraceError, NotFound
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import request_delete

@@ -17,8 +17,8 @@ import grpc
 import pytest
 
 from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc
-from shared import background_logging
-from shared.background_logging import BackgroundHandler
+from shared import telemetry
+from shared.telemetry import BackgroundHandler
 from tests.support.ports import free_ports
 
 LINES = 2000
@@ -55,8 +55,8 @@ def test_lines_that_are_read_arrive_whole_and_in_order(pipe: tuple[TextIO, TextI
 def test_lines_that_nobody_reads_make_nobody_wait_and_are_counted_once_they_are_read(
     pipe: tuple[TextIO, TextIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_logging, "MAX_WAITING_BYTES", 300_000)
-    monkeypatch.setattr(background_logging, "FLUSH_WITHIN_S", 0.01)
+    monkeypatch.setattr(telemetry, "MAX_WAITING_BYTES", 300_000)
+    monkeypatch.setattr(telemetry, "FLUSH_WITHIN_S", 0.01)
     reader, writer = pipe
     handler = BackgroundHandler(writer)
 

@@ -2,16 +2,16 @@ from __future__ import annotations
 
 import pytest
 
-from shared.custom_transforms import VARIABLE, allowed_functions
+from shared.own_code import CUSTOM_TRANSFORMS_VARIABLE, allowed_functions
 from shared.settings import SettingsError
 
 
 def test_functions_are_allowed_only_where_they_are_named() -> None:
     assert allowed_functions({}) == frozenset()
-    assert allowed_functions({VARIABLE: " a.b:f, c:g ,"}) == {"a.b:f", "c:g"}
+    assert allowed_functions({CUSTOM_TRANSFORMS_VARIABLE: " a.b:f, c:g ,"}) == {"a.b:f", "c:g"}
 
 
 @pytest.mark.parametrize("named", ["f", "a.b", "a:b:c", "a-b:f", "a:f()"])
 def test_what_is_no_function_is_refused_by_the_variables_name(named: str) -> None:
-    with pytest.raises(SettingsError, match=VARIABLE):
-        allowed_functions({VARIABLE: named})
+    with pytest.raises(SettingsError, match=CUSTOM_TRANSFORMS_VARIABLE):
+        allowed_functions({CUSTOM_TRANSFORMS_VARIABLE: named})

@@ -6,7 +6,7 @@ import pytest
 
 from inference import grpc_service_pb2 as oip
 from shared.errors import InvalidArgument
-from shared.grpc_server.field_bounds import MAX_FIELDS, check_fields
+from shared.grpc_server.interceptor import MAX_FIELDS, check_fields
 from tests.support.cpu_time import cpu_at_most
 from tests.support.wire_bytes import inside
 

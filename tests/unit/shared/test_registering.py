@@ -9,7 +9,7 @@ from typing import Any, cast
 import grpc
 
 from millrace.data.v1 import data_service_pb2_grpc
-from shared.grpc_server.registering import Handler, Registering
+from shared.grpc_server.interceptor import Handler, Registering
 
 GET, DELETE = "/millrace.data.v1.DataService/GetDataset", "/millrace.data.v1.DataService/DeleteDataset"
 

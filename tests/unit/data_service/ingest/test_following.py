@@ -18,9 +18,8 @@ from PIL import Image
 from data_service import pipeline
 from data_service.domain.import_spec import BadRows, Base, ColumnType, CsvOptions, HoldOut, ImportSpec, Source
 from shared.dataset_version import DatasetVersion, VersionReader, load_version
-from shared.dataset_version.attachments import read_attachment, read_report
 from shared.dataset_version.manifest import QUARANTINE, Parent
-from shared.dataset_version.version import IMPORT_KIND
+from shared.dataset_version.version import IMPORT_KIND, read_attachment, read_report
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.attempt import run_attempt
 from shared.jobs.transitions import begin_attempt

@@ -24,14 +24,13 @@ from shared.checkpoint import CheckpointEntry, load_checkpoint
 from shared.checkpoint.format import WEIGHTS
 from shared.code_loading import load_code
 from shared.dataset_version import load_version
-from shared.dataset_version.attachments import read_attachment
 from shared.dataset_version.manifest import QUARANTINE, Prediction
+from shared.dataset_version.version import read_attachment
 from shared.jobs import AttemptContext, JobRecord, JobState
-from shared.model_spec import REGRESSION, ModelSpec
+from shared.model_spec import REGRESSION, ModelSpec, TargetScaling
 from shared.models.loaded import LoadedModel
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
-from shared.target_scaling import TargetScaling
 from shared.transforms import schema_of_columns
 from shared.transforms.steps import decoding
 from tests.support.code_folders import store_bundle

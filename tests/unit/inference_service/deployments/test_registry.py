@@ -25,7 +25,7 @@ from inference_service.domain.deployment import (
 from shared.checkpoint import CheckpointRegistry, Ranking
 from shared.checkpoint import users as checkpoint_users
 from shared.checkpoint.users import users_of_job
-from shared.dataset_version.users import live_users
+from shared.dataset_version.version import live_users
 from shared.errors import AlreadyExists, DataLoss, NotFound, Unavailable
 from shared.storage import ObjectStore, open_store
 from tests.support.versions import commit_version, striped_digits

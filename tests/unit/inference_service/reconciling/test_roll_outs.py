@@ -28,7 +28,7 @@ from inference_service.domain.version_policy import VersionPolicy
 from inference_service.fronts.siblings import Siblings, Told
 from inference_service.open_inference.inferring import Inference
 from shared.checkpoint.users import users_of_job
-from shared.dataset_version.users import live_users
+from shared.dataset_version.version import live_users
 from shared.errors import Unavailable
 from shared.storage import ObjectStore
 from tests.support.inference_server import ask

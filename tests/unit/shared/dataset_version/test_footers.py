@@ -13,8 +13,7 @@ from data_service import versions
 from data_service.datasets import Datasets
 from data_service.versions import Versions
 from shared.dataset_version import VersionReader, load_version
-from shared.dataset_version.footers import PARSED, Footers
-from shared.dataset_version.group_sizes import GroupSizes
+from shared.dataset_version.reader import PARSED, Footers, GroupSizes
 from shared.dataset_version.version import IMPORT_KIND
 from shared.jobs import Jobs
 from shared.storage import ObjectStore

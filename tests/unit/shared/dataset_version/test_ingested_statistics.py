@@ -16,8 +16,7 @@ from data_service import pipeline
 from data_service.domain.import_spec import ImportSpec, Source
 from data_service.domain.split_rules import RatioSplit, Share
 from shared.dataset_version import load_version
-from shared.dataset_version.ingested_statistics import ingested_nan_counts
-from shared.dataset_version.version import IMPORT_KIND
+from shared.dataset_version.version import IMPORT_KIND, ingested_nan_counts
 from shared.errors import DataLoss
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.attempt import run_attempt

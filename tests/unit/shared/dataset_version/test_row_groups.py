@@ -3,7 +3,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from shared.dataset_version.row_groups import DEFAULT_GROUP_ROWS, cut_groups
+from shared.dataset_version.writer import DEFAULT_GROUP_ROWS, cut_groups
 
 
 @pytest.mark.parametrize(

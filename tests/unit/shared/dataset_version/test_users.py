@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from shared.dataset_version.users import live_users, mark_used, markers, unmark, using
-from shared.dataset_version.version import IMPORT_KIND
+from shared.dataset_version.version import IMPORT_KIND, live_users, mark_used, markers, unmark, using
 from shared.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt, fail, request_delete, succeed

@@ -11,12 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shared.dataset_version import row_groups
 from shared.dataset_version import writer as writing
 from shared.dataset_version.columns import tensor_field
 from shared.dataset_version.manifest import DataFile, sha256_hex
-from shared.dataset_version.row_groups import group_rows
-from shared.dataset_version.writer import SplitWriter
+from shared.dataset_version.writer import SplitWriter, group_rows
 from shared.storage import ObjectStore
 
 TABLE = pa.table({"n": np.arange(5000), "s": [f"row {i}" for i in range(5000)]})
@@ -103,7 +101,7 @@ def test_files_of_very_unequal_rows_do_not_depend_on_how_they_arrive(
     cuts = sorted(data.draw(st.lists(st.integers(0, table.num_rows), max_size=8)))
     pieces = [table.slice(begin, end - begin) for begin, end in itertools.pairwise([0, *cuts, table.num_rows])]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_groups, "MAX_UNEQUAL_GROUP_BYTES", GROUP_BYTES)
+        patch.setattr(writing, "MAX_UNEQUAL_GROUP_BYTES", GROUP_BYTES)
         patch.setattr(writing, "MAX_FILE_BYTES", 4 * GROUP_BYTES)
         expected = write_unequal(store, tmp_path, "b", [table])
         for block_bytes in (1, 4 * 1024 * 1024):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shared.transforms import Batch, RowKeys, arrow_schema, table_of
 from shared.transforms.batch import row_count
-from shared.transforms.registry import STEPS
+from shared.transforms.pipeline import STEPS
 from tests.unit.shared.transforms.samples import (
     bits,
     cut,

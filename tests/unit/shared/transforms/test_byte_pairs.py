@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from shared.transforms.byte_pairs import learn_merges
+from shared.transforms.steps.tokenizing import learn_merges
 
 # Of the paper that proposed them.
 WORDS = {"low": 5, "lower": 2, "newest": 6, "widest": 3}

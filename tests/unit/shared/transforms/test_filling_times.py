@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import InvalidArgument
-from shared.temporal_texts import value_of_text, value_text
 from shared.transforms import Pipeline, ScalarType
+from shared.value_texts import value_of_text, value_text
 from tests.unit.shared.transforms.samples import fitted, pipeline
 
 TIMES = [pa.time32("s"), pa.time32("ms"), pa.time64("us"), pa.time64("ns")]

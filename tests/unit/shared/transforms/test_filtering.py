@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from shared.errors import InvalidArgument
 from shared.transforms import Pipeline, RowError, ScalarType, Schema, TensorType
-from shared.transforms.expression import MAX_CHARACTERS, Expression
-from shared.transforms.expression_language import ExpressionError
+from shared.transforms.steps.filtering import MAX_CHARACTERS, Expression, ExpressionError
 from tests.unit.shared.transforms.samples import pipeline
 
 ROWS = {

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shared.errors import InvalidArgument
 from shared.transforms import Batch, Pipeline, RowError, ScalarType, TensorType
-from shared.transforms import value_counts as value_counts_module
+from shared.transforms import exact as value_counts_module
 from shared.transforms.exact import ExactMoments
 from shared.transforms.steps import filling
 from tests.unit.shared.transforms.samples import bits, cut, fitted, people, pipeline, schema_of_batch

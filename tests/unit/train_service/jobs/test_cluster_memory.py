@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shared.cluster_max import largest_cluster
 from shared.errors import FailedPrecondition
-from shared.settings import SettingsError
+from shared.settings import SettingsError, largest_cluster
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION

@@ -9,8 +9,8 @@ import pytest
 
 from shared.checkpoint import CheckpointRegistry, resolve
 from shared.checkpoint.users import live_users, using
-from shared.dataset_version.users import live_users as version_users
-from shared.dataset_version.users import mark_used
+from shared.dataset_version.version import live_users as version_users
+from shared.dataset_version.version import mark_used
 from shared.errors import Conflict, FailedPrecondition, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import begin_attempt, fail, follow_deleted, request_delete, succeed

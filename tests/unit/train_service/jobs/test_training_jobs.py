@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from shared.dataset_version.users import live_users
+from shared.dataset_version.version import live_users
 from shared.errors import (
     AlreadyExists,
     Conflict,

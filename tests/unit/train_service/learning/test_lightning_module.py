@@ -17,7 +17,7 @@ from tests.unit.train_service.learners import SPEC as TABLE
 from tests.unit.train_service.worker.test_loop import entries, lose_and_begin, new_job, run_of, saved
 from train_service.domain.own_model import OwnModelFacts, settled
 from train_service.domain.spec import CheckpointPolicy, TrainingSpec
-from train_service.records.metrics_reading import metrics_page
+from train_service.records.metrics_log import metrics_page
 
 POLICY = CheckpointPolicy(best_metric="val_loss", maximize=False)
 SPEC = replace(TABLE, epochs=3, global_batch_size=70, checkpoint_every_steps=4, checkpoints=POLICY)

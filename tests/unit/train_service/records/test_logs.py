@@ -17,9 +17,8 @@ from tests.support.flaky_store import FlakyStore
 from tests.support.training_records import JOB, begin, finish, lose, make_job
 from tests.support.waiting import wait_until
 from train_service.jobs.run_records import RunRecords
-from train_service.records import log_reading, logs
-from train_service.records.log_reading import LogReader
-from train_service.records.logs import LogShipper
+from train_service.records import logs
+from train_service.records.logs import LogReader, LogShipper
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +118,7 @@ def test_many_lines_come_back_whole_and_in_order(
     store: ObjectStore, records: RunRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(log_reading, "TEXT_BYTES", 300)
+    monkeypatch.setattr(logs, "TEXT_BYTES", 300)
     lines = [f"{number} ä🙂{'x' * (number % 90)}" for number in range(500)]
     ship(store, 1, 2, *lines)
 

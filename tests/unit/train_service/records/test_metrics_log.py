@@ -14,7 +14,7 @@ from tests.support.flaky_store import FlakyStore
 from tests.support.training_records import JOB, make_job
 from tests.support.waiting import wait_until
 from train_service.jobs.run_records import RunRecords
-from train_service.records import metrics_log, metrics_reading
+from train_service.records import metrics_log
 from train_service.records.metrics_log import MetricPoint, MetricsLog, encode
 
 
@@ -191,7 +191,7 @@ def test_a_hundred_thousand_points_are_read_quickly(store: ObjectStore, records:
             log.add(step, 0, dict.fromkeys(("loss", "accuracy", "learning_rate", "rows_per_second"), 0.5))
 
     began = time.thread_time()
-    points = all_points(records, 0, metrics_reading.MAX_POINTS)
+    points = all_points(records, 0, metrics_log.MAX_POINTS)
     whole_s = time.thread_time() - began
     began = time.thread_time()
     last, _ = records.metrics(JOB, 99_990, 0, "")
@@ -218,4 +218,4 @@ def test_what_cannot_be_asked_is_refused_by_its_field(records: RunRecords) -> No
 @pytest.mark.parametrize("token", ["9" * 5000, "9" * 20, "-1", "1.5", "x"])
 def test_a_token_that_no_page_gave_is_refused(store: ObjectStore, token: str) -> None:
     with pytest.raises(InvalidArgument, match="page_token"):
-        metrics_reading.metrics_page(store, "trainingJobs/a", 0, 10, token_of(token))
+        metrics_log.metrics_page(store, "trainingJobs/a", 0, 10, token_of(token))

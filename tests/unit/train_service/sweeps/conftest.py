@@ -22,8 +22,7 @@ from train_service.domain.sweep import SweepSpec
 from train_service.jobs.lifecycle import Deletions
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.records.reporting import TRAIN_KIND
-from train_service.sweeps.lifecycle import SweepDeletions
-from train_service.sweeps.sweeps import Sweeps, SweepView
+from train_service.sweeps.sweeps import SweepDeletions, Sweeps, SweepView
 from train_service.sweeps.trials import SWEEP_KIND, Trials
 
 RATE = "optimizer.learning_rate"

@@ -22,8 +22,7 @@ from train_service.domain.sweep import SweepSpec
 from train_service.jobs.lifecycle import Deletions
 from train_service.jobs.program_check import ProgramCheck
 from train_service.jobs.training_jobs import TrainingJobs
-from train_service.sweeps.lifecycle import SweepDeletions
-from train_service.sweeps.sweeps import Sweeps
+from train_service.sweeps.sweeps import SweepDeletions, Sweeps
 from train_service.sweeps.trials import Trials
 
 WIDTHS = {"model.kwargs.width": Domain(kind=GRID, values=(4, 8)), RATE: Domain(kind=GRID, values=(0.02,))}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shared.checkpoint.users import using
-from shared.dataset_version.users import live_users as version_users
+from shared.dataset_version.version import live_users as version_users
 from shared.errors import (
     AlreadyExists,
     Conflict,
@@ -34,7 +34,7 @@ from train_service.jobs import training_jobs
 from train_service.jobs.lifecycle import Deletions
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.records.reporting import TRAIN_KIND
-from train_service.sweeps.converters import sweep_to_proto
+from train_service.sweeps.servicer import sweep_to_proto
 from train_service.sweeps.sweeps import MAX_CHECKED_WITH_MODEL, MAX_FAILURES, Sweeps
 from train_service.sweeps.trials import SWEEP_KIND, end_trials
 

@@ -16,11 +16,10 @@ import torch
 from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.format import FORMAT, WEIGHTS
 from shared.errors import InvalidArgument
-from shared.model_spec import ModelSpec
+from shared.model_spec import NONE, STANDARD, ModelSpec, TargetScaling
 from shared.models.loaded import LoadedModel
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore
-from shared.target_scaling import NONE, STANDARD, TargetScaling
 from tests.support.real_data import real_data
 from tests.support.transforming import commit_tables
 from tests.unit.train_service.in_ranks import in_ranks

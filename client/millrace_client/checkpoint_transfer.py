@@ -1,5 +1,6 @@
-"""A checkpoint's files into a folder: each compared with its digest, and the folder there once all of them are.
+"""A checkpoint's files into a folder, and weights from elsewhere into a checkpoint, which the train service makes.
 
+Each file that comes is compared with its digest, and the folder is there once all of them are.
 What has come so far lies beside the folder, in `.{name}.millrace-partial`: `files/` are those that were compared,
 `part-{sha256}` is the one on its way. A download that was cut off, or whose process died, goes on from there.
 """
@@ -12,17 +13,16 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from millrace.train.v1 import resources_pb2
+from millrace.train.v1 import checkpoint_import_pb2, resources_pb2
 from millrace.train.v1 import train_service_pb2 as pb
-from millrace_client.calls import DEFAULT_TIMEOUT_S, Caller
+from millrace_client.calls import DEFAULT_TIMEOUT_S, Caller, Patience, new_request_id
 from millrace_client.errors import DataLoss, MillraceError
-from millrace_client.patience import Patience
 
 # Bytes that are there, bytes of all files.
 OnProgress = Callable[[int, int], None]
@@ -348,3 +348,74 @@ def _sync(folder: Path) -> None:
 
 def _in_the_way(path: Path, what: str) -> FileExistsError:
     return FileExistsError(errno.EEXIST, what, str(path))
+
+
+CHUNK_BYTES = 1024 * 1024
+# To be sent, read by a child of the service and written to its store; a byte of a file takes so long at the most.
+BASE_S, BYTES_PER_S = 300.0, 10 * 1024**2
+# What of a Hugging Face folder is weights, the first that there is; and what tells of them.
+WEIGHTS = (
+    ("model.safetensors",),
+    ("model.safetensors.index.json", "*.safetensors"),
+    ("pytorch_model.bin",),
+    ("pytorch_model.bin.index.json", "pytorch_model*.bin"),
+)
+CONFIG = "config.json"
+
+
+def import_weights(
+    caller: Caller,
+    stub: Any,
+    training_job_id: str,
+    source: str | os.PathLike[str],
+    spec: checkpoint_import_pb2.ImportSpec,
+    *,
+    validate_only: bool = False,
+) -> checkpoint_import_pb2.ImportCheckpointResponse:
+    """See `TrainClient.import_checkpoint`."""
+    root, paths = _files_of(Path(source))
+    files = [_described(root, path) for path in paths]
+    header = checkpoint_import_pb2.ImportCheckpointRequest.Header(
+        training_job_id=training_job_id,
+        spec=spec,
+        files=files,
+        request_id=new_request_id(),
+        validate_only=validate_only,
+    )
+
+    def requests() -> Iterator[checkpoint_import_pb2.ImportCheckpointRequest]:
+        yield checkpoint_import_pb2.ImportCheckpointRequest(header=header)
+        for path in paths:
+            with path.open("rb") as file:
+                while data := file.read(CHUNK_BYTES):
+                    yield checkpoint_import_pb2.ImportCheckpointRequest(chunk=data)
+
+    timeout_s = BASE_S + sum(one.size_bytes for one in files) / BYTES_PER_S
+    # The header has a request id, by which the service knows it again.
+    return caller.send(
+        stub.ImportCheckpoint, requests, checkpoint_import_pb2.ImportCheckpointResponse, timeout_s=timeout_s
+    )
+
+
+def _files_of(source: Path) -> tuple[Path, Sequence[Path]]:
+    """The folder that paths are relative to, and the files to send. Raises `FileNotFoundError` and `ValueError`."""
+    if not source.is_dir():
+        source.stat()
+        return source.parent, [source]
+    for patterns in WEIGHTS:
+        if not (source / patterns[0]).is_file():
+            continue
+        found = {path for pattern in patterns for path in source.glob(pattern) if path.is_file()}
+        if (source / CONFIG).is_file():
+            found.add(source / CONFIG)
+        return source, sorted(found)
+    names = ", ".join(patterns[0] for patterns in WEIGHTS)
+    raise ValueError(f"{source} has none of {names}; name a file, or a folder that Hugging Face's libraries have saved")
+
+
+def _described(root: Path, path: Path) -> checkpoint_import_pb2.ImportedFile:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return checkpoint_import_pb2.ImportedFile(
+            path=path.relative_to(root).as_posix(), size_bytes=file.tell(), sha256=digest
+        )

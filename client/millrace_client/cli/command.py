@@ -1,0 +1,258 @@
+"""What every command shares: what it prints, its options, and how it ends.
+
+It prints rich text for people and JSON for programs. It ends with plain errors and documented exit codes, never with a
+traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from click.core import ParameterSource
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from millrace_client import errors
+from millrace_client.connection import Millrace, connect
+from millrace_client.stack.supervisor import AlreadyRunning, StartFailed
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+
+@cache
+def console() -> Console:
+    """Standard output. Wide where it is no terminal, so that nothing is cut for a file."""
+    from rich.console import Console
+
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=160)
+
+
+@contextmanager
+def silent(silent: bool) -> Iterator[None]:
+    """Holds back what is meant for people while JSON is asked for."""
+    console().quiet = silent
+    try:
+        yield
+    finally:
+        console().quiet = False
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on one line; messages in protobuf's own JSON mapping, with the protos' field names."""
+    click.echo(json.dumps(document, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Message):
+        return MessageToDict(value, preserving_proto_field_name=True)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value)
+
+
+def new_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
+    """A table without a frame; the columns in `numbers` are set flush right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left")
+    return table
+
+
+def size_text(size_bytes: int) -> str:
+    """E.g. `5.2 MB`."""
+    size, unit = float(size_bytes), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 1000 or unit == "TB":
+            break
+        size /= 1000
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+
+
+def duration_text(seconds: float) -> str:
+    """E.g. `48 s`, `2 min 05 s`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s"
+
+
+def state_text(state: str) -> str:
+    """A state's name without its prefix, coloured by what it means."""
+    word = state.removeprefix("STATE_")
+    colour = {
+        "ACTIVE": "green",
+        "READY": "green",
+        "SERVING": "green",
+        "SUCCEEDED": "green",
+        "FAILED": "red",
+        "UNREACHABLE": "red",
+        "NOT_SERVING": "yellow",
+        "CANCELLED": "yellow",
+    }.get(word, "cyan")
+    return f"[{colour}]{word.lower().replace('_', ' ')}[/]"
+
+
+def cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def verbatim(text: str, style: str = "") -> Text:
+    """As it stands: brackets in data are no markup, and control characters do not reach the terminal."""
+    from rich.text import Text
+
+    return Text("".join(one if one.isprintable() else " " for one in text), style=style)
+
+
+# Long enough for a service that restarts; a command with no stack up fails soon.
+RECONNECT_FOR_S = 5.0
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+# What a protobuf Duration holds, either way.
+MAX_DURATION_S = 315_576_000_000
+
+
+class DurationType(click.types.FloatParamType):
+    """A number of seconds, or of less than these, that a Duration holds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not abs(number) <= MAX_DURATION_S:
+            self.fail(f"{value!r}: use a finite number, up to {MAX_DURATION_S}", param, ctx)
+        return number
+
+
+def json_option(function: Function) -> Function:
+    """`--json`, handed on as `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")(function)
+
+
+def address_options(function: Function) -> Function:
+    """The three addresses, handed on as `data_address`, `train_address`, `inference_address`."""
+    for service in ("inference", "train", "data"):
+        function = click.option(
+            f"--{service}-address",
+            metavar="HOST:PORT",
+            help=f"Where the {service} service answers.",
+        )(function)
+    return function
+
+
+def connected(values: dict[str, Any]) -> Millrace:
+    """A client for the addresses that `address_options` put into a command's keyword arguments."""
+    return connect(
+        data=values["data_address"],
+        train=values["train_address"],
+        inference=values["inference_address"],
+        reconnect_for_s=RECONNECT_FOR_S,
+    )
+
+
+def was_given(option: str) -> bool:
+    """Whether the option of that name, as it is handed on, was given to the command that runs."""
+    return click.get_current_context().get_parameter_source(option) is not ParameterSource.DEFAULT
+
+
+def full_name(collection: str, name: str) -> str:
+    """`datasets/digits` for `digits` as well as for `datasets/digits`."""
+    return name if name.startswith(f"{collection}/") else f"{collection}/{name}"
+
+
+FAILED, USAGE, NOT_FOUND, REFUSED, UNAVAILABLE, INTERRUPTED = 1, 2, 3, 4, 5, 130
+
+CODES: dict[type[errors.MillraceError], int] = {
+    errors.NotFound: NOT_FOUND,
+    errors.InvalidArgument: REFUSED,
+    errors.AlreadyExists: REFUSED,
+    errors.Aborted: REFUSED,
+    errors.FailedPrecondition: REFUSED,
+    errors.OutOfRange: REFUSED,
+    errors.PermissionDenied: REFUSED,
+    errors.Unauthenticated: REFUSED,
+    errors.Unavailable: UNAVAILABLE,
+    errors.ResourceExhausted: UNAVAILABLE,
+    errors.DeadlineExceeded: UNAVAILABLE,
+}
+
+
+class CommandFailed(Exception):
+    """A command did its part and the outcome is bad, e.g. the job that it watched failed."""
+
+    def __init__(self, message: str, *, remedy: str = "", code: int = FAILED) -> None:
+        super().__init__(message)
+        self.remedy = remedy
+        self.code = code
+
+
+class PlainCommand(click.Command):
+    """Prints what goes wrong as `error: …` on standard error; with `--json` also as a document on standard output."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except errors.MillraceError as error:
+            lines, code, document = _told(error), CODES.get(type(error), FAILED), error.as_dict()
+        except (CommandFailed, StartFailed, AlreadyRunning) as error:
+            remedy = getattr(error, "remedy", "")
+            lines = [str(error), *([f"remedy: {remedy}"] if remedy else [])]
+            code = getattr(error, "code", FAILED)
+            document = {"status": "FAILED", "message": str(error), "remedy": remedy}
+        except KeyboardInterrupt:
+            lines, code, document = ["interrupted"], INTERRUPTED, {"status": "INTERRUPTED"}
+        except BrokenPipeError:
+            # The reader of our output, e.g. `head`, has had enough.
+            os._exit(0)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            if os.environ.get("MILLRACE_DEBUG"):
+                traceback.print_exc()
+            lines, status = _unexpected(error)
+            code, document = FAILED, {"status": status, "message": lines[0]}
+        if ctx.params.get("as_json"):
+            print_json({"error": document})
+        _print_error(lines)
+        return ctx.exit(code)
+
+
+def _unexpected(error: Exception) -> tuple[list[str], str]:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        # Of a file that the command names: what is wrong is there, and not in our code.
+        return [f"{error.filename}: {error.strerror}"], "FAILED"
+    return [f"{type(error).__name__}: {error}", "remedy: MILLRACE_DEBUG=1 shows where it comes from"], "UNEXPECTED"
+
+
+def _told(error: errors.MillraceError) -> list[str]:
+    """The message, each refused field that it does not name already, the remedy, and what finds it in a log."""
+    lines = [error.message]
+    untold = [one for one in error.field_violations if one.description not in error.message]
+    lines += [f"{one.field}: {one.description}" for one in untold]
+    if error.remedy and error.remedy not in error.message:
+        lines.append(f"remedy: {error.remedy}")
+    if error.request_id and not isinstance(error, errors.Unavailable):
+        lines.append(f"request id: {error.request_id}")
+    return lines
+
+
+def _print_error(lines: Sequence[str]) -> None:
+    first, *rest = lines
+    click.echo(f"error: {first}", err=True)
+    for line in rest:
+        click.echo(f"  {line}", err=True)
