@@ -15,6 +15,8 @@ from google.rpc import error_details_pb2, status_pb2
 from shared import errors
 from shared.errors import MillraceError
 
+# --- Grpc errors ---
+
 DOMAIN = "millrace"
 
 STATUS: dict[type[errors.MillraceError], grpc.StatusCode] = {
@@ -65,6 +67,8 @@ def status_proto_from_record(record: Mapping[str, Any]) -> status_pb2.Status:
     """The same for an error that a resource log holds (`MillraceError.as_record`)."""
     return status_proto(errors.error_from_record(record))
 
+
+# --- Trailers ---
 
 # Together, in base64 and with their keys, about 7.5 KiB at the most.
 MESSAGE_BYTES = 1000

@@ -13,6 +13,8 @@ from typing import Any
 
 from shared.durable import fields_of
 
+# --- Model spec ---
+
 CLASSIFICATION, REGRESSION = "CLASSIFICATION", "REGRESSION"
 
 
@@ -47,6 +49,8 @@ class ModelSpec:
     def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:
         return cls(**fields_of(cls, config))
 
+
+# --- Scaling of the target ---
 
 NONE, STANDARD = "NONE", "STANDARD"
 

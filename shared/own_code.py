@@ -19,6 +19,8 @@ from typing import Any
 from shared.errors import FailedPrecondition
 from shared.settings import SettingsError
 
+# --- Own code ---
+
 VARIABLE = "MILLRACE_OWN_CODE"
 OFF, TRUSTED = "off", "trusted"
 
@@ -68,6 +70,8 @@ def _is_loopback(listen: str) -> bool:
     except ValueError:
         return False
 
+
+# --- Functions of custom transforms ---
 
 CUSTOM_TRANSFORMS_VARIABLE = "MILLRACE_CUSTOM_TRANSFORMS"
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

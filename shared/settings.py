@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+# --- Settings ---
+
 
 class SettingsError(ValueError):
     """A setting is missing or malformed; the text names the variable and the remedy."""
@@ -117,6 +119,8 @@ def _check_endpoint(variable: str, endpoint: str) -> None:
     if endpoint and (parts.scheme not in ("http", "https") or not parts.netloc or parts.path):
         raise SettingsError(f"{variable}={endpoint!r}: use http://host:port or https://host:port")
 
+
+# --- Largest cluster ---
 
 CLUSTER_MAX_VARIABLE = "MILLRACE_CLUSTER_MAX"
 

@@ -18,54 +18,7 @@ from numpy.typing import NDArray
 
 from shared.errors import MAX_SHOWN_VALUE, shown
 
-
-def value_shown(value: pa.Scalar) -> str:
-    """As an error shows it, also where Python has no such value: its dates and times end with the year 9999."""
-    try:
-        found = value.as_py()
-        return str(found) if isinstance(found, date | time | timedelta | Decimal) else shown(found)
-    except (OverflowError, ValueError):
-        pass
-    try:
-        return shown(pc.cast(value, pa.string()).as_py())
-    except pa.ArrowException:
-        # A type has the name of a time zone, which may be of any length.
-        return f"a value beyond what {str(value.type)[:MAX_SHOWN_VALUE]} can be shown as"
-
-
-# Half floats have 11 binary digits, and none smaller than 2**-24.
-DIGITS, LEAST_EXPONENT = 11, -14
-
-
-def halves_of_texts(texts: pa.Array) -> pa.Array:
-    """Infinite beyond the range, nulls staying null. Raises `pa.ArrowInvalid` for a text that is no number."""
-    doubles = texts.cast(pa.float64())
-    values = doubles.to_numpy(zero_copy_only=False)
-    with np.errstate(over="ignore"):
-        halves = values.astype(np.float16)
-    # A double in the middle of two half floats may be the text's, rounded: its digits tell to which side.
-    for row in np.flatnonzero(_in_the_middle(values)).tolist():
-        digits, value = Decimal(texts[row].as_py()), Decimal(values[row])
-        if digits != value:
-            halves[row] = _next_to(halves[row], values[row], above=digits > value)
-    return pa.array(halves, mask=doubles.is_null().to_numpy(zero_copy_only=False))
-
-
-def _in_the_middle(values: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Whether it takes one binary digit more than a half float has, and that digit is 1."""
-    finite = np.where(np.abs(values) < 2.0**16, values, 0.0)
-    exponents = np.maximum(np.frexp(finite)[1] - 1, LEAST_EXPONENT)
-    units = np.ldexp(finite, DIGITS - exponents)
-    middle: NDArray[np.bool_] = np.abs(units) % 2 == 1
-    return middle
-
-
-def _next_to(half: np.float16, value: float, *, above: bool) -> np.float16:
-    """The half float above or below `value`, of which `half` is one."""
-    if (float(half) > value) == above:
-        return half
-    return np.float16(np.nextafter(half, np.float16(np.inf if above else -np.inf)))
-
+# --- Dates, times and timestamps ---
 
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _SECONDS_A_DAY = 86_400
@@ -167,3 +120,56 @@ def _date(days: int) -> str:
     day_of_month = day_of_year - (153 * month + 2) // 5 + 1
     month = month + 3 if month < 10 else month - 9
     return f"{year + era * _YEARS_OF_ERA + (month <= 2):04d}-{month:02d}-{day_of_month:02d}"
+
+
+# --- Single values ---
+
+
+def value_shown(value: pa.Scalar) -> str:
+    """As an error shows it, also where Python has no such value: its dates and times end with the year 9999."""
+    try:
+        found = value.as_py()
+        return str(found) if isinstance(found, date | time | timedelta | Decimal) else shown(found)
+    except (OverflowError, ValueError):
+        pass
+    try:
+        return shown(pc.cast(value, pa.string()).as_py())
+    except pa.ArrowException:
+        # A type has the name of a time zone, which may be of any length.
+        return f"a value beyond what {str(value.type)[:MAX_SHOWN_VALUE]} can be shown as"
+
+
+# --- Half floats ---
+
+# Half floats have 11 binary digits, and none smaller than 2**-24.
+DIGITS, LEAST_EXPONENT = 11, -14
+
+
+def halves_of_texts(texts: pa.Array) -> pa.Array:
+    """Infinite beyond the range, nulls staying null. Raises `pa.ArrowInvalid` for a text that is no number."""
+    doubles = texts.cast(pa.float64())
+    values = doubles.to_numpy(zero_copy_only=False)
+    with np.errstate(over="ignore"):
+        halves = values.astype(np.float16)
+    # A double in the middle of two half floats may be the text's, rounded: its digits tell to which side.
+    for row in np.flatnonzero(_in_the_middle(values)).tolist():
+        digits, value = Decimal(texts[row].as_py()), Decimal(values[row])
+        if digits != value:
+            halves[row] = _next_to(halves[row], values[row], above=digits > value)
+    return pa.array(halves, mask=doubles.is_null().to_numpy(zero_copy_only=False))
+
+
+def _in_the_middle(values: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Whether it takes one binary digit more than a half float has, and that digit is 1."""
+    finite = np.where(np.abs(values) < 2.0**16, values, 0.0)
+    exponents = np.maximum(np.frexp(finite)[1] - 1, LEAST_EXPONENT)
+    units = np.ldexp(finite, DIGITS - exponents)
+    middle: NDArray[np.bool_] = np.abs(units) % 2 == 1
+    return middle
+
+
+def _next_to(half: np.float16, value: float, *, above: bool) -> np.float16:
+    """The half float above or below `value`, of which `half` is one."""
+    if (float(half) > value) == above:
+        return half
+    return np.float16(np.nextafter(half, np.float16(np.inf if above else -np.inf)))

@@ -26,6 +26,8 @@ from pathlib import Path
 from millrace_client.errors import TOKEN_REMEDY, Unauthenticated
 from millrace_client.stack.record import read_record
 
+# --- Addresses ---
+
 SERVICES = ("data", "train", "inference")
 DEFAULT_PORTS = {"data": 50051, "train": 50052, "inference": 50053}
 
@@ -76,6 +78,8 @@ def resolve(
         found[service], origins[service] = address, origin
     return Addresses(**found, origins=origins)
 
+
+# --- Token ---
 
 VARIABLE = "MILLRACE_TOKEN_FILE"
 HEADER = "authorization"

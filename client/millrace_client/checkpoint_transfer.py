@@ -24,6 +24,8 @@ from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client.calls import DEFAULT_TIMEOUT_S, Caller, Patience, new_request_id
 from millrace_client.errors import DataLoss, MillraceError
 
+# --- Downloads ---
+
 # Bytes that are there, bytes of all files.
 OnProgress = Callable[[int, int], None]
 READ_BYTES = 1 << 20
@@ -349,6 +351,8 @@ def _sync(folder: Path) -> None:
 def _in_the_way(path: Path, what: str) -> FileExistsError:
     return FileExistsError(errno.EEXIST, what, str(path))
 
+
+# --- Imports ---
 
 CHUNK_BYTES = 1024 * 1024
 # To be sent, read by a child of the service and written to its store; a byte of a file takes so long at the most.

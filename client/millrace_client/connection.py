@@ -16,21 +16,7 @@ from millrace_client.deployments import DeploymentClient
 from millrace_client.inference import InferenceClient
 from millrace_client.train import TrainClient
 
-
-class HealthClient:
-    """Asks each service for its overall health; never raises for one that does not answer."""
-
-    def __init__(self, callers: Mapping[str, Caller]) -> None:
-        self._callers = callers
-
-    def check(self, service: str, *, timeout_s: float = 2.0) -> str:
-        """`SERVING`, `NOT_SERVING`, or `UNREACHABLE`. `service` is `data`, `train` or `inference`."""
-        stub: Any = health_pb2_grpc.HealthStub(self._callers[service].channel)
-        try:
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        except grpc.RpcError:
-            return "UNREACHABLE"
-        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+# --- Connection ---
 
 
 class Millrace:
@@ -98,3 +84,22 @@ def connect(
     """
     addresses = resolve(data=data, train=train, inference=inference)
     return Millrace(addresses, timeout_s=timeout_s, reconnect_for_s=reconnect_for_s, authorization=authorization(token))
+
+
+# --- Health ---
+
+
+class HealthClient:
+    """Asks each service for its overall health; never raises for one that does not answer."""
+
+    def __init__(self, callers: Mapping[str, Caller]) -> None:
+        self._callers = callers
+
+    def check(self, service: str, *, timeout_s: float = 2.0) -> str:
+        """`SERVING`, `NOT_SERVING`, or `UNREACHABLE`. `service` is `data`, `train` or `inference`."""
+        stub: Any = health_pb2_grpc.HealthStub(self._callers[service].channel)
+        try:
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError:
+            return "UNREACHABLE"
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))

@@ -30,10 +30,16 @@ if TYPE_CHECKING:
     from millrace_client.uploads import OnProgress, Source
 
 
+# --- What the parts share ---
+
+
 class DataCalls:
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
         self._stub: Any = data_service_pb2_grpc.DataServiceStub(caller.channel)
+
+
+# --- Datasets ---
 
 
 class DatasetCalls(DataCalls):
@@ -93,6 +99,9 @@ class DatasetCalls(DataCalls):
         self._caller.unary(self._stub.DeleteDataset, pb.DeleteDatasetRequest(name=name, etag=etag), empty_pb2.Empty)
 
 
+# --- Uploads ---
+
+
 class UploadCalls(DataCalls):
     def upload(
         self, dataset: str, source: Source, *, upload_id: str = "", on_progress: OnProgress | None = None
@@ -139,6 +148,8 @@ class UploadCalls(DataCalls):
         """Takes an upload away, with its bytes. Raises `FailedPrecondition` while an import reads it."""
         self._caller.unary(self._stub.AbortUpload, pb.AbortUploadRequest(name=name), empty_pb2.Empty)
 
+
+# --- Arrow stream of ReadVersion ---
 
 METHOD = "/millrace.data.v1.DataService/ReadVersion"
 # The first byte of a response that has `arrow_ipc`: field 1, length-delimited.
@@ -210,6 +221,9 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
     return value, len(data)
 
 
+# --- Image columns ---
+
+
 def image_rows(
     table: pa.Table, image_column: str = "image", label_column: str = "label"
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64] | None]:
@@ -234,6 +248,9 @@ def _tensors(column: Any) -> npt.NDArray[np.uint8]:
         raise TypeError(f"the column's type is {column.type}, not a tensor of fixed shape")
     array: npt.NDArray[np.uint8] = column.to_numpy_ndarray()
     return array
+
+
+# --- Making versions ---
 
 
 class MakingCalls(DataCalls):
@@ -377,6 +394,8 @@ class MakingCalls(DataCalls):
         operation = self._caller.unary(self._stub.PredictVersion, request, operations_pb2.Operation)
         return Operation(self._caller, operation, resources_pb2.DatasetVersion, pb.PredictVersionMetadata)
 
+
+# --- DataClient ---
 
 DELETE_TIMEOUT_S = 300.0
 

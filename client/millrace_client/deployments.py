@@ -18,20 +18,7 @@ from millrace.inference.v1 import roll_out_pb2 as pb_roll_out
 from millrace_client.calls import Caller, every_page, new_request_id
 from millrace_client.operations import Operation
 
-
-def keep_latest(count: int) -> pb.VersionPolicy:
-    """So many of the newest versions. With 2, a roll-out that succeeded can be rolled back."""
-    return pb.VersionPolicy(latest=pb.VersionPolicy.Latest(count=count))
-
-
-def keep_all() -> pb.VersionPolicy:
-    """Every version."""
-    return pb.VersionPolicy(all=pb.VersionPolicy.All())
-
-
-def keep_named(*versions: str) -> pb.VersionPolicy:
-    """The versions of these numbers, and no others."""
-    return pb.VersionPolicy(named=pb.VersionPolicy.Named(versions=versions))
+# --- Deployments ---
 
 
 class DeploymentClient:
@@ -190,3 +177,21 @@ def duration(seconds: float) -> Duration:
     message = Duration()
     message.FromMicroseconds(round(seconds * 1e6))
     return message
+
+
+# --- Version policies ---
+
+
+def keep_latest(count: int) -> pb.VersionPolicy:
+    """So many of the newest versions. With 2, a roll-out that succeeded can be rolled back."""
+    return pb.VersionPolicy(latest=pb.VersionPolicy.Latest(count=count))
+
+
+def keep_all() -> pb.VersionPolicy:
+    """Every version."""
+    return pb.VersionPolicy(all=pb.VersionPolicy.All())
+
+
+def keep_named(*versions: str) -> pb.VersionPolicy:
+    """The versions of these numbers, and no others."""
+    return pb.VersionPolicy(named=pb.VersionPolicy.Named(versions=versions))

@@ -31,169 +31,7 @@ from millrace_client.errors import DETAILS_KEY, REQUEST_ID_KEY
 from millrace_client.inference import infer_request
 from millrace_client.rows.typed import BadInput, Tensor, dtype_of, typed
 
-OK = "OK"
-# The server had neither answered nor refused by its deadline: the client's own timer ended it, or the answer was later.
-LATE = "LATE"
-PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
-
-
-class Outcome(NamedTuple):
-    """One call. `status` is gRPC's, or `LATE`. `due_s`: when it was to be sent; all on one monotonic clock."""
-
-    status: str
-    due_s: float
-    sent_s: float
-    ended_s: float
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The calls that were due within `seconds`, after the warm-up, each followed to its end."""
-
-    seconds: float
-    rows_per_request: int
-    outcomes: Sequence[Outcome]
-
-    def of(self, *statuses: str) -> list[Outcome]:
-        return [one for one in self.outcomes if one.status in statuses]
-
-    @property
-    def answered_per_s(self) -> float:
-        """Answers, not refusals nor errors, a second."""
-        return len(self.of(OK)) / self.seconds
-
-    @property
-    def statuses(self) -> dict[str, int]:
-        """Calls by status, the most frequent first."""
-        return dict(Counter(one.status for one in self.outcomes).most_common())
-
-    def share(self, *statuses: str) -> float:
-        """Of all calls; 0 where there was none."""
-        return len(self.of(*statuses)) / len(self.outcomes) if self.outcomes else 0.0
-
-    def latency_ms(self, *statuses: str) -> dict[str, float]:
-        """Percentiles of the time from when a call was due to its end, of calls with these statuses; empty where there
-        is none. A client that falls behind makes them longer, not fewer."""
-        return _percentiles([one.ended_s - one.due_s for one in self.of(*statuses)])
-
-    def behind_ms(self) -> dict[str, float]:
-        """Percentiles of how much later than due the client itself sent."""
-        return _percentiles([one.sent_s - one.due_s for one in self.outcomes])
-
-    def as_dict(self) -> dict[str, Any]:
-        """All figures, as JSON-able values."""
-        return {
-            "seconds": round(self.seconds, 3),
-            "calls": len(self.outcomes),
-            "answered_per_s": round(self.answered_per_s, 2),
-            "rows_per_s": round(self.answered_per_s * self.rows_per_request, 2),
-            "statuses": self.statuses,
-            "latency_ms": {status: self.latency_ms(status) for status in self.statuses},
-            "client_behind_ms": self.behind_ms(),
-        }
-
-
-def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    if not seconds:
-        return {}
-    values_ms = np.sort(np.asarray(seconds)) * 1000
-    found = np.percentile(values_ms, PERCENTILES)
-    named = {f"p{which:g}": round(float(value), 3) for which, value in zip(PERCENTILES, found, strict=True)}
-    return {**named, "max": round(float(values_ms[-1]), 3)}
-
-
-Rows = dict[str, npt.NDArray[Any]]
-
-# Made-up integers are 0 and 1 but for bytes, which are most often pixels: any category that a model knows has a 0.
-MADE_UP_BELOW = {"UINT8": 256}
-TEXT = b"0"
-
-
-def made_up_rows(metadata: pb.ModelMetadataResponse, count: int, seed: int = 0) -> Rows:
-    """`count` rows of noise for each input: floats of a standard normal distribution, bytes of all values, other
-    integers 0 and 1, strings "0".
-
-    Raises `BadInput` for an input of which none can be made: its rows have no fixed shape, or numpy has no such type.
-    """
-    noise = np.random.default_rng(seed)
-    return {tensor.name: _made_up(tensor, count, noise) for tensor in metadata.inputs}
-
-
-def rows_of_file(metadata: pb.ModelMetadataResponse, path: Path) -> Rows:
-    """The rows of a file: `.npy` for a model of one input, `.npz` with an array for each, or a `.parquet` with a column
-    for each; others are left out. Bytes that end in zeros come from a `.parquet`: numpy's own strings drop those.
-
-    Raises `BadInput` for another kind of file, an input that it does not have, and rows that are not equally many.
-    """
-    names = [tensor.name for tensor in metadata.inputs]
-    found = _columns(path, metadata.inputs) if path.suffix == ".parquet" else _arrays(path, metadata.inputs)
-    missing = [name for name in names if name not in found]
-    if missing:
-        raise BadInput(f"{path} has no {', '.join(missing)}; the model's inputs are {', '.join(names)}")
-    rows = {name: found[name] for name in names}
-    counts = {name: len(values) for name, values in rows.items()}
-    if len(set(counts.values())) != 1 or 0 in counts.values():
-        raise BadInput(f"{path} has rows of each input: {counts}; give as many of each, and at least one")
-    return rows
-
-
-def requests_of(
-    model: str, rows: Rows, rows_per_request: int = 1, *, version: str = "", outputs: Sequence[str] = ()
-) -> list[bytes]:
-    """The rows cut into requests of `rows_per_request`, what is left over dropped, each ready for the wire; `outputs`
-    are asked for, or all where none is named. Raises `BadInput` where there are too few rows for one."""
-    count = len(next(iter(rows.values())))
-    if count < rows_per_request:
-        raise BadInput(f"{count} rows do not fill a request of {rows_per_request}; give more rows, or ask for fewer")
-    made = []
-    for start in range(0, count - rows_per_request + 1, rows_per_request):
-        part = {name: values[start : start + rows_per_request] for name, values in rows.items()}
-        request = infer_request(model, part, version=version, outputs=dict.fromkeys(outputs, 0))
-        made.append(request.SerializeToString())
-    return made
-
-
-def _made_up(tensor: Tensor, count: int, noise: np.random.Generator) -> npt.NDArray[Any]:
-    shape = (count, *tensor.shape[1:])
-    if any(size < 0 for size in shape):
-        raise BadInput(f"input {tensor.name!r} has rows of no fixed shape, {list(tensor.shape)}; give rows in a file")
-    if tensor.datatype == "BYTES":
-        return np.full(shape, TEXT, object)
-    dtype = dtype_of(tensor)
-    if dtype.kind == "f":
-        return noise.standard_normal(shape).astype(dtype)
-    return noise.integers(0, MADE_UP_BELOW.get(tensor.datatype, 2), shape).astype(dtype)
-
-
-def _arrays(path: Path, inputs: Sequence[Tensor]) -> Rows:
-    names = [tensor.name for tensor in inputs]
-    if path.suffix == ".npy":
-        if len(names) != 1:
-            raise BadInput(f"{path} holds one array, and the model has the inputs {', '.join(names)}; use .npz")
-        return {names[0]: typed(inputs[0], np.load(path, allow_pickle=False))}
-    if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as arrays:
-            return {tensor.name: typed(tensor, arrays[tensor.name]) for tensor in inputs if tensor.name in arrays}
-    raise BadInput(f"{path} is no .npy, .npz or .parquet")
-
-
-def _columns(path: Path, inputs: Sequence[Tensor]) -> Rows:
-    import pyarrow.parquet as pq
-
-    from millrace_client.rows.asking import INT96_UNIT
-    from millrace_client.rows.columns import Place, values_of_column
-
-    with pq.ParquetFile(path, coerce_int96_timestamp_unit=INT96_UNIT) as file:
-        given = [tensor for tensor in inputs if tensor.name in file.schema_arrow.names]
-        table = file.read(columns=[tensor.name for tensor in given])
-    found = {}
-    for tensor in given:
-        column = table.column(tensor.name)
-        if column.null_count:
-            raise BadInput(f"column {tensor.name!r} of {path} has nulls; leave rows with nulls out")
-        found[tensor.name], _ = values_of_column(tensor, column, Place(str(path)))
-    return found
-
+# --- Sending ---
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 # Beyond a call's own deadline, for gRPC to say that it has passed.
@@ -333,3 +171,171 @@ class _Calls:
 def _told(call: Any) -> bool:
     """Whether the server said it: gRPC ends a call by its own timer without a word from there."""
     return any(key in (DETAILS_KEY, REQUEST_ID_KEY) for key, _ in call.trailing_metadata() or ())
+
+
+# --- Figures ---
+
+OK = "OK"
+# The server had neither answered nor refused by its deadline: the client's own timer ended it, or the answer was later.
+LATE = "LATE"
+PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
+
+
+class Outcome(NamedTuple):
+    """One call. `status` is gRPC's, or `LATE`. `due_s`: when it was to be sent; all on one monotonic clock."""
+
+    status: str
+    due_s: float
+    sent_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The calls that were due within `seconds`, after the warm-up, each followed to its end."""
+
+    seconds: float
+    rows_per_request: int
+    outcomes: Sequence[Outcome]
+
+    def of(self, *statuses: str) -> list[Outcome]:
+        return [one for one in self.outcomes if one.status in statuses]
+
+    @property
+    def answered_per_s(self) -> float:
+        """Answers, not refusals nor errors, a second."""
+        return len(self.of(OK)) / self.seconds
+
+    @property
+    def statuses(self) -> dict[str, int]:
+        """Calls by status, the most frequent first."""
+        return dict(Counter(one.status for one in self.outcomes).most_common())
+
+    def share(self, *statuses: str) -> float:
+        """Of all calls; 0 where there was none."""
+        return len(self.of(*statuses)) / len(self.outcomes) if self.outcomes else 0.0
+
+    def latency_ms(self, *statuses: str) -> dict[str, float]:
+        """Percentiles of the time from when a call was due to its end, of calls with these statuses; empty where there
+        is none. A client that falls behind makes them longer, not fewer."""
+        return _percentiles([one.ended_s - one.due_s for one in self.of(*statuses)])
+
+    def behind_ms(self) -> dict[str, float]:
+        """Percentiles of how much later than due the client itself sent."""
+        return _percentiles([one.sent_s - one.due_s for one in self.outcomes])
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures, as JSON-able values."""
+        return {
+            "seconds": round(self.seconds, 3),
+            "calls": len(self.outcomes),
+            "answered_per_s": round(self.answered_per_s, 2),
+            "rows_per_s": round(self.answered_per_s * self.rows_per_request, 2),
+            "statuses": self.statuses,
+            "latency_ms": {status: self.latency_ms(status) for status in self.statuses},
+            "client_behind_ms": self.behind_ms(),
+        }
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    if not seconds:
+        return {}
+    values_ms = np.sort(np.asarray(seconds)) * 1000
+    found = np.percentile(values_ms, PERCENTILES)
+    named = {f"p{which:g}": round(float(value), 3) for which, value in zip(PERCENTILES, found, strict=True)}
+    return {**named, "max": round(float(values_ms[-1]), 3)}
+
+
+# --- Rows and requests ---
+
+Rows = dict[str, npt.NDArray[Any]]
+
+# Made-up integers are 0 and 1 but for bytes, which are most often pixels: any category that a model knows has a 0.
+MADE_UP_BELOW = {"UINT8": 256}
+TEXT = b"0"
+
+
+def made_up_rows(metadata: pb.ModelMetadataResponse, count: int, seed: int = 0) -> Rows:
+    """`count` rows of noise for each input: floats of a standard normal distribution, bytes of all values, other
+    integers 0 and 1, strings "0".
+
+    Raises `BadInput` for an input of which none can be made: its rows have no fixed shape, or numpy has no such type.
+    """
+    noise = np.random.default_rng(seed)
+    return {tensor.name: _made_up(tensor, count, noise) for tensor in metadata.inputs}
+
+
+def rows_of_file(metadata: pb.ModelMetadataResponse, path: Path) -> Rows:
+    """The rows of a file: `.npy` for a model of one input, `.npz` with an array for each, or a `.parquet` with a column
+    for each; others are left out. Bytes that end in zeros come from a `.parquet`: numpy's own strings drop those.
+
+    Raises `BadInput` for another kind of file, an input that it does not have, and rows that are not equally many.
+    """
+    names = [tensor.name for tensor in metadata.inputs]
+    found = _columns(path, metadata.inputs) if path.suffix == ".parquet" else _arrays(path, metadata.inputs)
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise BadInput(f"{path} has no {', '.join(missing)}; the model's inputs are {', '.join(names)}")
+    rows = {name: found[name] for name in names}
+    counts = {name: len(values) for name, values in rows.items()}
+    if len(set(counts.values())) != 1 or 0 in counts.values():
+        raise BadInput(f"{path} has rows of each input: {counts}; give as many of each, and at least one")
+    return rows
+
+
+def requests_of(
+    model: str, rows: Rows, rows_per_request: int = 1, *, version: str = "", outputs: Sequence[str] = ()
+) -> list[bytes]:
+    """The rows cut into requests of `rows_per_request`, what is left over dropped, each ready for the wire; `outputs`
+    are asked for, or all where none is named. Raises `BadInput` where there are too few rows for one."""
+    count = len(next(iter(rows.values())))
+    if count < rows_per_request:
+        raise BadInput(f"{count} rows do not fill a request of {rows_per_request}; give more rows, or ask for fewer")
+    made = []
+    for start in range(0, count - rows_per_request + 1, rows_per_request):
+        part = {name: values[start : start + rows_per_request] for name, values in rows.items()}
+        request = infer_request(model, part, version=version, outputs=dict.fromkeys(outputs, 0))
+        made.append(request.SerializeToString())
+    return made
+
+
+def _made_up(tensor: Tensor, count: int, noise: np.random.Generator) -> npt.NDArray[Any]:
+    shape = (count, *tensor.shape[1:])
+    if any(size < 0 for size in shape):
+        raise BadInput(f"input {tensor.name!r} has rows of no fixed shape, {list(tensor.shape)}; give rows in a file")
+    if tensor.datatype == "BYTES":
+        return np.full(shape, TEXT, object)
+    dtype = dtype_of(tensor)
+    if dtype.kind == "f":
+        return noise.standard_normal(shape).astype(dtype)
+    return noise.integers(0, MADE_UP_BELOW.get(tensor.datatype, 2), shape).astype(dtype)
+
+
+def _arrays(path: Path, inputs: Sequence[Tensor]) -> Rows:
+    names = [tensor.name for tensor in inputs]
+    if path.suffix == ".npy":
+        if len(names) != 1:
+            raise BadInput(f"{path} holds one array, and the model has the inputs {', '.join(names)}; use .npz")
+        return {names[0]: typed(inputs[0], np.load(path, allow_pickle=False))}
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as arrays:
+            return {tensor.name: typed(tensor, arrays[tensor.name]) for tensor in inputs if tensor.name in arrays}
+    raise BadInput(f"{path} is no .npy, .npz or .parquet")
+
+
+def _columns(path: Path, inputs: Sequence[Tensor]) -> Rows:
+    import pyarrow.parquet as pq
+
+    from millrace_client.rows.asking import INT96_UNIT
+    from millrace_client.rows.columns import Place, values_of_column
+
+    with pq.ParquetFile(path, coerce_int96_timestamp_unit=INT96_UNIT) as file:
+        given = [tensor for tensor in inputs if tensor.name in file.schema_arrow.names]
+        table = file.read(columns=[tensor.name for tensor in given])
+    found = {}
+    for tensor in given:
+        column = table.column(tensor.name)
+        if column.null_count:
+            raise BadInput(f"column {tensor.name!r} of {path} has nulls; leave rows with nulls out")
+        found[tensor.name], _ = values_of_column(tensor, column, Place(str(path)))
+    return found

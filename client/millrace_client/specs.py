@@ -27,6 +27,8 @@ from millrace.data.v1 import data_service_pb2
 from millrace.data.v1 import resources_pb2 as data_resources_pb2
 from millrace.train.v1 import checkpoint_import_pb2, code_bundle_pb2, resources_pb2, sweep_pb2
 
+# --- Specs ---
+
 # What a path may hold in a URI, and the wildcards.
 _PATH_CHARACTERS = "/-._~!$&'()+,;=:@*?"
 _UPLOAD = re.compile(r"datasets/[^/]+/uploads/[^/]+")
@@ -285,6 +287,9 @@ def _struct(values: Mapping[str, Any]) -> Struct:
     struct = Struct()
     struct.update(dict(values))
     return struct
+
+
+# --- Sweeps ---
 
 
 def grid(*values: Any) -> sweep_pb2.Domain:

@@ -42,126 +42,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-Source = str | os.PathLike[str] | BinaryIO | bytes | Iterable[bytes]
-
-
-@contextmanager
-def chunks_of(source: Source, chunk_bytes: int) -> Iterator[tuple[Iterator[bytes], int | None]]:
-    """The chunks, all of `chunk_bytes` but the last, and how many bytes there are, where that is known.
-
-    An open file is read on from where it is, and left open. Raises `OSError` for a path that cannot be read.
-    """
-    if isinstance(source, (str, os.PathLike)):
-        with Path(source).open("rb", buffering=0) as opened:
-            yield _from_file(cast(BinaryIO, opened), chunk_bytes), os.fstat(opened.fileno()).st_size
-    elif hasattr(source, "read"):
-        file = cast(BinaryIO, source)
-        yield _from_file(file, chunk_bytes), _rest_of(file)
-    elif isinstance(source, (bytes, bytearray, memoryview)):
-        yield _from_pieces([memoryview(source)], chunk_bytes), memoryview(source).nbytes
-    else:
-        yield _from_pieces(source, chunk_bytes), None
-
-
-def _from_file(file: BinaryIO, chunk_bytes: int) -> Iterator[bytes]:
-    def pieces() -> Iterator[bytes]:
-        while piece := file.read(chunk_bytes):
-            yield piece
-
-    return _from_pieces(pieces(), chunk_bytes)
-
-
-def _from_pieces(pieces: Iterable[bytes | memoryview], chunk_bytes: int) -> Iterator[bytes]:
-    gathered = bytearray()
-    for piece in pieces:
-        if not gathered and type(piece) is bytes and len(piece) == chunk_bytes:
-            yield piece  # as files give them: nothing to copy
-            continue
-        left = memoryview(piece).cast("B")
-        while left:
-            room = chunk_bytes - len(gathered)
-            gathered += left[:room]
-            left = left[room:]
-            if len(gathered) == chunk_bytes:
-                yield bytes(gathered)
-                gathered.clear()
-    if gathered:
-        yield bytes(gathered)
-
-
-def _rest_of(file: BinaryIO) -> int | None:
-    if not (hasattr(file, "seekable") and file.seekable()):
-        return None
-    position = file.tell()
-    end = file.seek(0, io.SEEK_END)
-    file.seek(position)
-    return end - position
-
-
-CANCEL_TIMEOUT_S = 5.0
-# A channel of its own, without gRPC's retries: replaying a stream that broke, they now and then leave a message out, or
-# hang. Whoever sends knows better what to send again.
-CHANNEL_OPTIONS = [
-    ("grpc.enable_retries", 0),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-]
-
-
-class ChunkStream:
-    """It bounds nothing: whoever sends must wait for acknowledgements."""
-
-    def __init__(self, caller: Caller) -> None:
-        self.acknowledged = 0
-        self.error: MillraceError | None = None
-        self._address = caller.address
-        self._request_id = uuid.uuid4().hex
-        self._changed = threading.Condition()
-        self._ended = False
-        self._requests: queue.SimpleQueue[pb.UploadChunksRequest | None] = queue.SimpleQueue()
-        # gRPC obeys http_proxy even for this machine itself.
-        is_here = caller.address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
-        proxy_options = [("grpc.enable_http_proxy", 0)] if is_here else []
-        self._channel = grpc.insecure_channel(caller.address, options=[*CHANNEL_OPTIONS, *proxy_options])
-        stub: Any = data_service_pb2_grpc.DataServiceStub(self._channel)
-        metadata = caller.headers(self._request_id)
-        self._call = stub.UploadChunks(iter(self._requests.get, None), metadata=metadata)
-        self._thread = threading.Thread(target=self._read, name="upload-acknowledgements", daemon=True)
-        self._thread.start()
-
-    def send(self, chunk: pb.UploadChunksRequest) -> None:
-        self._requests.put(chunk)
-
-    def wait_beyond(self, size_bytes: int, timeout_s: float) -> None:
-        """Until more than `size_bytes` are acknowledged, or the call is over, or the time."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.acknowledged > size_bytes or self._ended, timeout_s)
-
-    def finish(self, timeout_s: float) -> None:
-        """Says that nothing more comes, and waits for the server's end of the call."""
-        self._requests.put(None)
-        self._thread.join(timeout_s)
-        self.cancel()
-
-    def cancel(self) -> None:
-        self._call.cancel()
-        self._requests.put(None)  # ends grpc's thread that waits for the next
-        self._thread.join(CANCEL_TIMEOUT_S)
-        self._channel.close()
-
-    def _read(self) -> None:
-        error: MillraceError = Unavailable(f"{self._address} ended the call early", request_id=self._request_id)
-        try:
-            for response in self._call:
-                with self._changed:
-                    self.acknowledged = response.acknowledged_size
-                    self._changed.notify_all()
-        except grpc.RpcError as raised:
-            error = from_rpc_error(raised, address=self._address, request_id=self._request_id)
-        with self._changed:
-            self.error = error
-            self._ended = True
-            self._changed.notify_all()
-
+# --- Uploads ---
 
 # Bytes that are durable, and bytes in all where that is known.
 OnProgress = Callable[[int, int | None], None]
@@ -395,6 +276,133 @@ def telling_how_to_resume(name: str) -> Iterator[None]:
 def _how_to_resume(name: str) -> str:
     return f"the upload {name} stays open for 24 hours: go on with resume_upload({name!r}, the same source)"
 
+
+# --- Sources of bytes ---
+
+Source = str | os.PathLike[str] | BinaryIO | bytes | Iterable[bytes]
+
+
+@contextmanager
+def chunks_of(source: Source, chunk_bytes: int) -> Iterator[tuple[Iterator[bytes], int | None]]:
+    """The chunks, all of `chunk_bytes` but the last, and how many bytes there are, where that is known.
+
+    An open file is read on from where it is, and left open. Raises `OSError` for a path that cannot be read.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        with Path(source).open("rb", buffering=0) as opened:
+            yield _from_file(cast(BinaryIO, opened), chunk_bytes), os.fstat(opened.fileno()).st_size
+    elif hasattr(source, "read"):
+        file = cast(BinaryIO, source)
+        yield _from_file(file, chunk_bytes), _rest_of(file)
+    elif isinstance(source, (bytes, bytearray, memoryview)):
+        yield _from_pieces([memoryview(source)], chunk_bytes), memoryview(source).nbytes
+    else:
+        yield _from_pieces(source, chunk_bytes), None
+
+
+def _from_file(file: BinaryIO, chunk_bytes: int) -> Iterator[bytes]:
+    def pieces() -> Iterator[bytes]:
+        while piece := file.read(chunk_bytes):
+            yield piece
+
+    return _from_pieces(pieces(), chunk_bytes)
+
+
+def _from_pieces(pieces: Iterable[bytes | memoryview], chunk_bytes: int) -> Iterator[bytes]:
+    gathered = bytearray()
+    for piece in pieces:
+        if not gathered and type(piece) is bytes and len(piece) == chunk_bytes:
+            yield piece  # as files give them: nothing to copy
+            continue
+        left = memoryview(piece).cast("B")
+        while left:
+            room = chunk_bytes - len(gathered)
+            gathered += left[:room]
+            left = left[room:]
+            if len(gathered) == chunk_bytes:
+                yield bytes(gathered)
+                gathered.clear()
+    if gathered:
+        yield bytes(gathered)
+
+
+def _rest_of(file: BinaryIO) -> int | None:
+    if not (hasattr(file, "seekable") and file.seekable()):
+        return None
+    position = file.tell()
+    end = file.seek(0, io.SEEK_END)
+    file.seek(position)
+    return end - position
+
+
+# --- One call of UploadChunks ---
+
+CANCEL_TIMEOUT_S = 5.0
+# A channel of its own, without gRPC's retries: replaying a stream that broke, they now and then leave a message out, or
+# hang. Whoever sends knows better what to send again.
+CHANNEL_OPTIONS = [
+    ("grpc.enable_retries", 0),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+
+
+class ChunkStream:
+    """It bounds nothing: whoever sends must wait for acknowledgements."""
+
+    def __init__(self, caller: Caller) -> None:
+        self.acknowledged = 0
+        self.error: MillraceError | None = None
+        self._address = caller.address
+        self._request_id = uuid.uuid4().hex
+        self._changed = threading.Condition()
+        self._ended = False
+        self._requests: queue.SimpleQueue[pb.UploadChunksRequest | None] = queue.SimpleQueue()
+        # gRPC obeys http_proxy even for this machine itself.
+        is_here = caller.address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
+        proxy_options = [("grpc.enable_http_proxy", 0)] if is_here else []
+        self._channel = grpc.insecure_channel(caller.address, options=[*CHANNEL_OPTIONS, *proxy_options])
+        stub: Any = data_service_pb2_grpc.DataServiceStub(self._channel)
+        metadata = caller.headers(self._request_id)
+        self._call = stub.UploadChunks(iter(self._requests.get, None), metadata=metadata)
+        self._thread = threading.Thread(target=self._read, name="upload-acknowledgements", daemon=True)
+        self._thread.start()
+
+    def send(self, chunk: pb.UploadChunksRequest) -> None:
+        self._requests.put(chunk)
+
+    def wait_beyond(self, size_bytes: int, timeout_s: float) -> None:
+        """Until more than `size_bytes` are acknowledged, or the call is over, or the time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.acknowledged > size_bytes or self._ended, timeout_s)
+
+    def finish(self, timeout_s: float) -> None:
+        """Says that nothing more comes, and waits for the server's end of the call."""
+        self._requests.put(None)
+        self._thread.join(timeout_s)
+        self.cancel()
+
+    def cancel(self) -> None:
+        self._call.cancel()
+        self._requests.put(None)  # ends grpc's thread that waits for the next
+        self._thread.join(CANCEL_TIMEOUT_S)
+        self._channel.close()
+
+    def _read(self) -> None:
+        error: MillraceError = Unavailable(f"{self._address} ended the call early", request_id=self._request_id)
+        try:
+            for response in self._call:
+                with self._changed:
+                    self.acknowledged = response.acknowledged_size
+                    self._changed.notify_all()
+        except grpc.RpcError as raised:
+            error = from_rpc_error(raised, address=self._address, request_id=self._request_id)
+        with self._changed:
+            self.error = error
+            self._ended = True
+            self._changed.notify_all()
+
+
+# --- Arrow tables ---
 
 # A batch is encoded, sent and decoded as a whole.
 BATCH_BYTES = 4 * 1024 * 1024

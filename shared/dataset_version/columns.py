@@ -22,6 +22,8 @@ import pyarrow.types as kinds
 
 from shared.errors import InvalidArgument, shown
 
+# --- Columns ---
+
 ROW_ID = "_row_id"
 ROW_ID_FIELD = pa.field(ROW_ID, pa.int64(), nullable=False)
 TENSOR_KEY = b"millrace.tensor"
@@ -230,6 +232,8 @@ def _as_tensors(binary: pa.Array, tensor: pa.FixedShapeTensorType) -> pa.Extensi
     )
     return pa.ExtensionArray.from_storage(tensor, pa.FixedSizeListArray.from_arrays(values, per_row))
 
+
+# --- Names of columns ---
 
 MAX_COLUMNS = 10_000
 # Of one column's name: every report, error and quarantined row has it.

@@ -24,6 +24,8 @@ from shared.user_markers import UserMarker, keep_marker, let_go, live_users, mar
 __all__ = ["UserMarker", "live_users", "mark_used", "markers", "unmark", "using"]
 
 
+# --- Version ---
+
 # The kind of the durable job whose log is a version's log.
 IMPORT_KIND = "import"
 MANIFEST = "manifest.json"
@@ -99,6 +101,9 @@ def _check_there(store: ObjectStore, name: str, manifest: str) -> None:
         raise not_found(name, "it was deleted while it was read")
 
 
+# --- Attachments ---
+
+
 def read_attachment(store: ObjectStore, version: DatasetVersion, path: str) -> bytes | None:
     """None where the version has none of that name. Raises `DataLoss` where it is not what was committed, and
     `NotFound` where the version was deleted meanwhile."""
@@ -124,6 +129,9 @@ def read_report(store: ObjectStore, version: DatasetVersion) -> dict[str, Any]:
     data = read_attachment(store, version, REPORT)
     report: dict[str, Any] = json.loads(data) if data else {}
     return report
+
+
+# --- Statistics of ingested rows ---
 
 
 def ingested_nan_counts(store: ObjectStore, version: DatasetVersion, split: str) -> dict[str, int]:
@@ -181,6 +189,9 @@ def _ingested_there(version: DatasetVersion) -> frozenset[str]:
     if version.manifest.prediction is not None:
         return frozenset(version.manifest.prediction.columns)
     return frozenset() if version.manifest.transforms else frozenset(column.name for column in version.columns)
+
+
+# --- Users of a version ---
 
 
 def mark_used(

@@ -25,6 +25,8 @@ from shared.dataset_version.columns import ROW_ID_FIELD, is_tensor, row_bytes, s
 from shared.dataset_version.manifest import DataFile, sha256_hex
 from shared.storage import ObjectStore
 
+# --- Row groups ---
+
 TARGET_GROUP_BYTES = 256 * 1024
 MAX_GROUP_BYTES = 32 * 1024 * 1024
 MIN_GROUP_ROWS, MAX_GROUP_ROWS = 256, 4096
@@ -94,6 +96,8 @@ def _row_sizes(stored: pa.Table) -> NDArray[np.int64]:
     sizes += -(-bits // 8)
     return sizes
 
+
+# --- Writer ---
 
 COMPRESSION = "lz4"
 MAX_FILE_BYTES = 64 * 1024 * 1024

@@ -22,158 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-MLP = "mlp"
-MAX_WIDTH = 65_536
-MAX_LAYERS = 64
-DEFAULT_HIDDEN = (128, 64)
-# By the name in kwargs, the class of torch.nn.
-ACTIVATIONS = {
-    "relu": "ReLU",
-    "gelu": "GELU",
-    "silu": "SiLU",
-    "tanh": "Tanh",
-    "elu": "ELU",
-    "leaky_relu": "LeakyReLU",
-    "sigmoid": "Sigmoid",
-}
-
-
-def build_mlp(spec: ModelSpec, path: str) -> nn.Module:
-    """`in_channels` numbers in, `num_classes` out; kwargs `hidden` (widths), `dropout` (0 to below 1), `activation`.
-
-    Raises `InvalidArgument` naming the argument below `path`.
-    """
-    from torch import nn
-
-    hidden, dropout, activation = _arguments(spec.kwargs, f"{path}.kwargs")
-    layers: OrderedDict[str, nn.Module] = OrderedDict()
-    width = spec.in_channels
-    for number, next_width in enumerate(hidden):
-        layers[f"linear{number}"] = nn.Linear(width, next_width)
-        layers[f"activation{number}"] = getattr(nn, ACTIVATIONS[activation])()
-        if dropout:
-            layers[f"dropout{number}"] = nn.Dropout(dropout)
-        width = next_width
-    layers["output"] = nn.Linear(width, spec.num_classes)
-    return nn.Sequential(layers)
-
-
-def _arguments(kwargs: dict[str, Any], path: str) -> tuple[list[int], float, str]:
-    unknown = sorted(kwargs.keys() - {"hidden", "dropout", "activation"})
-    if unknown:
-        raise invalid_field(path, unknown[0], "mlp takes hidden, dropout and activation")
-    hidden = kwargs.get("hidden", list(DEFAULT_HIDDEN))
-    if not isinstance(hidden, list | tuple) or len(hidden) > MAX_LAYERS or not all(map(_is_width, hidden)):
-        raise invalid_field(f"{path}.hidden", hidden, f"use up to {MAX_LAYERS} widths of 1 to {MAX_WIDTH:,}")
-    dropout = kwargs.get("dropout", 0)
-    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise invalid_field(f"{path}.dropout", dropout, "use 0 to below 1")
-    activation = kwargs.get("activation", "relu")
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise invalid_field(f"{path}.activation", activation, f"use one of {', '.join(ACTIVATIONS)}")
-    return list(hidden), float(dropout), activation
-
-
-def _is_width(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_WIDTH
-
-
-def build_own(spec: ModelSpec, path: str) -> nn.Module:
-    """Fresh weights, by what `spec.entry` names: a function of `spec.kwargs`, or of nothing; or a class, to which they
-    are keyword arguments.
-
-    Raises `InvalidArgument` naming `path`.entry where it makes no `nn.Module`, and `FailedPrecondition` with the line
-    of the user's code where that raises, or where this process has not loaded the code.
-    """
-    from torch import nn
-
-    made = called(find_entry(spec.code_bundle, spec.entry), spec)
-    if not isinstance(made, nn.Module):
-        remedy = f"it made a {type(made).__name__}; it must make a torch.nn.Module"
-        raise invalid_field(f"{path}.entry", spec.entry, remedy)
-    return made
-
-
-def called(found: Any, spec: ModelSpec) -> Any:
-    """What the entry makes of `spec.kwargs`. Raises `FailedPrecondition` for whatever it raises."""
-    try:
-        if isinstance(found, type):
-            return found(**spec.kwargs)
-        return found(dict(spec.kwargs)) if inspect.signature(found).parameters else found()
-    except MillraceError:
-        raise
-    except Exception as error:  # whatever a user's code raises
-        raise entry_failed(spec.code_bundle, spec.entry, error) from error
-
-
-def own_method(module: object, name: str) -> Any:
-    """The bound method of that name that a user's class defines, or None. An attribute of the instance alone, such as a
-    layer, is none; nor is what Lightning's base class has under the name."""
-    found = inspect.getattr_static(type(module), name, None)
-    defined_in = str(getattr(found, "__module__", ""))
-    if found is None or defined_in.partition(".")[0] in ("torch", "lightning", "pytorch_lightning"):
-        return None
-    method = getattr(module, name)
-    return method if callable(method) else None
-
-
-PREFIX = "torchvision."
-
-
-@functools.cache
-def known_builders() -> frozenset[str]:
-    """Every builder of torchvision that a specification may name. Takes seconds the first time."""
-    import torchvision
-
-    return frozenset(PREFIX + name for name in torchvision.models.list_models(module=torchvision.models))
-
-
-def build_torchvision(spec: ModelSpec, path: str) -> nn.Module:
-    """Images float32 (B, C, H, W) in, logits float32 (B, num_classes) out.
-
-    Raises `InvalidArgument` naming the field below `path` for an unknown builder, arguments that it does not take, or
-    a model whose input channels cannot be adapted.
-    """
-    import torchvision
-
-    if spec.builder not in known_builders():
-        raise invalid_field(
-            f"{path}.builder", spec.builder, "use torchvision. and a classification builder, e.g. torchvision.resnet18"
-        )
-    try:
-        model: nn.Module = torchvision.models.get_model(
-            spec.builder.removeprefix(PREFIX), weights=None, num_classes=spec.num_classes, **spec.kwargs
-        )
-    except Exception as error:  # each builder has its own way of refusing arguments
-        raise invalid_field(f"{path}.kwargs", spec.kwargs, f"the builder refuses them: {first_line(error)}") from None
-    return adapt_channels(model, spec, path)
-
-
-def adapt_channels(model: nn.Module, spec: ModelSpec, path: str) -> nn.Module:
-    """Replaces the first convolution by one of the same shape that takes `spec.in_channels`."""
-    from torch import nn
-
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Conv2d):
-            if module.in_channels != spec.in_channels:
-                parent, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(parent), leaf, _with_channels(module, spec.in_channels))
-            return model
-    raise invalid_field(f"{path}.builder", spec.builder, "use a model that begins with a 2-d convolution")
-
-
-def _with_channels(conv: nn.Conv2d, in_channels: int) -> nn.Conv2d:
-    from torch import nn
-
-    return nn.Conv2d(
-        in_channels,
-        conv.out_channels,
-        kernel_size=conv.kernel_size,  # type: ignore[arg-type]
-        stride=conv.stride,  # type: ignore[arg-type]
-        padding=conv.padding,  # type: ignore[arg-type]
-        dilation=conv.dilation,  # type: ignore[arg-type]
-        bias=conv.bias is not None,
-    )
+# --- Building ---
 
 
 def build_model(spec: ModelSpec, path: str = "model") -> nn.Module:
@@ -242,3 +91,164 @@ def _build_installed(spec: ModelSpec, path: str) -> nn.Module:
 
 def _installed(builder: str, field: str) -> Any:
     return load_installed(MODELS, builder, field, "a classifier of torchvision, e.g. torchvision.resnet18, mlp,")
+
+
+# --- Multi-layer perceptron ---
+
+MLP = "mlp"
+MAX_WIDTH = 65_536
+MAX_LAYERS = 64
+DEFAULT_HIDDEN = (128, 64)
+# By the name in kwargs, the class of torch.nn.
+ACTIVATIONS = {
+    "relu": "ReLU",
+    "gelu": "GELU",
+    "silu": "SiLU",
+    "tanh": "Tanh",
+    "elu": "ELU",
+    "leaky_relu": "LeakyReLU",
+    "sigmoid": "Sigmoid",
+}
+
+
+def build_mlp(spec: ModelSpec, path: str) -> nn.Module:
+    """`in_channels` numbers in, `num_classes` out; kwargs `hidden` (widths), `dropout` (0 to below 1), `activation`.
+
+    Raises `InvalidArgument` naming the argument below `path`.
+    """
+    from torch import nn
+
+    hidden, dropout, activation = _arguments(spec.kwargs, f"{path}.kwargs")
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    width = spec.in_channels
+    for number, next_width in enumerate(hidden):
+        layers[f"linear{number}"] = nn.Linear(width, next_width)
+        layers[f"activation{number}"] = getattr(nn, ACTIVATIONS[activation])()
+        if dropout:
+            layers[f"dropout{number}"] = nn.Dropout(dropout)
+        width = next_width
+    layers["output"] = nn.Linear(width, spec.num_classes)
+    return nn.Sequential(layers)
+
+
+def _arguments(kwargs: dict[str, Any], path: str) -> tuple[list[int], float, str]:
+    unknown = sorted(kwargs.keys() - {"hidden", "dropout", "activation"})
+    if unknown:
+        raise invalid_field(path, unknown[0], "mlp takes hidden, dropout and activation")
+    hidden = kwargs.get("hidden", list(DEFAULT_HIDDEN))
+    if not isinstance(hidden, list | tuple) or len(hidden) > MAX_LAYERS or not all(map(_is_width, hidden)):
+        raise invalid_field(f"{path}.hidden", hidden, f"use up to {MAX_LAYERS} widths of 1 to {MAX_WIDTH:,}")
+    dropout = kwargs.get("dropout", 0)
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise invalid_field(f"{path}.dropout", dropout, "use 0 to below 1")
+    activation = kwargs.get("activation", "relu")
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise invalid_field(f"{path}.activation", activation, f"use one of {', '.join(ACTIVATIONS)}")
+    return list(hidden), float(dropout), activation
+
+
+def _is_width(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_WIDTH
+
+
+# --- A user's own model ---
+
+
+def build_own(spec: ModelSpec, path: str) -> nn.Module:
+    """Fresh weights, by what `spec.entry` names: a function of `spec.kwargs`, or of nothing; or a class, to which they
+    are keyword arguments.
+
+    Raises `InvalidArgument` naming `path`.entry where it makes no `nn.Module`, and `FailedPrecondition` with the line
+    of the user's code where that raises, or where this process has not loaded the code.
+    """
+    from torch import nn
+
+    made = called(find_entry(spec.code_bundle, spec.entry), spec)
+    if not isinstance(made, nn.Module):
+        remedy = f"it made a {type(made).__name__}; it must make a torch.nn.Module"
+        raise invalid_field(f"{path}.entry", spec.entry, remedy)
+    return made
+
+
+def called(found: Any, spec: ModelSpec) -> Any:
+    """What the entry makes of `spec.kwargs`. Raises `FailedPrecondition` for whatever it raises."""
+    try:
+        if isinstance(found, type):
+            return found(**spec.kwargs)
+        return found(dict(spec.kwargs)) if inspect.signature(found).parameters else found()
+    except MillraceError:
+        raise
+    except Exception as error:  # whatever a user's code raises
+        raise entry_failed(spec.code_bundle, spec.entry, error) from error
+
+
+def own_method(module: object, name: str) -> Any:
+    """The bound method of that name that a user's class defines, or None. An attribute of the instance alone, such as a
+    layer, is none; nor is what Lightning's base class has under the name."""
+    found = inspect.getattr_static(type(module), name, None)
+    defined_in = str(getattr(found, "__module__", ""))
+    if found is None or defined_in.partition(".")[0] in ("torch", "lightning", "pytorch_lightning"):
+        return None
+    method = getattr(module, name)
+    return method if callable(method) else None
+
+
+# --- Torchvision ---
+
+PREFIX = "torchvision."
+
+
+@functools.cache
+def known_builders() -> frozenset[str]:
+    """Every builder of torchvision that a specification may name. Takes seconds the first time."""
+    import torchvision
+
+    return frozenset(PREFIX + name for name in torchvision.models.list_models(module=torchvision.models))
+
+
+def build_torchvision(spec: ModelSpec, path: str) -> nn.Module:
+    """Images float32 (B, C, H, W) in, logits float32 (B, num_classes) out.
+
+    Raises `InvalidArgument` naming the field below `path` for an unknown builder, arguments that it does not take, or
+    a model whose input channels cannot be adapted.
+    """
+    import torchvision
+
+    if spec.builder not in known_builders():
+        raise invalid_field(
+            f"{path}.builder", spec.builder, "use torchvision. and a classification builder, e.g. torchvision.resnet18"
+        )
+    try:
+        model: nn.Module = torchvision.models.get_model(
+            spec.builder.removeprefix(PREFIX), weights=None, num_classes=spec.num_classes, **spec.kwargs
+        )
+    except Exception as error:  # each builder has its own way of refusing arguments
+        raise invalid_field(f"{path}.kwargs", spec.kwargs, f"the builder refuses them: {first_line(error)}") from None
+    return adapt_channels(model, spec, path)
+
+
+def adapt_channels(model: nn.Module, spec: ModelSpec, path: str) -> nn.Module:
+    """Replaces the first convolution by one of the same shape that takes `spec.in_channels`."""
+    from torch import nn
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d):
+            if module.in_channels != spec.in_channels:
+                parent, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(parent), leaf, _with_channels(module, spec.in_channels))
+            return model
+    raise invalid_field(f"{path}.builder", spec.builder, "use a model that begins with a 2-d convolution")
+
+
+def _with_channels(conv: nn.Conv2d, in_channels: int) -> nn.Conv2d:
+    from torch import nn
+
+    return nn.Conv2d(
+        in_channels,
+        conv.out_channels,
+        kernel_size=conv.kernel_size,  # type: ignore[arg-type]
+        stride=conv.stride,  # type: ignore[arg-type]
+        padding=conv.padding,  # type: ignore[arg-type]
+        dilation=conv.dilation,  # type: ignore[arg-type]
+        bias=conv.bias is not None,
+    )

@@ -23,22 +23,7 @@ from shared.errors import FailedPrecondition, InvalidArgument
 from shared.model_spec import REGRESSION, ModelSpec, TargetScaling
 from shared.models.building import build_model, load_weights
 
-
-def scale_target(scaling: TargetScaling | None, labels: Tensor) -> Tensor:
-    """Of labels (B, K) in their own unit what the model learns, (B, K) of the same dtype; as they are without one."""
-    if scaling is None:
-        return labels
-    exact = labels.double()
-    return ((exact - exact.new_tensor(scaling.mean)) / exact.new_tensor(scaling.deviation)).to(labels.dtype)
-
-
-def undo_scaling(scaling: TargetScaling | None, outputs: Tensor) -> Tensor:
-    """Of the model's outputs (B, K) the values in the target's own unit, float32 (B, K); the same without a scaling."""
-    if scaling is None:
-        return outputs
-    exact = outputs.double()
-    return (exact * exact.new_tensor(scaling.deviation) + exact.new_tensor(scaling.mean)).float()
-
+# --- Loaded ---
 
 Outputs = list[NDArray[np.generic]]
 
@@ -107,3 +92,22 @@ def does_not_load(content: CheckpointContent, error: Exception) -> FailedPrecond
     return FailedPrecondition(
         f"the model of {content.training_job} does not load: {error}", reason="MODEL_DOES_NOT_LOAD"
     )
+
+
+# --- Scaled target ---
+
+
+def scale_target(scaling: TargetScaling | None, labels: Tensor) -> Tensor:
+    """Of labels (B, K) in their own unit what the model learns, (B, K) of the same dtype; as they are without one."""
+    if scaling is None:
+        return labels
+    exact = labels.double()
+    return ((exact - exact.new_tensor(scaling.mean)) / exact.new_tensor(scaling.deviation)).to(labels.dtype)
+
+
+def undo_scaling(scaling: TargetScaling | None, outputs: Tensor) -> Tensor:
+    """Of the model's outputs (B, K) the values in the target's own unit, float32 (B, K); the same without a scaling."""
+    if scaling is None:
+        return outputs
+    exact = outputs.double()
+    return (exact * exact.new_tensor(scaling.deviation) + exact.new_tensor(scaling.mean)).float()

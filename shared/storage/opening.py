@@ -25,82 +25,7 @@ if TYPE_CHECKING:
     from obstore.store import BackoffConfig
 
 
-S3_ENDPOINT = "https://s3.amazonaws.com"
-
-CONNECT_TIMEOUT = timedelta(seconds=5)
-# A server that accepts and then says nothing for so long is given up.
-SILENCE_TIMEOUT = timedelta(seconds=10)
-
-
-def minio_client(settings: StoreSettings, silence: timedelta = SILENCE_TIMEOUT) -> Minio:
-    """`silence` is how long a server may say nothing."""
-    # Here alone: they take a sixth of a second, and workers, which start often, need none.
-    import urllib3
-    from minio import Minio
-
-    endpoint = urlsplit(settings.s3_endpoint or S3_ENDPOINT)
-    return Minio(
-        endpoint=endpoint.netloc,
-        access_key=settings.s3_access_key,
-        secret_key=settings.s3_secret_key,
-        region=settings.s3_region,
-        secure=endpoint.scheme == "https",
-        http_client=urllib3.PoolManager(
-            timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT.total_seconds(), read=silence.total_seconds()),
-            retries=urllib3.Retry(total=2, backoff_factor=0.2),
-        ),
-    )
-
-
-ROUNDS = 3
-WRITERS = 8
-
-
-class StoreRefused(RuntimeError):
-    """The store cannot be used; the text says why."""
-
-
-def probe(store: ObjectStore) -> None:
-    """Lets writers race for a key; raises `StoreRefused` unless each time exactly one wins and is read back.
-
-    Raises `StoreRefused` as well for a missing bucket or refused credentials, `Unavailable` when nothing
-    answers, and `ResourceExhausted` when the store is full.
-    """
-    try:
-        _race(store)
-    except Unavailable as error:
-        if error.specific_reason == "STORE_REFUSED":
-            raise StoreRefused(f"{store.settings.url}: {error.message}") from error
-        raise
-
-
-def _race(store: ObjectStore) -> None:
-    folder = f"probe/{uuid.uuid4().hex}"
-    with ThreadPoolExecutor(WRITERS) as pool:
-        for round_number in range(ROUNDS):
-            key = f"{folder}/{round_number}"
-            try:
-                values = [f"{writer}".encode() for writer in range(WRITERS)]
-                won = list(pool.map(lambda value, key=key: _try(store, key, value), values))
-                winners = [value for value, one in zip(values, won, strict=True) if one]
-                # None, where the winner's answer was lost, so that it met its own write.
-                if len(winners) > 1 or store.get(key) not in (winners or values):
-                    raise StoreRefused(
-                        f"{store.settings.url} does not honour put-if-absent (If-None-Match: *): of {WRITERS} "
-                        f"concurrent creates {len(winners)} succeeded; "
-                        "use a store with conditional writes, such as MinIO or S3"
-                    )
-            finally:
-                store.delete(key)
-
-
-def _try(store: ObjectStore, key: str, value: bytes) -> bool:
-    try:
-        store.put_if_absent(key, value)
-    except ObjectExists:
-        return False
-    return True
-
+# --- Opening ---
 
 # Short enough that an RPC can still answer UNAVAILABLE before its deadline.
 RETRY_FOR = timedelta(seconds=10)
@@ -186,3 +111,84 @@ def _open_s3(settings: StoreSettings) -> ObjectStore:
     )
     root = f"{parts.netloc}/{prefix}" if prefix else parts.netloc
     return ObjectStore(backend, fs.SubTreeFileSystem(root, filesystem), settings)
+
+
+# --- Client of minio ---
+
+S3_ENDPOINT = "https://s3.amazonaws.com"
+
+CONNECT_TIMEOUT = timedelta(seconds=5)
+# A server that accepts and then says nothing for so long is given up.
+SILENCE_TIMEOUT = timedelta(seconds=10)
+
+
+def minio_client(settings: StoreSettings, silence: timedelta = SILENCE_TIMEOUT) -> Minio:
+    """`silence` is how long a server may say nothing."""
+    # Here alone: they take a sixth of a second, and workers, which start often, need none.
+    import urllib3
+    from minio import Minio
+
+    endpoint = urlsplit(settings.s3_endpoint or S3_ENDPOINT)
+    return Minio(
+        endpoint=endpoint.netloc,
+        access_key=settings.s3_access_key,
+        secret_key=settings.s3_secret_key,
+        region=settings.s3_region,
+        secure=endpoint.scheme == "https",
+        http_client=urllib3.PoolManager(
+            timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT.total_seconds(), read=silence.total_seconds()),
+            retries=urllib3.Retry(total=2, backoff_factor=0.2),
+        ),
+    )
+
+
+# --- Start-up probe ---
+
+ROUNDS = 3
+WRITERS = 8
+
+
+class StoreRefused(RuntimeError):
+    """The store cannot be used; the text says why."""
+
+
+def probe(store: ObjectStore) -> None:
+    """Lets writers race for a key; raises `StoreRefused` unless each time exactly one wins and is read back.
+
+    Raises `StoreRefused` as well for a missing bucket or refused credentials, `Unavailable` when nothing
+    answers, and `ResourceExhausted` when the store is full.
+    """
+    try:
+        _race(store)
+    except Unavailable as error:
+        if error.specific_reason == "STORE_REFUSED":
+            raise StoreRefused(f"{store.settings.url}: {error.message}") from error
+        raise
+
+
+def _race(store: ObjectStore) -> None:
+    folder = f"probe/{uuid.uuid4().hex}"
+    with ThreadPoolExecutor(WRITERS) as pool:
+        for round_number in range(ROUNDS):
+            key = f"{folder}/{round_number}"
+            try:
+                values = [f"{writer}".encode() for writer in range(WRITERS)]
+                won = list(pool.map(lambda value, key=key: _try(store, key, value), values))
+                winners = [value for value, one in zip(values, won, strict=True) if one]
+                # None, where the winner's answer was lost, so that it met its own write.
+                if len(winners) > 1 or store.get(key) not in (winners or values):
+                    raise StoreRefused(
+                        f"{store.settings.url} does not honour put-if-absent (If-None-Match: *): of {WRITERS} "
+                        f"concurrent creates {len(winners)} succeeded; "
+                        "use a store with conditional writes, such as MinIO or S3"
+                    )
+            finally:
+                store.delete(key)
+
+
+def _try(store: ObjectStore, key: str, value: bytes) -> bool:
+    try:
+        store.put_if_absent(key, value)
+    except ObjectExists:
+        return False
+    return True

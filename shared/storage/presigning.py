@@ -30,6 +30,8 @@ from shared.storage.object_store import (
 )
 from shared.storage.opening import S3_ENDPOINT, minio_client
 
+# --- Signed URLs ---
+
 VALID_FOR = timedelta(hours=1)
 
 
@@ -84,6 +86,8 @@ def presigner(settings: StoreSettings) -> Presigner | None:
     """None where the store is not S3."""
     return Presigner(settings) if urlsplit(settings.url).scheme == "s3" else None
 
+
+# --- Uploads in parts ---
 
 logger = logging.getLogger(__name__)
 

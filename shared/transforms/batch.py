@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from shared.dataset_version.columns import is_tensor, refuse_nulls, tensor_array
 
+# --- Batch ---
+
 Array = NDArray[Any]
 
 
@@ -128,6 +130,8 @@ def _one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     combined = column.combine_chunks()
     return combined.chunk(0) if isinstance(combined, pa.ChunkedArray) else combined
 
+
+# --- Random numbers ---
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _LARGEST = 2**64 - 1

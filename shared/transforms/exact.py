@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from shared.transforms.schema import StepError
 
+# --- Mean and deviation ---
+
 # numpy.frexp gives exponents from -1073 on.
 LEAST_EXPONENT = -1073
 UNIT_BITS = 53 - LEAST_EXPONENT
@@ -88,6 +90,8 @@ def _root(numerator: int, denominator: int) -> float:
     shift = max(0, (denominator.bit_length() - numerator.bit_length()) // 2 + 66)
     return math.isqrt((numerator << 2 * shift) // denominator) / (1 << shift)
 
+
+# --- Value counts ---
 
 # New values are counted together once so many rows wait: each counting is a pass over all that is known.
 ROWS_TO_WAIT_FOR = 1 << 16

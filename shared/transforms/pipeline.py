@@ -42,227 +42,7 @@ from shared.transforms.steps.step import Learner, Names, Step
 from shared.transforms.steps.tensors import Concat, Normalize, ToFloat
 from shared.transforms.steps.tokenizing import Tokenize
 
-STEPS: dict[str, type[Step]] = {
-    step.op: step
-    for step in (
-        ToFloat,
-        Normalize,
-        Select,
-        Drop,
-        Rename,
-        Cast,
-        Filter,
-        FillNulls,
-        Standardize,
-        MinMaxScale,
-        OrdinalEncode,
-        OneHotEncode,
-        Bucketize,
-        Concat,
-        DecodeImage,
-        Resize,
-        CenterCrop,
-        Grayscale,
-        RandomCrop,
-        RandomFlip,
-        RandomRotation,
-        ColorJitter,
-        Custom,
-        Tokenize,
-    )
-}
-
-
-def build_step(
-    message: transform_pb2.TransformStep, default_column: str, custom_allowed: Collection[str] | None
-) -> Step:
-    """Raises `StepError` naming the field at fault. `custom_allowed`: as in `Pipeline.from_proto`."""
-    op = message.WhichOneof("op")
-    if op is None:
-        raise StepError(f"choose one of {', '.join(STEPS)}")
-    kind = STEPS[op]
-    if kind.takes_column:
-        column = message.column or default_column
-        if not column:
-            raise StepError(f"name the column that {op} works on", "column")
-    elif message.column:
-        raise StepError(f"leave it empty: {op} names its columns itself", "column")
-    else:
-        column = ""
-    step = kind.of(getattr(message, op), column)
-    if isinstance(step, Custom) and custom_allowed is not None and step.function not in custom_allowed:
-        allowed = ", ".join(sorted(custom_allowed)) or "none"
-        raise StepError(f"{step.function!r} is not allowed here; allowed are: {allowed}", "custom.function")
-    return step
-
-
-class Walk:
-    """`keys` are those of the batch's rows in training, else None."""
-
-    def __init__(self, batch: Batch, keys: RowKeys | None = None) -> None:
-        self.batch = batch
-        self._keys = keys
-        # Of the rows that are left, the indices in the batch given at first; None while all are.
-        self._origin: NDArray[np.intp] | None = None
-
-    def through(self, step: Step, path: str, place: int) -> None:
-        """Raises `RowError`, and `InvalidArgument` for a step that fails as a whole, naming `path`."""
-        with self._named(path):
-            if not step.fitted:
-                raise StepError(f"{step.op} has not learnt yet; fit the pipeline first")
-            if isinstance(step, Filter):
-                self._keep(step.keeps(self.batch))
-            else:
-                keys = self._keys.at(place) if self._keys is not None and step.augments else None
-                self.batch = step.apply(self.batch, keys)
-
-    def teach(self, learner: Learner, column: str, path: str) -> None:
-        """Raises as `through` does."""
-        with self._named(path):
-            learner.update(self.batch[column])
-
-    def _keep(self, kept: NDArray[np.bool_]) -> None:
-        if kept.all():
-            return
-        self.batch = take_rows(self.batch, kept)
-        self._origin = np.flatnonzero(kept) if self._origin is None else self._origin[kept]
-        self._keys = self._keys and self._keys.take(kept)
-
-    @contextmanager
-    def _named(self, path: str) -> Iterator[None]:
-        try:
-            yield
-        except RowProblem as problem:
-            row = problem.row if self._origin is None else int(self._origin[problem.row])
-            raise RowError(path, row, str(problem)) from problem
-        except StepError as error:
-            raise step_error(path, error) from error
-
-
-# The index that a step has in the chain, and what is left of it.
-Sliced = list[tuple[int, Step]]
-
-
-def needed_columns(
-    steps: Sequence[Step], schemas: Sequence[Schema], outputs: Names, taps: Mapping[int, Names] | None = None
-) -> list[Names]:
-    """What is needed before each step and, last, after all: len(steps) + 1 sets.
-
-    `schemas[i]` are the columns before step i; `taps` are columns needed before a step beside what `outputs` need.
-    """
-    needed = [outputs]
-    for index in range(len(steps) - 1, -1, -1):
-        sources = steps[index].sources(needed[-1], schemas[index])
-        needed.append(sources | (taps or {}).get(index, frozenset()))
-    return needed[::-1]
-
-
-def sliced(steps: Sequence[Step], schemas: Sequence[Schema], needed: Sequence[Names]) -> Sliced:
-    """The steps, narrowed to what is needed (of `needed_columns`), from the columns `needed[0]` alone.
-
-    Columns are dropped as soon as nothing needs them any more, so names that the whole chain takes away and gives again
-    cannot meet. Steps added to drop columns carry the index of the step that they follow.
-    """
-    part: Sliced = []
-    present = {name: one for name, one in schemas[0].items() if name in needed[0]}
-    if len(present) < len(schemas[0]):
-        part.append((0, Select(tuple(present))))
-    for index, step in enumerate(steps):
-        narrowed = step.narrowed(needed[index + 1], schemas[index])
-        if narrowed is not None:
-            part.append((index, narrowed))
-            present = narrowed.output(present)
-        dead = tuple(name for name in present if name not in needed[index + 1])
-        if dead:
-            part.append((index, Drop(dead)))
-            present = {name: one for name, one in present.items() if name not in dead}
-    return part
-
-
-class Fitter:
-    """Learns, in one pass over the training rows, the steps whose column depends on no step that is still unfitted.
-
-    Picklable; several may learn from a part of the rows each, and be merged. `schemas` are the columns before each step
-    of the pipeline, `field` the path under which errors name its steps.
-    """
-
-    def __init__(self, pipeline: Pipeline, schemas: Sequence[Schema], field: str) -> None:
-        self._pipeline = pipeline
-        self._field = field
-        steps = pipeline.steps
-        taps = {
-            index: step.reads[0]
-            for index, step in enumerate(steps)
-            if not step.fitted and _learnable(steps, schemas, index)
-        }
-        # Before a step is applied, its learner, if any, sees the column.
-        self._learners: dict[int, tuple[str, Learner]] = {
-            index: (column, steps[index].learner(schemas[index][column])) for index, column in taps.items()
-        }
-        self._steps = _steps_towards(taps, steps, schemas)
-
-    @property
-    def learns(self) -> list[int]:
-        """The indices of the steps that this pass teaches."""
-        return list(self._learners)
-
-    @property
-    def applies(self) -> list[Step]:
-        """The steps that the rows go through on their way to those."""
-        return [step for steps in self._steps.values() for step in steps]
-
-    def update(self, batch: Batch) -> None:
-        """Learns from training rows. Raises as `Pipeline.__call__` does."""
-        walk = Walk(batch)
-        for index in range(len(self._pipeline.steps)):
-            if index in self._learners:
-                column, learner = self._learners[index]
-                walk.teach(learner, column, self._path(index))
-            for step in self._steps.get(index, []):
-                walk.through(step, self._path(index), index)
-
-    def merge(self, other: Fitter) -> None:
-        """Takes in what `other`, a fitter of the same pipeline, has seen. Raises `InvalidArgument` as `update` does."""
-        if self.learns != other.learns:
-            raise ValueError(f"a fitter of the steps {other.learns} cannot be merged into one of {self.learns}")
-        for index, (_, learner) in self._learners.items():
-            try:
-                learner.merge(other._learners[index][1])
-            except StepError as error:
-                raise step_error(self._path(index), error) from None
-
-    def fitted(self) -> Pipeline:
-        """The pipeline with what was learnt. Raises `InvalidArgument` for a step that saw too little."""
-        steps = list(self._pipeline.steps)
-        for index, (_, learner) in self._learners.items():
-            try:
-                steps[index] = learner.learnt()
-            except StepError as error:
-                raise step_error(self._path(index), error) from None
-        return self._pipeline.with_steps(steps)
-
-    def _path(self, index: int) -> str:
-        return f"{self._field}.steps[{index}]"
-
-
-def _learnable(steps: Sequence[Step], schemas: Sequence[Schema], index: int) -> bool:
-    before = steps[:index]
-    needed = needed_columns(before, schemas, frozenset(steps[index].reads))
-    return all(step.fitted for _, step in sliced(before, schemas, needed))
-
-
-def _steps_towards(taps: dict[int, str], steps: Sequence[Step], schemas: Sequence[Schema]) -> dict[int, list[Step]]:
-    """What it takes of the steps to bring each tapped column to its tap."""
-    if not taps:
-        return {}
-    last = max(taps)
-    wanted: dict[int, Names] = {index: frozenset([column]) for index, column in taps.items()}
-    needed = needed_columns(steps[:last], schemas, wanted[last], wanted)
-    by_index: dict[int, list[Step]] = {}
-    for index, step in sliced(steps[:last], schemas, needed):
-        by_index.setdefault(index, []).append(step)
-    return by_index
-
+# --- Pipeline ---
 
 MAX_STEPS = 256
 
@@ -459,3 +239,235 @@ def _refuse_new_columns(made: Schema, given: Schema) -> None:
     for name in made:
         if name not in given and (problem := name_problem(name)):
             raise StepError(problem)
+
+
+# --- Registry of steps ---
+
+STEPS: dict[str, type[Step]] = {
+    step.op: step
+    for step in (
+        ToFloat,
+        Normalize,
+        Select,
+        Drop,
+        Rename,
+        Cast,
+        Filter,
+        FillNulls,
+        Standardize,
+        MinMaxScale,
+        OrdinalEncode,
+        OneHotEncode,
+        Bucketize,
+        Concat,
+        DecodeImage,
+        Resize,
+        CenterCrop,
+        Grayscale,
+        RandomCrop,
+        RandomFlip,
+        RandomRotation,
+        ColorJitter,
+        Custom,
+        Tokenize,
+    )
+}
+
+
+def build_step(
+    message: transform_pb2.TransformStep, default_column: str, custom_allowed: Collection[str] | None
+) -> Step:
+    """Raises `StepError` naming the field at fault. `custom_allowed`: as in `Pipeline.from_proto`."""
+    op = message.WhichOneof("op")
+    if op is None:
+        raise StepError(f"choose one of {', '.join(STEPS)}")
+    kind = STEPS[op]
+    if kind.takes_column:
+        column = message.column or default_column
+        if not column:
+            raise StepError(f"name the column that {op} works on", "column")
+    elif message.column:
+        raise StepError(f"leave it empty: {op} names its columns itself", "column")
+    else:
+        column = ""
+    step = kind.of(getattr(message, op), column)
+    if isinstance(step, Custom) and custom_allowed is not None and step.function not in custom_allowed:
+        allowed = ", ".join(sorted(custom_allowed)) or "none"
+        raise StepError(f"{step.function!r} is not allowed here; allowed are: {allowed}", "custom.function")
+    return step
+
+
+# --- Walk ---
+
+
+class Walk:
+    """`keys` are those of the batch's rows in training, else None."""
+
+    def __init__(self, batch: Batch, keys: RowKeys | None = None) -> None:
+        self.batch = batch
+        self._keys = keys
+        # Of the rows that are left, the indices in the batch given at first; None while all are.
+        self._origin: NDArray[np.intp] | None = None
+
+    def through(self, step: Step, path: str, place: int) -> None:
+        """Raises `RowError`, and `InvalidArgument` for a step that fails as a whole, naming `path`."""
+        with self._named(path):
+            if not step.fitted:
+                raise StepError(f"{step.op} has not learnt yet; fit the pipeline first")
+            if isinstance(step, Filter):
+                self._keep(step.keeps(self.batch))
+            else:
+                keys = self._keys.at(place) if self._keys is not None and step.augments else None
+                self.batch = step.apply(self.batch, keys)
+
+    def teach(self, learner: Learner, column: str, path: str) -> None:
+        """Raises as `through` does."""
+        with self._named(path):
+            learner.update(self.batch[column])
+
+    def _keep(self, kept: NDArray[np.bool_]) -> None:
+        if kept.all():
+            return
+        self.batch = take_rows(self.batch, kept)
+        self._origin = np.flatnonzero(kept) if self._origin is None else self._origin[kept]
+        self._keys = self._keys and self._keys.take(kept)
+
+    @contextmanager
+    def _named(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except RowProblem as problem:
+            row = problem.row if self._origin is None else int(self._origin[problem.row])
+            raise RowError(path, row, str(problem)) from problem
+        except StepError as error:
+            raise step_error(path, error) from error
+
+
+# --- Slices of a chain ---
+
+# The index that a step has in the chain, and what is left of it.
+Sliced = list[tuple[int, Step]]
+
+
+def needed_columns(
+    steps: Sequence[Step], schemas: Sequence[Schema], outputs: Names, taps: Mapping[int, Names] | None = None
+) -> list[Names]:
+    """What is needed before each step and, last, after all: len(steps) + 1 sets.
+
+    `schemas[i]` are the columns before step i; `taps` are columns needed before a step beside what `outputs` need.
+    """
+    needed = [outputs]
+    for index in range(len(steps) - 1, -1, -1):
+        sources = steps[index].sources(needed[-1], schemas[index])
+        needed.append(sources | (taps or {}).get(index, frozenset()))
+    return needed[::-1]
+
+
+def sliced(steps: Sequence[Step], schemas: Sequence[Schema], needed: Sequence[Names]) -> Sliced:
+    """The steps, narrowed to what is needed (of `needed_columns`), from the columns `needed[0]` alone.
+
+    Columns are dropped as soon as nothing needs them any more, so names that the whole chain takes away and gives again
+    cannot meet. Steps added to drop columns carry the index of the step that they follow.
+    """
+    part: Sliced = []
+    present = {name: one for name, one in schemas[0].items() if name in needed[0]}
+    if len(present) < len(schemas[0]):
+        part.append((0, Select(tuple(present))))
+    for index, step in enumerate(steps):
+        narrowed = step.narrowed(needed[index + 1], schemas[index])
+        if narrowed is not None:
+            part.append((index, narrowed))
+            present = narrowed.output(present)
+        dead = tuple(name for name in present if name not in needed[index + 1])
+        if dead:
+            part.append((index, Drop(dead)))
+            present = {name: one for name, one in present.items() if name not in dead}
+    return part
+
+
+# --- Fitting ---
+
+
+class Fitter:
+    """Learns, in one pass over the training rows, the steps whose column depends on no step that is still unfitted.
+
+    Picklable; several may learn from a part of the rows each, and be merged. `schemas` are the columns before each step
+    of the pipeline, `field` the path under which errors name its steps.
+    """
+
+    def __init__(self, pipeline: Pipeline, schemas: Sequence[Schema], field: str) -> None:
+        self._pipeline = pipeline
+        self._field = field
+        steps = pipeline.steps
+        taps = {
+            index: step.reads[0]
+            for index, step in enumerate(steps)
+            if not step.fitted and _learnable(steps, schemas, index)
+        }
+        # Before a step is applied, its learner, if any, sees the column.
+        self._learners: dict[int, tuple[str, Learner]] = {
+            index: (column, steps[index].learner(schemas[index][column])) for index, column in taps.items()
+        }
+        self._steps = _steps_towards(taps, steps, schemas)
+
+    @property
+    def learns(self) -> list[int]:
+        """The indices of the steps that this pass teaches."""
+        return list(self._learners)
+
+    @property
+    def applies(self) -> list[Step]:
+        """The steps that the rows go through on their way to those."""
+        return [step for steps in self._steps.values() for step in steps]
+
+    def update(self, batch: Batch) -> None:
+        """Learns from training rows. Raises as `Pipeline.__call__` does."""
+        walk = Walk(batch)
+        for index in range(len(self._pipeline.steps)):
+            if index in self._learners:
+                column, learner = self._learners[index]
+                walk.teach(learner, column, self._path(index))
+            for step in self._steps.get(index, []):
+                walk.through(step, self._path(index), index)
+
+    def merge(self, other: Fitter) -> None:
+        """Takes in what `other`, a fitter of the same pipeline, has seen. Raises `InvalidArgument` as `update` does."""
+        if self.learns != other.learns:
+            raise ValueError(f"a fitter of the steps {other.learns} cannot be merged into one of {self.learns}")
+        for index, (_, learner) in self._learners.items():
+            try:
+                learner.merge(other._learners[index][1])
+            except StepError as error:
+                raise step_error(self._path(index), error) from None
+
+    def fitted(self) -> Pipeline:
+        """The pipeline with what was learnt. Raises `InvalidArgument` for a step that saw too little."""
+        steps = list(self._pipeline.steps)
+        for index, (_, learner) in self._learners.items():
+            try:
+                steps[index] = learner.learnt()
+            except StepError as error:
+                raise step_error(self._path(index), error) from None
+        return self._pipeline.with_steps(steps)
+
+    def _path(self, index: int) -> str:
+        return f"{self._field}.steps[{index}]"
+
+
+def _learnable(steps: Sequence[Step], schemas: Sequence[Schema], index: int) -> bool:
+    before = steps[:index]
+    needed = needed_columns(before, schemas, frozenset(steps[index].reads))
+    return all(step.fitted for _, step in sliced(before, schemas, needed))
+
+
+def _steps_towards(taps: dict[int, str], steps: Sequence[Step], schemas: Sequence[Schema]) -> dict[int, list[Step]]:
+    """What it takes of the steps to bring each tapped column to its tap."""
+    if not taps:
+        return {}
+    last = max(taps)
+    wanted: dict[int, Names] = {index: frozenset([column]) for index, column in taps.items()}
+    needed = needed_columns(steps[:last], schemas, wanted[last], wanted)
+    by_index: dict[int, list[Step]] = {}
+    for index, step in sliced(steps[:last], schemas, needed):
+        by_index.setdefault(index, []).append(step)
+    return by_index

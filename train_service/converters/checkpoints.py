@@ -19,6 +19,8 @@ from train_service.converters.specs import spec_from_proto
 from train_service.jobs.checkpoint_import import Imported, ImportWish, SentFile
 from train_service.jobs.checkpoint_reading import CheckpointListing, FileBegin, Part
 
+# --- Checkpoints ---
+
 MAX_CHUNK_BYTES = 1024 * 1024
 
 
@@ -40,6 +42,8 @@ def part_to_protos(part: Part) -> Iterator[GetCheckpointResponse]:
         for start in range(0, len(part), MAX_CHUNK_BYTES):
             yield GetCheckpointResponse(chunk=part[start : start + MAX_CHUNK_BYTES])
 
+
+# --- Imports ---
 
 MAX_DIMENSIONS = 8
 MAX_NUMBERS = 1 << 31

@@ -21,58 +21,7 @@ from train_service.jobs.run_records import Coverage
 from train_service.records.logs import LogText
 from train_service.records.metrics_log import MetricPoint
 
-
-async def parts_from_proto(requests: AsyncIterator[Any]) -> AsyncIterator[Header | bytes]:
-    async for request in requests:
-        if request.WhichOneof("content") == "header":
-            yield Header(request.header.sha256, request.header.size_bytes)
-        else:
-            yield request.chunk
-
-
-def bundle_to_proto(record: BundleRecord) -> code_bundle_pb2.CodeBundle:
-    return code_bundle_pb2.CodeBundle(
-        name=record.name,
-        size_bytes=record.size_bytes,
-        unpacked_size_bytes=record.unpacked_size_bytes,
-        file_count=record.file_count,
-        requirements=record.requirements,
-        modules=record.modules,
-        create_time=timestamp(record.create_time),
-    )
-
-
-def given_from_proto(spec: resources_pb2.TrainingSpec) -> dict[str, Any]:
-    """The fields that are set, as JSON. Raises `InvalidArgument` for what JSON does not hold."""
-    try:
-        given: dict[str, Any] = json_format.MessageToDict(spec, preserving_proto_field_name=True)
-    except (ValueError, json_format.Error) as error:
-        raise invalid_field("spec", "a number", f"use finite numbers in its kwargs: {error}") from None
-    given.pop("dataset_version", None)
-    return given
-
-
-def suggestion_to_proto(suggestion: Suggestion) -> suggestion_pb2.SuggestTrainingSpecResponse:
-    response = suggestion_pb2.SuggestTrainingSpecResponse(
-        choices=[
-            suggestion_pb2.Choice(field=one.field, value=one.value, reason=one.reason) for one in suggestion.choices
-        ],
-        preparation=_preparation(suggestion.preparation) if suggestion.preparation else None,
-    )
-    json_format.ParseDict(suggestion.spec, response.spec)
-    return response
-
-
-def _preparation(preparation: Preparation) -> suggestion_pb2.Preparation:
-    message = suggestion_pb2.Preparation(
-        source=preparation.source,
-        splits=[suggestion_pb2.SplitShare(split=split, weight=weight) for split, weight in preparation.shares.items()],
-        split_seed=preparation.seed if preparation.shares else 0,
-        fit_split=preparation.fit_split,
-        request_id=preparation.request_id,
-    )
-    json_format.ParseDict({"steps": preparation.steps}, message.transform)
-    return message
+# --- Coverage, metrics and logs ---
 
 
 def coverage_to_proto(coverage: Coverage) -> pb.Coverage:
@@ -118,3 +67,62 @@ def use_to_proto(use: ClusterUse, names: Mapping[str, str], seen_at: float) -> p
 
 def log_to_proto(log: LogText) -> pb.StreamLogsResponse:
     return pb.StreamLogsResponse(attempt=log.attempt, rank=log.rank, text=log.text)
+
+
+# --- Bundles of code ---
+
+
+async def parts_from_proto(requests: AsyncIterator[Any]) -> AsyncIterator[Header | bytes]:
+    async for request in requests:
+        if request.WhichOneof("content") == "header":
+            yield Header(request.header.sha256, request.header.size_bytes)
+        else:
+            yield request.chunk
+
+
+def bundle_to_proto(record: BundleRecord) -> code_bundle_pb2.CodeBundle:
+    return code_bundle_pb2.CodeBundle(
+        name=record.name,
+        size_bytes=record.size_bytes,
+        unpacked_size_bytes=record.unpacked_size_bytes,
+        file_count=record.file_count,
+        requirements=record.requirements,
+        modules=record.modules,
+        create_time=timestamp(record.create_time),
+    )
+
+
+# --- Suggestions ---
+
+
+def given_from_proto(spec: resources_pb2.TrainingSpec) -> dict[str, Any]:
+    """The fields that are set, as JSON. Raises `InvalidArgument` for what JSON does not hold."""
+    try:
+        given: dict[str, Any] = json_format.MessageToDict(spec, preserving_proto_field_name=True)
+    except (ValueError, json_format.Error) as error:
+        raise invalid_field("spec", "a number", f"use finite numbers in its kwargs: {error}") from None
+    given.pop("dataset_version", None)
+    return given
+
+
+def suggestion_to_proto(suggestion: Suggestion) -> suggestion_pb2.SuggestTrainingSpecResponse:
+    response = suggestion_pb2.SuggestTrainingSpecResponse(
+        choices=[
+            suggestion_pb2.Choice(field=one.field, value=one.value, reason=one.reason) for one in suggestion.choices
+        ],
+        preparation=_preparation(suggestion.preparation) if suggestion.preparation else None,
+    )
+    json_format.ParseDict(suggestion.spec, response.spec)
+    return response
+
+
+def _preparation(preparation: Preparation) -> suggestion_pb2.Preparation:
+    message = suggestion_pb2.Preparation(
+        source=preparation.source,
+        splits=[suggestion_pb2.SplitShare(split=split, weight=weight) for split, weight in preparation.shares.items()],
+        split_seed=preparation.seed if preparation.shares else 0,
+        fit_split=preparation.fit_split,
+        request_id=preparation.request_id,
+    )
+    json_format.ParseDict({"steps": preparation.steps}, message.transform)
+    return message

@@ -17,6 +17,8 @@ from shared.errors import STORE_OUTAGES
 from shared.log import Record, ResourceLog
 from shared.storage import ObjectStore
 
+# --- Events ---
+
 # An end is told after all else; what a rank still had to tell may come behind it.
 LOOKED_BACK = 32
 
@@ -96,6 +98,8 @@ def _event(record: Record) -> Event:
         kind, payload = EventKind.WARNING, {"text": f"an event that only a later release knows: {state['kind']}"}
     return Event(record.number, state["time"], record.attempt, kind, payload)
 
+
+# --- Lines for people ---
 
 logger = logging.getLogger(__name__)
 

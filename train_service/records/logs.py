@@ -26,6 +26,8 @@ from shared.errors import STORE_OUTAGES, NotFound
 from shared.jobs import JobRecord, Jobs
 from shared.storage import ObjectInfo, ObjectStore
 
+# --- Logs ---
+
 logger = logging.getLogger(__name__)
 
 SHIP_EVERY_S = 1.0
@@ -238,6 +240,8 @@ class Tee:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.target, name)
 
+
+# --- Reading logs ---
 
 # A message of a stream holds about so much.
 TEXT_BYTES = 256 * 1024

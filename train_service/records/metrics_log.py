@@ -28,6 +28,8 @@ from shared.errors import STORE_OUTAGES, Unavailable, invalid_field
 from shared.storage import ObjectMissing, ObjectStore
 from train_service.patience import store_call
 
+# --- Metrics log ---
+
 logger = logging.getLogger(__name__)
 
 FLUSH_EVERY_S = 5.0
@@ -185,6 +187,8 @@ def decode(data: bytes, attempt: int) -> list[MetricPoint]:
         for row, step in enumerate(steps)
     ]
 
+
+# --- Reading metrics ---
 
 DEFAULT_POINTS, MAX_POINTS = 1000, 10_000
 # How often a part may vanish between listing and reading, because a longer one has taken its place.

@@ -27,6 +27,45 @@ from train_service.domain.sweep import Asha, SweepSpec, renamed
 from train_service.sweeps.sweeps import Sweeps, SweepView
 from train_service.sweeps.trials import Trial
 
+# --- Servicer ---
+
+Context = aio.ServicerContext[Any, Any]
+
+
+class SweepServicerPart(train_service_pb2_grpc.TrainServiceServicer):
+    def __init__(self, sweeps: Sweeps, custom_allowed: Collection[str]) -> None:
+        self._sweeps = sweeps
+        self._allowed_in_sweeps = custom_allowed
+
+    async def CreateSweep(self, request: Any, context: Context) -> sweep_pb2.Sweep:
+        within_s = context.time_remaining()
+        return await asyncio.to_thread(self._create, request, math.inf if within_s is None else within_s)
+
+    def _create(self, request: Any, within_s: float) -> sweep_pb2.Sweep:
+        """In a thread: a sweep may list many values, and others' calls are answered meanwhile."""
+        spec = sweep_spec_from_proto(request.spec, self._allowed_in_sweeps)
+        digest = body_digest(request)
+        view = self._sweeps.create(request.sweep_id, spec, request.request_id, digest, request.validate_only, within_s)
+        return sweep_to_proto(view)
+
+    async def GetSweep(self, request: Any, context: Context) -> sweep_pb2.Sweep:
+        return sweep_to_proto(await asyncio.to_thread(self._sweeps.get, request.name))
+
+    async def ListSweeps(self, request: Any, context: Context) -> train_service_pb2.ListSweepsResponse:
+        views, token = await asyncio.to_thread(self._sweeps.page, request.page_size, request.page_token)
+        return train_service_pb2.ListSweepsResponse(
+            sweeps=[sweep_to_proto(view) for view in views], next_page_token=token
+        )
+
+    async def CancelSweep(self, request: Any, context: Context) -> sweep_pb2.Sweep:
+        return sweep_to_proto(await asyncio.to_thread(self._sweeps.cancel, request.name, request.etag))
+
+    async def DeleteSweep(self, request: Any, context: Context) -> sweep_pb2.Sweep:
+        return sweep_to_proto(await asyncio.to_thread(self._sweeps.delete, request.name, request.etag))
+
+
+# --- Messages ---
+
 _Order = resources_pb2.CheckpointPolicy
 # Names of the contract have these before what the service calls them.
 _PREFIXES = {"optimizer.schedule": "SCHEDULE_", "precision": "PRECISION_"}
@@ -181,38 +220,3 @@ def _counted_as(trial: Trial, sweep: JobRecord) -> str:
         JobState.CANCELLED: "cancelled",
         JobState.DELETING: "cancelled",
     }.get(trial.job.state, "running")
-
-
-Context = aio.ServicerContext[Any, Any]
-
-
-class SweepServicerPart(train_service_pb2_grpc.TrainServiceServicer):
-    def __init__(self, sweeps: Sweeps, custom_allowed: Collection[str]) -> None:
-        self._sweeps = sweeps
-        self._allowed_in_sweeps = custom_allowed
-
-    async def CreateSweep(self, request: Any, context: Context) -> sweep_pb2.Sweep:
-        within_s = context.time_remaining()
-        return await asyncio.to_thread(self._create, request, math.inf if within_s is None else within_s)
-
-    def _create(self, request: Any, within_s: float) -> sweep_pb2.Sweep:
-        """In a thread: a sweep may list many values, and others' calls are answered meanwhile."""
-        spec = sweep_spec_from_proto(request.spec, self._allowed_in_sweeps)
-        digest = body_digest(request)
-        view = self._sweeps.create(request.sweep_id, spec, request.request_id, digest, request.validate_only, within_s)
-        return sweep_to_proto(view)
-
-    async def GetSweep(self, request: Any, context: Context) -> sweep_pb2.Sweep:
-        return sweep_to_proto(await asyncio.to_thread(self._sweeps.get, request.name))
-
-    async def ListSweeps(self, request: Any, context: Context) -> train_service_pb2.ListSweepsResponse:
-        views, token = await asyncio.to_thread(self._sweeps.page, request.page_size, request.page_token)
-        return train_service_pb2.ListSweepsResponse(
-            sweeps=[sweep_to_proto(view) for view in views], next_page_token=token
-        )
-
-    async def CancelSweep(self, request: Any, context: Context) -> sweep_pb2.Sweep:
-        return sweep_to_proto(await asyncio.to_thread(self._sweeps.cancel, request.name, request.etag))
-
-    async def DeleteSweep(self, request: Any, context: Context) -> sweep_pb2.Sweep:
-        return sweep_to_proto(await asyncio.to_thread(self._sweeps.delete, request.name, request.etag))

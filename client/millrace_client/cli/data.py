@@ -29,6 +29,8 @@ from millrace_client.cli.data_transform import predict, transform
 from millrace_client.cli.versions import print_preview
 from millrace_client.uploads import UploadInterrupted
 
+# --- Upload ---
+
 
 @click.command(cls=PlainCommand)
 @click.argument("dataset")
@@ -69,6 +71,9 @@ def upload(
         print_json(sent)
     else:
         console().print(f"{sent.name}  {size_text(sent.size_bytes)}  sha256 {sent.sha256}", soft_wrap=True)
+
+
+# --- Verify, quarantine, cancel, delete ---
 
 
 @click.command(cls=PlainCommand)
@@ -146,6 +151,9 @@ def delete(name: str, etag: str, yes: bool, as_json: bool, **values: Any) -> Non
         print_json({"deleted": full})
     else:
         console().print(f"Deleted {full}.", soft_wrap=True)
+
+
+# --- List and show ---
 
 
 @click.group()

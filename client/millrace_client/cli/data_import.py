@@ -22,6 +22,8 @@ from millrace_client.cli.command import (
 from millrace_client.cli.versions import AS_LONG_AS_IT_TAKES_S, check_options, checks_of, print_version, waiting
 from millrace_client.operations import Operation
 
+# --- Sources ---
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 MakeSource = Callable[[str, str], data_service_pb2.ImportSource]
 
@@ -111,6 +113,8 @@ def _idx(text: str) -> data_service_pb2.ImportSource:
         raise click.BadParameter(f"{text!r}: use SPLIT=IMAGES,LABELS", param_hint="--idx")
     return specs.idx_source(split, images, labels)
 
+
+# --- Data import ---
 
 Version = resources_pb2.DatasetVersion
 

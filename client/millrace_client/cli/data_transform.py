@@ -35,6 +35,8 @@ from millrace_client.cli.versions import (
 from millrace_client.connection import Millrace
 from millrace_client.operations import Operation
 
+# --- Split rules ---
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 RULES = ("--split", "--split-hash", "--split-ratio", "--split-column", "--split-time")
@@ -123,6 +125,8 @@ def _periods(texts: Sequence[str]) -> dict[str, datetime]:
     return periods
 
 
+# --- Transform ---
+
 Version = resources_pb2.DatasetVersion
 Metadata = data_service_pb2.TransformVersionMetadata
 
@@ -190,6 +194,8 @@ def _wait(operation: Operation[Version]) -> Version:
 
         return operation.wait(AS_LONG_AS_IT_TAKES_S, on_progress=tell)
 
+
+# --- Predict ---
 
 PredictMetadata = data_service_pb2.PredictVersionMetadata
 

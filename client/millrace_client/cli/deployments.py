@@ -27,6 +27,8 @@ from millrace_client.cli.command import (
 )
 from millrace_client.deployments import keep_all, keep_latest, keep_named
 
+# --- Lineage ---
+
 
 def print_lineage(lineage: Lineage) -> None:
     """dataset version → run → checkpoint digest → model version."""
@@ -40,6 +42,8 @@ def print_lineage(lineage: Lineage) -> None:
     for index, (kind, name) in enumerate(steps):
         console().print(f"  {'→' if index else ' '} {kind:<16} [cyan]{name}[/]", soft_wrap=True)
 
+
+# --- Versions that stay loaded ---
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -75,6 +79,9 @@ def policy_text(policy: pb.VersionPolicy) -> str:
     count = policy.latest.count or 1
     latest = "the latest version stays" if count == 1 else f"the latest {count} versions stay"
     return f"{latest} loaded without traffic"
+
+
+# --- A deployment as people read it ---
 
 
 def print_deployment(one: pb.Deployment) -> None:
@@ -140,6 +147,8 @@ def _spec_text(spec: pb.DeploymentSpec) -> str:
         f"which wait up to {delay_ms:g} ms for others; at most {spec.max_queued_rows:,} rows wait"
     )
 
+
+# --- Traffic ---
 
 # The version of a shadow of 0 % is nobody's.
 NO_SHADOW = "", 0
@@ -252,6 +261,9 @@ def _by_version(weights: tuple[tuple[str, int], ...]) -> dict[str, int]:
             raise click.UsageError(f"version {version} has several weights")
         found[version] = weight
     return found
+
+
+# --- List, show, delete ---
 
 
 @click.group()

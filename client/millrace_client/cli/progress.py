@@ -17,6 +17,8 @@ from millrace_client.connection import Millrace
 from millrace_client.report.wording import cause_text
 from millrace_client.train import Update
 
+# --- Progress ---
+
 # Between two lines where there is no terminal.
 LINE_EVERY_S = 5.0
 # The figures of a step come first; a narrow terminal has no room for a bar beside them.
@@ -160,6 +162,8 @@ class TrainingView:
     def _line(self, text: str) -> None:
         console().print(f"   {text}", soft_wrap=True)
 
+
+# --- Watching a job ---
 
 Job = resources_pb2.TrainingJob
 

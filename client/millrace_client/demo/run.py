@@ -32,136 +32,7 @@ from millrace_client.errors import NotFound
 from millrace_client.specs import hold_out, idx_source, optimizer, training_spec
 from millrace_client.steps import normalize, to_float
 
-
-class Story:
-    """Prints a heading for each stage and keeps how long it took."""
-
-    def __init__(self) -> None:
-        self.wall_s: dict[str, float] = {}
-        self._started = time.monotonic()
-
-    @contextmanager
-    def stage(self, title: str) -> Iterator[None]:
-        """One stage; its time counts even when it fails."""
-        console().print(f"\n[bold]{len(self.wall_s) + 1}  {title}[/]")
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self.wall_s[title] = time.monotonic() - started
-
-    def tell(self, text: str) -> None:
-        console().print(f"   {text}", soft_wrap=True)
-
-    def total_s(self) -> float:
-        return time.monotonic() - self._started
-
-    def print_wall_times(self) -> None:
-        table = new_table("stage", "wall time", numbers=("wall time",))
-        for title, seconds in self.wall_s.items():
-            table.add_row(title, duration_text(seconds))
-        table.add_row("[bold]all[/]", f"[bold]{duration_text(self.total_s())}[/]")
-        console().print(table)
-
-
-SEED = 17
-VALIDATION_SHARE = 1 / 7
-# MNIST's own, over its training pixels.
-MEAN, STD = 0.1307, 0.3081
-WORKERS = 2
-GLOBAL_BATCH_ROWS = 128
-# Enough for 98 % on MNIST: several epochs of a small set, one of the full one.
-ROWS_TO_SEE = 18_000
-MOST_EPOCHS = 15
-
-
-def sources(folder_uri: str, suffix: str) -> list[data_service_pb2.ImportSource]:
-    """MNIST's four files below a URI, as the splits `train` and `test`."""
-    base = folder_uri.rstrip("/")
-    train_images, train_labels, test_images, test_labels = (f"{base}/{name}{suffix}" for name in FILES)
-    return [idx_source("train", train_images, train_labels), idx_source("test", test_images, test_labels)]
-
-
-def hold_outs() -> list[data_service_pb2.HoldOut]:
-    return [hold_out("train", "validation", VALIDATION_SHARE, seed=SEED)]
-
-
-def spec(version: DatasetVersion, epochs: int = 0) -> TrainingSpec:
-    """ResNet-18 on the version's training rows; `epochs` 0: by the number of rows."""
-    (rows,) = (split.row_count for split in version.splits if split.name == "train")
-    return training_spec(
-        version.name,
-        model="torchvision.resnet18",
-        in_channels=1,
-        num_classes=10,
-        transform=[to_float(), normalize(MEAN, STD)],
-        optimizer=optimizer("AdamW", 0.002, cosine=True),
-        epochs=epochs or max(1, min(MOST_EPOCHS, round(ROWS_TO_SEE / rows))),
-        global_batch_size=GLOBAL_BATCH_ROWS,
-        num_workers=WORKERS,
-        threads_per_worker=1,
-        seed=SEED,
-    )
-
-
-IN_FLIGHT = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class Served:
-    """N images of shape (N, H, W) with what they show, what the model answered, and how long each answer took."""
-
-    images: npt.NDArray[np.uint8]
-    labels: npt.NDArray[np.int64]
-    predictions: npt.NDArray[np.int64]
-    probabilities: npt.NDArray[np.float64]
-    latencies_s: npt.NDArray[np.float64]
-    wall_s: float
-    lineage: Lineage
-
-    @property
-    def accuracy(self) -> float:
-        return float((self.predictions == self.labels).mean())
-
-    @property
-    def requests_per_second(self) -> float:
-        return len(self.labels) / self.wall_s
-
-    def latency_ms(self, percentile: float) -> float:
-        return float(np.percentile(self.latencies_s, percentile) * 1000)
-
-
-def classify_split(
-    millrace: Millrace,
-    model: str,
-    version: str,
-    split: str = "test",
-    *,
-    in_flight: int = IN_FLIGHT,
-    on_answer: Callable[[int, int], object] | None = None,
-) -> Served:
-    """Sends each raw image of a split as a request of its own; `on_answer` is told how many of how many are back."""
-    images, labels = image_rows(millrace.data.read_table(version, split=split))
-    assert labels is not None, "a version from IDX files has labels"
-    started = time.perf_counter()
-    answers = []
-    for answer in millrace.inference.infer_many(
-        model, ({"image": image[None]} for image in images), in_flight=in_flight
-    ):
-        answers.append(answer)
-        if on_answer is not None:
-            on_answer(len(answers), len(images))
-    wall_s = time.perf_counter() - started
-    return Served(
-        images=images,
-        labels=labels,
-        predictions=np.array([answer.outputs["label"][0] for answer in answers], np.int64),
-        probabilities=np.array([answer.outputs["probabilities"].max() for answer in answers], np.float64),
-        latencies_s=np.array([answer.latency_s for answer in answers], np.float64),
-        wall_s=wall_s,
-        lineage=answers[-1].lineage,
-    )
-
+# --- Stages ---
 
 DATASET = "digits"
 
@@ -289,3 +160,140 @@ def print_how_to_talk(model: str, version: str) -> None:
 
 def summary(figures: dict[str, Any], total_s: float) -> str:
     return f"{figures['test_accuracy']:.2%} of the test digits right, in {duration_text(total_s)}."
+
+
+# --- Story ---
+
+
+class Story:
+    """Prints a heading for each stage and keeps how long it took."""
+
+    def __init__(self) -> None:
+        self.wall_s: dict[str, float] = {}
+        self._started = time.monotonic()
+
+    @contextmanager
+    def stage(self, title: str) -> Iterator[None]:
+        """One stage; its time counts even when it fails."""
+        console().print(f"\n[bold]{len(self.wall_s) + 1}  {title}[/]")
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.wall_s[title] = time.monotonic() - started
+
+    def tell(self, text: str) -> None:
+        console().print(f"   {text}", soft_wrap=True)
+
+    def total_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def print_wall_times(self) -> None:
+        table = new_table("stage", "wall time", numbers=("wall time",))
+        for title, seconds in self.wall_s.items():
+            table.add_row(title, duration_text(seconds))
+        table.add_row("[bold]all[/]", f"[bold]{duration_text(self.total_s())}[/]")
+        console().print(table)
+
+
+# --- Recipe ---
+
+SEED = 17
+VALIDATION_SHARE = 1 / 7
+# MNIST's own, over its training pixels.
+MEAN, STD = 0.1307, 0.3081
+WORKERS = 2
+GLOBAL_BATCH_ROWS = 128
+# Enough for 98 % on MNIST: several epochs of a small set, one of the full one.
+ROWS_TO_SEE = 18_000
+MOST_EPOCHS = 15
+
+
+def sources(folder_uri: str, suffix: str) -> list[data_service_pb2.ImportSource]:
+    """MNIST's four files below a URI, as the splits `train` and `test`."""
+    base = folder_uri.rstrip("/")
+    train_images, train_labels, test_images, test_labels = (f"{base}/{name}{suffix}" for name in FILES)
+    return [idx_source("train", train_images, train_labels), idx_source("test", test_images, test_labels)]
+
+
+def hold_outs() -> list[data_service_pb2.HoldOut]:
+    return [hold_out("train", "validation", VALIDATION_SHARE, seed=SEED)]
+
+
+def spec(version: DatasetVersion, epochs: int = 0) -> TrainingSpec:
+    """ResNet-18 on the version's training rows; `epochs` 0: by the number of rows."""
+    (rows,) = (split.row_count for split in version.splits if split.name == "train")
+    return training_spec(
+        version.name,
+        model="torchvision.resnet18",
+        in_channels=1,
+        num_classes=10,
+        transform=[to_float(), normalize(MEAN, STD)],
+        optimizer=optimizer("AdamW", 0.002, cosine=True),
+        epochs=epochs or max(1, min(MOST_EPOCHS, round(ROWS_TO_SEE / rows))),
+        global_batch_size=GLOBAL_BATCH_ROWS,
+        num_workers=WORKERS,
+        threads_per_worker=1,
+        seed=SEED,
+    )
+
+
+# --- Test split through the served model ---
+
+IN_FLIGHT = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """N images of shape (N, H, W) with what they show, what the model answered, and how long each answer took."""
+
+    images: npt.NDArray[np.uint8]
+    labels: npt.NDArray[np.int64]
+    predictions: npt.NDArray[np.int64]
+    probabilities: npt.NDArray[np.float64]
+    latencies_s: npt.NDArray[np.float64]
+    wall_s: float
+    lineage: Lineage
+
+    @property
+    def accuracy(self) -> float:
+        return float((self.predictions == self.labels).mean())
+
+    @property
+    def requests_per_second(self) -> float:
+        return len(self.labels) / self.wall_s
+
+    def latency_ms(self, percentile: float) -> float:
+        return float(np.percentile(self.latencies_s, percentile) * 1000)
+
+
+def classify_split(
+    millrace: Millrace,
+    model: str,
+    version: str,
+    split: str = "test",
+    *,
+    in_flight: int = IN_FLIGHT,
+    on_answer: Callable[[int, int], object] | None = None,
+) -> Served:
+    """Sends each raw image of a split as a request of its own; `on_answer` is told how many of how many are back."""
+    images, labels = image_rows(millrace.data.read_table(version, split=split))
+    assert labels is not None, "a version from IDX files has labels"
+    started = time.perf_counter()
+    answers = []
+    for answer in millrace.inference.infer_many(
+        model, ({"image": image[None]} for image in images), in_flight=in_flight
+    ):
+        answers.append(answer)
+        if on_answer is not None:
+            on_answer(len(answers), len(images))
+    wall_s = time.perf_counter() - started
+    return Served(
+        images=images,
+        labels=labels,
+        predictions=np.array([answer.outputs["label"][0] for answer in answers], np.int64),
+        probabilities=np.array([answer.outputs["probabilities"].max() for answer in answers], np.float64),
+        latencies_s=np.array([answer.latency_s for answer in answers], np.float64),
+        wall_s=wall_s,
+        lineage=answers[-1].lineage,
+    )

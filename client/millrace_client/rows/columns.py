@@ -31,174 +31,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-# Beside the empty field: what stands for null in a CSV, in quotes, too.
-NULL_VALUES = ("NA", "N/A", "null", "NULL", "NaN", "nan")
-
-_Reader = Callable[[pa.Array], pa.Array]
-
-
-def numbers_of_texts(texts: pa.Array, dtype: np.dtype[Any]) -> pa.Array:
-    """Numbers that may still be too large for `dtype`, or have a fraction; nulls stay null.
-
-    Days since 1970 of an ISO 8601 date where `dtype` is int32, and microseconds of a time without a zone where it is
-    int64: as such the models' columns of dates and times are sent. Raises `ValueError` where a text is none of these.
-    """
-    readers = _readers(dtype)
-    for read in readers[:-1]:
-        try:
-            return read(texts)
-        except pa.ArrowInvalid:
-            continue
-    return readers[-1](texts)
-
-
-def _readers(dtype: np.dtype[Any]) -> list[_Reader]:
-    """What a text may be, the likelier first."""
-    if dtype.kind == "b":
-        return [lambda texts: texts.cast(pa.bool_())]
-    if dtype.kind == "f":
-        # There is no cast from text to half floats; by way of single ones some would be rounded twice.
-        return [lambda texts: _floats(texts, pa.float32() if dtype.itemsize == 4 else pa.float64())]
-    readers: list[_Reader] = [
-        lambda texts: texts.cast(pa.from_numpy_dtype(dtype)),
-        # pandas writes whole numbers with nulls among them as 3.0.
-        _whole_floats,
-    ]
-    if dtype == np.int32:
-        readers.append(lambda texts: texts.cast(pa.date32()).view(pa.int32()))
-    if dtype == np.int64:
-        readers.append(lambda texts: texts.cast(pa.timestamp("us")).view(pa.int64()))
-    return readers
-
-
-def _whole_floats(texts: pa.Array) -> pa.Array:
-    values = _floats(texts, pa.float64())
-    if pc.any(pc.greater_equal(pc.abs(values), EXACT_BELOW)).as_py():
-        raise pa.ArrowInvalid("a whole number has more digits than a double holds")
-    return values
-
-
-def _floats(texts: pa.Array, target: pa.DataType) -> pa.Array:
-    values = texts.cast(target)
-    infinite = pc.is_inf(values)
-    if pc.any(infinite).as_py():
-        said = pc.match_substring_regex(texts.filter(infinite), "^[+-]?inf(inity)?$", ignore_case=True)
-        if not pc.all(said).as_py():
-            raise pa.ArrowInvalid(f"a number is beyond the range of {target}")
-    large = texts.filter(pc.greater_equal(pc.abs(values), EXACT_BELOW))
-    for text in large.filter(pc.match_substring_regex(large, "^[+-]?[0-9]+$")).to_pylist():
-        if int(float(text)) != int(Decimal(text)):  # int() itself refuses thousands of digits, be they leading zeros
-            raise pa.ArrowInvalid("a whole number has more digits than a double holds")
-    return values
-
-
-ColumnTypes = Mapping[str, pa.DataType]
-
-# Of a model's parameters: such a one for each input of dates or times.
-PARAMETER = "column_type."
-_TIMESTAMP = re.compile(r"timestamp\[(s|ms|us|ns)(?:, tz=(.+))?\]")
-_OTHERS = {str(one): one for one in (pa.date32(), pa.time32("s"), pa.time32("ms"), pa.time64("us"), pa.time64("ns"))}
-
-
-def column_types(config: model_config_pb2.ModelConfig) -> ColumnTypes:
-    """Of the inputs that are dates or times, by name."""
-    told = {
-        name.removeprefix(PARAMETER): _type(value.string_value)
-        for name, value in config.parameters.items()
-        if name.startswith(PARAMETER)
-    }
-    return {name: kind for name, kind in told.items() if kind is not None}
-
-
-def as_type(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """Texts, dates and times as `kind`; all others as they are, numbers among them: those are in its unit already.
-    Texts of numbers are refused, as an import refuses them.
-
-    Raises `pa.ArrowInvalid` where one is no such value, or would lose something: digits, its day or its time of day, or
-    its zone, or gain one.
-    """
-    if kinds.is_dictionary(values.type):
-        values = values.cast(values.type.value_type)
-    if kinds.is_string(values.type) or kinds.is_large_string(values.type) or kinds.is_string_view(values.type):
-        texts = values.cast(pa.string())
-        return _times_of_day(texts, kind) if kinds.is_time(kind) else texts.cast(kind)
-    if not kinds.is_temporal(values.type):
-        return values
-    if values.null_count == len(values):
-        return pa.chunked_array([pa.nulls(len(values), kind)])
-    if _has_zone(values.type) != _has_zone(kind):
-        raise pa.ArrowInvalid(f"one of {values.type} and {kind} has a zone")
-    try:
-        found = values.cast(kind)
-        if found.cast(values.type).equals(values):
-            return found
-    except pa.ArrowNotImplementedError:  # a time of day where the model takes a date, say
-        pass
-    raise pa.ArrowInvalid(f"a value of {values.type} is no {kind}")
-
-
-def _has_zone(kind: pa.DataType) -> bool:
-    return bool(kinds.is_timestamp(kind) and kind.tz)
-
-
-def _times_of_day(texts: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """By itself Arrow casts no text to one."""
-    on_a_day = pc.binary_join_element_wise(pa.scalar("1970-01-01T"), texts, pa.scalar(""))
-    return on_a_day.cast(pa.timestamp("ns")).cast(kind)
-
-
-def _type(text: str) -> pa.DataType | None:
-    found = _TIMESTAMP.fullmatch(text)
-    return pa.timestamp(found[1], found[2]) if found else _OTHERS.get(text)
-
-
-# How pixels of so many channels are called; () has none.
-_MODES: dict[tuple[int, ...], str] = {(): "L", (1,): "L", (3,): "RGB", (4,): "RGBA", (-1,): "RGB"}
-
-
-def takes_pixels(tensor: Tensor) -> bool:
-    """Whether its rows are uint8 of shape (H, W) or (H, W, channels)."""
-    return tensor.datatype == "UINT8" and len(tensor.shape) in (3, 4) and tuple(tensor.shape[3:]) in _MODES
-
-
-def pixels_of(image: Path | BinaryIO, shape: Sequence[int], name: str) -> npt.NDArray[np.uint8]:
-    """uint8 of `shape`, that of one row of an input that `takes_pixels`; other sizes are resized to it.
-
-    Raises `BadInput`, which calls the image `name`.
-    """
-    from PIL import Image
-
-    height, width, *channels = shape
-    try:
-        with Image.open(image) as opened:
-            converted = opened.convert(_MODES[tuple(channels)])
-            if height > 0 and width > 0 and converted.size != (width, height):
-                converted = converted.resize((width, height), Image.Resampling.BILINEAR)
-    # The decoders raise nearly everything at bytes that are broken: struct.error, TypeError, zlib.error, …
-    except Exception as error:
-        raise BadInput(f"{name} is no image that can be read: {error}", remedy="use a PNG or a JPEG") from None
-    return _array(converted, one_channel=channels == [1])
-
-
-def is_picture(path: Path) -> bool:
-    """By its first bytes. Raises `OSError` where it cannot be read at all."""
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(path):
-            return True
-    except UnidentifiedImageError:
-        return False
-    except OSError:
-        raise
-    except Exception:
-        return True  # reading it tells what is wrong with it
-
-
-def _array(image: Image.Image, *, one_channel: bool) -> npt.NDArray[np.uint8]:
-    pixels = np.asarray(image, dtype=np.uint8)
-    return pixels[..., None] if one_channel else pixels
-
+# --- Columns ---
 
 NULLS = ".null"
 MAX_SHOWN_VALUE = 40
@@ -464,3 +297,178 @@ def _null(tensor: Tensor, nulls: Array, place: Place, why: str) -> BadInput:
     return BadInput(
         f"{place.row(row)}, column {tensor.name!r} is null, and {why}", remedy="leave out the rows with nulls there"
     )
+
+
+# --- Numbers out of texts ---
+
+# Beside the empty field: what stands for null in a CSV, in quotes, too.
+NULL_VALUES = ("NA", "N/A", "null", "NULL", "NaN", "nan")
+
+_Reader = Callable[[pa.Array], pa.Array]
+
+
+def numbers_of_texts(texts: pa.Array, dtype: np.dtype[Any]) -> pa.Array:
+    """Numbers that may still be too large for `dtype`, or have a fraction; nulls stay null.
+
+    Days since 1970 of an ISO 8601 date where `dtype` is int32, and microseconds of a time without a zone where it is
+    int64: as such the models' columns of dates and times are sent. Raises `ValueError` where a text is none of these.
+    """
+    readers = _readers(dtype)
+    for read in readers[:-1]:
+        try:
+            return read(texts)
+        except pa.ArrowInvalid:
+            continue
+    return readers[-1](texts)
+
+
+def _readers(dtype: np.dtype[Any]) -> list[_Reader]:
+    """What a text may be, the likelier first."""
+    if dtype.kind == "b":
+        return [lambda texts: texts.cast(pa.bool_())]
+    if dtype.kind == "f":
+        # There is no cast from text to half floats; by way of single ones some would be rounded twice.
+        return [lambda texts: _floats(texts, pa.float32() if dtype.itemsize == 4 else pa.float64())]
+    readers: list[_Reader] = [
+        lambda texts: texts.cast(pa.from_numpy_dtype(dtype)),
+        # pandas writes whole numbers with nulls among them as 3.0.
+        _whole_floats,
+    ]
+    if dtype == np.int32:
+        readers.append(lambda texts: texts.cast(pa.date32()).view(pa.int32()))
+    if dtype == np.int64:
+        readers.append(lambda texts: texts.cast(pa.timestamp("us")).view(pa.int64()))
+    return readers
+
+
+def _whole_floats(texts: pa.Array) -> pa.Array:
+    values = _floats(texts, pa.float64())
+    if pc.any(pc.greater_equal(pc.abs(values), EXACT_BELOW)).as_py():
+        raise pa.ArrowInvalid("a whole number has more digits than a double holds")
+    return values
+
+
+def _floats(texts: pa.Array, target: pa.DataType) -> pa.Array:
+    values = texts.cast(target)
+    infinite = pc.is_inf(values)
+    if pc.any(infinite).as_py():
+        said = pc.match_substring_regex(texts.filter(infinite), "^[+-]?inf(inity)?$", ignore_case=True)
+        if not pc.all(said).as_py():
+            raise pa.ArrowInvalid(f"a number is beyond the range of {target}")
+    large = texts.filter(pc.greater_equal(pc.abs(values), EXACT_BELOW))
+    for text in large.filter(pc.match_substring_regex(large, "^[+-]?[0-9]+$")).to_pylist():
+        if int(float(text)) != int(Decimal(text)):  # int() itself refuses thousands of digits, be they leading zeros
+            raise pa.ArrowInvalid("a whole number has more digits than a double holds")
+    return values
+
+
+# --- Dates and times ---
+
+ColumnTypes = Mapping[str, pa.DataType]
+
+# Of a model's parameters: such a one for each input of dates or times.
+PARAMETER = "column_type."
+_TIMESTAMP = re.compile(r"timestamp\[(s|ms|us|ns)(?:, tz=(.+))?\]")
+_OTHERS = {str(one): one for one in (pa.date32(), pa.time32("s"), pa.time32("ms"), pa.time64("us"), pa.time64("ns"))}
+
+
+def column_types(config: model_config_pb2.ModelConfig) -> ColumnTypes:
+    """Of the inputs that are dates or times, by name."""
+    told = {
+        name.removeprefix(PARAMETER): _type(value.string_value)
+        for name, value in config.parameters.items()
+        if name.startswith(PARAMETER)
+    }
+    return {name: kind for name, kind in told.items() if kind is not None}
+
+
+def as_type(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    """Texts, dates and times as `kind`; all others as they are, numbers among them: those are in its unit already.
+    Texts of numbers are refused, as an import refuses them.
+
+    Raises `pa.ArrowInvalid` where one is no such value, or would lose something: digits, its day or its time of day, or
+    its zone, or gain one.
+    """
+    if kinds.is_dictionary(values.type):
+        values = values.cast(values.type.value_type)
+    if kinds.is_string(values.type) or kinds.is_large_string(values.type) or kinds.is_string_view(values.type):
+        texts = values.cast(pa.string())
+        return _times_of_day(texts, kind) if kinds.is_time(kind) else texts.cast(kind)
+    if not kinds.is_temporal(values.type):
+        return values
+    if values.null_count == len(values):
+        return pa.chunked_array([pa.nulls(len(values), kind)])
+    if _has_zone(values.type) != _has_zone(kind):
+        raise pa.ArrowInvalid(f"one of {values.type} and {kind} has a zone")
+    try:
+        found = values.cast(kind)
+        if found.cast(values.type).equals(values):
+            return found
+    except pa.ArrowNotImplementedError:  # a time of day where the model takes a date, say
+        pass
+    raise pa.ArrowInvalid(f"a value of {values.type} is no {kind}")
+
+
+def _has_zone(kind: pa.DataType) -> bool:
+    return bool(kinds.is_timestamp(kind) and kind.tz)
+
+
+def _times_of_day(texts: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    """By itself Arrow casts no text to one."""
+    on_a_day = pc.binary_join_element_wise(pa.scalar("1970-01-01T"), texts, pa.scalar(""))
+    return on_a_day.cast(pa.timestamp("ns")).cast(kind)
+
+
+def _type(text: str) -> pa.DataType | None:
+    found = _TIMESTAMP.fullmatch(text)
+    return pa.timestamp(found[1], found[2]) if found else _OTHERS.get(text)
+
+
+# --- Image files ---
+
+# How pixels of so many channels are called; () has none.
+_MODES: dict[tuple[int, ...], str] = {(): "L", (1,): "L", (3,): "RGB", (4,): "RGBA", (-1,): "RGB"}
+
+
+def takes_pixels(tensor: Tensor) -> bool:
+    """Whether its rows are uint8 of shape (H, W) or (H, W, channels)."""
+    return tensor.datatype == "UINT8" and len(tensor.shape) in (3, 4) and tuple(tensor.shape[3:]) in _MODES
+
+
+def pixels_of(image: Path | BinaryIO, shape: Sequence[int], name: str) -> npt.NDArray[np.uint8]:
+    """uint8 of `shape`, that of one row of an input that `takes_pixels`; other sizes are resized to it.
+
+    Raises `BadInput`, which calls the image `name`.
+    """
+    from PIL import Image
+
+    height, width, *channels = shape
+    try:
+        with Image.open(image) as opened:
+            converted = opened.convert(_MODES[tuple(channels)])
+            if height > 0 and width > 0 and converted.size != (width, height):
+                converted = converted.resize((width, height), Image.Resampling.BILINEAR)
+    # The decoders raise nearly everything at bytes that are broken: struct.error, TypeError, zlib.error, …
+    except Exception as error:
+        raise BadInput(f"{name} is no image that can be read: {error}", remedy="use a PNG or a JPEG") from None
+    return _array(converted, one_channel=channels == [1])
+
+
+def is_picture(path: Path) -> bool:
+    """By its first bytes. Raises `OSError` where it cannot be read at all."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path):
+            return True
+    except UnidentifiedImageError:
+        return False
+    except OSError:
+        raise
+    except Exception:
+        return True  # reading it tells what is wrong with it
+
+
+def _array(image: Image.Image, *, one_channel: bool) -> npt.NDArray[np.uint8]:
+    pixels = np.asarray(image, dtype=np.uint8)
+    return pixels[..., None] if one_channel else pixels

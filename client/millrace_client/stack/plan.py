@@ -15,38 +15,7 @@ from pathlib import Path
 from millrace_client.addresses import DEFAULT_PORTS, SERVICES
 from millrace_client.addresses import VARIABLE as TOKEN_FILE
 
-HOST = "127.0.0.1"
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as one:
-        # As servers do: a port whose last connections linger in TIME_WAIT is free.
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            one.bind((HOST, port))
-        except OSError:
-            return False
-        return True
-
-
-def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on now; who binds one soon will most likely get it."""
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind((HOST, 0))
-        return [int(one.getsockname()[1]) for one in sockets]
-
-
-def answers(address: str, *, timeout_s: float = 0.5) -> bool:
-    """Whether somebody accepts a connection at host:port."""
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host, int(port)), timeout=timeout_s):
-            return True
-    except OSError:
-        return False
-
+# --- Plan ---
 
 # A training job's workers and a served model fit side by side on a machine of two cores; Ray's CPUs are only tickets.
 FEWEST_RAY_CPUS = 4
@@ -204,3 +173,38 @@ def ray_command(gcs: int, client: int, dashboard: int, agent: int, folder: str, 
         "--include-log-monitor=false",
         "--log-color=false",
     )
+
+
+# --- Free ports ---
+
+HOST = "127.0.0.1"
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as one:
+        # As servers do: a port whose last connections linger in TIME_WAIT is free.
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind((HOST, port))
+        except OSError:
+            return False
+        return True
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports that nobody listens on now; who binds one soon will most likely get it."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind((HOST, 0))
+        return [int(one.getsockname()[1]) for one in sockets]
+
+
+def answers(address: str, *, timeout_s: float = 0.5) -> bool:
+    """Whether somebody accepts a connection at host:port."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=timeout_s):
+            return True
+    except OSError:
+        return False

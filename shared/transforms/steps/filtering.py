@@ -40,6 +40,79 @@ from shared.transforms.batch import Batch, StepKeys, row_count, take_rows
 from shared.transforms.schema import RowProblem, ScalarType, Schema, StepError
 from shared.transforms.steps.step import Names, Step, first_failing_row
 
+# --- The step ---
+
+
+@dataclass(frozen=True)
+class Filter(Step):
+    """Keeps the rows for which the expression is true."""
+
+    op: ClassVar[str] = "filter"
+    drops_rows: ClassVar[bool] = True
+    expression: Expression
+
+    @classmethod
+    def of(cls, message: transform_pb2.Filter, column: str) -> Self:
+        try:
+            return cls(Expression(message.expression))
+        except ExpressionError as error:
+            raise StepError(str(error), "filter.expression") from None
+
+    def to_proto(self) -> transform_pb2.TransformStep:
+        return transform_pb2.TransformStep(filter=transform_pb2.Filter(expression=self.expression.text))
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.expression.columns
+
+    def output(self, given: Schema) -> Schema:
+        columns = {}
+        for name in self.reads:
+            if name not in given:
+                raise StepError(f"there is no column {name!r}; there are {', '.join(given)}", "filter.expression")
+            one = given[name]
+            if not isinstance(one, ScalarType):
+                raise StepError(f"{name!r} is {one}; a filter reads scalars alone", "filter.expression")
+            columns[name] = pa.array([], one.arrow_type)
+        try:
+            self.expression(columns)
+        except (ExpressionError, pa.ArrowException) as error:
+            raise StepError(first_line(error), "filter.expression") from None
+        return dict(given)
+
+    def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
+        return take_rows(batch, self.keeps(batch))
+
+    def keeps(self, batch: Batch) -> NDArray[np.bool_]:
+        """Which rows stay, (B). Raises `RowProblem` for a row whose values do not fit, as by an overflow."""
+        rows = row_count(batch)
+        columns = {name: batch[name] for name in self.reads}
+        try:
+            kept = self.expression(columns)
+        except pa.ArrowException as error:
+            row = first_failing_row(rows, lambda start, end: self._works(columns, start, end))
+            raise RowProblem(row, f"{self.expression.text!r} does not work out: {first_line(error)}") from None
+        if isinstance(kept, pa.Scalar):
+            return np.full(rows, bool(kept.as_py()))
+        mask: NDArray[np.bool_] = kept.fill_null(False).to_numpy(zero_copy_only=False)
+        return mask
+
+    def _works(self, columns: Batch, start: int, end: int) -> bool:
+        try:
+            self.expression({name: one[start:end] for name, one in columns.items()})
+        except pa.ArrowException:
+            return False
+        return True
+
+    def sources(self, needed: Names, given: Schema) -> Names:
+        return needed | frozenset(self.reads)
+
+    def narrowed(self, needed: Names, given: Schema) -> Step | None:
+        return self
+
+
+# --- Order of numbers ---
+
 # An array, or one value for all rows.
 Datum = Any
 
@@ -91,6 +164,8 @@ def _with_signed(unsigned: Datum, signed: Datum) -> Datum:
     order = pc.if_else(pc.less(unsigned, there), _BELOW, pc.if_else(pc.greater(unsigned, there), _ABOVE, _SAME))
     return pc.if_else(pc.is_valid(unsigned), pc.if_else(negative, _ABOVE, order), _NULL)
 
+
+# --- Values ---
 
 _MOST_SIGNED = 2**63 - 1
 
@@ -175,6 +250,8 @@ def _double(number: Datum) -> Datum:
     # Integers beyond 53 bits are rounded, as Python's own division does.
     return pc.cast(number, pa.float64(), safe=False)
 
+
+# --- Words of the language ---
 
 # Of the tree: `a and b and c` and `a < b < c` are one level, `a + b + c` are two.
 MAX_DEPTH = 64
@@ -291,6 +368,8 @@ def text_of(node: ast.expr) -> str:
         return "the expression"
 
 
+# --- Expressions ---
+
 MAX_CHARACTERS = 4096
 
 
@@ -405,71 +484,3 @@ def _of_kind(node: ast.expr, datum: Datum, *wanted: str) -> Datum:
     if kind_of(datum) not in wanted:
         raise ExpressionError(f"{text_of(node)}: needs {' or '.join(wanted)}, not {kind_of(datum)}")
     return datum
-
-
-@dataclass(frozen=True)
-class Filter(Step):
-    """Keeps the rows for which the expression is true."""
-
-    op: ClassVar[str] = "filter"
-    drops_rows: ClassVar[bool] = True
-    expression: Expression
-
-    @classmethod
-    def of(cls, message: transform_pb2.Filter, column: str) -> Self:
-        try:
-            return cls(Expression(message.expression))
-        except ExpressionError as error:
-            raise StepError(str(error), "filter.expression") from None
-
-    def to_proto(self) -> transform_pb2.TransformStep:
-        return transform_pb2.TransformStep(filter=transform_pb2.Filter(expression=self.expression.text))
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return self.expression.columns
-
-    def output(self, given: Schema) -> Schema:
-        columns = {}
-        for name in self.reads:
-            if name not in given:
-                raise StepError(f"there is no column {name!r}; there are {', '.join(given)}", "filter.expression")
-            one = given[name]
-            if not isinstance(one, ScalarType):
-                raise StepError(f"{name!r} is {one}; a filter reads scalars alone", "filter.expression")
-            columns[name] = pa.array([], one.arrow_type)
-        try:
-            self.expression(columns)
-        except (ExpressionError, pa.ArrowException) as error:
-            raise StepError(first_line(error), "filter.expression") from None
-        return dict(given)
-
-    def apply(self, batch: Batch, keys: StepKeys | None) -> Batch:
-        return take_rows(batch, self.keeps(batch))
-
-    def keeps(self, batch: Batch) -> NDArray[np.bool_]:
-        """Which rows stay, (B). Raises `RowProblem` for a row whose values do not fit, as by an overflow."""
-        rows = row_count(batch)
-        columns = {name: batch[name] for name in self.reads}
-        try:
-            kept = self.expression(columns)
-        except pa.ArrowException as error:
-            row = first_failing_row(rows, lambda start, end: self._works(columns, start, end))
-            raise RowProblem(row, f"{self.expression.text!r} does not work out: {first_line(error)}") from None
-        if isinstance(kept, pa.Scalar):
-            return np.full(rows, bool(kept.as_py()))
-        mask: NDArray[np.bool_] = kept.fill_null(False).to_numpy(zero_copy_only=False)
-        return mask
-
-    def _works(self, columns: Batch, start: int, end: int) -> bool:
-        try:
-            self.expression({name: one[start:end] for name, one in columns.items()})
-        except pa.ArrowException:
-            return False
-        return True
-
-    def sources(self, needed: Names, given: Schema) -> Names:
-        return needed | frozenset(self.reads)
-
-    def narrowed(self, needed: Names, given: Schema) -> Step | None:
-        return self

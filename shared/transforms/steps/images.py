@@ -23,6 +23,8 @@ from shared.transforms.schema import ColumnType, RowProblem, StepError, TensorTy
 from shared.transforms.steps.decoding import PIXEL_LIMIT
 from shared.transforms.steps.step import ColumnStep, Step
 
+# --- Images ---
+
 MAX_SIDE = 8192
 
 Shape = tuple[int | None, ...]
@@ -200,6 +202,8 @@ def by_planes(image: Array, work: Any) -> Array:
         return np.stack(planes, axis=-1)
     return np.asarray(work(Image.fromarray(image)))
 
+
+# --- Augmentations ---
 
 MAX_PADDING = 512
 
