@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from data_service.datasets import SERVICE, Datasets
-from data_service.domain.retention import Committed, outlived
+from data_service.domain.dataset import Committed, outlived
 from data_service.lifecycle import Deletions
 from data_service.operation_pointers import operations_before, withdraw_if_without_job
 from shared.dataset_version.users import live_users, markers

@@ -13,7 +13,7 @@ from typing import Any
 
 from data_service.datasets import SERVICE, Datasets
 from data_service.domain import import_spec, predict_spec, transform_spec
-from data_service.domain.checks_parsing import parse_checks
+from data_service.domain.checks import parse_checks
 from data_service.domain.dataset import Dataset
 from data_service.domain.import_spec import ImportSpec
 from data_service.domain.predict_spec import PredictSpec

@@ -7,8 +7,7 @@ from decimal import Decimal
 from google.protobuf.duration_pb2 import Duration
 
 from data_service.converters.times import timestamp
-from data_service.domain.dataset import Dataset
-from data_service.domain.retention import Retention
+from data_service.domain.dataset import Dataset, Retention
 from millrace.data.v1 import resources_pb2
 
 NANOS = 1_000_000_000

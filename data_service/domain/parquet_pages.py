@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from data_service.domain.thrift_compact import CompactReader, ThriftError
+from data_service.domain.thrift_compact import _STRUCT, CompactReader, ThriftError
 
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 FIRST_READ_BYTES = 512
-_STRUCT = 12
 _WHOLE_NUMBERS = (4, 5, 6)
 # The fields of PageHeader for data pages of both versions, and in each that of the encoding.
 _DATA_PAGES = {5: 2, 8: 4}

@@ -16,12 +16,11 @@ import pyarrow as pa
 
 from data_service.attempt_folder import attempt_folder
 from data_service.commit import columns_of, commit_version
-from data_service.domain.bad_rows import BadRowPolicy
+from data_service.domain.bad_rows import BadRowPolicy, build_report
+from data_service.domain.checks import fits, parse_checks
 from data_service.domain.checks_gate import gate
-from data_service.domain.checks_parsing import fits, parse_checks
 from data_service.domain.import_spec import Base, ImportSpec
 from data_service.domain.layout import Routing, SplitRange, lay_out, route
-from data_service.domain.report import build_report
 from data_service.domain.statistics import SplitStatistics
 from data_service.ingest.base_rows import BaseRows
 from data_service.ingest.columns import CommonColumns, with_nan_as_null

@@ -15,9 +15,9 @@ import pyarrow as pa
 
 from data_service.attempt_folder import attempt_folder
 from data_service.commit import commit_version
+from data_service.domain.bad_rows import build_report
 from data_service.domain.checks_rows import RowChecks
 from data_service.domain.predict_spec import PredictSpec
-from data_service.domain.report import build_report
 from data_service.predicting.checking import preparation
 from data_service.predicting.columns import NewColumns, new_columns
 from data_service.predicting.room import pool_of

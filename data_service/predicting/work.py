@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from data_service.domain.bad_rows import excerpt
 from data_service.domain.predict_spec import CheckpointRef, Workers
-from data_service.domain.report import excerpt
 from data_service.predicting.checking import CHAIN, Preparation
 from data_service.predicting.columns import Array, PredictionColumns
 from data_service.transforming.chain import ended_in_time

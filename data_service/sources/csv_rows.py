@@ -8,9 +8,10 @@ from contextlib import contextmanager
 import numpy as np
 import pyarrow as pa
 
+from data_service.domain import line_blocks
 from data_service.domain.csv_records import BadRecord, CsvHeaderError, CsvReader, Records
 from data_service.domain.import_spec import CsvOptions
-from data_service.domain.line_blocks import TextError, line_blocks
+from data_service.domain.line_blocks import TextError
 from data_service.domain.row_casts import Cast, CastRefused, Fits, cast_between, cast_rows
 from data_service.domain.text_values import InferredType
 from data_service.sources.content import blaming, content
@@ -83,7 +84,7 @@ class _Dialect:
     def reader(self, file: SourceFile) -> Iterator[CsvReader]:
         with content(file) as stream, blaming(file, "CSV"):
             try:
-                yield CsvReader(line_blocks(stream, self._encoding), self._delimiter, self._null_values)
+                yield CsvReader(line_blocks.line_blocks(stream, self._encoding), self._delimiter, self._null_values)
             except (CsvHeaderError, TextError) as error:
                 raise file.corrupt(str(error)) from None
 

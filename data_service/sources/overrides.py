@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import pyarrow as pa
 
-from data_service.domain.arrow_types import TypeRefused, parse_type
+from data_service.domain.import_spec import TypeRefused, parse_type
 from data_service.domain.row_casts import Cast, CastRefused, Fits, cast_between, cast_rows, misfit
 from data_service.sources.interface import BadRowSink, RowSource
 from data_service.sources.source_files import SourceFile

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pyarrow as pa
 from google.protobuf import json_format
 
-from data_service.domain.checks_parsing import fits, parse_checks
+from data_service.domain.checks import fits, parse_checks
 from data_service.domain.split_rules import ColumnSplit, SplitRule, column_problems, split_order, taken_away
 from data_service.domain.transform_spec import TransformSpec
 from millrace.common.v1 import transform_pb2

@@ -15,9 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from data_service.attempt_folder import attempt_folder
-from data_service.domain.checks_parsing import parse_checks
-from data_service.domain.checks_rows import CheckCounts, RowChecks
-from data_service.domain.checks_unique import Repeats, UniqueKeys
+from data_service.domain.checks import parse_checks
+from data_service.domain.checks_rows import CheckCounts, Repeats, RowChecks, UniqueKeys
 from data_service.domain.split_rules import RatioDivider, divider
 from data_service.domain.transform_spec import TransformSpec
 from data_service.transforming.chain import Chain

@@ -11,13 +11,11 @@ from typing import Any
 import pyarrow as pa
 
 from data_service.commit import columns_of, commit_version
-from data_service.domain.bad_rows import BadRowLog, BadRowPolicy
-from data_service.domain.checks import Drift
+from data_service.domain.bad_rows import BadRowLog, BadRowPolicy, build_report
+from data_service.domain.checks import Drift, parse_checks
 from data_service.domain.checks_gate import gate
-from data_service.domain.checks_parsing import parse_checks
 from data_service.domain.checks_rows import CheckCounts
 from data_service.domain.layout import SplitRange
-from data_service.domain.report import build_report
 from data_service.domain.split_rules import taken_away
 from data_service.domain.statistics import SplitStatistics
 from data_service.domain.transform_spec import TransformSpec

@@ -17,8 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from data_service.domain.bad_rows import BadRowLog, BadRowPart, BadRowPolicy, excerpt
-from data_service.domain.checks_rows import CheckCounts, RowChecks
-from data_service.domain.checks_unique import Repeats, UniqueKeys
+from data_service.domain.checks_rows import CheckCounts, Repeats, RowChecks, UniqueKeys
 from data_service.domain.statistics import SplitStatistics
 from data_service.scratch import scratch_folder
 from data_service.transforming.chain import Chain, ended_in_time

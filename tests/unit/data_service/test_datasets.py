@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from data_service.datasets import Datasets
-from data_service.domain.dataset import Dataset
-from data_service.domain.retention import Retention
+from data_service.domain.dataset import Dataset, Retention
 from data_service.lifecycle import Deletions
 from data_service.uploads.uploads import Uploads
 from data_service.uploads.users import mark_used, unmark

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from data_service.datasets import Datasets
-from data_service.domain.retention import Retention
+from data_service.domain.dataset import Retention
 from data_service.lifecycle import Deletions
 from data_service.operation_pointers import operation_ids, record_operation
 from data_service.sweeper import LEFT_FOR_S, REQUEST_CLAIM_S, Sweeper
