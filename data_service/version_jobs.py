@@ -21,7 +21,7 @@ from data_service.domain.transform_spec import TransformSpec
 from data_service.operation_pointers import record_operation, withdraw_operation
 from data_service.predicting.asking import check_predict, found_checkpoint
 from data_service.references import referring, with_base
-from data_service.sources.source_files import s3_of
+from data_service.storage.source_files import s3_of
 from data_service.transforming.checking import check_transform
 from data_service.versions import Versions
 from shared import names

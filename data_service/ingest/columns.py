@@ -10,9 +10,9 @@ import pyarrow.compute as pc
 import pyarrow.types as kinds
 from numpy.typing import NDArray
 
+from data_service.formats import OpenSource
 from data_service.ingest.base_rows import BaseRows
 from data_service.ingest.mismatch import Fits, difference
-from data_service.sources import OpenSource
 from shared.errors import InvalidArgument, first_line
 
 LABEL = "label"

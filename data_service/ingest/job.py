@@ -22,6 +22,7 @@ from data_service.domain.checks_gate import gate
 from data_service.domain.import_spec import Base, ImportSpec
 from data_service.domain.layout import Routing, SplitRange, lay_out, route
 from data_service.domain.statistics import SplitStatistics
+from data_service.formats import open_sources
 from data_service.ingest.base_rows import BaseRows
 from data_service.ingest.columns import CommonColumns, with_nan_as_null
 from data_service.ingest.progress import Progress
@@ -29,8 +30,7 @@ from data_service.ingest.screening import Screen
 from data_service.ingest.split_files import SplitFiles
 from data_service.ingest.split_problems import SplitProblems
 from data_service.ingest.threads import Behind, ahead
-from data_service.sources import open_sources
-from data_service.sources.source_files import SourceFiles, s3_of
+from data_service.storage.source_files import SourceFiles, s3_of
 from data_service.successors import confirm_follows
 from shared.dataset_version import DatasetVersion, load_version
 from shared.dataset_version.attachments import read_report

@@ -1,5 +1,6 @@
 """Opens the files that an import names: local ones below the allowed roots, objects on the store's S3 endpoint, and
-uploads."""
+uploads.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +14,20 @@ from urllib.parse import quote
 
 from pyarrow import fs
 
-from data_service.domain.globs import MAX_DEPTH, Glob, is_hidden
-from data_service.domain.uris import FileSource, S3Source, UploadSource, UriRefused, check_allowed, parse_uri
-from data_service.sources.local_files import LocalFiles
-from data_service.sources.s3_objects import S3Objects
-from data_service.sources.source_errors import source_not_found
+from data_service.domain.uris import (
+    MAX_DEPTH,
+    FileSource,
+    Glob,
+    S3Source,
+    UploadSource,
+    UriRefused,
+    check_allowed,
+    is_hidden,
+    parse_uri,
+    source_not_found,
+)
+from data_service.storage.local_files import LocalFiles
+from data_service.storage.s3_objects import S3Objects
 from data_service.uploads.pins import PinnedBlocks
 from data_service.uploads.reader import open_upload, upload_size, verify
 from shared.errors import InvalidArgument, invalid_field

@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 from pyarrow import fs
 
-from data_service.sources.source_errors import source_not_found
+from data_service.domain.uris import source_not_found
 from shared.errors import InvalidArgument, Unavailable, invalid_field
 
 

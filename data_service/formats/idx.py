@@ -9,10 +9,9 @@ import numpy as np
 import pyarrow as pa
 
 from data_service.domain.idx import IdxHeader, read_header, read_rows, rows_per_chunk
-from data_service.sources import interface
-from data_service.sources.content import blaming, content
-from data_service.sources.interface import BadRowSink
-from data_service.sources.source_files import SourceFile
+from data_service.formats import interface
+from data_service.formats.interface import BadRowSink, blaming, content
+from data_service.storage.source_files import SourceFile
 from shared.dataset_version.columns import tensor_array, tensor_field
 
 

@@ -1,18 +1,10 @@
-"""Values out of text, and which types all texts of a column fit.
-
-The types that are inferred: bool (`true`, `false` in any case) < int64 < double < timestamp[us] (ISO 8601 without a
-zone) < string. Text is never trimmed. A whole number that int64 does not hold, or that a double would change, keeps the
-column from being numbers: its digits are not to be lost. So does one with zeros or a plus in front (`007`, `+49`), and
-a fraction with such zeros: postcodes, ids and telephone numbers are text. `-0` is a double, which keeps its sign.
-
-A fraction of more digits than a double has (17) is one all the same where the double gives all of them back, as what
-was printed of a double does: 0.1 with 20 decimals is 0.10000000000000000555. Where it does not, as of amounts and of pi
-to 20 decimals, the column stays string; `column_types` may ask for a decimal, or for a double, which rounds.
-"""
+"""Values out of text, and casts of columns that tell which rows do not fit, instead of failing as a whole."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from decimal import MAX_PREC, Context, Decimal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,8 +12,22 @@ import pyarrow.compute as pc
 import pyarrow.types as kinds
 from numpy.typing import NDArray
 
+from shared.dataset_version.columns import refuse_beyond_milliseconds
 from shared.half_floats import halves_of_texts
-from shared.temporal_texts import times_of_day
+from shared.temporal_texts import times_of_day, zone_hint, zone_problem
+
+# --- Text values ---
+# Values out of text, and which types all texts of a column fit.
+#
+# The types that are inferred: bool (`true`, `false` in any case) < int64 < double < timestamp[us] (ISO 8601 without a
+# zone) < string. Text is never trimmed. A whole number that int64 does not hold, or that a double would change, keeps
+# the column from being numbers: its digits are not to be lost. So does one with zeros or a plus in front (`007`,
+# `+49`), and a fraction with such zeros: postcodes, ids and telephone numbers are text. `-0` is a double, which keeps
+# its sign.
+#
+# A fraction of more digits than a double has (17) is one all the same where the double gives all of them back, as what
+# was printed of a double does: 0.1 with 20 decimals is 0.10000000000000000555. Where it does not, as of amounts and of
+# pi to 20 decimals, the column stays string; `column_types` may ask for a decimal, or for a double, which rounds.
 
 INFERRED = (pa.bool_(), pa.int64(), pa.float64(), pa.timestamp("us"))
 EXACT_IN_DOUBLE = 2**53
@@ -196,3 +202,109 @@ def _large_wholes(texts: pa.Array, values: pa.Array) -> pa.Array:
         return texts.slice(0, 0)
     found = texts.filter(large)
     return found.filter(pc.match_substring_regex(found, "^[+-]?[0-9]+$"))
+
+
+# --- Row casts ---
+# Casts of columns that tell which rows do not fit, instead of failing as a whole.
+
+# True for each row that fits; None where all do.
+Fits = NDArray[np.bool_] | None
+Cast = Callable[[pa.Array], pa.Array]
+
+
+class CastRefused(ValueError):
+    """No value of the one type can be had as the other; the text says why."""
+
+
+def cast_rows(values: pa.Array, cast: Cast) -> tuple[pa.Array, Fits]:
+    """`cast(values)`, with null and False where it raises for a row: found by halving, so that good rows stay fast."""
+    try:
+        return cast(values), None
+    except pa.ArrowInvalid:
+        if len(values) <= 1:
+            empty = cast(values.slice(0, 0))
+            return pa.nulls(len(values), empty.type), np.zeros(len(values), np.bool_)
+    middle = len(values) // 2
+    parts = [cast_rows(values.slice(0, middle), cast), cast_rows(values.slice(middle), cast)]
+    fits = np.concatenate([np.ones(len(part), np.bool_) if fit is None else fit for part, fit in parts])
+    return pa.concat_arrays([part for part, _ in parts]), fits
+
+
+def cast_between(given: pa.DataType, wanted: pa.DataType) -> Cast | None:
+    """How values of a logical type become another's; None where they are already. Raises `CastRefused`."""
+    if given == wanted:
+        return None
+    if problem := zone_problem(given, wanted):
+        raise CastRefused(problem)
+    cast = _chosen(given, wanted)
+    try:
+        cast(_empty(given))
+    except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
+        raise CastRefused(f"{given} cannot be cast to {wanted}") from None
+    return cast
+
+
+def misfit(value: str, wanted: pa.DataType) -> str:
+    """The reason of a bad row, whose `value` does not fit."""
+    return f"{value} does not fit {wanted}{zone_hint(wanted)}"
+
+
+def _chosen(given: pa.DataType, wanted: pa.DataType) -> Cast:
+    def from_texts(values: pa.Array) -> pa.Array:
+        return from_text(values, wanted)
+
+    def plain(values: pa.Array) -> pa.Array:
+        return _checked(values, values.cast(wanted))
+
+    if _is_tensor(given) or _is_tensor(wanted):
+        return _tensor_cast(given, wanted)
+    return from_texts if kinds.is_string(given) else plain
+
+
+def _empty(arrow_type: pa.DataType) -> pa.Array:
+    if _is_tensor(arrow_type):
+        return pa.ExtensionArray.from_storage(arrow_type, pa.array([], arrow_type.storage_type))
+    return pa.array([], arrow_type)
+
+
+def _is_tensor(arrow_type: pa.DataType) -> bool:
+    return isinstance(arrow_type, pa.FixedShapeTensorType)
+
+
+def _tensor_cast(given: pa.DataType, wanted: pa.DataType) -> Cast:
+    if not (_is_tensor(given) and _is_tensor(wanted)):
+        raise CastRefused(f"{given} cannot be cast to {wanted}: a tensor stays a tensor")
+    size = int(np.prod(wanted.shape))
+    if int(np.prod(given.shape)) != size:
+        raise CastRefused(f"rows of shape {given.shape} cannot have the shape {wanted.shape}")
+
+    def cast(tensors: pa.Array) -> pa.Array:
+        flat = tensors.storage.flatten()
+        values = _checked(flat, flat.cast(wanted.value_type))
+        return pa.ExtensionArray.from_storage(wanted, pa.FixedSizeListArray.from_arrays(values, size))
+
+    return cast
+
+
+def _checked(given: pa.Array, cast: pa.Array) -> pa.Array:
+    """Refuses what Arrow lets pass: a finite number that became infinite in a narrower float, and seconds that a
+    version's files do not hold."""
+    if kinds.is_floating(cast.type) and (kinds.is_floating(given.type) or kinds.is_decimal(given.type)):
+        wide = given.cast(pa.float64())
+        if pc.any(pc.and_(pc.is_finite(wide), pc.is_inf(cast.cast(pa.float64())))).as_py():
+            raise pa.ArrowInvalid("beyond the range of the float")
+    refuse_beyond_milliseconds(cast)
+    return cast
+
+
+def rows_without_nulls(lists: pa.FixedSizeListArray) -> tuple[pa.Array, Fits]:
+    """The lists' values as one array, and which lists are neither null nor hold one; values of others are zeros."""
+    size = lists.type.list_size
+    values = lists.values.slice(lists.offset * size, len(lists) * size)
+    if not lists.null_count and not values.null_count:
+        return values, None
+    fits: NDArray[Any] = ~lists.is_null().to_numpy(zero_copy_only=False)
+    if values.null_count:
+        fits &= ~values.is_null().to_numpy(zero_copy_only=False).reshape(len(lists), size).any(axis=1)
+        values = values.fill_null(pa.scalar(0, pa.int8()).cast(values.type))
+    return values, fits
