@@ -22,14 +22,14 @@ def run(context: AttemptContext) -> dict[str, Any]:
         from data_service.predicting.job import run_predict
 
         return run_predict(context)
-    from data_service.ingest.job import run_import
+    from data_service.imports.job import run_import
 
     return run_import(context)
 
 
 def prepare() -> None:
     """Imports what imports, transforms and predictions need, in a process that has nothing to do yet."""
-    import data_service.ingest.job
+    import data_service.imports.job
     import data_service.predicting.job
     import data_service.transforming.job  # noqa: F401
     from shared import dataset_stream

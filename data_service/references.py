@@ -12,7 +12,7 @@ from data_service.domain.predict_spec import CheckpointRef, PredictSpec
 from data_service.domain.transform_spec import TransformSpec
 from data_service.domain.uris import UploadSource, parse_uri
 from data_service.successors import following
-from data_service.uploads.users import using as using_upload
+from data_service.uploads.record import using as using_upload
 from data_service.versions import ActiveVersion, Versions
 from shared.checkpoint import users as checkpoint_users
 from shared.dataset_version.users import using

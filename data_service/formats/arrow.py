@@ -220,7 +220,7 @@ def _some(stream: BinaryIO, size: int) -> bytes:
     return b"".join(pieces)
 
 
-# --- Arrow ipc ---
+# --- Arrow IPC ---
 # Arrow IPC, as a stream or as a file: both from front to back, so an upload is read while it grows.
 
 

@@ -26,7 +26,7 @@ from shared.dataset_version.column_names import MAX_COLUMNS
 from shared.errors import invalid_field
 from shared.temporal_texts import zone_hint
 
-# --- Csv records ---
+# --- CSV records ---
 # Comma-separated values, RFC 4180, as columns of bytes; each record knows its lines.
 #
 # Blocks without a quote are cut by Arrow, others by Python's csv module: in the former every line is a record.
@@ -375,7 +375,7 @@ def _nothing_but(bad: BadRecord, width: int) -> Records:
     return Records([pa.array([], pa.binary())] * width, none, none, lambda _: b"", [bad])
 
 
-# --- Csv rows ---
+# --- CSV rows ---
 # Comma-separated values: types are inferred from all rows of all files of the source, unless they are given.
 
 NULL_VALUES = ("NA", "N/A", "null", "NULL", "NaN", "nan")

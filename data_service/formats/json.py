@@ -26,7 +26,7 @@ from shared.dataset_version.columns import is_tensor
 from shared.errors import invalid_field
 from shared.temporal_texts import zone_hint
 
-# --- Json columns ---
+# --- JSON columns ---
 # JSON objects as rows: what kinds of values a column has, and values as the column's type.
 #
 # Scalars have the type that holds all of them: bool, int64, double, string; null fits each. Where scalars are of kinds
@@ -116,7 +116,7 @@ def as_text(value: Any) -> str | None:
     return str(value) if type(value) is int else orjson.dumps(value).decode()
 
 
-# --- Json rows ---
+# --- JSON rows ---
 # JSON Lines: one object a line; a key that any row has is a column, null where others lack it.
 #
 # Whole numbers are never rounded to fit: a column with one beyond int64, or with one that a double would change beside

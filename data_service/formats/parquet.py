@@ -23,7 +23,7 @@ from data_service.storage.source_files import SourceFile
 from shared.dataset_version.column_names import MAX_COLUMNS
 from shared.dataset_version.columns import is_tensor, row_bytes
 
-# --- Thrift compact ---
+# --- Thrift ---
 # Thrift's compact protocol, as much of it as Parquet's headers and footers need.
 #
 # Source: https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md

@@ -28,8 +28,7 @@ from data_service.domain.uris import (
 )
 from data_service.storage.local_files import LocalFiles
 from data_service.storage.s3_objects import S3Objects
-from data_service.uploads.pins import PinnedBlocks
-from data_service.uploads.reader import open_upload, upload_size, verify
+from data_service.uploads.reader import PinnedBlocks, open_upload, upload_size, verify
 from shared.errors import InvalidArgument, invalid_field
 from shared.storage import ObjectStore
 
