@@ -228,7 +228,7 @@ class ArrowRows:
     """One stream or file; its columns keep their types as far as a version has them (`logical_field`), and have that of
     `types` where it does not.
 
-    Record batches may have any size up to `arrow_messages.MAX_BODY_BYTES`; one is in memory at a time.
+    Record batches may have any size up to `MAX_BODY_BYTES`; one is in memory at a time.
     """
 
     class_names: list[str] | None = None

@@ -385,7 +385,7 @@ def _is_utf8(text: str) -> bool:
 
 class ImageTar:
     """The last two parts of a member's path are its class and its name. Members that are no images by their suffix, and
-    hidden ones, are left alone; hostile ones (`tar_members`) damage the whole. An image that is in no folder is a bad
+    hidden ones, are left alone; hostile ones (see above) damage the whole. An image that is in no folder is a bad
     row. Opening reads all names: labels need every class."""
 
     schema = SCHEMA

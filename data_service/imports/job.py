@@ -13,8 +13,7 @@ from typing import Any, TypeVar, cast
 
 import pyarrow as pa
 
-from data_service.attempt_folder import attempt_folder
-from data_service.commit import columns_of, commit_version
+from data_service.attempt import attempt_folder, columns_of, commit_version
 from data_service.domain.bad_rows import BadRowLog, BadRowPolicy, build_report, excerpt
 from data_service.domain.checks import Check, fits, parse_checks
 from data_service.domain.checks_gate import gate

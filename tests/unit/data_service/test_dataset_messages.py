@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from data_service.converters.datasets import dataset_message, retention_from
+from data_service.convert import dataset_message, retention_from
 from data_service.domain.dataset import MAX_AGE_S, Dataset, check_retention
 from millrace.data.v1 import resources_pb2
 from shared.errors import InvalidArgument

@@ -8,7 +8,7 @@ import uuid
 import pytest
 
 from data_service.datasets import Datasets
-from data_service.lifecycle import Deletions
+from data_service.deletion import Deletions
 from data_service.uploads import record as users
 from data_service.uploads.record import (
     COMMITTED_FOR_S,

@@ -13,25 +13,16 @@ from typing import Any
 
 import pyarrow as pa
 
-from data_service.attempt_folder import attempt_folder
-from data_service.commit import commit_version
+from data_service.attempt import attempt_folder, commit_version
 from data_service.domain.bad_rows import build_report
 from data_service.domain.checks_rows import RowChecks
 from data_service.domain.predict_spec import PredictSpec
-from data_service.predicting.checking import preparation
-from data_service.predicting.columns import NewColumns, new_columns
-from data_service.predicting.room import pool_of
-from data_service.predicting.work import Predictor, Preparer
-from data_service.transforming.job import impure, load_source
-from data_service.transforming.layout import lay_out
-from data_service.transforming.outcome import Gathered
-from data_service.transforming.parallel import PartRunner, Pool, Results, run_on_ray
-from data_service.transforming.parts_task import Work
-from data_service.transforming.passes import Passes
-from data_service.transforming.plan import Part, plan_parts
-from data_service.transforming.progress import Progress
-from data_service.transforming.rows import RowSource
-from data_service.transforming.work import CountPart, WritePart
+from data_service.transforms.checking import NewColumns, new_columns, preparation
+from data_service.transforms.job import Gathered, impure, lay_out, load_source
+from data_service.transforms.parallel import PartRunner, Passes, Pool, Progress, Results, Work, pool_of, run_on_ray
+from data_service.transforms.plan import Part, plan_parts
+from data_service.transforms.predict_work import Predictor, Preparer
+from data_service.transforms.work import CountPart, RowSource, WritePart
 from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.dataset_version import VersionReader
 from shared.dataset_version.manifest import Parent, Prediction

@@ -14,12 +14,9 @@ from numpy.typing import NDArray
 
 from data_service.domain.bad_rows import excerpt
 from data_service.domain.predict_spec import CheckpointRef, Workers
-from data_service.predicting.checking import CHAIN, Preparation
-from data_service.predicting.columns import Array, PredictionColumns
-from data_service.transforming.chain import ended_in_time
-from data_service.transforming.plan import Part
-from data_service.transforming.rows import RowSource, SplitRows
-from data_service.transforming.work import LeftOut, Made
+from data_service.transforms.checking import CHAIN, Array, PredictionColumns, Preparation
+from data_service.transforms.plan import Part
+from data_service.transforms.work import LeftOut, Made, RowSource, SplitRows, ended_in_time
 from shared.checkpoint import load_checkpoint
 from shared.checkpoint.format import WEIGHTS
 from shared.checkpoint.missing_values import BadRow
@@ -30,6 +27,7 @@ from shared.transforms import Batch, RowError, batch_of
 
 if TYPE_CHECKING:
     from shared.models.loaded import LoadedModel
+
 
 logger = logging.getLogger(__name__)
 
