@@ -17,8 +17,8 @@ from data_service.domain.predict_spec import Workers
 from data_service.transforms.checking import chained
 from data_service.transforms.parallel import Results, Work
 from data_service.transforms.plan import Part
-from inference_service.reconciling.held_rows import held_rows
-from inference_service.replica.served_model import ServedModel
+from inference_service.deploy.rollout_driver import held_rows
+from inference_service.serve.served_model import ServedModel
 from shared.checkpoint import CheckpointEntry, load_checkpoint
 from shared.checkpoint.format import WEIGHTS
 from shared.code_loading import load_code

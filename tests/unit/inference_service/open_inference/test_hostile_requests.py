@@ -15,8 +15,7 @@ import pytest
 
 from inference import grpc_service_pb2 as oip
 from inference_service.domain.deployment import State
-from inference_service.domain.rows import Outputs, Rows
-from inference_service.domain.signature import TensorSpec
+from inference_service.domain.signature import Outputs, Rows, TensorSpec
 from tests.support.grpc_kit import everything, told
 from tests.support.inference_server import Server, deployment, served
 from tests.support.table_model import SIGNATURE, TABLE, Zeros, request, still_serves

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from inference_service.domain.rows import Outputs, Rows
+from inference_service.domain.signature import Outputs, Rows
 from tests.support.inference_server import Server, ask, deployment, served
 from tests.support.simulated_serving import CAPACITY, COMPUTING_S, MAX_ROWS
 

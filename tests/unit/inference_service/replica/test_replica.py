@@ -15,12 +15,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from inference_service.domain.rows import Outputs, Rows
-from inference_service.domain.signature import Signature, TensorSpec
-from inference_service.replica import replica
-from inference_service.replica.hang_watch import HangWatch
-from inference_service.replica.replica import Loaded, ModelReplica, ReplicaSpec
-from inference_service.sockets.local_replicas import LocalReplicas, ReplicaLost
+from inference_service.domain.signature import Outputs, Rows, Signature, TensorSpec
+from inference_service.serve import replica
+from inference_service.serve.replica import HangWatch, Loaded, ModelReplica, ReplicaSpec
+from inference_service.serve.sockets import LocalReplicas, ReplicaLost
 from shared.settings import StoreSettings
 from shared.telemetry import JsonFormatter
 
