@@ -35,58 +35,6 @@ from shared.errors import MillraceError, ResourceExhausted
 from shared.jobs import AttemptContext
 from shared.storage import ObjectStore
 
-# --- Scratch ---
-# Folders on local disk for what is not yet in the store. They go with the work, or with the next one's beginning.
-
-PREFIX = "millrace-scratch-"
-
-
-@contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """A new folder, which goes with the body. What processes left that were killed is taken away before.
-
-    Its owner holds a lock on the folder itself, which the kernel gives back when the owner dies. Process numbers would
-    not do: containers that share a temporary folder do not see each other's processes.
-    """
-    _sweep_unowned()
-    folder, lock = _owned_folder()
-    try:
-        yield folder
-    finally:
-        try:
-            shutil.rmtree(folder)
-        finally:
-            os.close(lock)
-
-
-def _owned_folder() -> tuple[Path, int]:
-    """A new folder, and the descriptor that holds its lock."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        # Another process may sweep the folder before it is locked: then it is gone once we have the lock.
-        with suppress(FileNotFoundError):
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if folder.exists():
-                return folder, lock
-            os.close(lock)
-
-
-def _sweep_unowned() -> None:
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        try:
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:
-            continue  # gone just now, another user's, or no folder
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)  # what cannot be removed stays for a later sweep
-        except BlockingIOError:
-            continue  # its owner lives
-        finally:
-            os.close(lock)
-
-
 # --- Attempt folder ---
 # Where an attempt at making a version writes: a folder of its own in the store, and one on local disk.
 
@@ -192,3 +140,55 @@ def _attach_file(store: ObjectStore, folder: str, path: str, local: Path) -> Att
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     store.upload_file(local, f"{folder}/{path}")
     return Attachment(path=path, size_bytes=local.stat().st_size, sha256=digest)
+
+
+# --- Scratch ---
+# Folders on local disk for what is not yet in the store. They go with the work, or with the next one's beginning.
+
+PREFIX = "millrace-scratch-"
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A new folder, which goes with the body. What processes left that were killed is taken away before.
+
+    Its owner holds a lock on the folder itself, which the kernel gives back when the owner dies. Process numbers would
+    not do: containers that share a temporary folder do not see each other's processes.
+    """
+    _sweep_unowned()
+    folder, lock = _owned_folder()
+    try:
+        yield folder
+    finally:
+        try:
+            shutil.rmtree(folder)
+        finally:
+            os.close(lock)
+
+
+def _owned_folder() -> tuple[Path, int]:
+    """A new folder, and the descriptor that holds its lock."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        # Another process may sweep the folder before it is locked: then it is gone once we have the lock.
+        with suppress(FileNotFoundError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
+
+
+def _sweep_unowned() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue  # gone just now, another user's, or no folder
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)  # what cannot be removed stays for a later sweep
+        except BlockingIOError:
+            continue  # its owner lives
+        finally:
+            os.close(lock)

@@ -22,6 +22,9 @@ from shared.jobs.record import check_etag
 from shared.jobs.transitions import confirm_delete, request_delete
 from shared.storage import ObjectStore
 
+logger = logging.getLogger(__name__)
+
+
 # --- Lifecycle ---
 # The end of a version: its log says DELETING, nobody may use it, its files go, its log says DELETED.
 #
@@ -116,7 +119,6 @@ def _in_use(job: JobRecord, users: list[str]) -> FailedPrecondition:
 # (attempts' folders have a nonce, markers a uid): what somebody makes meanwhile is never met. So any number of sweepers
 # may run.
 
-logger = logging.getLogger(__name__)
 
 # After a week nobody repeats a call, hoping for its first answer.
 REQUEST_CLAIM_S = 7 * 24 * 3600.0

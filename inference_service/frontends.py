@@ -20,46 +20,12 @@ from inference_service.settings import metrics_of
 from shared.jobs.supervisor import ChildRefused, supervise
 from shared.settings import SettingsError
 
-# --- Front watch ---
-# Whether a front process hangs, by the signs of life that it gives several times a second.
-
-LOOK_EVERY_S = 5.0
-# In a row. They are counted, not timed: who was stopped with its parent has its time once both go on.
-SILENT_LOOKS = 12
-
-
-async def hangs(folder: Path, number: int, pid: int) -> None:
-    """Returns once the front of this number has given no sign of life for a minute, having given one before. A folder
-    in which no file can be touched, read-only by now, says nothing of those who try."""
-    beat_before, silent = None, 0
-    while silent < SILENT_LOOKS:
-        await asyncio.sleep(LOOK_EVERY_S)
-        beat_at = _touched_at(beat_of(folder, number, pid))
-        can_touch = _touch(folder / "parent")
-        silent = silent + 1 if can_touch and beat_at is not None and beat_at == beat_before else 0
-        beat_before = beat_at
-
-
-def _touched_at(path: Path) -> int | None:
-    """None where this process has not begun."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return None
-
-
-def _touch(path: Path) -> bool:
-    try:
-        path.touch()
-    except OSError:
-        return False
-    return True
+logger = logging.getLogger(__name__)
 
 
 # --- Frontends ---
 # Several front processes on one port: a parent that starts each, and starts it again when it dies or hangs.
 
-logger = logging.getLogger(__name__)
 
 # A front that is told to stop answers what it has, for 5 s at most, and leaves Ray.
 STOP_WITHIN_S = 12.0
@@ -142,3 +108,39 @@ async def parent_gone() -> None:
 
     await asyncio.get_running_loop().connect_read_pipe(Protocol, sys.stdin)
     await ended.wait()
+
+
+# --- Signs of life ---
+# Whether a front process hangs, by the signs of life that it gives several times a second.
+
+LOOK_EVERY_S = 5.0
+# In a row. They are counted, not timed: who was stopped with its parent has its time once both go on.
+SILENT_LOOKS = 12
+
+
+async def hangs(folder: Path, number: int, pid: int) -> None:
+    """Returns once the front of this number has given no sign of life for a minute, having given one before. A folder
+    in which no file can be touched, read-only by now, says nothing of those who try."""
+    beat_before, silent = None, 0
+    while silent < SILENT_LOOKS:
+        await asyncio.sleep(LOOK_EVERY_S)
+        beat_at = _touched_at(beat_of(folder, number, pid))
+        can_touch = _touch(folder / "parent")
+        silent = silent + 1 if can_touch and beat_at is not None and beat_at == beat_before else 0
+        beat_before = beat_at
+
+
+def _touched_at(path: Path) -> int | None:
+    """None where this process has not begun."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _touch(path: Path) -> bool:
+    try:
+        path.touch()
+    except OSError:
+        return False
+    return True

@@ -379,7 +379,7 @@ def _is_utf8(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-# --- Image tar ---
+# --- Tar of images ---
 # A tar of a folder of images, read from front to back: an upload is read while it grows.
 
 

@@ -23,345 +23,6 @@ from data_service.storage.source_files import SourceFile
 from shared.dataset_version.column_names import MAX_COLUMNS
 from shared.dataset_version.columns import is_tensor, row_bytes
 
-# --- Thrift ---
-# Thrift's compact protocol, as much of it as Parquet's headers and footers need.
-#
-# Source: https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
-
-_BOOL_TRUE, _BOOL_FALSE, _BYTE, _I64, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 6, 7, 8, 9, 10, 12
-_WHOLE_NUMBERS = (4, 5, 6)
-_MAX_NESTING = 16
-
-
-class ThriftError(ValueError):
-    """The bytes are no struct of Thrift's compact protocol."""
-
-
-class CompactReader:
-    """Reads one struct from the first byte on. A parser that keeps what it meets takes memory for each struct and each
-    element of a list, so at most `most_values` of them are read. Raises `IndexError` at the end of the bytes, and
-    `ThriftError`."""
-
-    def __init__(self, data: bytes, most_values: int = 1_000_000) -> None:
-        self._data = data
-        self._values_left = most_values
-        self.position = 0
-
-    def fields(self) -> Iterator[tuple[int, int]]:
-        """(number, kind) of each field of the struct that begins here; the caller takes or skips its value."""
-        self._count(1)
-        number = 0
-        while header := self._byte():
-            kind = header & 0x0F
-            number = number + (header >> 4) if header >> 4 else self.zigzag()
-            yield number, kind
-
-    def whole_number(self, kind: int) -> int:
-        """The value of a field of this kind."""
-        if kind not in _WHOLE_NUMBERS:
-            raise ThriftError("a number is none")
-        return self.zigzag()
-
-    def zigzag(self) -> int:
-        value = self._varint()
-        return (value >> 1) ^ -(value & 1)
-
-    def binary(self, kind: int = _BINARY) -> bytes:
-        if kind != _BINARY:
-            raise ThriftError("a text is none")
-        size = self._varint()
-        begin = self.position
-        self._advance(size)
-        return self._data[begin : self.position]
-
-    def structs(self, kind: int) -> Iterator[None]:
-        """Comes to the beginning of each struct of a list; the caller takes its fields."""
-        count, inner = self._list(kind)
-        if inner != _STRUCT and count:
-            raise ThriftError("a list holds no structs")
-        for _ in range(count):
-            yield
-
-    def texts(self, kind: int) -> list[bytes]:
-        count, inner = self._list(kind)
-        return [self.binary(inner) for _ in range(count)]
-
-    def skip(self, kind: int, nesting: int = 0) -> None:
-        if nesting > _MAX_NESTING:
-            raise ThriftError("structs lie in structs too deep")
-        if kind in (_BOOL_TRUE, _BOOL_FALSE):
-            return
-        if kind == _BYTE:
-            self._advance(1)
-        elif kind <= _I64:
-            self._varint()
-        elif kind == _DOUBLE:
-            self._advance(8)
-        elif kind == _BINARY:
-            self._advance(self._varint())
-        elif kind in (_LIST, _SET):
-            self._skip_list(kind, nesting)
-        elif kind == _STRUCT:
-            for _, inner in self.fields():
-                self.skip(inner, nesting + 1)
-        else:
-            raise ThriftError("a field has an unknown kind")
-
-    def _skip_list(self, kind: int, nesting: int) -> None:
-        count, inner = self._list(kind)
-        for _ in range(count):
-            if inner in (_BOOL_TRUE, _BOOL_FALSE):
-                self._advance(1)
-            else:
-                self.skip(inner, nesting + 1)
-
-    def _list(self, kind: int) -> tuple[int, int]:
-        """(number, kind) of the elements of the list that begins here."""
-        if kind not in (_LIST, _SET):
-            raise ThriftError("a list is none")
-        header = self._byte()
-        count, inner = header >> 4, header & 0x0F
-        if count == 15:
-            count = self._varint()
-        self._count(count)
-        return count, inner
-
-    def _count(self, values: int) -> None:
-        self._values_left -= values
-        if self._values_left < 0:
-            raise ThriftError("it holds too many values")
-
-    def _varint(self) -> int:
-        value = 0
-        for shift in range(0, 70, 7):
-            byte = self._byte()
-            value |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                return value
-        raise ThriftError("a number goes on for too long")
-
-    def _byte(self) -> int:
-        byte = self._data[self.position]
-        self.position += 1
-        return byte
-
-    def _advance(self, size: int) -> None:
-        if self.position + size > len(self._data):
-            raise IndexError
-        self.position += size
-
-
-# --- Parquet footer ---
-# Parquet's footer, as far as it says where columns lie.
-#
-# Source: https://github.com/apache/parquet-format (parquet.thrift, FileMetaData). Arrow's own reader takes a kilobyte
-# or more for each column chunk of a footer, where three bytes can claim one, and ends the process when it is asked for
-# the metadata of a chunk that contradicts itself; so a footer is read here before Arrow sees it.
-
-MAX_CHUNKS = 250_000
-MAX_VALUES = 10_000_000
-
-
-class FooterError(ValueError):
-    """The bytes are no footer that may be read; the text says why."""
-
-
-@dataclass(frozen=True)
-class ColumnChunk:
-    """Its pages lie in the file's `size_bytes` from `begin` on. `path` joins the names of nested fields by dots."""
-
-    path: str
-    begin: int
-    size_bytes: int
-
-
-@dataclass(frozen=True)
-class RowGroupFooter:
-    total_bytes: int
-    columns: list[ColumnChunk]
-
-
-@dataclass(frozen=True)
-class Footer:
-    """All as the file claims it. `leaf_count` is how many columns each row group must have."""
-
-    row_count: int
-    leaf_count: int
-    row_groups: list[RowGroupFooter]
-
-
-def parse_footer(data: bytes) -> Footer:
-    """Raises `FooterError`."""
-    try:
-        return _parsed(CompactReader(data, MAX_VALUES))
-    except ThriftError as error:
-        raise FooterError(f"its footer is damaged: {error}") from None
-    except IndexError:
-        raise FooterError("its footer is damaged: it ends too early") from None
-
-
-def _parsed(reader: CompactReader) -> Footer:
-    row_count = leaf_count = chunk_count = 0
-    groups: list[RowGroupFooter] = []
-    for field, kind in reader.fields():
-        if field == 2:
-            # The first is the root, which holds all others.
-            leaf_count = sum([_is_leaf(reader) for _ in reader.structs(kind)][1:])
-        elif field == 3:
-            row_count = reader.whole_number(kind)
-        elif field == 4:
-            for _ in reader.structs(kind):
-                groups.append(_row_group(reader, MAX_CHUNKS - chunk_count))
-                chunk_count += len(groups[-1].columns)
-        else:
-            reader.skip(kind)
-    if any(len(group.columns) != leaf_count for group in groups):
-        raise FooterError("its footer is damaged: a row group has other columns than the file")
-    return Footer(row_count, leaf_count, groups)
-
-
-def _is_leaf(reader: CompactReader) -> bool:
-    """Of a SchemaElement: whether it has no children."""
-    children = 0
-    for field, kind in reader.fields():
-        if field == 5:
-            children = reader.whole_number(kind)
-        else:
-            reader.skip(kind)
-    return children == 0
-
-
-def _row_group(reader: CompactReader, most_chunks: int) -> RowGroupFooter:
-    total_bytes, columns = 0, []
-    for field, kind in reader.fields():
-        if field == 1:
-            for _ in reader.structs(kind):
-                columns.append(_chunk(reader))
-                if len(columns) > most_chunks:
-                    raise FooterError(
-                        f"its row groups have more than {MAX_CHUNKS} columns together; write larger row groups"
-                    )
-        elif field == 2:
-            total_bytes = reader.whole_number(kind)
-        else:
-            reader.skip(kind)
-    return RowGroupFooter(total_bytes, columns)
-
-
-def _chunk(reader: CompactReader) -> ColumnChunk:
-    found = None
-    for field, kind in reader.fields():
-        if field == 3:
-            found = _column_metadata(reader)
-        else:
-            reader.skip(kind)
-    if found is None:
-        raise FooterError("its footer is damaged: a column has no metadata")
-    return found
-
-
-def _column_metadata(reader: CompactReader) -> ColumnChunk:
-    path, size_bytes = "", 0
-    offsets = []
-    for field, kind in reader.fields():
-        if field == 3:
-            path = ".".join(name.decode("utf-8", "replace") for name in reader.texts(kind))
-        elif field == 7:
-            size_bytes = reader.whole_number(kind)
-        elif field in (9, 11):  # of the first data page, and of the dictionary's, which comes before
-            offsets.append(reader.whole_number(kind))
-        else:
-            reader.skip(kind)
-    # A column without a value has only the one or the other, at 0.
-    return ColumnChunk(path, min((one for one in offsets if one), default=0), size_bytes)
-
-
-# --- Parquet pages ---
-# Parquet's pages by their headers, without decoding them.
-#
-# Source: https://github.com/apache/parquet-format (parquet.thrift, PageHeader). A decoder takes memory for the size
-# that a page's header claims, and never writes beyond it: so the claim is to be bounded.
-
-MAX_HEADER_BYTES = 16 * 1024 * 1024
-FIRST_READ_BYTES = 512
-# The fields of PageHeader for data pages of both versions, and in each that of the encoding.
-_DATA_PAGES = {5: 2, 8: 4}
-DELTA_LENGTH_BYTE_ARRAY, DELTA_BYTE_ARRAY = 6, 7
-
-ReadAt = Callable[[int, int], bytes]
-
-
-class PageError(ValueError):
-    """The bytes are no row of pages; the text says what is wrong with them."""
-
-
-@dataclass(frozen=True)
-class Page:
-    """Sizes as the header claims them. `values` counts those of nested lists, and nulls; 0 for a dictionary's page.
-    `encoding` is Parquet's number of it; -1 for a dictionary's page."""
-
-    uncompressed_bytes: int
-    compressed_bytes: int
-    header_bytes: int
-    values: int
-    encoding: int
-
-
-def pages(read_at: ReadAt, begin: int, size: int) -> Iterator[Page]:
-    """The pages of one column chunk, which has `size` bytes from `begin` on. `read_at(position, size)` gives the file's
-    bytes there, fewer only at its end. Raises `PageError`."""
-    position, end = begin, begin + size
-    while position < end:
-        page = _page(read_at, position, end)
-        yield page
-        position += page.header_bytes + page.compressed_bytes
-    if position > end:
-        raise PageError("a page goes on after its column's end")
-
-
-def _page(read_at: ReadAt, position: int, end: int) -> Page:
-    size = FIRST_READ_BYTES
-    while True:
-        data = read_at(position, min(size, end - position))
-        try:
-            return _parsed_page(data)
-        except ThriftError:
-            raise PageError("a page's header is damaged") from None
-        except IndexError:
-            if size >= min(MAX_HEADER_BYTES, end - position) or len(data) < min(size, end - position):
-                raise PageError("it ends within a page's header") from None
-            size *= 8
-
-
-def _parsed_page(data: bytes) -> Page:
-    reader = CompactReader(data)
-    sizes, values, encoding = {}, 0, -1
-    for field, kind in reader.fields():
-        if field in (2, 3) and kind in _WHOLE_NUMBERS:
-            sizes[field] = reader.zigzag()
-        elif field in _DATA_PAGES and kind == _STRUCT:
-            values, encoding = _values(reader, _DATA_PAGES[field])
-        else:
-            reader.skip(kind)
-    uncompressed, compressed = sizes.get(2, -1), sizes.get(3, -1)
-    if uncompressed < 0 or compressed < 0 or values < 0:
-        raise PageError("a page's header is damaged")
-    return Page(uncompressed, compressed, reader.position, values, encoding)
-
-
-def _values(reader: CompactReader, encoding_field: int) -> tuple[int, int]:
-    """(number, encoding) of a DataPageHeader or a DataPageHeaderV2, which begin alike."""
-    values = encoding = -1
-    for field, kind in reader.fields():
-        if field == 1 and kind in _WHOLE_NUMBERS:
-            values = reader.zigzag()
-        elif field == encoding_field and kind in _WHOLE_NUMBERS:
-            encoding = reader.zigzag()
-        else:
-            reader.skip(kind)
-    return values, encoding
-
-
 # --- Parquet rows ---
 # One Parquet file, decoded a bounded number of rows at a time.
 
@@ -590,3 +251,342 @@ def _parquet(opened: BinaryIO, as_dictionaries: Sequence[str] = ()) -> pq.Parque
         thrift_string_size_limit=MAX_FOOTER_BYTES,
         thrift_container_size_limit=MAX_FOOTER_LIST,
     )
+
+
+# --- Parquet pages ---
+# Parquet's pages by their headers, without decoding them.
+#
+# Source: https://github.com/apache/parquet-format (parquet.thrift, PageHeader). A decoder takes memory for the size
+# that a page's header claims, and never writes beyond it: so the claim is to be bounded.
+
+MAX_HEADER_BYTES = 16 * 1024 * 1024
+FIRST_READ_BYTES = 512
+# The fields of PageHeader for data pages of both versions, and in each that of the encoding.
+_DATA_PAGES = {5: 2, 8: 4}
+DELTA_LENGTH_BYTE_ARRAY, DELTA_BYTE_ARRAY = 6, 7
+
+ReadAt = Callable[[int, int], bytes]
+
+
+class PageError(ValueError):
+    """The bytes are no row of pages; the text says what is wrong with them."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """Sizes as the header claims them. `values` counts those of nested lists, and nulls; 0 for a dictionary's page.
+    `encoding` is Parquet's number of it; -1 for a dictionary's page."""
+
+    uncompressed_bytes: int
+    compressed_bytes: int
+    header_bytes: int
+    values: int
+    encoding: int
+
+
+def pages(read_at: ReadAt, begin: int, size: int) -> Iterator[Page]:
+    """The pages of one column chunk, which has `size` bytes from `begin` on. `read_at(position, size)` gives the file's
+    bytes there, fewer only at its end. Raises `PageError`."""
+    position, end = begin, begin + size
+    while position < end:
+        page = _page(read_at, position, end)
+        yield page
+        position += page.header_bytes + page.compressed_bytes
+    if position > end:
+        raise PageError("a page goes on after its column's end")
+
+
+def _page(read_at: ReadAt, position: int, end: int) -> Page:
+    size = FIRST_READ_BYTES
+    while True:
+        data = read_at(position, min(size, end - position))
+        try:
+            return _parsed_page(data)
+        except ThriftError:
+            raise PageError("a page's header is damaged") from None
+        except IndexError:
+            if size >= min(MAX_HEADER_BYTES, end - position) or len(data) < min(size, end - position):
+                raise PageError("it ends within a page's header") from None
+            size *= 8
+
+
+def _parsed_page(data: bytes) -> Page:
+    reader = CompactReader(data)
+    sizes, values, encoding = {}, 0, -1
+    for field, kind in reader.fields():
+        if field in (2, 3) and kind in _WHOLE_NUMBERS:
+            sizes[field] = reader.zigzag()
+        elif field in _DATA_PAGES and kind == _STRUCT:
+            values, encoding = _values(reader, _DATA_PAGES[field])
+        else:
+            reader.skip(kind)
+    uncompressed, compressed = sizes.get(2, -1), sizes.get(3, -1)
+    if uncompressed < 0 or compressed < 0 or values < 0:
+        raise PageError("a page's header is damaged")
+    return Page(uncompressed, compressed, reader.position, values, encoding)
+
+
+def _values(reader: CompactReader, encoding_field: int) -> tuple[int, int]:
+    """(number, encoding) of a DataPageHeader or a DataPageHeaderV2, which begin alike."""
+    values = encoding = -1
+    for field, kind in reader.fields():
+        if field == 1 and kind in _WHOLE_NUMBERS:
+            values = reader.zigzag()
+        elif field == encoding_field and kind in _WHOLE_NUMBERS:
+            encoding = reader.zigzag()
+        else:
+            reader.skip(kind)
+    return values, encoding
+
+
+# --- Parquet footer ---
+# Parquet's footer, as far as it says where columns lie.
+#
+# Source: https://github.com/apache/parquet-format (parquet.thrift, FileMetaData). Arrow's own reader takes a kilobyte
+# or more for each column chunk of a footer, where three bytes can claim one, and ends the process when it is asked for
+# the metadata of a chunk that contradicts itself; so a footer is read here before Arrow sees it.
+
+MAX_CHUNKS = 250_000
+MAX_VALUES = 10_000_000
+
+
+class FooterError(ValueError):
+    """The bytes are no footer that may be read; the text says why."""
+
+
+@dataclass(frozen=True)
+class ColumnChunk:
+    """Its pages lie in the file's `size_bytes` from `begin` on. `path` joins the names of nested fields by dots."""
+
+    path: str
+    begin: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class RowGroupFooter:
+    total_bytes: int
+    columns: list[ColumnChunk]
+
+
+@dataclass(frozen=True)
+class Footer:
+    """All as the file claims it. `leaf_count` is how many columns each row group must have."""
+
+    row_count: int
+    leaf_count: int
+    row_groups: list[RowGroupFooter]
+
+
+def parse_footer(data: bytes) -> Footer:
+    """Raises `FooterError`."""
+    try:
+        return _parsed(CompactReader(data, MAX_VALUES))
+    except ThriftError as error:
+        raise FooterError(f"its footer is damaged: {error}") from None
+    except IndexError:
+        raise FooterError("its footer is damaged: it ends too early") from None
+
+
+def _parsed(reader: CompactReader) -> Footer:
+    row_count = leaf_count = chunk_count = 0
+    groups: list[RowGroupFooter] = []
+    for field, kind in reader.fields():
+        if field == 2:
+            # The first is the root, which holds all others.
+            leaf_count = sum([_is_leaf(reader) for _ in reader.structs(kind)][1:])
+        elif field == 3:
+            row_count = reader.whole_number(kind)
+        elif field == 4:
+            for _ in reader.structs(kind):
+                groups.append(_row_group(reader, MAX_CHUNKS - chunk_count))
+                chunk_count += len(groups[-1].columns)
+        else:
+            reader.skip(kind)
+    if any(len(group.columns) != leaf_count for group in groups):
+        raise FooterError("its footer is damaged: a row group has other columns than the file")
+    return Footer(row_count, leaf_count, groups)
+
+
+def _is_leaf(reader: CompactReader) -> bool:
+    """Of a SchemaElement: whether it has no children."""
+    children = 0
+    for field, kind in reader.fields():
+        if field == 5:
+            children = reader.whole_number(kind)
+        else:
+            reader.skip(kind)
+    return children == 0
+
+
+def _row_group(reader: CompactReader, most_chunks: int) -> RowGroupFooter:
+    total_bytes, columns = 0, []
+    for field, kind in reader.fields():
+        if field == 1:
+            for _ in reader.structs(kind):
+                columns.append(_chunk(reader))
+                if len(columns) > most_chunks:
+                    raise FooterError(
+                        f"its row groups have more than {MAX_CHUNKS} columns together; write larger row groups"
+                    )
+        elif field == 2:
+            total_bytes = reader.whole_number(kind)
+        else:
+            reader.skip(kind)
+    return RowGroupFooter(total_bytes, columns)
+
+
+def _chunk(reader: CompactReader) -> ColumnChunk:
+    found = None
+    for field, kind in reader.fields():
+        if field == 3:
+            found = _column_metadata(reader)
+        else:
+            reader.skip(kind)
+    if found is None:
+        raise FooterError("its footer is damaged: a column has no metadata")
+    return found
+
+
+def _column_metadata(reader: CompactReader) -> ColumnChunk:
+    path, size_bytes = "", 0
+    offsets = []
+    for field, kind in reader.fields():
+        if field == 3:
+            path = ".".join(name.decode("utf-8", "replace") for name in reader.texts(kind))
+        elif field == 7:
+            size_bytes = reader.whole_number(kind)
+        elif field in (9, 11):  # of the first data page, and of the dictionary's, which comes before
+            offsets.append(reader.whole_number(kind))
+        else:
+            reader.skip(kind)
+    # A column without a value has only the one or the other, at 0.
+    return ColumnChunk(path, min((one for one in offsets if one), default=0), size_bytes)
+
+
+# --- Thrift ---
+# Thrift's compact protocol, as much of it as Parquet's headers and footers need.
+#
+# Source: https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
+
+_BOOL_TRUE, _BOOL_FALSE, _BYTE, _I64, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 6, 7, 8, 9, 10, 12
+_WHOLE_NUMBERS = (4, 5, 6)
+_MAX_NESTING = 16
+
+
+class ThriftError(ValueError):
+    """The bytes are no struct of Thrift's compact protocol."""
+
+
+class CompactReader:
+    """Reads one struct from the first byte on. A parser that keeps what it meets takes memory for each struct and each
+    element of a list, so at most `most_values` of them are read. Raises `IndexError` at the end of the bytes, and
+    `ThriftError`."""
+
+    def __init__(self, data: bytes, most_values: int = 1_000_000) -> None:
+        self._data = data
+        self._values_left = most_values
+        self.position = 0
+
+    def fields(self) -> Iterator[tuple[int, int]]:
+        """(number, kind) of each field of the struct that begins here; the caller takes or skips its value."""
+        self._count(1)
+        number = 0
+        while header := self._byte():
+            kind = header & 0x0F
+            number = number + (header >> 4) if header >> 4 else self.zigzag()
+            yield number, kind
+
+    def whole_number(self, kind: int) -> int:
+        """The value of a field of this kind."""
+        if kind not in _WHOLE_NUMBERS:
+            raise ThriftError("a number is none")
+        return self.zigzag()
+
+    def zigzag(self) -> int:
+        value = self._varint()
+        return (value >> 1) ^ -(value & 1)
+
+    def binary(self, kind: int = _BINARY) -> bytes:
+        if kind != _BINARY:
+            raise ThriftError("a text is none")
+        size = self._varint()
+        begin = self.position
+        self._advance(size)
+        return self._data[begin : self.position]
+
+    def structs(self, kind: int) -> Iterator[None]:
+        """Comes to the beginning of each struct of a list; the caller takes its fields."""
+        count, inner = self._list(kind)
+        if inner != _STRUCT and count:
+            raise ThriftError("a list holds no structs")
+        for _ in range(count):
+            yield
+
+    def texts(self, kind: int) -> list[bytes]:
+        count, inner = self._list(kind)
+        return [self.binary(inner) for _ in range(count)]
+
+    def skip(self, kind: int, nesting: int = 0) -> None:
+        if nesting > _MAX_NESTING:
+            raise ThriftError("structs lie in structs too deep")
+        if kind in (_BOOL_TRUE, _BOOL_FALSE):
+            return
+        if kind == _BYTE:
+            self._advance(1)
+        elif kind <= _I64:
+            self._varint()
+        elif kind == _DOUBLE:
+            self._advance(8)
+        elif kind == _BINARY:
+            self._advance(self._varint())
+        elif kind in (_LIST, _SET):
+            self._skip_list(kind, nesting)
+        elif kind == _STRUCT:
+            for _, inner in self.fields():
+                self.skip(inner, nesting + 1)
+        else:
+            raise ThriftError("a field has an unknown kind")
+
+    def _skip_list(self, kind: int, nesting: int) -> None:
+        count, inner = self._list(kind)
+        for _ in range(count):
+            if inner in (_BOOL_TRUE, _BOOL_FALSE):
+                self._advance(1)
+            else:
+                self.skip(inner, nesting + 1)
+
+    def _list(self, kind: int) -> tuple[int, int]:
+        """(number, kind) of the elements of the list that begins here."""
+        if kind not in (_LIST, _SET):
+            raise ThriftError("a list is none")
+        header = self._byte()
+        count, inner = header >> 4, header & 0x0F
+        if count == 15:
+            count = self._varint()
+        self._count(count)
+        return count, inner
+
+    def _count(self, values: int) -> None:
+        self._values_left -= values
+        if self._values_left < 0:
+            raise ThriftError("it holds too many values")
+
+    def _varint(self) -> int:
+        value = 0
+        for shift in range(0, 70, 7):
+            byte = self._byte()
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value
+        raise ThriftError("a number goes on for too long")
+
+    def _byte(self) -> int:
+        byte = self._data[self.position]
+        self.position += 1
+        return byte
+
+    def _advance(self, size: int) -> None:
+        if self.position + size > len(self._data):
+            raise IndexError
+        self.position += size

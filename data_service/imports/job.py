@@ -33,224 +33,6 @@ from shared.errors import FailedPrecondition, InvalidArgument
 from shared.jobs import AttemptContext, Jobs
 from shared.storage import ObjectStore
 
-# --- Threads ---
-# Reading, statistics and writing at the same time: each on a thread of its own, a few tables apart.
-#
-# Arrow lets other threads run while it decodes, compresses and writes, so a second core is worth having.
-
-Item = TypeVar("Item")
-# So many tables are ready before they are needed, and wait to be written.
-DEPTH = 2
-_END = object()
-
-
-def ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
-    """The same items, worked out on another thread, at most `DEPTH` before they are asked for. Whatever `items` raises
-    is raised here. Once this generator is closed, nothing is worked out any more."""
-    with ThreadPoolExecutor(1, thread_name_prefix="ahead") as pool:
-        following: deque[Future[Any]] = deque(pool.submit(next, items, _END) for _ in range(DEPTH))
-        try:
-            while (item := following.popleft().result()) is not _END:
-                following.append(pool.submit(next, items, _END))
-                yield cast(Item, item)
-        finally:
-            for one in following:
-                one.cancel()
-
-
-class Behind:
-    """Does work on another thread, in the order in which it comes, at most `DEPTH` pieces later. What a piece raises
-    is raised by a later call; at the latest when the body ends, which waits for all of it."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="behind")
-        self._waiting: deque[Future[Any]] = deque()
-
-    def __enter__(self) -> Behind:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self._settle(0)
-        finally:
-            self._pool.shutdown(cancel_futures=True)
-
-    def do(self, work: Callable[..., object], *arguments: object) -> None:
-        self._settle(DEPTH - 1)
-        self._waiting.append(self._pool.submit(work, *arguments))
-
-    def result(self, work: Callable[[], Item]) -> Item:
-        """Does all that waits, then this, and gives what it returns."""
-        self._settle(0)
-        return self._pool.submit(work).result()
-
-    def _settle(self, most: int) -> None:
-        while len(self._waiting) > most:
-            self._waiting.popleft().result()
-
-
-# --- Split files ---
-# Writes one imported split, and what is held out of it, side by side; statistics are taken meanwhile.
-
-
-class SplitFiles:
-    """`first_row_ids` has those of the routing's targets; `statistics` and `row_counts` are by target. The thread of
-    `behind` writes the files."""
-
-    def __init__(
-        self,
-        store: ObjectStore,
-        folder: str,
-        scratch: Path,
-        schema: pa.Schema,
-        routing: Routing,
-        first_row_ids: Mapping[str, int],
-        behind: Behind,
-    ) -> None:
-        self._behind = behind
-        self._routing = routing
-        self._first_row_ids = first_row_ids
-        self._writers = {
-            target: SplitWriter(store, folder, scratch, schema=schema, split=target, first_row_id=first_row_ids[target])
-            for target in routing.targets
-        }
-        self.statistics = {target: SplitStatistics(schema) for target in routing.targets}
-        self.row_counts = dict.fromkeys(routing.targets, 0)
-
-    @property
-    def rows_added(self) -> int:
-        return sum(self.row_counts.values())
-
-    def add(self, table: pa.Table) -> None:
-        """The next rows of the imported split."""
-        begin = self.rows_added
-        for number, target in enumerate(self._routing.targets):
-            rows = self._routed(table, begin, number)
-            self._behind.do(self._writers[target].write, rows)
-            self.statistics[target].update(rows, self._first_row_ids[target] + self.row_counts[target])
-            self.row_counts[target] += rows.num_rows
-
-    def close(self) -> list[DataFile]:
-        """Writes and uploads what is pending. Returns the files."""
-        return [file for writer in self._writers.values() for file in self._behind.result(writer.close)]
-
-    def _routed(self, table: pa.Table, begin: int, target: int) -> pa.Table:
-        """The rows of `table`, which starts at row `begin` of its split, that belong to the target of that number."""
-        choice = self._routing.choice
-        return table if choice is None else table.filter(pa.array(choice[begin : begin + table.num_rows] == target))
-
-
-# --- Screening ---
-# Which rows of an import's sources are kept: those that their source can give and that no quality check leaves out.
-
-
-class Screen:
-    """One pass over all rows, in their order. It is the sink of the sources' bad rows."""
-
-    def __init__(self, checks: Sequence[Check], schema: pa.Schema, policy: BadRowPolicy, quarantine: Path) -> None:
-        self._checks = RowChecks(checks, schema)
-        self._keep_first = KeepFirst(self._checks)
-        self._rows_seen = 0
-        self.counts = CheckCounts(checks)
-        self.bad_rows = BadRowLog(quarantine, policy)
-        self.add = self.bad_rows.add
-
-    def kept(self, table: pa.Table, source: str) -> pa.Table:
-        """The rows of the next table that are kept. Raises `FailedPrecondition` for one that a failing check does not
-        let pass."""
-        if self._checks.are_none:
-            return table
-        first = self._rows_seen
-        self._rows_seen += table.num_rows
-        verdict = self._keep_first.apply(table, first)
-        self.counts.add(verdict)
-        self.counts.refuse(lambda ordinal: f"row {ordinal} of all sources")
-        for row, reason in verdict.quarantined():
-            self.bad_rows.leave_out(source, f"row {first + row} of all sources", reason, excerpt(table, row))
-        return table if verdict.keep.all() else table.filter(pa.array(verdict.keep))
-
-
-# --- Split problems ---
-# What is to blame for splits that cannot be cut as asked: the request, or the rows that were left out.
-
-
-class SplitProblems:
-    def __init__(self) -> None:
-        # By split: how many rows were left out in the last pass, by their reason.
-        self._left_out: dict[str, Counter[str]] = {}
-
-    @contextmanager
-    def counting(self, split: str, bad_rows: BadRowLog) -> Iterator[None]:
-        """What the body leaves out is of that split."""
-        before = _counts(bad_rows)
-        try:
-            yield
-        finally:
-            self._left_out[split] = _counts(bad_rows) - before
-
-    @contextmanager
-    def told(self) -> Iterator[None]:
-        """Raises `FailedPrecondition` for a split of which every row was left out, and for others `InvalidArgument`
-        naming the field to blame."""
-        try:
-            yield
-        except EmptySplit as error:
-            if left_out := self._left_out.get(error.split):
-                raise _all_left_out(error, left_out) from None
-            raise _refused("sources", error) from None
-        except LayoutError as error:
-            raise _refused(f"hold_outs[{error.hold_out}].fraction", error) from None
-
-
-def _counts(bad_rows: BadRowLog) -> Counter[str]:
-    return Counter({str(one["reason"]): int(one["rowCount"]) for one in bad_rows.to_json()})
-
-
-def _refused(field: str, error: LayoutError) -> InvalidArgument:
-    return InvalidArgument(
-        f"{field}: {error}", reason="EMPTY_SPLIT", metadata={"field": field}, fields=[(field, str(error))]
-    )
-
-
-def _all_left_out(error: EmptySplit, left_out: Counter[str]) -> FailedPrecondition:
-    rows, (reason, _) = left_out.total(), left_out.most_common(1)[0]
-    return FailedPrecondition(
-        f"{error}: {rows:,} rows were left out, most of them for this reason: {reason}; mend its sources or change the "
-        "checks, or leave the split out",
-        reason="EMPTY_SPLIT",
-        metadata={"field": "sources", "split": error.split, "rows_left_out": str(rows)},
-    )
-
-
-# --- Progress ---
-# How far an import is, for those who wait for it.
-
-REPORT_INTERVAL_S = 0.5
-
-
-class Progress:
-    """Tells how many rows were read and left out, at most twice a second."""
-
-    def __init__(self, context: AttemptContext) -> None:
-        self._context = context
-        self._rows = self._quarantined = 0
-        self._reported_at = 0.0
-
-    def add(self, rows: int, quarantined: int) -> None:
-        """`rows` more; `quarantined` in all."""
-        self._rows += rows
-        self._quarantined = quarantined
-        if time.monotonic() - self._reported_at > REPORT_INTERVAL_S:
-            self.report()
-
-    def report(self) -> None:
-        self._context.report(rows_read=self._rows, rows_quarantined=self._quarantined)
-        self._reported_at = time.monotonic()
-
-
 # --- The job ---
 # An import, as the durable job's attempt runs it: sources in, Parquet files and a manifest out.
 #
@@ -428,3 +210,221 @@ def _changed(split: str, counted: int) -> InvalidArgument:
         metadata={"field": "sources", "split": split},
         fields=[("sources", f"the files of {split!r} changed during the import")],
     )
+
+
+# --- Screening ---
+# Which rows of an import's sources are kept: those that their source can give and that no quality check leaves out.
+
+
+class Screen:
+    """One pass over all rows, in their order. It is the sink of the sources' bad rows."""
+
+    def __init__(self, checks: Sequence[Check], schema: pa.Schema, policy: BadRowPolicy, quarantine: Path) -> None:
+        self._checks = RowChecks(checks, schema)
+        self._keep_first = KeepFirst(self._checks)
+        self._rows_seen = 0
+        self.counts = CheckCounts(checks)
+        self.bad_rows = BadRowLog(quarantine, policy)
+        self.add = self.bad_rows.add
+
+    def kept(self, table: pa.Table, source: str) -> pa.Table:
+        """The rows of the next table that are kept. Raises `FailedPrecondition` for one that a failing check does not
+        let pass."""
+        if self._checks.are_none:
+            return table
+        first = self._rows_seen
+        self._rows_seen += table.num_rows
+        verdict = self._keep_first.apply(table, first)
+        self.counts.add(verdict)
+        self.counts.refuse(lambda ordinal: f"row {ordinal} of all sources")
+        for row, reason in verdict.quarantined():
+            self.bad_rows.leave_out(source, f"row {first + row} of all sources", reason, excerpt(table, row))
+        return table if verdict.keep.all() else table.filter(pa.array(verdict.keep))
+
+
+# --- Split files ---
+# Writes one imported split, and what is held out of it, side by side; statistics are taken meanwhile.
+
+
+class SplitFiles:
+    """`first_row_ids` has those of the routing's targets; `statistics` and `row_counts` are by target. The thread of
+    `behind` writes the files."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        folder: str,
+        scratch: Path,
+        schema: pa.Schema,
+        routing: Routing,
+        first_row_ids: Mapping[str, int],
+        behind: Behind,
+    ) -> None:
+        self._behind = behind
+        self._routing = routing
+        self._first_row_ids = first_row_ids
+        self._writers = {
+            target: SplitWriter(store, folder, scratch, schema=schema, split=target, first_row_id=first_row_ids[target])
+            for target in routing.targets
+        }
+        self.statistics = {target: SplitStatistics(schema) for target in routing.targets}
+        self.row_counts = dict.fromkeys(routing.targets, 0)
+
+    @property
+    def rows_added(self) -> int:
+        return sum(self.row_counts.values())
+
+    def add(self, table: pa.Table) -> None:
+        """The next rows of the imported split."""
+        begin = self.rows_added
+        for number, target in enumerate(self._routing.targets):
+            rows = self._routed(table, begin, number)
+            self._behind.do(self._writers[target].write, rows)
+            self.statistics[target].update(rows, self._first_row_ids[target] + self.row_counts[target])
+            self.row_counts[target] += rows.num_rows
+
+    def close(self) -> list[DataFile]:
+        """Writes and uploads what is pending. Returns the files."""
+        return [file for writer in self._writers.values() for file in self._behind.result(writer.close)]
+
+    def _routed(self, table: pa.Table, begin: int, target: int) -> pa.Table:
+        """The rows of `table`, which starts at row `begin` of its split, that belong to the target of that number."""
+        choice = self._routing.choice
+        return table if choice is None else table.filter(pa.array(choice[begin : begin + table.num_rows] == target))
+
+
+# --- Threads ---
+# Reading, statistics and writing at the same time: each on a thread of its own, a few tables apart.
+#
+# Arrow lets other threads run while it decodes, compresses and writes, so a second core is worth having.
+
+Item = TypeVar("Item")
+# So many tables are ready before they are needed, and wait to be written.
+DEPTH = 2
+_END = object()
+
+
+def ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
+    """The same items, worked out on another thread, at most `DEPTH` before they are asked for. Whatever `items` raises
+    is raised here. Once this generator is closed, nothing is worked out any more."""
+    with ThreadPoolExecutor(1, thread_name_prefix="ahead") as pool:
+        following: deque[Future[Any]] = deque(pool.submit(next, items, _END) for _ in range(DEPTH))
+        try:
+            while (item := following.popleft().result()) is not _END:
+                following.append(pool.submit(next, items, _END))
+                yield cast(Item, item)
+        finally:
+            for one in following:
+                one.cancel()
+
+
+class Behind:
+    """Does work on another thread, in the order in which it comes, at most `DEPTH` pieces later. What a piece raises
+    is raised by a later call; at the latest when the body ends, which waits for all of it."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="behind")
+        self._waiting: deque[Future[Any]] = deque()
+
+    def __enter__(self) -> Behind:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._settle(0)
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+
+    def do(self, work: Callable[..., object], *arguments: object) -> None:
+        self._settle(DEPTH - 1)
+        self._waiting.append(self._pool.submit(work, *arguments))
+
+    def result(self, work: Callable[[], Item]) -> Item:
+        """Does all that waits, then this, and gives what it returns."""
+        self._settle(0)
+        return self._pool.submit(work).result()
+
+    def _settle(self, most: int) -> None:
+        while len(self._waiting) > most:
+            self._waiting.popleft().result()
+
+
+# --- Problems of splits ---
+# What is to blame for splits that cannot be cut as asked: the request, or the rows that were left out.
+
+
+class SplitProblems:
+    def __init__(self) -> None:
+        # By split: how many rows were left out in the last pass, by their reason.
+        self._left_out: dict[str, Counter[str]] = {}
+
+    @contextmanager
+    def counting(self, split: str, bad_rows: BadRowLog) -> Iterator[None]:
+        """What the body leaves out is of that split."""
+        before = _counts(bad_rows)
+        try:
+            yield
+        finally:
+            self._left_out[split] = _counts(bad_rows) - before
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Raises `FailedPrecondition` for a split of which every row was left out, and for others `InvalidArgument`
+        naming the field to blame."""
+        try:
+            yield
+        except EmptySplit as error:
+            if left_out := self._left_out.get(error.split):
+                raise _all_left_out(error, left_out) from None
+            raise _refused("sources", error) from None
+        except LayoutError as error:
+            raise _refused(f"hold_outs[{error.hold_out}].fraction", error) from None
+
+
+def _counts(bad_rows: BadRowLog) -> Counter[str]:
+    return Counter({str(one["reason"]): int(one["rowCount"]) for one in bad_rows.to_json()})
+
+
+def _refused(field: str, error: LayoutError) -> InvalidArgument:
+    return InvalidArgument(
+        f"{field}: {error}", reason="EMPTY_SPLIT", metadata={"field": field}, fields=[(field, str(error))]
+    )
+
+
+def _all_left_out(error: EmptySplit, left_out: Counter[str]) -> FailedPrecondition:
+    rows, (reason, _) = left_out.total(), left_out.most_common(1)[0]
+    return FailedPrecondition(
+        f"{error}: {rows:,} rows were left out, most of them for this reason: {reason}; mend its sources or change the "
+        "checks, or leave the split out",
+        reason="EMPTY_SPLIT",
+        metadata={"field": "sources", "split": error.split, "rows_left_out": str(rows)},
+    )
+
+
+# --- Progress ---
+# How far an import is, for those who wait for it.
+
+REPORT_INTERVAL_S = 0.5
+
+
+class Progress:
+    """Tells how many rows were read and left out, at most twice a second."""
+
+    def __init__(self, context: AttemptContext) -> None:
+        self._context = context
+        self._rows = self._quarantined = 0
+        self._reported_at = 0.0
+
+    def add(self, rows: int, quarantined: int) -> None:
+        """`rows` more; `quarantined` in all."""
+        self._rows += rows
+        self._quarantined = quarantined
+        if time.monotonic() - self._reported_at > REPORT_INTERVAL_S:
+            self.report()
+
+    def report(self) -> None:
+        self._context.report(rows_read=self._rows, rows_quarantined=self._quarantined)
+        self._reported_at = time.monotonic()

@@ -51,201 +51,6 @@ from shared.transforms.pipeline import Pipeline
 from shared.transforms.schema import arrow_type_of, schema_of
 from shared.transforms.steps.decoding import image_columns
 
-# --- Value names ---
-# Which names the numbers of a column have, after steps that made or kept them.
-
-ValueNames = Mapping[str, list[str]]
-
-
-def value_names(given: ValueNames, pipeline: Pipeline) -> dict[str, list[str]]:
-    """`given` are those of the columns before the steps; a column whose numbers became others loses its names."""
-    names = {column: list(values) for column, values in given.items() if values}
-    for step in pipeline.to_proto().steps:
-        _follow(names, step)
-    return names
-
-
-def _follow(names: dict[str, list[str]], step: transform_pb2.TransformStep) -> None:
-    match step.WhichOneof("op"):
-        case "ordinal_encode":
-            names[step.column] = list(step.ordinal_encode.categories)
-        case "select":
-            _keep_only(names, step.select.columns)
-        case "drop":
-            _forget(names, step.drop.columns)
-        case "rename":
-            renamed = {step.rename.columns.get(column, column): values for column, values in names.items()}
-            names.clear()
-            names.update(renamed)
-        case "concat":
-            _forget(names, [step.concat.into, *([] if step.concat.keep else step.concat.columns)])
-        case "custom":
-            _forget(names, step.custom.columns)
-        case "cast" if kinds.is_integer(arrow_type_of(step.cast.arrow_type)):
-            pass
-        case "filter" | "fill_nulls":
-            pass
-        case _:
-            _forget(names, [step.column])
-
-
-def _keep_only(names: dict[str, list[str]], columns: object) -> None:
-    kept = set(columns)  # type: ignore[call-overload]
-    for column in [one for one in names if one not in kept]:
-        del names[column]
-
-
-def _forget(names: dict[str, list[str]], columns: object) -> None:
-    for column in columns:  # type: ignore[attr-defined]
-        names.pop(column, None)
-
-
-# --- Layout ---
-# Which row ids the rows of each part get: a split owns one range of them, its rows in the order of the source.
-
-
-def lay_out(
-    rule: SplitRule | None, source: Sequence[Split], parts: Sequence[Part], counts: Sequence[Counter[str]]
-) -> tuple[list[SplitRange], list[Part]]:
-    """`counts[i]` has the rows of part i, by split. The parts come back with their first row ids.
-
-    Raises `FailedPrecondition` for a split without rows.
-    """
-    totals: Counter[str] = Counter()
-    for count in counts:
-        totals.update(count)
-    order = [split.name for split in source] if rule is None else split_order(rule, list(totals))
-    if not order:
-        raise _empty("every split", rule)
-    ranges: list[SplitRange] = []
-    first_row_id = 0
-    for name in order:
-        if not totals[name]:
-            raise _empty(f"the split {name!r}", rule)
-        ranges.append(SplitRange(name, first_row_id, totals[name]))
-        first_row_id += totals[name]
-    following = {one.name: one.first_row_id for one in ranges}
-    placed = []
-    for part, count in zip(parts, counts, strict=True):
-        placed.append(replace(part, first_row_ids={name: following[name] for name in count}))
-        for name, rows in count.items():
-            following[name] += rows
-    return ranges, placed
-
-
-def _empty(what: str, rule: SplitRule | None) -> FailedPrecondition:
-    causes = "filters and quarantining checks" if rule is None else f"{rule.field}, filters and quarantining checks"
-    return FailedPrecondition(
-        f"{what} would have no rows: {causes} leave none; change them, or leave the split out",
-        reason="EMPTY_SPLIT",
-        metadata={"field": "transform" if rule is None else rule.field},
-    )
-
-
-# --- Outcome ---
-# What the parts have become together: the new version's files, statistics and report.
-
-
-class Gathered:
-    """What was written, part by part in any order. Rows that were left out wait in `scratch`, so that memory does not
-    grow with them."""
-
-    def __init__(self, schema: pa.Schema, ranges: Sequence[SplitRange], scratch: Path) -> None:
-        self.statistics = {one.name: SplitStatistics(schema) for one in ranges}
-        self.files: list[DataFile] = []
-        self._scratch = scratch
-        self._bad_rows: dict[int, Path] = {}
-
-    def add(self, part: Part, written: Written) -> None:
-        self.files += written.files
-        for split, statistics in written.statistics.items():
-            self.statistics[split].merge(statistics)
-        if written.bad_rows.reasons:
-            path = self._scratch / f"bad-rows-{part.number}"
-            path.write_bytes(pickle.dumps(written.bad_rows))
-            self._bad_rows[part.number] = path
-
-    def bad_rows(self) -> BadRowLog:
-        """Of all parts, in the order of rows."""
-        with BadRowLog(self._scratch / "quarantine.jsonl", BadRowPolicy(quarantines=True)) as bad_rows:
-            for number in sorted(self._bad_rows):
-                bad_rows.merge(pickle.loads(self._bad_rows[number].read_bytes()))
-        return bad_rows
-
-
-class Outcome:
-    """Takes parts in any order."""
-
-    def __init__(
-        self,
-        spec: TransformSpec,
-        source: DatasetVersion,
-        pipeline: Pipeline,
-        schema: pa.Schema,
-        ranges: Sequence[SplitRange],
-        scratch: Path,
-    ) -> None:
-        self._spec = spec
-        self._source = source
-        self._pipeline = pipeline
-        self._schema = schema
-        self._ranges = ranges
-        self._checks = parse_checks(spec.checks)
-        self._found = CheckCounts(self._checks)
-        self._gathered = Gathered(schema, ranges, scratch)
-
-    def add(self, part: Part, written: Written) -> None:
-        self._found.merge(written.checks)
-        self._gathered.add(part, written)
-
-    def commit(self, store: ObjectStore, folder: str) -> dict[str, Any]:
-        """The job's result. Raises `FailedPrecondition` for a check that fails."""
-        self._found.refuse(lambda row_id: f"row {row_id} of {self._source.name}")
-        statistics = self._gathered.statistics
-        judged = gate(self._checks, statistics, self._parent_report(store))
-        bad_rows = self._gathered.bad_rows()
-        manifest = self._source.manifest
-        names = {column.name: column.value_names for column in manifest.columns}
-        return commit_version(
-            store,
-            folder,
-            columns=columns_of(self._schema, value_names(names, self._pipeline)),
-            ranges=self._ranges,
-            files=self._gathered.files,
-            report=build_report(statistics, {**self._found.results(), **judged}, bad_rows),
-            quarantine=bad_rows.path,
-            quarantined_row_count=bad_rows.row_count,
-            parents=[Parent(version=self._source.name, manifest_sha256=self._source.manifest_sha256)],
-            # A version of before transforms says nothing of them.
-            ingested=manifest.ingested or manifest.columns,
-            transforms=[*manifest.transforms, self._frozen()],
-        )
-
-    def _frozen(self) -> dict[str, Any]:
-        """A column that the rule took away goes by a step of its own: the chain since ingest would have it still."""
-        taken = taken_away(self._spec.rule)
-        first = Pipeline.from_config({"steps": [{"drop": {"columns": taken}}] if taken else []})
-        return first.then(self._pipeline).config
-
-    def _parent_report(self, store: ObjectStore) -> Mapping[str, Any] | None:
-        """Only where a check compares with it."""
-        attached = self._source.manifest.attachment(REPORT)
-        if attached is None or not any(isinstance(check.condition, Drift) for check in self._checks):
-            return None
-        try:
-            data = store.get(f"{self._source.folder}/{attached.path}")
-        except ObjectMissing:
-            data = b""
-        if sha256_hex(data) != attached.sha256:
-            raise DataLoss(
-                f"{attached.path} of {self._source.name} is not what was written",
-                reason="DAMAGED_FILE",
-                metadata={"resource": self._source.name, "file": attached.path},
-            )
-        report: Mapping[str, Any] = json.loads(data)
-        return report
-
-
 # --- The job ---
 # A transform, as the durable job's attempt runs it: a version in, another out.
 #
@@ -408,3 +213,198 @@ def impure(part: Part) -> FailedPrecondition:
         reason="IMPURE_TRANSFORM",
         metadata={"rows": rows},
     )
+
+
+# --- Row ids ---
+# Which row ids the rows of each part get: a split owns one range of them, its rows in the order of the source.
+
+
+def lay_out(
+    rule: SplitRule | None, source: Sequence[Split], parts: Sequence[Part], counts: Sequence[Counter[str]]
+) -> tuple[list[SplitRange], list[Part]]:
+    """`counts[i]` has the rows of part i, by split. The parts come back with their first row ids.
+
+    Raises `FailedPrecondition` for a split without rows.
+    """
+    totals: Counter[str] = Counter()
+    for count in counts:
+        totals.update(count)
+    order = [split.name for split in source] if rule is None else split_order(rule, list(totals))
+    if not order:
+        raise _empty("every split", rule)
+    ranges: list[SplitRange] = []
+    first_row_id = 0
+    for name in order:
+        if not totals[name]:
+            raise _empty(f"the split {name!r}", rule)
+        ranges.append(SplitRange(name, first_row_id, totals[name]))
+        first_row_id += totals[name]
+    following = {one.name: one.first_row_id for one in ranges}
+    placed = []
+    for part, count in zip(parts, counts, strict=True):
+        placed.append(replace(part, first_row_ids={name: following[name] for name in count}))
+        for name, rows in count.items():
+            following[name] += rows
+    return ranges, placed
+
+
+def _empty(what: str, rule: SplitRule | None) -> FailedPrecondition:
+    causes = "filters and quarantining checks" if rule is None else f"{rule.field}, filters and quarantining checks"
+    return FailedPrecondition(
+        f"{what} would have no rows: {causes} leave none; change them, or leave the split out",
+        reason="EMPTY_SPLIT",
+        metadata={"field": "transform" if rule is None else rule.field},
+    )
+
+
+# --- Outcome ---
+# What the parts have become together: the new version's files, statistics and report.
+
+
+class Gathered:
+    """What was written, part by part in any order. Rows that were left out wait in `scratch`, so that memory does not
+    grow with them."""
+
+    def __init__(self, schema: pa.Schema, ranges: Sequence[SplitRange], scratch: Path) -> None:
+        self.statistics = {one.name: SplitStatistics(schema) for one in ranges}
+        self.files: list[DataFile] = []
+        self._scratch = scratch
+        self._bad_rows: dict[int, Path] = {}
+
+    def add(self, part: Part, written: Written) -> None:
+        self.files += written.files
+        for split, statistics in written.statistics.items():
+            self.statistics[split].merge(statistics)
+        if written.bad_rows.reasons:
+            path = self._scratch / f"bad-rows-{part.number}"
+            path.write_bytes(pickle.dumps(written.bad_rows))
+            self._bad_rows[part.number] = path
+
+    def bad_rows(self) -> BadRowLog:
+        """Of all parts, in the order of rows."""
+        with BadRowLog(self._scratch / "quarantine.jsonl", BadRowPolicy(quarantines=True)) as bad_rows:
+            for number in sorted(self._bad_rows):
+                bad_rows.merge(pickle.loads(self._bad_rows[number].read_bytes()))
+        return bad_rows
+
+
+class Outcome:
+    """Takes parts in any order."""
+
+    def __init__(
+        self,
+        spec: TransformSpec,
+        source: DatasetVersion,
+        pipeline: Pipeline,
+        schema: pa.Schema,
+        ranges: Sequence[SplitRange],
+        scratch: Path,
+    ) -> None:
+        self._spec = spec
+        self._source = source
+        self._pipeline = pipeline
+        self._schema = schema
+        self._ranges = ranges
+        self._checks = parse_checks(spec.checks)
+        self._found = CheckCounts(self._checks)
+        self._gathered = Gathered(schema, ranges, scratch)
+
+    def add(self, part: Part, written: Written) -> None:
+        self._found.merge(written.checks)
+        self._gathered.add(part, written)
+
+    def commit(self, store: ObjectStore, folder: str) -> dict[str, Any]:
+        """The job's result. Raises `FailedPrecondition` for a check that fails."""
+        self._found.refuse(lambda row_id: f"row {row_id} of {self._source.name}")
+        statistics = self._gathered.statistics
+        judged = gate(self._checks, statistics, self._parent_report(store))
+        bad_rows = self._gathered.bad_rows()
+        manifest = self._source.manifest
+        names = {column.name: column.value_names for column in manifest.columns}
+        return commit_version(
+            store,
+            folder,
+            columns=columns_of(self._schema, value_names(names, self._pipeline)),
+            ranges=self._ranges,
+            files=self._gathered.files,
+            report=build_report(statistics, {**self._found.results(), **judged}, bad_rows),
+            quarantine=bad_rows.path,
+            quarantined_row_count=bad_rows.row_count,
+            parents=[Parent(version=self._source.name, manifest_sha256=self._source.manifest_sha256)],
+            # A version of before transforms says nothing of them.
+            ingested=manifest.ingested or manifest.columns,
+            transforms=[*manifest.transforms, self._frozen()],
+        )
+
+    def _frozen(self) -> dict[str, Any]:
+        """A column that the rule took away goes by a step of its own: the chain since ingest would have it still."""
+        taken = taken_away(self._spec.rule)
+        first = Pipeline.from_config({"steps": [{"drop": {"columns": taken}}] if taken else []})
+        return first.then(self._pipeline).config
+
+    def _parent_report(self, store: ObjectStore) -> Mapping[str, Any] | None:
+        """Only where a check compares with it."""
+        attached = self._source.manifest.attachment(REPORT)
+        if attached is None or not any(isinstance(check.condition, Drift) for check in self._checks):
+            return None
+        try:
+            data = store.get(f"{self._source.folder}/{attached.path}")
+        except ObjectMissing:
+            data = b""
+        if sha256_hex(data) != attached.sha256:
+            raise DataLoss(
+                f"{attached.path} of {self._source.name} is not what was written",
+                reason="DAMAGED_FILE",
+                metadata={"resource": self._source.name, "file": attached.path},
+            )
+        report: Mapping[str, Any] = json.loads(data)
+        return report
+
+
+# --- Names of values ---
+# Which names the numbers of a column have, after steps that made or kept them.
+
+ValueNames = Mapping[str, list[str]]
+
+
+def value_names(given: ValueNames, pipeline: Pipeline) -> dict[str, list[str]]:
+    """`given` are those of the columns before the steps; a column whose numbers became others loses its names."""
+    names = {column: list(values) for column, values in given.items() if values}
+    for step in pipeline.to_proto().steps:
+        _follow(names, step)
+    return names
+
+
+def _follow(names: dict[str, list[str]], step: transform_pb2.TransformStep) -> None:
+    match step.WhichOneof("op"):
+        case "ordinal_encode":
+            names[step.column] = list(step.ordinal_encode.categories)
+        case "select":
+            _keep_only(names, step.select.columns)
+        case "drop":
+            _forget(names, step.drop.columns)
+        case "rename":
+            renamed = {step.rename.columns.get(column, column): values for column, values in names.items()}
+            names.clear()
+            names.update(renamed)
+        case "concat":
+            _forget(names, [step.concat.into, *([] if step.concat.keep else step.concat.columns)])
+        case "custom":
+            _forget(names, step.custom.columns)
+        case "cast" if kinds.is_integer(arrow_type_of(step.cast.arrow_type)):
+            pass
+        case "filter" | "fill_nulls":
+            pass
+        case _:
+            _forget(names, [step.column])
+
+
+def _keep_only(names: dict[str, list[str]], columns: object) -> None:
+    kept = set(columns)  # type: ignore[call-overload]
+    for column in [one for one in names if one not in kept]:
+        del names[column]
+
+
+def _forget(names: dict[str, list[str]], columns: object) -> None:
+    for column in columns:  # type: ignore[attr-defined]
+        names.pop(column, None)

@@ -40,214 +40,34 @@ from shared.unexpected import hidden
 if TYPE_CHECKING:
     from ray.data import Dataset
 
+logger = logging.getLogger(__name__)
 
-# --- Crashes ---
-# Which part a worker was on when it died: Ray says only that one did.
+
+# --- Passes ---
+# Passes over the parts of a version, told as progress: what transforms and predictions are made of.
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A marker in the store for each part that is being worked on, and for each whose worker died over it."""
+class Passes:
+    """`folder` is the attempt's own."""
 
+    context: AttemptContext
     folder: str
+    run_parts: PartRunner
+    progress: Progress
 
-    @contextmanager
-    def working_on(self, store: ObjectStore, part: Part) -> Iterator[None]:
-        key = f"{self.folder}/{part.number}-{uuid4().hex}"
-        store.put(key, b"")
-        try:
-            yield
-        finally:
-            store.delete(key)
-
-    def tries(self, store: ObjectStore) -> Counter[int]:
-        """How often each part, by number, was begun and not ended."""
-        return Counter(int(info.key.rsplit("/", 1)[-1].partition("-")[0]) for info in store.list(self.folder))
-
-    def forget(self, store: ObjectStore) -> None:
-        store.delete_folder(self.folder)
-
-
-def crash_error(tries: Mapping[int, int], parts: Mapping[int, Part], *, foreign_code: bool) -> MillraceError:
-    """The error for work that took its worker with it too often; `tries` and `parts` are by the parts' numbers.
-
-    With `foreign_code`, which runs what its author likes, the work is to blame and another attempt would end the same
-    way; without, whatever kills processes on this cluster.
-    """
-    killers = [parts[number] for number, count in tries.items() if count > 1] or [parts[number] for number in tries]
-    rows = ", ".join(f"{part.first_row_id} to {part.first_row_id + part.row_count - 1}" for part in killers)
-    where = f"rows {rows} of split {killers[0].split!r}" if killers else "some rows"
-    metadata = {"rows": rows}
-    if foreign_code:
-        return FailedPrecondition(
-            f"the worker died, and died again, on {where}: a custom function crashes or hangs on one of them",
-            reason="TRANSFORM_CRASHED",
-            metadata=metadata,
-        )
-    return Unavailable(f"the worker died, and died again, on {where}", reason="WORKER_LOST", metadata=metadata)
-
-
-# --- Parts task ---
-# What Ray's workers are asked to do: the work of some parts, one after the other, with a record of how each went.
-
-logger = logging.getLogger(__name__)
-
-# A part's work; it must travel by pickle, and so must what it returns.
-Work = Callable[[Part], Any]
-
-
-class PartsTask:
-    """What Ray's worker calls, once for each group of parts."""
-
-    def __init__(self, work: Work, settings: StoreSettings, begun: Begun) -> None:
-        self._work = work
-        self._settings = settings
-        self._begun = begun
-
-    def __call__(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """A record for each part, as it is done. Errors are records too: Ray would wrap them, and try some again."""
-        store = open_store(self._settings)
-        for part in pickle.loads(row["parts"]):
-            record = self._record(store, part)
-            yield record
-            if record["error"]:
-                return
-
-    def _record(self, store: ObjectStore, part: Part) -> dict[str, Any]:
-        try:
-            with _one_thread(), self._begun.working_on(store, part):
-                return {"part": part.number, "result": pickle.dumps(self._work(part)), "error": b""}
-        except Exception as error:
-            return {"part": part.number, "result": b"", "error": pickle.dumps(_told(error, part).as_record())}
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """A task has one CPU. The worker may do other things later."""
-    before = pa.cpu_count()
-    pa.set_cpu_count(1)
-    try:
-        yield
-    finally:
-        pa.set_cpu_count(before)
-
-
-def _told(error: Exception, part: Part) -> MillraceError:
-    """The error of a part as the attempt gets it; one that nobody expected without its internals."""
-    if isinstance(error, MillraceError):
-        return error
-    if isinstance(error, MemoryError):
-        return ResourceExhausted(f"a worker of Ray has too little memory for the rows of part {part.number}")
-    if isinstance(error, OSError) and error.errno in FULL:
-        return ResourceExhausted(
-            "the disk of a node of Ray is full; free some space in its temporary folder", reason="SCRATCH_FULL"
-        )
-    return hidden(error, logger, f"part {part.number} failed")
-
-
-class PoolWorker:
-    """What an actor of a pool calls: its work stays from part to part."""
-
-    def __init__(self, task: PartsTask) -> None:
-        self._task = task
-
-    def __call__(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        return self._task(row)
-
-
-# --- Warm workers ---
-# Ray's workers that wait for the tasks of the next transform: a transform of a few seconds would spend most of them on
-# their start.
-
-WARM_WORKERS = WarmWorkers(
-    # The last two are what a dataset brings its tasks: its settings, and whoever watches them.
-    ("ray.data", "data_service.transforms.work", "shared.dataset_stream", "ray.data._internal.issue_detection"),
-    kept_for_s=900,
-)
-# Each holds about 200 MiB.
-MOST = 4
-
-
-class Waiting:
-    """Of one attempt, which has a process of its own: the workers that its tasks find waiting, and those that wait for
-    the next one's in their place. Ray does not tell how many there are, so only so many are started as were taken."""
-
-    def __init__(self) -> None:
-        self._taken = 0
-
-    def take(self, tasks: int) -> None:
-        """Where none wait, has some start while this process gets the first tasks ready: else it does so first, and
-        then they. Once is enough."""
-        if self._taken:
-            return
-        self._taken = tasks
-        meet = ray.remote(num_cpus=1, max_retries=0, runtime_env=WARM_WORKERS.runtime_env)(_meet)
-        for _ in range(tasks):
-            meet.remote()
-
-    def replace(self) -> None:
-        """To be called when the job is done. It must not fail of what is for the next."""
-        if not self._taken or not warm_workers.wanted():
-            return
-        try:
-            # Ray may be told of more CPUs than there are, and a start wants a real one.
-            start(min(self._taken, MOST, os.cpu_count() or 1))
-        except Exception:
-            logger.warning("no processes wait for the next transform", exc_info=True)
-
-
-WAITING = Waiting()
-
-
-def start(count: int) -> None:
-    """Starts at most so many, one after the other on each node that has a CPU for them."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    cpus = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in nodes}
-    rounds = ([node_id for node_id in cpus if cpus[node_id] > number] for number in range(MOST))
-    WARM_WORKERS.start(Counter(islice(chain.from_iterable(rounds), count)))
-
-
-def _meet() -> None:
-    """The worker has imported all when it is called."""
-
-
-# --- Progress ---
-# How far a transform or a prediction is, told at most twice a second.
-
-INTERVAL_S = 0.5
-
-
-class Progress:
-    """`phase`: FITTING or WRITING; of a prediction CHECKING or PREDICTING. Passes of one phase add up."""
-
-    def __init__(self, context: AttemptContext) -> None:
-        self._context = context
-        self._phase = ""
-        self._rows_done = self._rows_total = 0
-        self._began_at = self._told_at = 0.0
-
-    def begin(self, phase: str, rows: int) -> None:
-        """A pass over so many rows begins."""
-        if phase != self._phase:
-            self._phase = phase
-            self._rows_done = self._rows_total = 0
-            self._began_at = time.monotonic()
-        self._rows_total += rows
-        self.tell()
-
-    def add(self, rows: int) -> None:
-        self._rows_done += rows
-        if time.monotonic() - self._told_at > INTERVAL_S:
-            self.tell()
-
-    def tell(self) -> None:
-        self._told_at = time.monotonic()
-        self._context.report(
-            phase=self._phase,
-            rows_done=self._rows_done,
-            rows_total=self._rows_total,
-            rows_per_second=self._rows_done / max(self._told_at - self._began_at, 1e-3),
-        )
+    def over(
+        self, phase: str, work: Work, parts: Sequence[Part], *, foreign_code: bool, pool: Pool | None = None
+    ) -> Results:
+        """To be closed, before anything else is done, by whoever leaves it early: tasks may still write."""
+        self.progress.begin(phase, sum(part.row_count for part in parts))
+        with closing(
+            self.run_parts(self.context, self.folder, work, parts, foreign_code=foreign_code, pool=pool)
+        ) as results:
+            for part, result in results:
+                self.progress.add(part.row_count)
+                yield part, result
+        self.progress.tell()
 
 
 # --- All parts on Ray ---
@@ -423,31 +243,212 @@ def _lost(
     return Unavailable(f"Ray gave the work up: {why}", reason="WORKER_LOST")
 
 
-# --- Passes ---
-# Passes over the parts of a version, told as progress: what transforms and predictions are made of.
+# --- The task of some parts ---
+# What Ray's workers are asked to do: the work of some parts, one after the other, with a record of how each went.
+
+
+# A part's work; it must travel by pickle, and so must what it returns.
+Work = Callable[[Part], Any]
+
+
+class PartsTask:
+    """What Ray's worker calls, once for each group of parts."""
+
+    def __init__(self, work: Work, settings: StoreSettings, begun: Begun) -> None:
+        self._work = work
+        self._settings = settings
+        self._begun = begun
+
+    def __call__(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """A record for each part, as it is done. Errors are records too: Ray would wrap them, and try some again."""
+        store = open_store(self._settings)
+        for part in pickle.loads(row["parts"]):
+            record = self._record(store, part)
+            yield record
+            if record["error"]:
+                return
+
+    def _record(self, store: ObjectStore, part: Part) -> dict[str, Any]:
+        try:
+            with _one_thread(), self._begun.working_on(store, part):
+                return {"part": part.number, "result": pickle.dumps(self._work(part)), "error": b""}
+        except Exception as error:
+            return {"part": part.number, "result": b"", "error": pickle.dumps(_told(error, part).as_record())}
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A task has one CPU. The worker may do other things later."""
+    before = pa.cpu_count()
+    pa.set_cpu_count(1)
+    try:
+        yield
+    finally:
+        pa.set_cpu_count(before)
+
+
+def _told(error: Exception, part: Part) -> MillraceError:
+    """The error of a part as the attempt gets it; one that nobody expected without its internals."""
+    if isinstance(error, MillraceError):
+        return error
+    if isinstance(error, MemoryError):
+        return ResourceExhausted(f"a worker of Ray has too little memory for the rows of part {part.number}")
+    if isinstance(error, OSError) and error.errno in FULL:
+        return ResourceExhausted(
+            "the disk of a node of Ray is full; free some space in its temporary folder", reason="SCRATCH_FULL"
+        )
+    return hidden(error, logger, f"part {part.number} failed")
+
+
+class PoolWorker:
+    """What an actor of a pool calls: its work stays from part to part."""
+
+    def __init__(self, task: PartsTask) -> None:
+        self._task = task
+
+    def __call__(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        return self._task(row)
+
+
+# --- Crashes ---
+# Which part a worker was on when it died: Ray says only that one did.
 
 
 @dataclass(frozen=True)
-class Passes:
-    """`folder` is the attempt's own."""
+class Begun:
+    """A marker in the store for each part that is being worked on, and for each whose worker died over it."""
 
-    context: AttemptContext
     folder: str
-    run_parts: PartRunner
-    progress: Progress
 
-    def over(
-        self, phase: str, work: Work, parts: Sequence[Part], *, foreign_code: bool, pool: Pool | None = None
-    ) -> Results:
-        """To be closed, before anything else is done, by whoever leaves it early: tasks may still write."""
-        self.progress.begin(phase, sum(part.row_count for part in parts))
-        with closing(
-            self.run_parts(self.context, self.folder, work, parts, foreign_code=foreign_code, pool=pool)
-        ) as results:
-            for part, result in results:
-                self.progress.add(part.row_count)
-                yield part, result
-        self.progress.tell()
+    @contextmanager
+    def working_on(self, store: ObjectStore, part: Part) -> Iterator[None]:
+        key = f"{self.folder}/{part.number}-{uuid4().hex}"
+        store.put(key, b"")
+        try:
+            yield
+        finally:
+            store.delete(key)
+
+    def tries(self, store: ObjectStore) -> Counter[int]:
+        """How often each part, by number, was begun and not ended."""
+        return Counter(int(info.key.rsplit("/", 1)[-1].partition("-")[0]) for info in store.list(self.folder))
+
+    def forget(self, store: ObjectStore) -> None:
+        store.delete_folder(self.folder)
+
+
+def crash_error(tries: Mapping[int, int], parts: Mapping[int, Part], *, foreign_code: bool) -> MillraceError:
+    """The error for work that took its worker with it too often; `tries` and `parts` are by the parts' numbers.
+
+    With `foreign_code`, which runs what its author likes, the work is to blame and another attempt would end the same
+    way; without, whatever kills processes on this cluster.
+    """
+    killers = [parts[number] for number, count in tries.items() if count > 1] or [parts[number] for number in tries]
+    rows = ", ".join(f"{part.first_row_id} to {part.first_row_id + part.row_count - 1}" for part in killers)
+    where = f"rows {rows} of split {killers[0].split!r}" if killers else "some rows"
+    metadata = {"rows": rows}
+    if foreign_code:
+        return FailedPrecondition(
+            f"the worker died, and died again, on {where}: a custom function crashes or hangs on one of them",
+            reason="TRANSFORM_CRASHED",
+            metadata=metadata,
+        )
+    return Unavailable(f"the worker died, and died again, on {where}", reason="WORKER_LOST", metadata=metadata)
+
+
+# --- Warm workers ---
+# Ray's workers that wait for the tasks of the next transform: a transform of a few seconds would spend most of them on
+# their start.
+
+WARM_WORKERS = WarmWorkers(
+    # The last two are what a dataset brings its tasks: its settings, and whoever watches them.
+    ("ray.data", "data_service.transforms.work", "shared.dataset_stream", "ray.data._internal.issue_detection"),
+    kept_for_s=900,
+)
+# Each holds about 200 MiB.
+MOST = 4
+
+
+class Waiting:
+    """Of one attempt, which has a process of its own: the workers that its tasks find waiting, and those that wait for
+    the next one's in their place. Ray does not tell how many there are, so only so many are started as were taken."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+
+    def take(self, tasks: int) -> None:
+        """Where none wait, has some start while this process gets the first tasks ready: else it does so first, and
+        then they. Once is enough."""
+        if self._taken:
+            return
+        self._taken = tasks
+        meet = ray.remote(num_cpus=1, max_retries=0, runtime_env=WARM_WORKERS.runtime_env)(_meet)
+        for _ in range(tasks):
+            meet.remote()
+
+    def replace(self) -> None:
+        """To be called when the job is done. It must not fail of what is for the next."""
+        if not self._taken or not warm_workers.wanted():
+            return
+        try:
+            # Ray may be told of more CPUs than there are, and a start wants a real one.
+            start(min(self._taken, MOST, os.cpu_count() or 1))
+        except Exception:
+            logger.warning("no processes wait for the next transform", exc_info=True)
+
+
+WAITING = Waiting()
+
+
+def start(count: int) -> None:
+    """Starts at most so many, one after the other on each node that has a CPU for them."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    cpus = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in nodes}
+    rounds = ([node_id for node_id in cpus if cpus[node_id] > number] for number in range(MOST))
+    WARM_WORKERS.start(Counter(islice(chain.from_iterable(rounds), count)))
+
+
+def _meet() -> None:
+    """The worker has imported all when it is called."""
+
+
+# --- Progress ---
+# How far a transform or a prediction is, told at most twice a second.
+
+INTERVAL_S = 0.5
+
+
+class Progress:
+    """`phase`: FITTING or WRITING; of a prediction CHECKING or PREDICTING. Passes of one phase add up."""
+
+    def __init__(self, context: AttemptContext) -> None:
+        self._context = context
+        self._phase = ""
+        self._rows_done = self._rows_total = 0
+        self._began_at = self._told_at = 0.0
+
+    def begin(self, phase: str, rows: int) -> None:
+        """A pass over so many rows begins."""
+        if phase != self._phase:
+            self._phase = phase
+            self._rows_done = self._rows_total = 0
+            self._began_at = time.monotonic()
+        self._rows_total += rows
+        self.tell()
+
+    def add(self, rows: int) -> None:
+        self._rows_done += rows
+        if time.monotonic() - self._told_at > INTERVAL_S:
+            self.tell()
+
+    def tell(self) -> None:
+        self._told_at = time.monotonic()
+        self._context.report(
+            phase=self._phase,
+            rows_done=self._rows_done,
+            rows_total=self._rows_total,
+            rows_per_second=self._rows_done / max(self._told_at - self._began_at, 1e-3),
+        )
 
 
 # --- Capacity ---

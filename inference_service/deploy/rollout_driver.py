@@ -39,157 +39,7 @@ from shared.transforms.batch import batch_of
 from shared.transforms.schema import ColumnType, schema_of
 from shared.unexpected import hidden
 
-# --- Held rows ---
-# Rows of a dataset version, in the form in which a model takes them.
-
-
-def held_rows(store: ObjectStore, version: str, split: str, most: int, signature: Signature) -> Rows:
-    """The first `most` rows of the split, raw where the version has the columns that raw rows are made of, else the
-    model's input itself, of a version that was transformed.
-
-    Raises `NotFound`, `InvalidArgument` (the split), `DataLoss` and `FailedPrecondition` (it is not ACTIVE, its columns
-    are not what the model takes, or it has no rows).
-    """
-    reader = VersionReader(store, load_version(store, version))
-    schema = schema_of(reader.schema)
-    form, tensors = _form(version, schema, signature)
-    groups, rows = [], 0
-    for group in reader.row_groups(split):
-        if rows >= most:
-            break
-        groups.append(group)
-        rows += group.row_count
-    if not rows:
-        raise FailedPrecondition(f"split {split!r} of {version} has no rows", reason="NOTHING_TO_COMPARE")
-    batch = batch_of(reader.read_many(groups, [spec.name for spec in tensors]).slice(0, most).combine_chunks())
-    values: dict[str, Array] = {}
-    nulls: dict[str, Array] = {}
-    for spec in tensors:
-        values[spec.name], where = values_of_column(schema[spec.name], batch[spec.name])
-        if where.any():
-            nulls[spec.name] = where
-    return Rows(form, values, nulls)
-
-
-def _form(version: str, schema: dict[str, ColumnType], signature: Signature) -> tuple[str, tuple[TensorSpec, ...]]:
-    if all(_is(schema, spec) for spec in signature.raw):
-        return RAW, signature.raw
-    if _is(schema, signature.prepared):
-        return PREPARED, (signature.prepared,)
-    wanted = ", ".join(f"{spec.name} {spec}" for spec in signature.raw)
-    raise FailedPrecondition(
-        f"{version} does not have the columns that the model takes ({wanted}); compare on a version as it was ingested",
-        reason="NOTHING_TO_COMPARE",
-        metadata={"resource": version},
-    )
-
-
-def _is(schema: dict[str, ColumnType], spec: TensorSpec) -> bool:
-    if spec.name not in schema:
-        return False
-    try:
-        found = tensor_of_column(spec.name, schema[spec.name])
-    except FailedPrecondition:  # a type that cannot be sent
-        return False
-    return (found.datatype, found.shape) == (spec.datatype, spec.shape)
-
-
-# --- Held comparison ---
-# What the old and the new version of a roll-out answer to the same held rows, before any traffic moves.
-
-
-async def compared(
-    store: ObjectStore,
-    models: Models,
-    deployment: Deployment,
-    versions: tuple[ModelVersion, ModelVersion],
-    wanted: Comparison,
-) -> Compared:
-    """How the old and the new one of `versions` differ on the held rows that are `wanted`.
-
-    Raises as `held_rows` and `Models.try_out`, and `FailedPrecondition` where both refuse every row.
-    """
-    signature = versions[0].signature
-    assert signature is not None
-    rows = await asyncio.to_thread(held_rows, store, wanted.dataset_version, wanted.split, wanted.max_rows, signature)
-    comparing = _Comparing(models, deployment, versions, signature)
-    for start, stop in pieces(len(rows), min(deployment.spec.max_batch_size, deployment.spec.max_queued_rows)):
-        await comparing.add(rows.slice(start, stop))
-    found = comparing.difference.told()
-    if not found.rows:
-        raise FailedPrecondition(
-            f"both versions of {deployment.name} refuse all {found.refused} rows of split {wanted.split!r} of "
-            f"{wanted.dataset_version}, one with: {comparing.refusal}",
-            reason="NOTHING_TO_COMPARE",
-            metadata={"resource": wanted.dataset_version},
-        )
-    return found
-
-
-class _Comparing:
-    """`refusal` is what was wrong with the last row that a version refused."""
-
-    def __init__(
-        self,
-        models: Models,
-        deployment: Deployment,
-        versions: tuple[ModelVersion, ModelVersion],
-        signature: Signature,
-    ) -> None:
-        self._models = models
-        self._deployment = deployment
-        self._versions = versions
-        self._outputs = signature.outputs
-        self.difference = Difference()
-        self.refusal = ""
-
-    async def add(self, rows: Rows) -> None:
-        """As many as a queue and a batch have room for. Of those with a row that is refused each half is tried: a row
-        is answered alike in any company."""
-        old, new = [await self._answered(version, rows) for version in self._versions]
-        if old is not None and new is not None:
-            self.difference.add(self._outputs, old, new)
-        elif len(rows) == 1:
-            self.difference.add_refused(self._outputs, by_both=old is None and new is None)
-        else:
-            middle = len(rows) // 2
-            await self.add(rows.slice(0, middle))
-            await self.add(rows.slice(middle, len(rows)))
-
-    async def _answered(self, version: ModelVersion, rows: Rows) -> Sequence[Array] | None:
-        """None where it refuses one of them."""
-        try:
-            return await self._models.try_out(self._deployment, version, rows)
-        except InvalidArgument as error:
-            self.refusal = error.message
-            return None
-
-
-# --- Watching ---
-# For how long this process itself has watched a roll-out in one situation: what nobody watched says nothing.
-
-# What a roll-out waits for before any traffic moves, and when its version has lost its replicas; otherwise its step.
-PREPARING = "PREPARING"
-SILENT = "SILENT"
-
-
-class Watching:
-    """Begins anew with each process, and each time that the situation is another than at the last look."""
-
-    def __init__(self) -> None:
-        self._since_s: dict[str, tuple[str | int, float]] = {}  # by uid
-
-    def lasts_s(self, uid: str, situation: str | int) -> float:
-        """Seconds since it was first seen in this situation; 0 at the first look."""
-        now_s = time.monotonic()
-        before = self._since_s.get(uid)
-        if before is None or before[0] != situation:
-            before = self._since_s[uid] = (situation, now_s)
-        return now_s - before[1]
-
-    def forget(self, uid: str) -> None:
-        """After it has ended."""
-        self._since_s.pop(uid, None)
+logger = logging.getLogger(__name__)
 
 
 # --- Rollouts ---
@@ -199,7 +49,6 @@ class Watching:
 # whichever process comes next goes on from there. Several may drive one roll-out: of those that take the same step, one
 # does; of the front processes of one service only the first tries.
 
-logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.2
 
@@ -383,3 +232,156 @@ def _compared_versions(deployment: Deployment, roll_out: RollOut) -> tuple[Model
     """The old one and the new one."""
     by_number = {version.number: version for version in deployment.versions}
     return by_number[roll_out.main], by_number[roll_out.version]
+
+
+# --- Watching ---
+# For how long this process itself has watched a roll-out in one situation: what nobody watched says nothing.
+
+# What a roll-out waits for before any traffic moves, and when its version has lost its replicas; otherwise its step.
+PREPARING = "PREPARING"
+SILENT = "SILENT"
+
+
+class Watching:
+    """Begins anew with each process, and each time that the situation is another than at the last look."""
+
+    def __init__(self) -> None:
+        self._since_s: dict[str, tuple[str | int, float]] = {}  # by uid
+
+    def lasts_s(self, uid: str, situation: str | int) -> float:
+        """Seconds since it was first seen in this situation; 0 at the first look."""
+        now_s = time.monotonic()
+        before = self._since_s.get(uid)
+        if before is None or before[0] != situation:
+            before = self._since_s[uid] = (situation, now_s)
+        return now_s - before[1]
+
+    def forget(self, uid: str) -> None:
+        """After it has ended."""
+        self._since_s.pop(uid, None)
+
+
+# --- Comparison on held rows ---
+# What the old and the new version of a roll-out answer to the same held rows, before any traffic moves.
+
+
+async def compared(
+    store: ObjectStore,
+    models: Models,
+    deployment: Deployment,
+    versions: tuple[ModelVersion, ModelVersion],
+    wanted: Comparison,
+) -> Compared:
+    """How the old and the new one of `versions` differ on the held rows that are `wanted`.
+
+    Raises as `held_rows` and `Models.try_out`, and `FailedPrecondition` where both refuse every row.
+    """
+    signature = versions[0].signature
+    assert signature is not None
+    rows = await asyncio.to_thread(held_rows, store, wanted.dataset_version, wanted.split, wanted.max_rows, signature)
+    comparing = _Comparing(models, deployment, versions, signature)
+    for start, stop in pieces(len(rows), min(deployment.spec.max_batch_size, deployment.spec.max_queued_rows)):
+        await comparing.add(rows.slice(start, stop))
+    found = comparing.difference.told()
+    if not found.rows:
+        raise FailedPrecondition(
+            f"both versions of {deployment.name} refuse all {found.refused} rows of split {wanted.split!r} of "
+            f"{wanted.dataset_version}, one with: {comparing.refusal}",
+            reason="NOTHING_TO_COMPARE",
+            metadata={"resource": wanted.dataset_version},
+        )
+    return found
+
+
+class _Comparing:
+    """`refusal` is what was wrong with the last row that a version refused."""
+
+    def __init__(
+        self,
+        models: Models,
+        deployment: Deployment,
+        versions: tuple[ModelVersion, ModelVersion],
+        signature: Signature,
+    ) -> None:
+        self._models = models
+        self._deployment = deployment
+        self._versions = versions
+        self._outputs = signature.outputs
+        self.difference = Difference()
+        self.refusal = ""
+
+    async def add(self, rows: Rows) -> None:
+        """As many as a queue and a batch have room for. Of those with a row that is refused each half is tried: a row
+        is answered alike in any company."""
+        old, new = [await self._answered(version, rows) for version in self._versions]
+        if old is not None and new is not None:
+            self.difference.add(self._outputs, old, new)
+        elif len(rows) == 1:
+            self.difference.add_refused(self._outputs, by_both=old is None and new is None)
+        else:
+            middle = len(rows) // 2
+            await self.add(rows.slice(0, middle))
+            await self.add(rows.slice(middle, len(rows)))
+
+    async def _answered(self, version: ModelVersion, rows: Rows) -> Sequence[Array] | None:
+        """None where it refuses one of them."""
+        try:
+            return await self._models.try_out(self._deployment, version, rows)
+        except InvalidArgument as error:
+            self.refusal = error.message
+            return None
+
+
+# --- Held rows ---
+# Rows of a dataset version, in the form in which a model takes them.
+
+
+def held_rows(store: ObjectStore, version: str, split: str, most: int, signature: Signature) -> Rows:
+    """The first `most` rows of the split, raw where the version has the columns that raw rows are made of, else the
+    model's input itself, of a version that was transformed.
+
+    Raises `NotFound`, `InvalidArgument` (the split), `DataLoss` and `FailedPrecondition` (it is not ACTIVE, its columns
+    are not what the model takes, or it has no rows).
+    """
+    reader = VersionReader(store, load_version(store, version))
+    schema = schema_of(reader.schema)
+    form, tensors = _form(version, schema, signature)
+    groups, rows = [], 0
+    for group in reader.row_groups(split):
+        if rows >= most:
+            break
+        groups.append(group)
+        rows += group.row_count
+    if not rows:
+        raise FailedPrecondition(f"split {split!r} of {version} has no rows", reason="NOTHING_TO_COMPARE")
+    batch = batch_of(reader.read_many(groups, [spec.name for spec in tensors]).slice(0, most).combine_chunks())
+    values: dict[str, Array] = {}
+    nulls: dict[str, Array] = {}
+    for spec in tensors:
+        values[spec.name], where = values_of_column(schema[spec.name], batch[spec.name])
+        if where.any():
+            nulls[spec.name] = where
+    return Rows(form, values, nulls)
+
+
+def _form(version: str, schema: dict[str, ColumnType], signature: Signature) -> tuple[str, tuple[TensorSpec, ...]]:
+    if all(_is(schema, spec) for spec in signature.raw):
+        return RAW, signature.raw
+    if _is(schema, signature.prepared):
+        return PREPARED, (signature.prepared,)
+    wanted = ", ".join(f"{spec.name} {spec}" for spec in signature.raw)
+    raise FailedPrecondition(
+        f"{version} does not have the columns that the model takes ({wanted}); compare on a version as it was ingested",
+        reason="NOTHING_TO_COMPARE",
+        metadata={"resource": version},
+    )
+
+
+def _is(schema: dict[str, ColumnType], spec: TensorSpec) -> bool:
+    if spec.name not in schema:
+        return False
+    try:
+        found = tensor_of_column(spec.name, schema[spec.name])
+    except FailedPrecondition:  # a type that cannot be sent
+        return False
+    return (found.datatype, found.shape) == (spec.datatype, spec.shape)

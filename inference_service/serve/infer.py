@@ -56,213 +56,7 @@ from shared.telemetry import identify, log_outcome
 from shared.tracing import tracing
 from shared.unexpected import hidden
 
-# --- Held bytes ---
-# How many bytes of requests this process has taken in and not answered, of all models together.
-#
-# Queues are bounded in rows, which says nothing of how large they are: 4,096 encoded images may be some megabytes, or
-# 200 gigabytes.
-
-# Sixteen of the largest messages. Each takes two to three times as much memory, since its message waits with its rows.
-MAX_HELD_BYTES = 2**30
-RETRY_AFTER_S = 0.2
-
-
-class MemoryFull(ResourceExhausted):
-    """What is held is of all models: it says nothing of the one that was asked."""
-
-
-class HeldBytes:
-    """Lives on one event loop."""
-
-    def __init__(self, most: int = MAX_HELD_BYTES) -> None:
-        self._most = most
-        self._held = 0
-
-    def take(self, size: int) -> None:
-        """Until it is given back. One that is alone is taken, whatever its size; otherwise raises `MemoryFull`
-        for what would be too much."""
-        if self._held and self._held + size > self._most:
-            raise MemoryFull(
-                f"requests of {self._held} bytes wait already, of all models, and at most {self._most} may",
-                reason="QUEUE_FULL",
-                metadata={"queued_bytes": str(self._held), "max_queued_bytes": str(self._most)},
-                retry_after_s=RETRY_AFTER_S,
-            )
-        self._held += size
-
-    def give_back(self, size: int) -> None:
-        self._held -= size
-
-    def would_leave_half(self, size: int) -> bool:
-        """Whether half of all would be left for others."""
-        return self._held + size <= self._most // 2
-
-
-# --- Shadowing ---
-# Copies of requests for a version that is to be tried with real ones: nobody waits for them, and they come last.
-
 logger = logging.getLogger(__name__)
-
-AT_ONCE = 16
-WITHIN_S = 10.0
-SHED = "SHED"
-
-
-class Shadowing:
-    """Lives on one event loop. At most `AT_ONCE` copies are worked on; each costs its request only the making of a
-    task."""
-
-    def __init__(self, held: HeldBytes) -> None:
-        self._held = held
-        self._copies: set[asyncio.Task[None]] = set()
-
-    def copy(self, rows: Rows, real: Batcher, version: str, shadow: Batcher | None, statistics: Statistics) -> None:
-        """Sends the rows to the model of `shadow`, in batches of copies alone, and returns at once; sheds them where
-        anything waits for a model, so that a machine that is busy with real requests does not get busier, and where
-        they would leave these less than half of the bytes. `version`, its number, and `statistics` are the
-        shadow's."""
-        waits = shadow is None or real.queued_rows or shadow.queued_rows or shadow.apart().queued_rows
-        size_bytes = rows.size_bytes
-        many = len(self._copies) >= AT_ONCE or not self._held.would_leave_half(size_bytes)
-        if shadow is None or waits or many:
-            statistics.shadow_ended(SHED)
-            return
-        self._held.take(size_bytes)
-        task = asyncio.create_task(_send(rows, version, shadow.apart(), statistics))
-        self._copies.add(task)
-        task.add_done_callback(self._copies.discard)
-        task.add_done_callback(lambda _: self._held.give_back(size_bytes))
-
-
-async def _send(rows: Rows, version: str, shadow: Batcher, statistics: Statistics) -> None:
-    identify(model_version=version)  # a task has the ids of who made it: here, of the real version
-    status = OK
-    try:
-        await shadow.submit(rows, WITHIN_S, PRIORITY_LEVELS)
-    except MillraceError as error:
-        status = status_code(error).name
-    except Exception as unexpected:
-        status = status_code(hidden(unexpected, logger, "a copy for a shadow failed")).name
-    statistics.shadow_ended(status)
-
-
-# --- Dispatcher ---
-# Brings the rows of requests to the batchers: as many as this process has room for, and copies of some to a shadow.
-
-# Of the outputs alone: beside them an answer has names and parameters.
-MAX_OUTPUT_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """`run` decodes tensors in another thread, once it is their turn; until then they take about `size_bytes`."""
-
-    run: Callable[[Sequence[WireTensor]], Awaitable[Sequence[WireTensor]]]
-    size_bytes: int
-
-
-class Dispatcher:
-    """Lives on the event loop of `models`. `held` bounds the requests of all of them together."""
-
-    def __init__(self, models: Models, held: HeldBytes | None = None) -> None:
-        self._models = models
-        self._held = held or HeldBytes()
-        self._shadowing = Shadowing(self._held)
-
-    async def infer(
-        self,
-        deployment: Deployment,
-        version: ModelVersion,
-        inputs: Sequence[WireTensor],
-        requested: Sequence[RequestedOutput],
-        remaining_s: float | None,
-        priority: int = DEFAULT_PRIORITY,
-        decoding: Decoding | None = None,
-    ) -> Answer:
-        """The outputs themselves, also where a classification of them is `requested`; for `LABEL_NAME` the labels.
-
-        `remaining_s` is the caller's time left, None for no deadline; `decoding` what is to decode the `inputs`, where
-        others should not wait for that.
-        Raises `InvalidArgument` naming the tensor, or `outputs` that no answer has room for, `Unavailable`,
-        `ResourceExhausted` (the model's queue is full, or this process's memory), `DeadlineExceeded`.
-        """
-        signature = signature_of(deployment, version)
-        wanted = outputs_wanted(signature, [output.name for output in requested])
-        check_classifiable(wanted, requested)
-        batcher = self._models.batcher(deployment, version)
-        # A refusal costs the less, the less of a request was read before: its tensors are not.
-        max_rows = deployment.spec.max_queued_rows
-        if decoding is not None:
-            began_s = time.perf_counter()
-            count, form = count_rows(signature, inputs, max_rows)
-            batcher.admit(count, form, remaining_s, priority)
-            # What waits to be decoded takes memory like what waits for the model.
-            with self._holding(decoding.size_bytes):
-                inputs = await decoding.run(inputs)
-            if remaining_s is not None:
-                remaining_s = max(remaining_s - (time.perf_counter() - began_s), 0.0)
-            batcher = self._models.batcher(deployment, version)
-        rows = rows_of(
-            signature,
-            inputs,
-            max_rows,
-            # Others came while a large request was decoded, so it is looked at again.
-            lambda rows, form: batcher.admit(rows, form, remaining_s, priority, again=decoding is not None),
-        )
-        del inputs  # what bytes objects were cut from need not wait with them
-        if len(rows) * signature.answer_row_bytes > MAX_OUTPUT_BYTES:
-            check_answer_fits(_unclassified(wanted, requested), len(rows), MAX_OUTPUT_BYTES)
-        began_s = time.perf_counter()
-        with self._holding(rows.size_bytes):
-            # Of admitted requests alone: the shadow is to see what the version beside it sees.
-            if deployment.shadow is not None:
-                self._shadow(deployment, version, deployment.shadow, rows, batcher)
-            outputs = await batcher.submit(rows, remaining_s, priority, admitted=True)
-        by_name = {spec.name: array for spec, array in zip(signature.outputs, outputs.arrays, strict=True)}
-        if LABEL in by_name:
-            by_name[LABEL_NAME] = by_name[LABEL]
-        return Answer(
-            deployment,
-            version,
-            [(spec, by_name[spec.name]) for spec in wanted],
-            rows=len(rows),
-            model_s=time.perf_counter() - began_s,
-            input_s=outputs.input_s,
-            infer_s=outputs.infer_s,
-        )
-
-    def turned_away(self) -> None:
-        """Counts a request that was refused before anybody read for which model it is. No model is told of it, so none
-        is scaled by it: this process was short of time, and no replica of any model makes up for that."""
-        self._models.unchosen.failed(status="RESOURCE_EXHAUSTED", now_s=time.time(), total_s=0.0)
-
-    @contextmanager
-    def _holding(self, size_bytes: int) -> Iterator[None]:
-        """Holds `size_bytes` of a request within it. Raises `MemoryFull`, which counts as load of no model: the memory
-        is this process's, and may be held by requests for others. These scale by the rows that wait."""
-        self._held.take(size_bytes)
-        try:
-            yield
-        finally:
-            self._held.give_back(size_bytes)
-
-    def _shadow(
-        self, deployment: Deployment, version: ModelVersion, shadow: Shadow, rows: Rows, batcher: Batcher
-    ) -> None:
-        """Sends a copy on, if this request is one of those that the shadow is to get."""
-        target = find_version(deployment, shadow.version)
-        # One with traffic of its own would have copies and real requests in the same batches.
-        if target is None or target.weight or target.number == version.number or target.signature != version.signature:
-            return
-        if random.random() * 100 < shadow.percent:
-            other = self._models.find_batcher(application_name(deployment, target))
-            statistics = self._models.statistics(deployment, target)
-            self._shadowing.copy(rows, batcher, target.number, other, statistics)
-
-
-def _unclassified(wanted: Sequence[TensorSpec], requested: Sequence[RequestedOutput]) -> Sequence[TensorSpec]:
-    """Those that are sent as they are; `wanted` are those `requested`, or all."""
-    return [spec for spec, asked in zip(wanted, requested, strict=True) if not asked.top] if requested else wanted
 
 
 # --- Inference ---
@@ -449,3 +243,211 @@ async def _ended_within(limit_s: float | None, inferring: Awaitable[Answer]) -> 
         raise DeadlineExceeded(
             f"not answered within the {limit_s} s that the request has", reason="DEADLINE_EXCEEDED"
         ) from None
+
+
+# --- Dispatcher ---
+# Brings the rows of requests to the batchers: as many as this process has room for, and copies of some to a shadow.
+
+# Of the outputs alone: beside them an answer has names and parameters.
+MAX_OUTPUT_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """`run` decodes tensors in another thread, once it is their turn; until then they take about `size_bytes`."""
+
+    run: Callable[[Sequence[WireTensor]], Awaitable[Sequence[WireTensor]]]
+    size_bytes: int
+
+
+class Dispatcher:
+    """Lives on the event loop of `models`. `held` bounds the requests of all of them together."""
+
+    def __init__(self, models: Models, held: HeldBytes | None = None) -> None:
+        self._models = models
+        self._held = held or HeldBytes()
+        self._shadowing = Shadowing(self._held)
+
+    async def infer(
+        self,
+        deployment: Deployment,
+        version: ModelVersion,
+        inputs: Sequence[WireTensor],
+        requested: Sequence[RequestedOutput],
+        remaining_s: float | None,
+        priority: int = DEFAULT_PRIORITY,
+        decoding: Decoding | None = None,
+    ) -> Answer:
+        """The outputs themselves, also where a classification of them is `requested`; for `LABEL_NAME` the labels.
+
+        `remaining_s` is the caller's time left, None for no deadline; `decoding` what is to decode the `inputs`, where
+        others should not wait for that.
+        Raises `InvalidArgument` naming the tensor, or `outputs` that no answer has room for, `Unavailable`,
+        `ResourceExhausted` (the model's queue is full, or this process's memory), `DeadlineExceeded`.
+        """
+        signature = signature_of(deployment, version)
+        wanted = outputs_wanted(signature, [output.name for output in requested])
+        check_classifiable(wanted, requested)
+        batcher = self._models.batcher(deployment, version)
+        # A refusal costs the less, the less of a request was read before: its tensors are not.
+        max_rows = deployment.spec.max_queued_rows
+        if decoding is not None:
+            began_s = time.perf_counter()
+            count, form = count_rows(signature, inputs, max_rows)
+            batcher.admit(count, form, remaining_s, priority)
+            # What waits to be decoded takes memory like what waits for the model.
+            with self._holding(decoding.size_bytes):
+                inputs = await decoding.run(inputs)
+            if remaining_s is not None:
+                remaining_s = max(remaining_s - (time.perf_counter() - began_s), 0.0)
+            batcher = self._models.batcher(deployment, version)
+        rows = rows_of(
+            signature,
+            inputs,
+            max_rows,
+            # Others came while a large request was decoded, so it is looked at again.
+            lambda rows, form: batcher.admit(rows, form, remaining_s, priority, again=decoding is not None),
+        )
+        del inputs  # what bytes objects were cut from need not wait with them
+        if len(rows) * signature.answer_row_bytes > MAX_OUTPUT_BYTES:
+            check_answer_fits(_unclassified(wanted, requested), len(rows), MAX_OUTPUT_BYTES)
+        began_s = time.perf_counter()
+        with self._holding(rows.size_bytes):
+            # Of admitted requests alone: the shadow is to see what the version beside it sees.
+            if deployment.shadow is not None:
+                self._shadow(deployment, version, deployment.shadow, rows, batcher)
+            outputs = await batcher.submit(rows, remaining_s, priority, admitted=True)
+        by_name = {spec.name: array for spec, array in zip(signature.outputs, outputs.arrays, strict=True)}
+        if LABEL in by_name:
+            by_name[LABEL_NAME] = by_name[LABEL]
+        return Answer(
+            deployment,
+            version,
+            [(spec, by_name[spec.name]) for spec in wanted],
+            rows=len(rows),
+            model_s=time.perf_counter() - began_s,
+            input_s=outputs.input_s,
+            infer_s=outputs.infer_s,
+        )
+
+    def turned_away(self) -> None:
+        """Counts a request that was refused before anybody read for which model it is. No model is told of it, so none
+        is scaled by it: this process was short of time, and no replica of any model makes up for that."""
+        self._models.unchosen.failed(status="RESOURCE_EXHAUSTED", now_s=time.time(), total_s=0.0)
+
+    @contextmanager
+    def _holding(self, size_bytes: int) -> Iterator[None]:
+        """Holds `size_bytes` of a request within it. Raises `MemoryFull`, which counts as load of no model: the memory
+        is this process's, and may be held by requests for others. These scale by the rows that wait."""
+        self._held.take(size_bytes)
+        try:
+            yield
+        finally:
+            self._held.give_back(size_bytes)
+
+    def _shadow(
+        self, deployment: Deployment, version: ModelVersion, shadow: Shadow, rows: Rows, batcher: Batcher
+    ) -> None:
+        """Sends a copy on, if this request is one of those that the shadow is to get."""
+        target = find_version(deployment, shadow.version)
+        # One with traffic of its own would have copies and real requests in the same batches.
+        if target is None or target.weight or target.number == version.number or target.signature != version.signature:
+            return
+        if random.random() * 100 < shadow.percent:
+            other = self._models.find_batcher(application_name(deployment, target))
+            statistics = self._models.statistics(deployment, target)
+            self._shadowing.copy(rows, batcher, target.number, other, statistics)
+
+
+def _unclassified(wanted: Sequence[TensorSpec], requested: Sequence[RequestedOutput]) -> Sequence[TensorSpec]:
+    """Those that are sent as they are; `wanted` are those `requested`, or all."""
+    return [spec for spec, asked in zip(wanted, requested, strict=True) if not asked.top] if requested else wanted
+
+
+# --- Shadowing ---
+# Copies of requests for a version that is to be tried with real ones: nobody waits for them, and they come last.
+
+
+AT_ONCE = 16
+WITHIN_S = 10.0
+SHED = "SHED"
+
+
+class Shadowing:
+    """Lives on one event loop. At most `AT_ONCE` copies are worked on; each costs its request only the making of a
+    task."""
+
+    def __init__(self, held: HeldBytes) -> None:
+        self._held = held
+        self._copies: set[asyncio.Task[None]] = set()
+
+    def copy(self, rows: Rows, real: Batcher, version: str, shadow: Batcher | None, statistics: Statistics) -> None:
+        """Sends the rows to the model of `shadow`, in batches of copies alone, and returns at once; sheds them where
+        anything waits for a model, so that a machine that is busy with real requests does not get busier, and where
+        they would leave these less than half of the bytes. `version`, its number, and `statistics` are the
+        shadow's."""
+        waits = shadow is None or real.queued_rows or shadow.queued_rows or shadow.apart().queued_rows
+        size_bytes = rows.size_bytes
+        many = len(self._copies) >= AT_ONCE or not self._held.would_leave_half(size_bytes)
+        if shadow is None or waits or many:
+            statistics.shadow_ended(SHED)
+            return
+        self._held.take(size_bytes)
+        task = asyncio.create_task(_send(rows, version, shadow.apart(), statistics))
+        self._copies.add(task)
+        task.add_done_callback(self._copies.discard)
+        task.add_done_callback(lambda _: self._held.give_back(size_bytes))
+
+
+async def _send(rows: Rows, version: str, shadow: Batcher, statistics: Statistics) -> None:
+    identify(model_version=version)  # a task has the ids of who made it: here, of the real version
+    status = OK
+    try:
+        await shadow.submit(rows, WITHIN_S, PRIORITY_LEVELS)
+    except MillraceError as error:
+        status = status_code(error).name
+    except Exception as unexpected:
+        status = status_code(hidden(unexpected, logger, "a copy for a shadow failed")).name
+    statistics.shadow_ended(status)
+
+
+# --- Held bytes ---
+# How many bytes of requests this process has taken in and not answered, of all models together.
+#
+# Queues are bounded in rows, which says nothing of how large they are: 4,096 encoded images may be some megabytes, or
+# 200 gigabytes.
+
+# Sixteen of the largest messages. Each takes two to three times as much memory, since its message waits with its rows.
+MAX_HELD_BYTES = 2**30
+RETRY_AFTER_S = 0.2
+
+
+class MemoryFull(ResourceExhausted):
+    """What is held is of all models: it says nothing of the one that was asked."""
+
+
+class HeldBytes:
+    """Lives on one event loop."""
+
+    def __init__(self, most: int = MAX_HELD_BYTES) -> None:
+        self._most = most
+        self._held = 0
+
+    def take(self, size: int) -> None:
+        """Until it is given back. One that is alone is taken, whatever its size; otherwise raises `MemoryFull`
+        for what would be too much."""
+        if self._held and self._held + size > self._most:
+            raise MemoryFull(
+                f"requests of {self._held} bytes wait already, of all models, and at most {self._most} may",
+                reason="QUEUE_FULL",
+                metadata={"queued_bytes": str(self._held), "max_queued_bytes": str(self._most)},
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._held += size
+
+    def give_back(self, size: int) -> None:
+        self._held -= size
+
+    def would_leave_half(self, size: int) -> bool:
+        """Whether half of all would be left for others."""
+        return self._held + size <= self._most // 2

@@ -17,73 +17,6 @@ from inference_service.domain.tensors import Array
 from inference_service.serve.batcher import Batcher
 from shared.errors import FailedPrecondition, NotFound, Unavailable, invalid_field, not_found
 
-# --- Catalog ---
-# The deployments as their logs said when they were last read, and as this process has written them since.
-
-MAX_SHOWN_NAME = 100
-
-
-class Catalog:
-    """Changed on one event loop, and read from any thread."""
-
-    def __init__(self) -> None:
-        self._deployments: dict[str, Deployment] | None = None
-        self._puts: list[Deployment] = []
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the logs have been read at all."""
-        return self._deployments is not None
-
-    def deployments(self) -> list[Deployment]:
-        """None before the logs are read."""
-        return [*(self._deployments or {}).values()]
-
-    def find(self, model_name: str, field: str = "model_name") -> Deployment:
-        """Raises `InvalidArgument` naming the `field` (no name), `NotFound`, and `Unavailable` before the logs are
-        read."""
-        if not model_name:
-            raise invalid_field(field, model_name, "name the model, which is the deployment's id")
-        if self._deployments is None:
-            raise starting()
-        found = self._deployments.get(model_name)
-        if found is None:
-            raise not_found(f"model {model_name[:MAX_SHOWN_NAME]!r}")
-        return found
-
-    def begin_reading(self) -> None:
-        """Before the logs are read for `replace`: what is `put` from here on may be newer than what is read."""
-        self._puts = []
-
-    def replace(self, deployments: Iterable[Deployment]) -> None:
-        """Takes over what the logs said."""
-        read: dict[str, Deployment] = {}
-        for one in (*deployments, *self._puts):
-            _take_over(read, one)
-        self._deployments = read  # at once: other threads read it
-
-    def put(self, deployment: Deployment) -> None:
-        """Takes over one deployment whose log was written just now."""
-        self._puts.append(deployment)
-        if self._deployments is not None:
-            _take_over(self._deployments, deployment)
-
-
-def starting() -> Unavailable:
-    """What is told of models before the logs are read."""
-    return Unavailable("the service is starting; try again", reason="STARTING", retry_after_s=1.0)
-
-
-def _take_over(deployments: dict[str, Deployment], newest: Deployment) -> None:
-    there = deployments.get(newest.model_name)
-    if there is not None and there.uid == newest.uid and there.update_time > newest.update_time:
-        return  # two wrote, and the first came back last
-    if newest.state is not State.GONE:
-        deployments[newest.model_name] = newest
-    elif there is not None and there.uid == newest.uid:
-        del deployments[newest.model_name]
-
-
 # --- Absences ---
 # Which applications have lost all their replicas: requests would wait for them nobody knows how long.
 #
@@ -106,96 +39,6 @@ class Absences:
         """So many replicas of each run now; of one that is not named, none."""
         self._since_s = {name: self._since_s.get(name, now_s) for name in applications if not replicas.get(name, 0)}
         self.lost = frozenset(name for name, since_s in self._since_s.items() if now_s - since_s >= self._lost_after_s)
-
-
-# --- Routing ---
-# Which version of a model answers a request.
-
-
-def find_version(deployment: Deployment, wanted: str) -> ModelVersion | None:
-    """The version with that number, in whatever state; without a number the one with the most traffic."""
-    if wanted:
-        return next((version for version in deployment.versions if version.number == wanted), None)
-    return max(deployment.versions, key=lambda version: (version.weight, int(version.number)))
-
-
-def choose_version(
-    deployment: Deployment,
-    wanted: str,
-    draw: float,
-    answers: Callable[[ModelVersion], bool] = lambda _: True,
-    headers: Callable[[], Mapping[str, str]] = dict,
-) -> ModelVersion:
-    """The version that answers: the one that is named, or that a header leads to; otherwise `draw` in [0, 1) shares out
-    by weight among those that can answer now, `answers`. While none of those can, the versions that had the traffic
-    before a roll-out that is under way do. `headers` is called if it matters.
-
-    Raises `NotFound` (no such version), `FailedPrecondition` (the deployment failed, or is unloaded: trying again is no
-    use) and `Unavailable` (it is loading or going).
-    """
-    if wanted and find_version(deployment, wanted) is None:
-        raise no_version(deployment, wanted)
-    if deployment.state is not State.READY:
-        lasts = deployment.state in (State.FAILED, State.UNLOADED)
-        kind = FailedPrecondition if lasts else Unavailable
-        remedy = "; RepositoryModelLoad loads it again" if deployment.state is State.UNLOADED else ""
-        raise kind(
-            f"{deployment.name} is {deployment.state}, not READY{remedy}",
-            reason="MODEL_NOT_READY",
-            metadata={"resource": deployment.name, "state": str(deployment.state)},
-        )
-    if wanted:
-        found = find_version(deployment, wanted)
-        assert found is not None
-        return found
-    if deployment.routes:
-        for number in routed(deployment.routes, headers()):
-            found = find_version(deployment, number)
-            if found is not None and answers(found):
-                return found
-    weights = {version.number: version.weight for version in deployment.versions}
-    return _by_weight(weighed_answering(deployment, answers) or _weighed(deployment, weights), draw)
-
-
-def weighed_answering(
-    deployment: Deployment, answers: Callable[[ModelVersion], bool]
-) -> list[tuple[ModelVersion, int]]:
-    """The versions that answer requests which name none now, with their weights; empty where there is none."""
-    roll_out = deployment.roll_out
-    before = roll_out.before if roll_out is not None and roll_out.under_way else {}
-    for weights in ({version.number: version.weight for version in deployment.versions}, before):
-        found = [(version, weight) for version, weight in _weighed(deployment, weights) if answers(version)]
-        if found:
-            return found
-    return []
-
-
-def no_version(deployment: Deployment, wanted: str) -> NotFound:
-    numbers = ", ".join(version.number for version in deployment.versions)
-    return NotFound(
-        f"{deployment.name} has no version {wanted[:100]!r}; it has {numbers}",
-        metadata={"resource": deployment.name, "model_version": wanted[:100]},
-    )
-
-
-def signature_of(deployment: Deployment, version: ModelVersion) -> Signature:
-    """What the version takes and gives. Raises `Unavailable` until it has been loaded."""
-    if version.signature is None:
-        raise Unavailable(f"{deployment.name} is loading", reason="MODEL_NOT_READY", retry_after_s=1.0)
-    return version.signature
-
-
-def _weighed(deployment: Deployment, weights: Mapping[str, int]) -> list[tuple[ModelVersion, int]]:
-    return [(one, weights[one.number]) for one in deployment.versions if weights.get(one.number)]
-
-
-def _by_weight(weighed: Sequence[tuple[ModelVersion, int]], draw: float) -> ModelVersion:
-    point = draw * sum(weight for _, weight in weighed)
-    for version, weight in weighed:
-        point -= weight
-        if point < 0:
-            return version
-    return weighed[-1][0]
 
 
 # --- Models ---
@@ -436,3 +279,160 @@ class Models:
     def _all_answer(self, deployment: Deployment) -> bool:
         """Whether every version with traffic does; another may be loading, or on its way out."""
         return all(self.answers(deployment, version) for version in deployment.versions if version.weight)
+
+
+# --- Routing ---
+# Which version of a model answers a request.
+
+
+def find_version(deployment: Deployment, wanted: str) -> ModelVersion | None:
+    """The version with that number, in whatever state; without a number the one with the most traffic."""
+    if wanted:
+        return next((version for version in deployment.versions if version.number == wanted), None)
+    return max(deployment.versions, key=lambda version: (version.weight, int(version.number)))
+
+
+def choose_version(
+    deployment: Deployment,
+    wanted: str,
+    draw: float,
+    answers: Callable[[ModelVersion], bool] = lambda _: True,
+    headers: Callable[[], Mapping[str, str]] = dict,
+) -> ModelVersion:
+    """The version that answers: the one that is named, or that a header leads to; otherwise `draw` in [0, 1) shares out
+    by weight among those that can answer now, `answers`. While none of those can, the versions that had the traffic
+    before a roll-out that is under way do. `headers` is called if it matters.
+
+    Raises `NotFound` (no such version), `FailedPrecondition` (the deployment failed, or is unloaded: trying again is no
+    use) and `Unavailable` (it is loading or going).
+    """
+    if wanted and find_version(deployment, wanted) is None:
+        raise no_version(deployment, wanted)
+    if deployment.state is not State.READY:
+        lasts = deployment.state in (State.FAILED, State.UNLOADED)
+        kind = FailedPrecondition if lasts else Unavailable
+        remedy = "; RepositoryModelLoad loads it again" if deployment.state is State.UNLOADED else ""
+        raise kind(
+            f"{deployment.name} is {deployment.state}, not READY{remedy}",
+            reason="MODEL_NOT_READY",
+            metadata={"resource": deployment.name, "state": str(deployment.state)},
+        )
+    if wanted:
+        found = find_version(deployment, wanted)
+        assert found is not None
+        return found
+    if deployment.routes:
+        for number in routed(deployment.routes, headers()):
+            found = find_version(deployment, number)
+            if found is not None and answers(found):
+                return found
+    weights = {version.number: version.weight for version in deployment.versions}
+    return _by_weight(weighed_answering(deployment, answers) or _weighed(deployment, weights), draw)
+
+
+def weighed_answering(
+    deployment: Deployment, answers: Callable[[ModelVersion], bool]
+) -> list[tuple[ModelVersion, int]]:
+    """The versions that answer requests which name none now, with their weights; empty where there is none."""
+    roll_out = deployment.roll_out
+    before = roll_out.before if roll_out is not None and roll_out.under_way else {}
+    for weights in ({version.number: version.weight for version in deployment.versions}, before):
+        found = [(version, weight) for version, weight in _weighed(deployment, weights) if answers(version)]
+        if found:
+            return found
+    return []
+
+
+def no_version(deployment: Deployment, wanted: str) -> NotFound:
+    numbers = ", ".join(version.number for version in deployment.versions)
+    return NotFound(
+        f"{deployment.name} has no version {wanted[:100]!r}; it has {numbers}",
+        metadata={"resource": deployment.name, "model_version": wanted[:100]},
+    )
+
+
+def signature_of(deployment: Deployment, version: ModelVersion) -> Signature:
+    """What the version takes and gives. Raises `Unavailable` until it has been loaded."""
+    if version.signature is None:
+        raise Unavailable(f"{deployment.name} is loading", reason="MODEL_NOT_READY", retry_after_s=1.0)
+    return version.signature
+
+
+def _weighed(deployment: Deployment, weights: Mapping[str, int]) -> list[tuple[ModelVersion, int]]:
+    return [(one, weights[one.number]) for one in deployment.versions if weights.get(one.number)]
+
+
+def _by_weight(weighed: Sequence[tuple[ModelVersion, int]], draw: float) -> ModelVersion:
+    point = draw * sum(weight for _, weight in weighed)
+    for version, weight in weighed:
+        point -= weight
+        if point < 0:
+            return version
+    return weighed[-1][0]
+
+
+# --- Catalog ---
+# The deployments as their logs said when they were last read, and as this process has written them since.
+
+MAX_SHOWN_NAME = 100
+
+
+class Catalog:
+    """Changed on one event loop, and read from any thread."""
+
+    def __init__(self) -> None:
+        self._deployments: dict[str, Deployment] | None = None
+        self._puts: list[Deployment] = []
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the logs have been read at all."""
+        return self._deployments is not None
+
+    def deployments(self) -> list[Deployment]:
+        """None before the logs are read."""
+        return [*(self._deployments or {}).values()]
+
+    def find(self, model_name: str, field: str = "model_name") -> Deployment:
+        """Raises `InvalidArgument` naming the `field` (no name), `NotFound`, and `Unavailable` before the logs are
+        read."""
+        if not model_name:
+            raise invalid_field(field, model_name, "name the model, which is the deployment's id")
+        if self._deployments is None:
+            raise starting()
+        found = self._deployments.get(model_name)
+        if found is None:
+            raise not_found(f"model {model_name[:MAX_SHOWN_NAME]!r}")
+        return found
+
+    def begin_reading(self) -> None:
+        """Before the logs are read for `replace`: what is `put` from here on may be newer than what is read."""
+        self._puts = []
+
+    def replace(self, deployments: Iterable[Deployment]) -> None:
+        """Takes over what the logs said."""
+        read: dict[str, Deployment] = {}
+        for one in (*deployments, *self._puts):
+            _take_over(read, one)
+        self._deployments = read  # at once: other threads read it
+
+    def put(self, deployment: Deployment) -> None:
+        """Takes over one deployment whose log was written just now."""
+        self._puts.append(deployment)
+        if self._deployments is not None:
+            _take_over(self._deployments, deployment)
+
+
+def starting() -> Unavailable:
+    """What is told of models before the logs are read."""
+    return Unavailable("the service is starting; try again", reason="STARTING", retry_after_s=1.0)
+
+
+def _take_over(deployments: dict[str, Deployment], newest: Deployment) -> None:
+    there = deployments.get(newest.model_name)
+    if there is not None and there.uid == newest.uid and there.update_time > newest.update_time:
+        return  # two wrote, and the first came back last
+    if newest.state is not State.GONE:
+        deployments[newest.model_name] = newest
+    elif there is not None and there.uid == newest.uid:
+        del deployments[newest.model_name]

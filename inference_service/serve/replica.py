@@ -40,100 +40,7 @@ if TYPE_CHECKING:
     from inference_service.serve.served_model import ServedModel
     from inference_service.serve.served_predictor import ServedPredictor
 
-
-# --- Cpu priority ---
-# A replica's share of the CPUs beside the frontend.
-
 logger = logging.getLogger(__name__)
-
-# Ray starts its workers with 15, so that its own processes come first. A frontend has 0.
-NICENESS = -10
-
-
-def raise_priority() -> None:
-    """Gives all threads of this process, and those that they start, priority over the frontend.
-
-    What a replica computes was admitted, and what a frontend reads may still be refused. With equal priority, a
-    frontend that is flooded with calls doubles or triples the time of each batch, so that requests are late that were
-    admitted in time, and small batches leave. Logs a warning where the operating system forbids it.
-    """
-    try:
-        for thread in Path("/proc/self/task").iterdir():
-            if os.getpriority(os.PRIO_PROCESS, int(thread.name)) > NICENESS:
-                os.setpriority(os.PRIO_PROCESS, int(thread.name), NICENESS)
-    except ProcessLookupError:  # a thread that ended meanwhile
-        raise_priority()
-    except PermissionError:
-        logger.warning(
-            "this replica keeps a niceness of %d, and gets little CPU beside a busy frontend: give Ray's workers "
-            "CAP_SYS_NICE, or start Ray with RAY_worker_niceness=0 and the inference service with a niceness of 10",
-            os.getpriority(os.PRIO_PROCESS, 0),
-        )
-
-
-# --- Hang watch ---
-# Whether a replica's model thread still moves. Nobody can interrupt what runs in it; who asks can have it replaced.
-
-
-class HangWatch:
-    """Told by the one thread that works, asked by any other."""
-
-    def __init__(self) -> None:
-        # Since when it has been at the same piece of work; None while it has none.
-        self._since_s: float | None = None
-        self._thread: int | None = None
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        self._thread = threading.get_ident()
-        self.moved()
-        try:
-            yield
-        finally:
-            self._since_s = None
-
-    def moved(self) -> None:
-        """It goes on to its next piece."""
-        self._since_s = time.monotonic()
-
-    def lasts_s(self) -> float:
-        """How long it has been at the present piece of work; 0 while it has none."""
-        since_s = self._since_s
-        return time.monotonic() - since_s if since_s is not None else 0.0
-
-    def stack(self) -> str:
-        """Where it is in the code, as a traceback shows it."""
-        frame = sys._current_frames().get(self._thread or 0)
-        return "".join(traceback.format_stack(frame)) if frame is not None else ""
-
-
-# --- Loads of frontends ---
-# What the fronts have told a replica that they have for its model to do, for Ray Serve's controller.
-
-# A front that has told nothing for so long has gone, or has nothing to do with this model any more.
-FORGOTTEN_AFTER_S = 15.0
-
-
-class ToldLoads:
-    """`clock` gives seconds."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._loads: dict[str, tuple[Load, float]] = {}  # by front
-
-    def tell(self, front: str, load: Load) -> None:
-        self._loads = {**self._present(), front: (load, self._clock())}
-
-    def in_all(self) -> dict[str, float]:
-        """Of all fronts together; empty before the first has told anything."""
-        if not self._loads:
-            return {}
-        present = [load for load, _ in self._present().values()]
-        return {ROWS: sum(load.rows for load in present), REFUSED: float(sum(load.refused for load in present))}
-
-    def _present(self) -> dict[str, tuple[Load, float]]:
-        since_s = self._clock() - FORGOTTEN_AFTER_S
-        return {front: (load, at_s) for front, (load, at_s) in self._loads.items() if at_s >= since_s}
 
 
 # --- Replica ---
@@ -360,3 +267,97 @@ def _patiently(read: Callable[[], T]) -> T:
                 raise
             logger.warning("%s", error.message)
             time.sleep(STORE_RETRY_S)
+
+
+# --- Hang watch ---
+# Whether a replica's model thread still moves. Nobody can interrupt what runs in it; who asks can have it replaced.
+
+
+class HangWatch:
+    """Told by the one thread that works, asked by any other."""
+
+    def __init__(self) -> None:
+        # Since when it has been at the same piece of work; None while it has none.
+        self._since_s: float | None = None
+        self._thread: int | None = None
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        self._thread = threading.get_ident()
+        self.moved()
+        try:
+            yield
+        finally:
+            self._since_s = None
+
+    def moved(self) -> None:
+        """It goes on to its next piece."""
+        self._since_s = time.monotonic()
+
+    def lasts_s(self) -> float:
+        """How long it has been at the present piece of work; 0 while it has none."""
+        since_s = self._since_s
+        return time.monotonic() - since_s if since_s is not None else 0.0
+
+    def stack(self) -> str:
+        """Where it is in the code, as a traceback shows it."""
+        frame = sys._current_frames().get(self._thread or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+
+# --- Loads of frontends ---
+# What the fronts have told a replica that they have for its model to do, for Ray Serve's controller.
+
+# A front that has told nothing for so long has gone, or has nothing to do with this model any more.
+FORGOTTEN_AFTER_S = 15.0
+
+
+class ToldLoads:
+    """`clock` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._loads: dict[str, tuple[Load, float]] = {}  # by front
+
+    def tell(self, front: str, load: Load) -> None:
+        self._loads = {**self._present(), front: (load, self._clock())}
+
+    def in_all(self) -> dict[str, float]:
+        """Of all fronts together; empty before the first has told anything."""
+        if not self._loads:
+            return {}
+        present = [load for load, _ in self._present().values()]
+        return {ROWS: sum(load.rows for load in present), REFUSED: float(sum(load.refused for load in present))}
+
+    def _present(self) -> dict[str, tuple[Load, float]]:
+        since_s = self._clock() - FORGOTTEN_AFTER_S
+        return {front: (load, at_s) for front, (load, at_s) in self._loads.items() if at_s >= since_s}
+
+
+# --- CPU priority ---
+# A replica's share of the CPUs beside the frontend.
+
+
+# Ray starts its workers with 15, so that its own processes come first. A frontend has 0.
+NICENESS = -10
+
+
+def raise_priority() -> None:
+    """Gives all threads of this process, and those that they start, priority over the frontend.
+
+    What a replica computes was admitted, and what a frontend reads may still be refused. With equal priority, a
+    frontend that is flooded with calls doubles or triples the time of each batch, so that requests are late that were
+    admitted in time, and small batches leave. Logs a warning where the operating system forbids it.
+    """
+    try:
+        for thread in Path("/proc/self/task").iterdir():
+            if os.getpriority(os.PRIO_PROCESS, int(thread.name)) > NICENESS:
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), NICENESS)
+    except ProcessLookupError:  # a thread that ended meanwhile
+        raise_priority()
+    except PermissionError:
+        logger.warning(
+            "this replica keeps a niceness of %d, and gets little CPU beside a busy frontend: give Ray's workers "
+            "CAP_SYS_NICE, or start Ray with RAY_worker_niceness=0 and the inference service with a niceness of 10",
+            os.getpriority(os.PRIO_PROCESS, 0),
+        )

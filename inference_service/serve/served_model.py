@@ -25,85 +25,6 @@ from shared.model_spec import REGRESSION, ModelSpec
 from shared.models.loaded import LoadedModel, does_not_load
 from shared.models.loaded import Outputs as ModelOutputs
 
-# --- Device ---
-# Where a replica's model runs: on what Ray gave the replica. Only replicas import this: torch takes seconds.
-
-
-def assigned_device() -> torch.device:
-    """The GPU that Ray keeps for this replica, or keeps a part of, and alone shows to it; the CPU where there is none.
-
-    Raises `FailedPrecondition` where torch cannot use it.
-    """
-    gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", []) if ray.is_initialized() else []
-    if not gpus:
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise FailedPrecondition(
-            f"Ray gave this replica GPU {gpus[0]} of its node, which torch {torch.__version__} cannot use there; "
-            "install a driver and a torch for it, or deploy with gpus_per_replica=0",
-            reason="GPU_CANNOT_BE_USED",
-        )
-    return torch.device("cuda", 0)
-
-
-# --- Layouts ---
-# How images lie in memory while a model works on them: channel after channel as rows come, or pixel after pixel with
-# the channels side by side. Which is faster depends on the model, the processor, and the images' size and number.
-
-# What the other layout must save of a batch's time: less is noise, and not worth a second copy of the weights.
-WORTH_IT = 0.1
-# After one that pays for what kernels prepare. The fastest counts: what else the machine does only makes runs slower.
-TIMED_RUNS = 3
-# Larger batches than could be tried in this time are laid out as the largest that was.
-TRIED_FOR_S = 5.0
-
-Run = Callable[[NDArray[Any]], ModelOutputs]
-
-
-def fastest_s(run: Run, inputs: NDArray[Any]) -> float:
-    run(inputs)
-    return min(_seconds(run, inputs) for _ in range(TIMED_RUNS))
-
-
-class Layouts:
-    """A model as one function of its prepared input, in whichever layout is faster for so many rows."""
-
-    def __init__(self, model: LoadedModel) -> None:
-        self._usual = model
-        # By batch size, in buckets of powers of two; the usual one for all others.
-        self._chosen: dict[int, LoadedModel] = {}
-
-    def __call__(self, prepared: NDArray[Any]) -> ModelOutputs:
-        return self._chosen.get(bucket(len(prepared)), self._usual)(prepared)
-
-    @property
-    def channels_last(self) -> frozenset[int]:
-        """The batch sizes, in buckets, whose images have their channels last."""
-        return frozenset(size for size, model in self._chosen.items() if model is not self._usual)
-
-    def choose(
-        self, shape: Sequence[int], sizes: Sequence[int], seconds: Callable[[Run, NDArray[Any]], float] = fastest_s
-    ) -> None:
-        """Tries batches of `sizes`, ascending, of inputs of `shape` (without the rows) in both layouts, where the model
-        has convolutions of images. `seconds` tells how long a run takes."""
-        if len(shape) != 3 or not any(isinstance(one, nn.Conv2d) for one in self._usual.module.modules()):
-            return
-        other = self._usual.channels_last()
-        faster, give_up_at = self._usual, time.monotonic() + TRIED_FOR_S
-        for size in sizes:
-            if time.monotonic() < give_up_at:
-                inputs = np.zeros((size, *shape), np.float32)
-                saves = seconds(other, inputs) < (1 - WORTH_IT) * seconds(self._usual, inputs)
-                faster = other if saves else self._usual
-            self._chosen[bucket(size)] = faster
-
-
-def _seconds(run: Run, inputs: NDArray[Any]) -> float:
-    began = time.perf_counter()
-    run(inputs)
-    return time.perf_counter() - began
-
-
 # --- Served model ---
 # A checkpoint, loaded to be served: its preprocessing, its model, and both together as one function of rows.
 #
@@ -196,3 +117,82 @@ def _outputs(model: ModelSpec, class_names: tuple[str, ...]) -> tuple[TensorSpec
         TensorSpec("probabilities", "FP32", width, class_names=class_names),
         TensorSpec("label", "INT64", (FREE,)),
     )
+
+
+# --- Layouts ---
+# How images lie in memory while a model works on them: channel after channel as rows come, or pixel after pixel with
+# the channels side by side. Which is faster depends on the model, the processor, and the images' size and number.
+
+# What the other layout must save of a batch's time: less is noise, and not worth a second copy of the weights.
+WORTH_IT = 0.1
+# After one that pays for what kernels prepare. The fastest counts: what else the machine does only makes runs slower.
+TIMED_RUNS = 3
+# Larger batches than could be tried in this time are laid out as the largest that was.
+TRIED_FOR_S = 5.0
+
+Run = Callable[[NDArray[Any]], ModelOutputs]
+
+
+def fastest_s(run: Run, inputs: NDArray[Any]) -> float:
+    run(inputs)
+    return min(_seconds(run, inputs) for _ in range(TIMED_RUNS))
+
+
+class Layouts:
+    """A model as one function of its prepared input, in whichever layout is faster for so many rows."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._usual = model
+        # By batch size, in buckets of powers of two; the usual one for all others.
+        self._chosen: dict[int, LoadedModel] = {}
+
+    def __call__(self, prepared: NDArray[Any]) -> ModelOutputs:
+        return self._chosen.get(bucket(len(prepared)), self._usual)(prepared)
+
+    @property
+    def channels_last(self) -> frozenset[int]:
+        """The batch sizes, in buckets, whose images have their channels last."""
+        return frozenset(size for size, model in self._chosen.items() if model is not self._usual)
+
+    def choose(
+        self, shape: Sequence[int], sizes: Sequence[int], seconds: Callable[[Run, NDArray[Any]], float] = fastest_s
+    ) -> None:
+        """Tries batches of `sizes`, ascending, of inputs of `shape` (without the rows) in both layouts, where the model
+        has convolutions of images. `seconds` tells how long a run takes."""
+        if len(shape) != 3 or not any(isinstance(one, nn.Conv2d) for one in self._usual.module.modules()):
+            return
+        other = self._usual.channels_last()
+        faster, give_up_at = self._usual, time.monotonic() + TRIED_FOR_S
+        for size in sizes:
+            if time.monotonic() < give_up_at:
+                inputs = np.zeros((size, *shape), np.float32)
+                saves = seconds(other, inputs) < (1 - WORTH_IT) * seconds(self._usual, inputs)
+                faster = other if saves else self._usual
+            self._chosen[bucket(size)] = faster
+
+
+def _seconds(run: Run, inputs: NDArray[Any]) -> float:
+    began = time.perf_counter()
+    run(inputs)
+    return time.perf_counter() - began
+
+
+# --- Device ---
+# Where a replica's model runs: on what Ray gave the replica. Only replicas import this: torch takes seconds.
+
+
+def assigned_device() -> torch.device:
+    """The GPU that Ray keeps for this replica, or keeps a part of, and alone shows to it; the CPU where there is none.
+
+    Raises `FailedPrecondition` where torch cannot use it.
+    """
+    gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", []) if ray.is_initialized() else []
+    if not gpus:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise FailedPrecondition(
+            f"Ray gave this replica GPU {gpus[0]} of its node, which torch {torch.__version__} cannot use there; "
+            "install a driver and a torch for it, or deploy with gpus_per_replica=0",
+            reason="GPU_CANNOT_BE_USED",
+        )
+    return torch.device("cuda", 0)

@@ -31,6 +31,9 @@ from inference_service.domain.signature import Outputs, Rows
 from shared.errors import MillraceError
 from shared.unexpected import hidden
 
+logger = logging.getLogger(__name__)
+
+
 # --- Frames ---
 # What the front and a replica on its machine send each other over a Unix socket.
 #
@@ -145,7 +148,6 @@ def _is_dead(path: Path) -> bool:
 #
 # Serve still places them, starts them again and says what is well. Here nothing is kept but connections.
 
-logger = logging.getLogger(__name__)
 
 # One batch at work and one on its way, as the batcher counts them.
 BATCHES_EACH = 2
