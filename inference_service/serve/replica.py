@@ -22,6 +22,7 @@ from ray.serve.exceptions import RayServeException
 from inference_service.domain.batch_policy import Load
 from inference_service.domain.signature import Outputs, Rows, Signature
 from inference_service.serve.autoscaling import REFUSED, ROWS
+from inference_service.serve.cpu_priority import raise_priority
 from inference_service.serve.sockets import Door, listen
 from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.format import PROGRAM_CHECKPOINT, WEIGHTS
@@ -332,32 +333,3 @@ class ToldLoads:
     def _present(self) -> dict[str, tuple[Load, float]]:
         since_s = self._clock() - FORGOTTEN_AFTER_S
         return {front: (load, at_s) for front, (load, at_s) in self._loads.items() if at_s >= since_s}
-
-
-# --- CPU priority ---
-# A replica's share of the CPUs beside the frontend.
-
-
-# Ray starts its workers with 15, so that its own processes come first. A frontend has 0.
-NICENESS = -10
-
-
-def raise_priority() -> None:
-    """Gives all threads of this process, and those that they start, priority over the frontend.
-
-    What a replica computes was admitted, and what a frontend reads may still be refused. With equal priority, a
-    frontend that is flooded with calls doubles or triples the time of each batch, so that requests are late that were
-    admitted in time, and small batches leave. Logs a warning where the operating system forbids it.
-    """
-    try:
-        for thread in Path("/proc/self/task").iterdir():
-            if os.getpriority(os.PRIO_PROCESS, int(thread.name)) > NICENESS:
-                os.setpriority(os.PRIO_PROCESS, int(thread.name), NICENESS)
-    except ProcessLookupError:  # a thread that ended meanwhile
-        raise_priority()
-    except PermissionError:
-        logger.warning(
-            "this replica keeps a niceness of %d, and gets little CPU beside a busy frontend: give Ray's workers "
-            "CAP_SYS_NICE, or start Ray with RAY_worker_niceness=0 and the inference service with a niceness of 10",
-            os.getpriority(os.PRIO_PROCESS, 0),
-        )
